@@ -224,7 +224,7 @@ def own_time_key(row: Row) -> Key:
     if not row.measured:
         return Key(name, f"{row.peer.name}: {row.reason}", at_most=5)
     if (least := min(row.seconds)) <= 0:
-        reason = f"a restart gave {least * 1e6:.2g} us, a difference that noise has made negative"
+        reason = f"a restart gave {least * 1e6:.2g} us, a difference made negative by noise"
         return Key(name, reason, at_most=5)
     microseconds = median_interval([seconds * 1e6 for seconds in row.seconds])
     return Key(name, microseconds, at_most=5, note="in each batch, besides the gathering")

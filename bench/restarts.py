@@ -30,12 +30,12 @@ PEERS = Path(__file__).parent / "peers"
 
 @dataclass
 class Progress:
-    """What the command line says of this bench's run, and what is there if it ends early.
+    """Limits from the command line, and the file that keeps results if the bench ends early.
 
     Attributes:
-        ends_at: by time.monotonic(); no further process begins then, and what runs is ended.
-        is_quick: whether figures are of fewer rounds than they are to be.
-        file: gets a line of JSON for each process as it ends, until the results are written.
+        ends_at: by time.monotonic(); then no process is started, and a running one is ended.
+        is_quick: whether the run has fewer rounds than a full one.
+        file: gets a line of JSON after each process, until the results are written.
     """
 
     ends_at: float = inf
@@ -44,7 +44,7 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that are left, for `timeout`; None is no limit."""
+        """Remaining seconds, for `timeout`; None if there is no limit."""
         return None if self.ends_at == inf else max(0.1, self.ends_at - monotonic())
 
     def keep(self, line: Mapping[str, Any]) -> None:
@@ -116,7 +116,7 @@ def run_once(peer: Peer) -> dict[str, Any]:
 
     Raises:
         PeerFailed: if it ended with an error, or without a report.
-        subprocess.TimeoutExpired: the time of --minutes was over.
+        subprocess.TimeoutExpired: the time limit of --minutes was reached.
     """
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         out = Path(folder, "result.json")
@@ -153,7 +153,7 @@ def run_in_turn(
 ) -> dict[str, Row]:
     """Run every peer `restarts` times, a round after the other; returns the rows by name.
 
-    After Ctrl-C, or where the time of --minutes is over, the rows are those that were measured.
+    After Ctrl-C, or at the time limit of --minutes, return the rows measured until then.
 
     Args:
         peers: in the order of the table.
@@ -174,7 +174,7 @@ def run_in_turn(
     except subprocess.TimeoutExpired:
         reason = OVER
     if reason:
-        tell(f"{reason.removeprefix('not measured: ')}; what was measured is shown")
+        tell(f"{reason.removeprefix('not measured: ')}; the results until then are shown")
     for row in rows.values():
         row.reason = row.reason or ("" if row.seconds else reason)
     return rows
@@ -215,7 +215,7 @@ def ratio(rows: Mapping[str, Row], slower: str, faster: str) -> Interval | str:
         if not rows[name].measured:
             return f"{name}: {rows[name].reason}"
         if (least := min(rows[name].seconds)) <= 0:
-            return f"{name}: a time of {least:.2g} s is a difference that noise has made negative"
+            return f"{name}: a time of {least:.2g} s is a difference made negative by noise"
     return bootstrap_ratio(rows[slower].seconds, rows[faster].seconds)
 
 

@@ -143,10 +143,10 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         "--minutes",
         type=float,
         action=_Minutes,
-        help="show what was measured by then: no process of a round begins later",
+        help="time limit: no process starts later, and the results until then are shown",
     )
     parser.add_argument(
-        "--quick", nargs=0, action=_Quick, help="two minutes and one round, marked as such"
+        "--quick", nargs=0, action=_Quick, help="two minutes and one round, marked in the output"
     )
 
 
@@ -186,7 +186,7 @@ def finish(results: Results, arguments: argparse.Namespace) -> int:
     if not console.is_terminal:
         console.width = 120
     if PROGRESS.is_quick:
-        console.print("--quick: one round and two minutes, no figures to compare", markup=False)
+        console.print("--quick: one round and two minutes: do not compare figures", markup=False)
     table = Table(title=results.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, header in enumerate(results.headers):
         words = number in (0, len(results.headers) - 1)

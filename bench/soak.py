@@ -1,12 +1,12 @@
-"""What a job holds after many epochs beside what it held after a few: it must not grow.
+"""Resources that a job holds after many epochs and after a few: they must not grow.
 
     python bench/soak.py [--minutes 10] [--quick] [--only loader dataset] [--json [FILE]]
 
 The minutes are shared by jobs of one and two ranks that read a DataLoader, a Dataset, a pipeline
 with a process, and the arrays of a compiled Keras model. Each job validates and writes a checkpoint
-after each short epoch. Of each rank the processes below it, their memory (USS), descriptors,
-threads and mapped files in /dev/shm in the last quarter of the epochs are compared with the second
-quarter.
+after each short epoch. For each rank and its child processes the number of processes, their memory
+(USS), descriptors, threads and mapped files in /dev/shm are recorded. Their values in the last
+quarter of the epochs are compared with the second quarter.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from results import Key, Results, add_json_argument, finish
 JOB = Path(__file__).parent / "peers" / "soak_job.py"
 KINDS = ("loader", "dataset", "pipeline", "keras")
 HELD = ("processes", "descriptors", "threads", "shm")
-# A job's memory moves by a little from epoch to epoch.
+# A job's memory changes a little from epoch to epoch: a smaller growth does not count.
 _SHARE, _BYTES = 0.05, 16 << 20
 _PATIENCE_S = 300
 
 
 def soak(kind: str, ranks: int, seconds: float) -> list[list[dict[str, int]]]:
-    """What each rank held after each epoch.
+    """Return the resources that each rank held after each epoch.
 
     Args:
         kind: of input.
-        ranks: of the job.
-        seconds: how long it trains.
+        ranks: number of ranks of the job.
+        seconds: length of the training.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -58,10 +58,10 @@ def soak(kind: str, ranks: int, seconds: float) -> list[list[dict[str, int]]]:
 
 
 def grown(epochs: list[dict[str, int]]) -> dict[str, float]:
-    """By how much each figure of a rank is larger in the last quarter than in the second one.
+    """Return the growth of each figure of a rank from the second quarter to the last one.
 
-    Memory counts as grown where it is by more than 5% and 16 MiB. Of fewer epochs than 8 nothing is
-    known: the result is empty.
+    Memory counts as grown only by more than 5% and 16 MiB. With fewer than 8 epochs return an
+    empty dict.
     """
     quarter = len(epochs) // 4
     if quarter < 2:
@@ -78,7 +78,7 @@ def grown(epochs: list[dict[str, int]]) -> dict[str, float]:
 
 
 def row_of(kind: str, ranks: int, found: list[list[dict[str, int]]]) -> dict[str, Any]:
-    """What a job has come to, and what of it has grown on any rank."""
+    """Return the last figures of a job, and the largest growth of each on any rank."""
     each = [grown(epochs) for epochs in found]
     return {
         "kind": kind,

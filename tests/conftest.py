@@ -31,14 +31,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 _numbers = itertools.count()
 _BEGAN = time.monotonic()
 _STATE = pytest.StashKey[dict]()
-# Rooms whose tests fail for what they leave in the process; those of others get a warning.
+# Folders whose tests fail if they leave the process changed; other tests get a warning.
 _LEAVE_NOTHING = {"data", "devices", "measure", "models", "optim", "recipe", "save", "train"}
 _leaks: dict[str, list[str]] = {}
 
 
 def pytest_addoption(parser):
-    parser.addoption("--order", default="", help="run files and their tests in an order of a seed")
-    said = "skip the tests that have not begun after so many minutes"
+    parser.addoption("--order", default="", help="seed of a random order of files and their tests")
+    said = "skip the tests that have not begun after this number of minutes"
     parser.addoption("--minutes", type=float, default=float("inf"), help=said)
 
 
@@ -51,7 +51,7 @@ def pytest_report_header(config):
 def pytest_collection_modifyitems(config, items):
     seed = config.getoption("order")
     if seed:
-        # By name: each process finds the same order.
+        # Drawn from the names, so that each worker process finds the same order.
         items.sort(key=lambda item: (_place(seed, item.path.name), _place(seed, item.nodeid)))
 
 
@@ -62,8 +62,8 @@ def _place(seed, name):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     if time.monotonic() - _BEGAN > 60 * item.config.getoption("minutes"):
-        pytest.skip("the minutes that were given are over")
-    # Tests that never need torch do not pay for it here.
+        pytest.skip("the time limit of --minutes is reached")
+    # Tests that do not use torch do not import it here.
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() > 2:
         torch.set_num_threads(2)
@@ -74,9 +74,9 @@ def pytest_runtest_setup(item):
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item):
     result = yield
-    if _STATE not in item.stash:  # it was skipped
+    if _STATE not in item.stash:  # the test was skipped
         return result
-    # A second try begins with what the first has left.
+    # A rerun begins with the changes of the first run.
     leaks = _leaks.setdefault(item.nodeid, differences(item.stash[_STATE], state()))
     if leaks and item.path.parent.name in _LEAVE_NOTHING:
         pytest.fail("the test leaves the process changed: " + "; ".join(leaks), pytrace=False)

@@ -1,4 +1,4 @@
-"""The state of this process that outlives a test and can decide how another ends."""
+"""State of this process that outlives a test and may change the result of another test."""
 
 import gc
 import os
@@ -8,9 +8,9 @@ import sys
 import threading
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
-# Set by pytest, and by what torch.compile imports.
+# Set by pytest, and by the imports of torch.compile.
 _NOT_OF_TESTS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-# What tests replace by something else of the same name, and what wraps around what others call.
+# Attributes that tests replace, or that hooks wrap.
 _CALLS = (
     ("torch.nn.modules.module", "Module", ("__call__", "__setattr__", "zero_grad")),
     ("torch.optim.optimizer", "Optimizer", ("__init__", "add_param_group", "zero_grad")),
@@ -30,7 +30,7 @@ _GLOBAL_HOOKS = (
 
 
 def seed_all():
-    """Begin each test with the same random numbers, whatever came before."""
+    """Seed all random generators, so that each test begins with the same random numbers."""
     random.seed(0)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(0)
@@ -39,7 +39,7 @@ def seed_all():
 
 
 def state():
-    """By name, what can be compared with another time; of a package, only once it is loaded."""
+    """Return values by name that can be compared later; only of packages that are loaded."""
     found = {
         "the working folder": _folder(),
         "the file mode mask": _umask(),
@@ -62,7 +62,7 @@ def state():
 
 
 def differences(before, after):
-    """In words, what is not as it was; of a package that was loaded meanwhile, nothing."""
+    """Return the changes in words; packages that were loaded in between do not count."""
     new = [name for name in after.keys() - before.keys() if name.startswith("$")]
     gone = before.keys() - after.keys()
     changed = [name for name in before.keys() & after.keys() if before[name] != after[name]]

@@ -1,4 +1,4 @@
-"""Where what can be made again is kept: no folder that another user could put files in."""
+"""Cache folders: no folder is used in which another user could put files."""
 
 import json
 import os
@@ -16,7 +16,7 @@ OTHER = 12345
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A cache folder, and another folder for what cannot lie in it."""
+    """A cache folder, with another temporary folder as its replacement."""
     (tmp_path / "temporary").mkdir(mode=0o700)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "above" / "cache"))
@@ -47,7 +47,7 @@ def test_a_folder_below_one_that_others_can_write_is_not_used(own):
     own.mkdir()
     own.parent.chmod(0o777)
     assert str(own.parent) in hindrance(own)
-    own.parent.chmod(0o1777)  # as /tmp: others can add names, and take away only their own
+    own.parent.chmod(0o1777)  # like /tmp: other users can add names, and remove only their own
     assert hindrance(own) == ""
 
 
@@ -130,7 +130,7 @@ def test_a_text_comes_back_only_as_it_was_written(own):
 
 @pytest.mark.skipif(not IS_ROOT, reason="becomes another user")
 def test_a_home_that_cannot_be_searched_is_replaced_by_a_temporary_folder():
-    # Directly below /tmp: the folders of pytest are for root alone.
+    # Directly below /tmp, because only root can enter the folders of pytest.
     with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as temporary:
         os.chmod(temporary, 0o1777)
         reader, writer = os.pipe()

@@ -1,4 +1,4 @@
-"""Secrets in the words of a command."""
+"""Masks for secrets in the words of a command."""
 
 import shlex
 

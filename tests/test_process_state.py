@@ -1,4 +1,4 @@
-"""A test that leaves the process changed fails by name; a seed gives the order of tests."""
+"""Tests that leave the process changed fail by name, and a seed sets the order of tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LEAKS = {
 
 @pytest.mark.parametrize("name", LEAKS)
 def test_what_a_test_leaves_behind_is_named(name):
-    """In a fork of this process."""
+    """Change the state in a fork of this process."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -68,7 +68,7 @@ def test_three(): pass
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory):
-    """Runs three tests in files of two names under this conftest."""
+    """A function that runs three tests in two files with this conftest."""
     folder = tmp_path_factory.mktemp("suite") / "optim"
     folder.mkdir()
     for name in ("conftest.py", "process_state.py"):

@@ -1,9 +1,9 @@
-"""Many short epochs of one kind of input, with validation and a checkpoint after each.
+"""Train many short epochs on one kind of input, with validation and a checkpoint after each.
 
     python bench/peers/soak_job.py KIND SECONDS FOLDER
 
-Each rank writes a line of JSON into FOLDER after each epoch: what its process and those below it
-hold by then.
+After each epoch each rank writes a line of JSON into FOLDER: the resources that its process and all
+child processes hold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import flatout
 from flatout.world import place
 
 SAMPLES, BATCH = 512, 64
-# Epochs from which something can be told.
+# The fewest epochs for a verdict.
 FEWEST = 8
 KINDS = ("loader", "dataset", "pipeline", "keras")
 
@@ -38,7 +38,7 @@ class Samples(Dataset[Any]):
 
 
 def data_of(kind: str) -> Any:
-    """Data to train on, or to validate on, each with one process where that can be asked for."""
+    """Return data to train on or to validate on, with one worker process if the kind allows it."""
     if kind == "loader":
         order = torch.Generator().manual_seed(1)
         return DataLoader(Samples(), BATCH, shuffle=True, num_workers=1, generator=order)
@@ -52,7 +52,7 @@ def data_of(kind: str) -> Any:
 
 
 def held() -> dict[str, int]:
-    """What this process and all below it hold."""
+    """Return the resources that this process and all its child processes hold."""
     own = psutil.Process()
     below = [p for p in own.children(recursive=True) if "resource_tracker" not in _command(p)]
     shared: set[str] = set()
@@ -63,7 +63,7 @@ def held() -> dict[str, int]:
             threads += process.num_threads()
             maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
         except (psutil.Error, OSError):
-            continue  # it has just ended
+            continue  # the process has just ended
         shared |= {line.split(maxsplit=5)[-1] for line in maps if "/dev/shm/" in line}
     return {
         "processes": len(below),
@@ -82,7 +82,7 @@ def _command(process: psutil.Process) -> str:
 
 
 class Watch(flatout.Callback):
-    """Writes what is held after each epoch, and ends the fit when the time is over."""
+    """Write the held resources after each epoch, and end the fit when the time is over."""
 
     def __init__(self, seconds: float, file: Path) -> None:
         self._until, self._file = time.monotonic() + seconds, file
@@ -96,7 +96,7 @@ class Watch(flatout.Callback):
 
 
 def trainer_of(kind: str, run: Path) -> flatout.Trainer:
-    """A Trainer of a small model, of Keras where that is asked for."""
+    """Return a Trainer of a small model; of a Keras model for the kind `keras`."""
     if kind != "keras":
         return flatout.Trainer(nn.Linear(32, 3), optimizer="sgd", run=run)
     import keras

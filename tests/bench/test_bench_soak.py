@@ -1,4 +1,4 @@
-"""What a job holds after many epochs is what it held after a few."""
+"""Growth of a job's resources over many epochs."""
 
 import pytest
 
@@ -6,7 +6,7 @@ import soak
 
 
 def epochs(count, **grows):
-    """So many epochs of a rank, in which some figures grow by a number each."""
+    """Return epochs of a rank in which some figures grow by a number in each epoch."""
     start = dict.fromkeys((*soak.HELD, "uss"), 100)
     return [{k: v + n * grows.get(k, 0) for k, v in start.items()} for n in range(count)]
 
@@ -24,6 +24,6 @@ def test_what_grows_is_told_and_what_moves_a_little_is_not():
 def test_no_process_piles_up_on_two_ranks(kind):
     for held in soak.soak(kind, 2, 1.0):
         assert len(held) >= 8
-        assert max(one["processes"] for one in held) <= 2  # to train, and to validate
+        assert max(one["processes"] for one in held) <= 2  # one worker to train, one to validate
         assert held[-1]["descriptors"] <= held[2]["descriptors"]
         assert held[-1]["shm"] <= held[2]["shm"]

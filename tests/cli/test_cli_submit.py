@@ -56,7 +56,7 @@ def test_dry_run_names_files_that_stay_here_and_exits_as_the_job_would(flatout, 
     done = flatout(*command, "train.py")
     assert done.returncode == 0, done.stderr
     assert "not sent: train.npy (train.py names it)" in done.stdout
-    # What the line advises.
+    # The advice of the line works.
     assert "not sent" not in flatout(*command, "--input", "train.npy", "train.py").stdout
 
 

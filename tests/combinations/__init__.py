@@ -1,1 +1,1 @@
-"""Trains in many combinations of features, and compares each with a plain loop."""
+"""Combinations of features: each trains, and its result is compared with a plain loop."""

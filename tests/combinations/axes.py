@@ -1,4 +1,4 @@
-"""The axes of the covering array, which combinations make sense, and the cases as text."""
+"""Axes of the covering array, rules for combinations that make sense, and cases as text."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ AXES = {
 
 
 class Case(NamedTuple):
-    """One combination: a value of each axis."""
+    """One combination: a value for each axis."""
 
     model: str
     data: str
@@ -78,7 +78,7 @@ class Case(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """The case of a name, as `str` gives it."""
+        """Return the case of a name that `str` returned."""
         values = text.split("-")
         if len(values) != len(AXES):
             raise ValueError(f"a case has {len(AXES)} values, found {len(values)}: {text}")
@@ -99,70 +99,70 @@ class Case(NamedTuple):
 
     @property
     def refused_by(self) -> list[str]:
-        """The words of the refusals that may come."""
+        """Words of the refusals that the case may meet."""
         return refusals(self._asdict())
 
 
-# Axes of which more than pairs of values meet: what they do, they do to one another.
+# Groups of axes that affect one another: all their values meet, and not only pairs.
 TOGETHER = (
     ("model", "strategy", "precision"),
     ("strategy", "precision", "validation"),
     ("model", "resume", "callbacks"),
 )
 
-# Combinations that mean nothing, by the axes that they are of. What is refused is in refusals.py.
+# Rules for combinations without a meaning. Refused combinations are in refusals.py.
 MEANINGLESS = {
-    "what an own train_step does is Keras'": lambda c: (
+    "Keras itself runs an own train_step": lambda c: (
         c["model"] == "keras_train"
         and (c["accumulate"], c["precision"], c["resume"], c["kept"]) != (1, "fp32", "none", "auto")
     ),
-    "class_weight goes with data that Keras takes it for": lambda c: (
+    "Keras refuses class_weight with these data": lambda c: (
         compiled(c["model"])
         and c["weights"] == "class"
         and c["data"] in ("loader", "iterable", "generator")
     ),
-    "a tuple is several inputs to Keras": lambda c: (
+    "Keras reads a tuple as several inputs": lambda c: (
         c["data"] == "tuple" and c["model"] == "keras_train"
     ),
-    "one rank has no strategy": lambda c: c["ranks"] == 1 and c["strategy"] != "ddp",
+    "one rank needs no strategy": lambda c: c["ranks"] == 1 and c["strategy"] != "ddp",
     "validation_steps is Keras'": lambda c: c["validation"] == "steps" and not compiled(c["model"]),
-    "Keras counts by its own metrics": lambda c: compiled(c["model"]) and c["functions"] == "own",
-    "features are those of frozen layers": lambda c: (
+    "Keras uses its own metrics": lambda c: compiled(c["model"]) and c["functions"] == "own",
+    "only frozen layers have features to keep": lambda c: (
         c["kept"] == "features" and c["frozen"] == "no"
     ),
-    "tables are in one model": lambda c: c["kept"] == "tables" and c["model"] != "attention",
-    "an own loss weighs by itself": lambda c: c["functions"] == "own" and c["weights"] != "none",
-    "weights of classes are of one output": lambda c: (
+    "only one model has tables": lambda c: c["kept"] == "tables" and c["model"] != "attention",
+    "an own loss gets no weights": lambda c: c["functions"] == "own" and c["weights"] != "none",
+    "class weights and own functions need one output": lambda c: (
         c["model"] == "two" and (c["weights"] == "class" or c["functions"] == "own")
     ),
-    "a pipe is not read again": lambda c: c["data"] == "fifo" and c["resume"] != "none",
+    "a pipe cannot be read again": lambda c: c["data"] == "fifo" and c["resume"] != "none",
     "LibSVM has no weights": lambda c: c["data"] in ("files", "fifo") and c["weights"] == "sample",
-    "pipes of ranks are equally long": lambda c: (
+    "the pipes of all ranks have the same length": lambda c: (
         c["data"] == "fifo" and c["ranks"] > 1 and c["last"] == "ragged"
     ),
 }
 
 
 def makes_sense(known: Mapping[str, Any]) -> bool:
-    """Whether nothing rules out the values of these axes."""
+    """Return whether no rule excludes these values of axes."""
     for rule in MEANINGLESS.values():
-        with suppress(KeyError):  # of an axis that has no value yet
+        with suppress(KeyError):  # an axis has no value yet
             if rule(known):
                 return False
     return True
 
 
 def is_to_train(known: Mapping[str, Any]) -> bool:
-    """Whether the values of these axes make sense together and are not refused."""
+    """Return whether these values of axes make sense together and are not refused."""
     return makes_sense(known) and not refusals(known)
 
 
 def cases(strength: int = 2) -> Iterator[Case]:
-    """Cases in which each `strength` values of different axes meet, and two of each refusal."""
+    """Yield cases in which all values of each `strength` axes meet, and two for each refusal."""
     parameters = [list(axis) for axis in AXES.values()]
     groups = [*combinations(AXES, strength), *TOGETHER]
     covered = set()
-    # It ends at its first case without a new pair, which need not be the last pair.
+    # AllPairs ends at its first case without a new pair, and may miss later pairs.
     for values in AllPairs(
         parameters, filter_func=lambda v: is_to_train(dict(zip(AXES, v, strict=False))), n=strength
     ):
@@ -183,19 +183,19 @@ def cases(strength: int = 2) -> Iterator[Case]:
 
 
 def listed() -> list[Case]:
-    """All pairs, as `bench/combinations.py --list` has written them."""
+    """Return all pairs that `bench/combinations.py --list` has written."""
     text = Path(__file__).with_name("pairs.txt").read_text()
     return [Case.parse(line) for line in text.split()]
 
 
 def met(case: Sequence[Any], groups: Sequence[tuple[str, ...]]) -> set[tuple[Any, ...]]:
-    """The values of a case that meet on each group of axes."""
+    """Return the values of a case for each group of axes."""
     values = dict(zip(AXES, case, strict=True))
     return {tuple((name, values[name]) for name in names) for names in groups}
 
 
 def completed(known: dict[str, Any], draw: random.Random) -> Case | None:
-    """A case with these values; None where there seems to be none."""
+    """Return a case with these values, or None if no case is found."""
     for _ in range(10 if is_to_train(known) else 0):
         case = dict(known)
         for name in draw.sample([*AXES], len(AXES)):
@@ -208,7 +208,7 @@ def completed(known: dict[str, Any], draw: random.Random) -> Case | None:
 
 
 def refused(draw: random.Random) -> Iterator[Case]:
-    """Two cases of each refusal."""
+    """Yield two cases of each refusal."""
     left = dict.fromkeys(REFUSED, 2)
     while any(left.values()):
         case = Case(*map(draw.choice, AXES.values()))

@@ -1,4 +1,4 @@
-"""Counts calls of user functions, also in worker processes: a byte in a file for each."""
+"""Counters of calls of user functions, also in worker processes: a byte in a file for each call."""
 
 import os
 from collections import Counter
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def count(name: str, times: int = 1) -> None:
-    """Count calls under a name, in the folder that the environment names."""
+    """Count a call under a name, in the folder of the environment variable CALLS."""
     path = f"{os.environ['CALLS']}/{name}"
     file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.write(file, b"." * times)
@@ -14,5 +14,5 @@ def count(name: str, times: int = 1) -> None:
 
 
 def counted() -> Counter:
-    """How often each name was counted by this rank."""
+    """Return the number of calls of each name by this rank."""
     return Counter({path.name: path.stat().st_size for path in Path(os.environ["CALLS"]).iterdir()})

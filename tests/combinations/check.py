@@ -1,4 +1,4 @@
-"""Compares what the ranks of a case came to with what the plain loop did."""
+"""Comparison of the results of a case's ranks with the result of the plain loop."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from combinations.axes import Case
 from combinations.inputs import EPOCHS, HELD_OUT, batch_size
 
-# By how much of the largest number results may differ: from the same loop on one rank, and where
-# sums are made in another order.
+# Largest differences of results, as shares of the largest number: in fp32, where sums are made in
+# another order, and in bf16.
 ROUNDING, BF16 = 1e-4, 5e-2
 
 
 def faults(case: Case, plain: dict[str, Any], *ranks: dict[str, Any]) -> list[str]:
-    """What is wrong, a line each."""
+    """Return the faults of a case, one line each."""
     errors = [(n, one) for n, one in enumerate(ranks) if "error" in one]
     if errors:
-        # Others lose the rank that has failed.
+        # Other ranks report only that they lost the failed rank.
         number, first = min(errors, key=lambda one: one[1]["error"].startswith("LostRank"))
         words = f"rank {number}: {first['error']}"
         if not first["named"]:
@@ -29,11 +29,11 @@ def faults(case: Case, plain: dict[str, Any], *ranks: dict[str, Any]) -> list[st
         if first["begun"]:
             return [f"refused after the first step: {words}"]
         if len(errors) < len(ranks) and not case.refused_by:
-            words += f"; and not by rank {min(set(range(len(ranks))) - {n for n, _ in errors})}"
+            words += f"; not by rank {min(set(range(len(ranks))) - {n for n, _ in errors})}"
         is_wanted = "error" in plain or any(one in words for one in case.refused_by)
         return [] if is_wanted else [f"refused: {words}"]
     if "error" in plain:
-        return [f"trained, and a plain loop cannot: {plain['error']}"]
+        return [f"trained, although the plain loop fails: {plain['error']}"]
     if case.refused_by:
         return [f"not refused: {case.refused_by}"]
     for number, one in enumerate(ranks):
@@ -67,7 +67,7 @@ def compared_figures(case: Case, plain: dict[str, Any], found: dict[str, Any]) -
     for name in ("loss", "val_loss", "rates"):
         wanted, values = plain[name], found[name]
         if name == "rates" and case.resume != "none":
-            wanted = wanted[2:]  # of the epochs after the resume
+            wanted = wanted[2:]  # only epochs after the resume
         if len(wanted) != len(values):
             yield f"{name} of {len(wanted)} epochs wanted, found {values}"
             continue
@@ -81,7 +81,7 @@ def compared_figures(case: Case, plain: dict[str, Any], found: dict[str, Any]) -
 def compared_weights(case: Case, plain: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
     wanted, weights = plain["weights"], found["weights"]
     if list(wanted) != list(weights):
-        yield f"weights are named {list(weights)}, wanted {list(wanted)}"
+        yield f"expected weights named {list(wanted)}, found {list(weights)}"
         return
     if is_bitwise(case):
         other = [name for name in wanted if not torch.equal(wanted[name], weights[name])]
@@ -94,19 +94,19 @@ def compared_weights(case: Case, plain: dict[str, Any], found: dict[str, Any]) -
 
 
 def is_comparable(case: Case) -> bool:
-    """Whether the ranks together learn what one rank does."""
-    if case.strategy == "local_sgd":  # where all ranks have equal parts of each batch
+    """Return whether several ranks learn the same as one rank."""
+    if case.strategy == "local_sgd":  # equal if all ranks have equal parts of each batch
         equal = case.last == "whole" and case.weights == "none" and case.accumulate == 1
         return equal and case.model != "conv"
     if case.strategy == "staged" and case.model == "conv":
-        return False  # statistics of a micro-batch
+        return False  # BatchNorm uses a micro-batch
     if case.model == "keras" and case.accumulate > 1:
-        return False  # statistics of a larger batch in the plain loop
+        return False  # BatchNorm uses a larger batch in the plain loop
     return case.strategy != "async"
 
 
 def is_bitwise(case: Case) -> bool:
-    """Whether the plain loop makes the same sums in the same order."""
+    """Return whether the plain loop makes the same sums in the same order."""
     plainly = (case.ranks, case.precision, case.accumulate) == (1, "fp32", 1)
     return plainly and case.kept != "tables"
 
@@ -116,7 +116,7 @@ def bound(case: Case) -> float:
 
 
 def far(name: str, found: Any, wanted: Any, limit: float) -> Iterator[str]:
-    """A line where numbers differ by more than `limit` of the largest."""
+    """Yield a line if numbers differ by more than `limit`, as a share of the largest number."""
     if isinstance(wanted, dict):
         if not isinstance(found, dict) or set(found) != set(wanted):
             yield f"{name}: wanted {list(wanted)}, found {found}"
@@ -132,7 +132,7 @@ def far(name: str, found: Any, wanted: Any, limit: float) -> Iterator[str]:
         off = float((first - second).abs().max()) / largest
         if not off <= limit:
             words = f"found {short(found)}, wanted {short(wanted)}"
-            yield f"{name} differs by {off:.2g} of the largest: {words}"
+            yield f"{name} differs by {off:.2g} of the largest number: {words}"
 
 
 def short(value: Any) -> str:
@@ -141,9 +141,9 @@ def short(value: Any) -> str:
 
 
 def calls_of(case: Case, plain: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
-    """Calls of user functions that are too many or too few for what was trained.
+    """Yield a line for each user function with too many or too few calls.
 
-    Allowed are, of each rank, some looks at the first samples before training.
+    Each rank may call functions for the first samples a few more times before training.
     """
     if case.resume != "none":
         return
@@ -158,9 +158,9 @@ def calls_of(case: Case, plain: dict[str, Any], found: dict[str, Any]) -> Iterat
         if case.strategy != "staged" and case.functions == "own":
             most["loss"] = epochs * (batches + 5) + 10
             least["loss"] = epochs * batches
-    # Where ranks do not wait, one takes parts of others.
+    # If ranks do not wait for each other, a fast rank takes parts of slow ranks.
     passes = epochs + (epochs if case.strategy == "async" else 1)
-    if case.kept != "features":  # what making and keeping rows takes is measured on samples
+    if case.kept != "features":  # keeping features calls maps to measure them
         most["map"] = samples + 96 if case.data == "cache" else samples * passes + 144
     if case.model == "keras_own" and (case.ranks, case.accumulate) == (1, 1):
         for name in ("test_step", "predict_step", "compute_loss", "compute_metrics"):
@@ -168,14 +168,14 @@ def calls_of(case: Case, plain: dict[str, Any], found: dict[str, Any]) -> Iterat
             most[name] = least[name] + 4
     for name, limit in most.items():
         if calls[name] > limit:
-            yield f"{name} was called {calls[name]} times, {limit} at most were to be expected"
+            yield f"{name} was called {calls[name]} times, expected at most {limit}"
     for name, limit in least.items():
         if calls[name] < limit:
-            yield f"{name} was called {calls[name]} times, and in a plain loop {limit} times"
+            yield f"{name} was called {calls[name]} times, in a plain loop {limit} times"
 
 
 def events_of(case: Case, plain: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
-    """Events that callbacks have heard."""
+    """Yield a line for each difference in the events of callbacks."""
     if case.resume != "none":
         return
     if not case.is_compiled:
@@ -183,7 +183,7 @@ def events_of(case: Case, plain: dict[str, Any], found: dict[str, Any]) -> Itera
             yield from own_events(case, found)
         return
     if found["names"] != plain["names"]:
-        yield f"history has {found['names']}, and Keras' has {plain['names']}"
+        yield f"history has {found['names']}, Keras' history has {plain['names']}"
     if case.accumulate > 1:
         return
     wanted, events = plain["events"], found["events"]
@@ -192,12 +192,12 @@ def events_of(case: Case, plain: dict[str, Any], found: dict[str, Any]) -> Itera
         place = next(
             (n for n, pair in enumerate(zip(names, theirs, strict=False)) if pair[0] != pair[1]), -1
         )
-        words = f"event {place} is {names[place]}, and there {theirs[place]}"
-        yield f"callbacks heard {len(names)} events, and of Keras {len(theirs)}; {words}"
+        words = f"event {place} is {names[place]}, in Keras {theirs[place]}"
+        yield f"callbacks got {len(names)} events, from Keras {len(theirs)}; {words}"
         return
     for event, other in zip(events, wanted, strict=True):
         if set(event[2]) != set(other[2]):
-            yield f"logs of {event[:2]} have {sorted(event[2])}, and Keras' have {sorted(other[2])}"
+            yield f"logs of {event[:2]} have {sorted(event[2])}, in Keras {sorted(other[2])}"
             return
         yield from far(f"logs of {event[:2]}", event[2], other[2], bound(case))
 
@@ -213,7 +213,7 @@ def own_events(case: Case, found: dict[str, Any]) -> Iterator[str]:
         "fit_end": 1,
     }
     counted = Counter(found["events"])
-    if case.strategy == "async":  # ranks take parts of batches as they come to them
+    if case.strategy == "async":  # a fast rank takes parts of slow ranks
         counted["step"] = wanted["step"]
     for name, times in wanted.items():
         if counted[name] != times:

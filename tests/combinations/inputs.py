@@ -1,4 +1,4 @@
-"""The samples of all cases, as Flatout is given them and in batches as a plain loop has them."""
+"""Samples of all cases, in the forms for Flatout and in batches for a plain loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def batch_size(case: Any) -> int:
 
 
 def samples(case: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs, targets and weights to train on: whole numbers, as ids too, padded with 0."""
+    """Return inputs, targets and weights to train on; inputs are whole numbers, padded with 0."""
     return _drawn(48 if case.last == "whole" else 43, 1)
 
 
@@ -51,7 +51,7 @@ def _drawn(n: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def inputs_of(case: Any, x: Any) -> Any:
-    """What the model is called with, of numpy or torch."""
+    """Return the inputs of the model, for numpy or torch."""
     return (x[..., :6], x[..., 6:]) if case.model == "two" else x
 
 
@@ -62,16 +62,16 @@ def targets_of(case: Any, x: Any, y: Any) -> Any:
 
 
 def rows_of(case: Any, x: Any, y: Any, w: Any) -> tuple[Any, ...]:
-    """Inputs and targets, with the weights where the case has them."""
+    """Return inputs and targets, with weights if the case has them."""
     rows = (inputs_of(case, x), targets_of(case, x, y))
     return (*rows, w) if case.weights == "sample" else rows
 
 
-# -- as a plain loop has them ---------------------------------------------------------------------
+# -- for a plain loop -----------------------------------------------------------------------------
 
 
 def plain_batches(case: Any, epoch: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """Batches of (inputs, targets, weights) in the order that is documented."""
+    """Yield batches of (inputs, targets, weights) in the documented order."""
     size = batch_size(case)
     x, y, w = samples(case)
     if case.data in ("arrays", "tuple", "dataset", "dataset_log") and not case.is_compiled:
@@ -87,16 +87,16 @@ def plain_batches(case: Any, epoch: int) -> Iterator[tuple[np.ndarray, ...]]:
 
 
 def centered(x: Any, y: Any, *w: Any) -> tuple[Any, ...]:
-    """Inputs that depend on all samples of their batch, as whole numbers."""
+    """Return inputs that depend on all samples of their batch, as whole numbers."""
     return (x + (x.sum(0) % 3), y, *w)
 
 
-# -- as Flatout is given them ---------------------------------------------------------------------
+# -- for Flatout ----------------------------------------------------------------------------------
 
 
 class Rows(Dataset):
     def __init__(self, case: Any, rows: tuple[np.ndarray, ...], name: str = "getitem") -> None:
-        # Plain values, which tell one Dataset from another.
+        # Plain values, by which Datasets are distinguished.
         self.model, self.weights, self.name = case.model, case.weights, name
         self.rows = [torch.from_numpy(one) for one in rows]
 
@@ -109,7 +109,7 @@ class Rows(Dataset):
 
 
 class LoggedRows(Rows):
-    """Rows that differ between ranks in an attribute alone, by which a log is named."""
+    """Rows that differ between ranks only in the name of a log."""
 
     def __init__(self, case: Any, rows: tuple[np.ndarray, ...], log: str) -> None:
         super().__init__(case, rows)
@@ -130,7 +130,7 @@ class Streamed(IterableDataset):
 
 
 def given(case: Any, folder: Path, rank: int) -> dict[str, Any]:
-    """The arguments of `fit` that are the training data."""
+    """Return the arguments of `fit` for the training data."""
     rows, size = samples(case), batch_size(case)
     if case.data == "arrays":
         x, y, w = (torch.from_numpy(one) for one in rows)
@@ -163,7 +163,7 @@ def generator(case: Any, rows: tuple[np.ndarray, ...], size: int) -> Any:
 
 
 def pipeline(case: Any, folder: Path, rank: int) -> Any:
-    """A pipeline of the training data."""
+    """Return a pipeline of the training data."""
     rows = samples(case)
     size = batch_size(case)
 
@@ -202,11 +202,11 @@ def libsvm(x: np.ndarray, y: np.ndarray) -> bytes:
 
 
 def pipes(case: Any, folder: Path, rank: int) -> Path:
-    """Named pipes that are written once for each epoch, and no more."""
+    """Make named pipes; each is written once, one for each epoch."""
     x, y, _ = samples(case)
     size, ranks = batch_size(case), case.ranks
     share = size // ranks
-    # A rank's share of each batch lies in its own pipe.
+    # Each rank has its own pipe with its share of each batch.
     mine = (
         np.concatenate(
             [
@@ -233,7 +233,7 @@ def pipes(case: Any, folder: Path, rank: int) -> Path:
 
 
 def validation(case: Any) -> dict[str, Any]:
-    """The arguments of `fit` that are the validation data."""
+    """Return the arguments of `fit` for the validation data."""
     x, y, w = held_out()
     tensors = [torch.from_numpy(one) for one in (x, y, w)]
     kept = rows_of(case, *tensors)

@@ -1,4 +1,4 @@
-"""What one rank of a case does, with Flatout or without: it leaves its result in a file."""
+"""One rank of a case, with Flatout or as the plain loop: it writes its result to a file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from flatout.train.callbacks import BestCheckpoint
 
 
 def main(name: str, folder: str, number: int) -> None:
-    """Run a case as a rank; -1 is the plain loop."""
+    """Run one rank of a case; rank -1 is the plain loop."""
     torch.set_num_threads(1)
     case = Case.parse(name)
     calls = Path(folder) / f"calls{number}"
@@ -43,13 +43,13 @@ def main(name: str, folder: str, number: int) -> None:
 
 
 def reference(case: Case) -> dict[str, Any]:
-    """What the plain loop comes to."""
+    """Return the result of the plain loop."""
     try:
         return learned(case)
     except RuntimeError as error:
         if (case.model, case.precision) != ("lstm", "bf16"):
             raise
-        return {"error": str(error)}  # a CPU without that kernel
+        return {"error": str(error)}  # the CPU lacks the kernel
 
 
 def learned(case: Case) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def learned(case: Case) -> dict[str, Any]:
 
 
 def ran(case: Case, folder: Path, rank: int) -> dict[str, Any]:
-    """What came of it; an error is kept with its kind, and whether training had begun."""
+    """Return the result, or the error with its kind and whether training had begun."""
     models: list[Any] = []
     try:
         return trained(case, folder, rank, models)
@@ -75,7 +75,7 @@ def ran(case: Case, folder: Path, rank: int) -> dict[str, Any]:
 
 
 def has_moved(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
-    """Whether a step was made: weights are no longer what they were."""
+    """Return whether a step was made, so that weights have changed."""
     now = dict(model.named_parameters())
     return any(
         type(now.get(name)) is nn.Parameter and not torch.equal(now[name], value)
@@ -84,7 +84,7 @@ def has_moved(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
 
 
 class Watch(flatout.Callback):
-    """Remembers the rates of the epochs, and events where the case wants that."""
+    """Record learning rates of epochs, and events if the case needs them."""
 
     def __init__(self, case: Case) -> None:
         self.rates, self.events = [], []
@@ -163,7 +163,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "staged": {"strategy": "staged", "batch_statistics": "per_micro_batch"},
     "parameter_server": {"strategy": "parameter_server"},
     "async": {"strategy": "parameter_server", "staleness": 1},
-    # Averages of each step's changes are those of the mean gradient.
+    # The mean of the ranks' steps equals a step with the mean gradient.
     "local_sgd": {"strategy": "local_sgd", "sync_every": 1},
 }
 
@@ -221,7 +221,7 @@ def fitted(
 
 
 def objective_of(case: Case) -> tuple[nn.Module, dict[str, Any]]:
-    """A model with the Trainer's arguments for its loss, optimizer, metrics and schedule."""
+    """Return a model with the Trainer's arguments for loss, optimizer, metrics and schedule."""
     if case.is_keras:
         model: nn.Module = keras_models.keras_model(case)
     else:
@@ -266,6 +266,6 @@ def torch_callbacks(case: Case) -> list[Any]:
 
 
 def load(folder: str, rank: int) -> dict[str, Any]:
-    """What a rank has left."""
+    """Return the result that a rank has written."""
     result: dict[str, Any] = torch.load(f"{folder}/result{rank}.pt", weights_only=False)
     return result

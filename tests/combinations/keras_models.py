@@ -1,4 +1,4 @@
-"""Keras models, their callbacks and their data, as both `keras.Model.fit` and Flatout take them."""
+"""Keras models with callbacks and data, in the forms for `keras.Model.fit` and for Flatout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Subclass(keras.Model):
 
 @keras.saving.register_keras_serializable("combinations")
 class OwnMethods(Subclass):
-    """Overrides what Keras' trainer calls, but for `train_step`, and does something else."""
+    """A model that overrides all methods of Keras' trainer but `train_step`."""
 
     def test_step(self, data: Any) -> Any:
         count("test_step")
@@ -71,7 +71,7 @@ SUBCLASSES = {"keras_subclass": Subclass, "keras_own": OwnMethods, "keras_train"
 
 
 def keras_model(case: Any) -> keras.Model:
-    """The model of a case, built but not compiled."""
+    """Return the model of a case, built but not compiled."""
     keras.utils.set_random_seed(0)
     if case.model in SUBCLASSES:
         model = SUBCLASSES[case.model]()
@@ -98,7 +98,7 @@ def compiled(case: Any) -> keras.Model:
 
 
 class Watch(keras.callbacks.Callback):
-    """Remembers the rates of the epochs and what happens at their ends."""
+    """Record the learning rates of epochs and the events at their ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Watch(keras.callbacks.Callback):
 
 
 class Recorder(Watch):
-    """Remembers each event with its logs."""
+    """Record each event with its logs."""
 
 
 def _recorded(name: str) -> Any:
@@ -158,7 +158,7 @@ def callbacks(case: Any, folder: Path, rank: int) -> list[Any]:
 
 
 class Batches(keras.utils.PyDataset):
-    """Batches that are counted when they are asked for."""
+    """Batches that count their reads."""
 
     def __init__(self, batches: list[Any], name: str = "getitem") -> None:
         super().__init__()
@@ -173,24 +173,24 @@ class Batches(keras.utils.PyDataset):
 
 
 def plain_epochs(case: Any) -> Iterator[Any]:
-    """The batches of all epochs, in the order of the plain loop."""
+    """Yield the batches of all epochs, in the order of the plain loop."""
     for epoch in range(EPOCHS):
         yield from plain_epoch(case, epoch)
 
 
 def plain_epoch(case: Any, epoch: int) -> list[Any]:
-    """An epoch's batches; accumulated ones as one that is so many times as large."""
+    """Return the batches of an epoch; batches of one accumulated step are joined into one."""
     made, k = list(plain_batches(case, epoch)), case.accumulate
     groups = [zip(*made[start : start + k], strict=True) for start in range(0, len(made), k)]
     whole = [tuple(map(np.concatenate, group)) for group in groups]
-    if case.weights == "class":  # which a generator cannot have in Keras
+    if case.weights == "class":  # Keras refuses class_weight with a generator
         weight = np.vectorize(CLASS_WEIGHT.get, otypes=["float32"])
         return [(x, y, weight(y)) for x, y, _ in whole]
     return [one if case.weights == "sample" else one[:2] for one in whole]
 
 
 def as_keras(case: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """The data of a fit as Keras takes them: a torch Dataset and a function are none."""
+    """Return the data of a fit in forms that Keras accepts; a torch Dataset is not one of them."""
     x, y, w = samples(case)
     size = batch_size(case)
     rows = (x, y, w) if case.weights == "sample" else (x, y)
@@ -213,7 +213,7 @@ def as_keras(case: Any, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def reference_data(case: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """The same for `keras.Model.fit`."""
+    """Return the data of the plain loop as arguments of `keras.Model.fit`."""
     from combinations.inputs import held_out
 
     held = held_out() if case.weights == "sample" else held_out()[:2]

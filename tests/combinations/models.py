@@ -1,4 +1,4 @@
-"""Small models, each with a `body` that can be frozen and a `head`; inputs have twelve numbers."""
+"""Small models with a `body` that can be frozen and a `head`; inputs have twelve numbers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ TORCH = {"mlp": Mlp, "conv": Conv, "lstm": Lstm, "attention": Attention, "two": 
 
 
 def torch_model(case: Any) -> nn.Module:
-    """The model of a case that is no Keras model."""
+    """Return the model of a case, for models that are not Keras models."""
     torch.manual_seed(0)
     model = TORCH[case.model]()
     if case.frozen == "body":

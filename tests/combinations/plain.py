@@ -1,4 +1,4 @@
-"""The plain PyTorch loop that the jobs of torch models are compared with."""
+"""Plain PyTorch loop, whose results are compared with the jobs of torch models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LR, MOMENTUM, DELTA = 0.05, 0.9, 50.0
 
 
 def train(case: Any, model: nn.Module | None = None) -> dict[str, Any]:
-    """Train as Flatout is asked to, and return what is compared."""
+    """Train with the same settings as Flatout, and return the values to compare."""
     model = torch_model(case) if model is None else model
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, LR, momentum=MOMENTUM)
@@ -68,7 +68,7 @@ def train(case: Any, model: nn.Module | None = None) -> dict[str, Any]:
 
 
 def after(case: Any, model: nn.Module) -> dict[str, Any]:
-    """What a plain loop finds of a trained model."""
+    """Return a trained model's values to compare."""
     x = torch.from_numpy(held_out()[0])
     return {
         "weights": weights_of(model),
@@ -78,7 +78,7 @@ def after(case: Any, model: nn.Module) -> dict[str, Any]:
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies by name; Keras numbers models, and so the names of their weights."""
+    """Return copies of the weights by name, without the number in a Keras model's name."""
     named = getattr(model, "weights", None)
     if named is not None:
         return {one.path.partition("/")[2]: one.value.detach().clone() for one in named}
@@ -86,7 +86,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def outputs(case: Any, model: nn.Module, x: torch.Tensor) -> Any:
-    """The model's outputs in evaluation mode."""
+    """Return the model's outputs in evaluation mode."""
     was = model.training
     model.eval()
     with torch.no_grad(), autocast(case):
@@ -98,7 +98,7 @@ def outputs(case: Any, model: nn.Module, x: torch.Tensor) -> Any:
 
 
 def evaluate(case: Any, model: nn.Module) -> float:
-    """The mean loss of the samples held out, without the weights of classes."""
+    """Return the mean loss of the held-out samples, without class weights."""
     x, y, w = (torch.from_numpy(one) for one in held_out())
     found = outputs(case, model, x)
     loss = each_loss(case, found, targets_of(case, x, y))
@@ -116,7 +116,7 @@ def call(case: Any, model: nn.Module, x: torch.Tensor) -> Any:
 
 
 def each_loss(case: Any, found: Any, targets: Any) -> torch.Tensor:
-    """A loss for each sample."""
+    """Return a loss for each sample."""
     if case.model == "two":
         kind = nn.functional.cross_entropy(found["kind"].float(), targets["kind"], reduction="none")
         size = nn.functional.mse_loss(found["size"].float(), targets["size"], reduction="none")
@@ -125,7 +125,7 @@ def each_loss(case: Any, found: Any, targets: Any) -> torch.Tensor:
 
 
 def step_loss(case: Any, model: nn.Module, x: Any, y: Any, w: Any) -> tuple[torch.Tensor, float]:
-    """The sum of a batch's weighted losses, and the sum of the weights."""
+    """Return the sum of a batch's weighted losses, and the sum of the weights."""
     x, y, w = (torch.from_numpy(one) for one in (x, y, w))
     with autocast(case):
         found = call(case, model, x)

@@ -1,4 +1,4 @@
-"""`keras.Model.fit`, which the jobs of compiled Keras models are compared with."""
+"""Reference by `keras.Model.fit`, for the jobs of compiled Keras models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages say is refused: which combinations, and by which words."""
+"""Combinations that the documentation says are refused, with the words of the refusals."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SERVERS = ("parameter_server", "async")
 
 
 def compiled(model: str) -> bool:
-    """Whether it is a compiled Keras model."""
+    """Return whether the model is a compiled Keras model."""
     return model.startswith("keras") and model != "keras_plain"
 
 
-# By the words of the error, the combinations of which any may be refused by it.
+# Words of an error, and the rule for combinations that may be refused with this error.
 REFUSED: dict[str, Any] = {
     "has its own train_step": lambda c: c["model"] == "keras_train" and c["ranks"] > 1,
     "own train_step, so Keras' own loop reads": lambda c: (
@@ -45,10 +45,10 @@ REFUSED: dict[str, Any] = {
 
 
 def refusals(known: Mapping[str, Any]) -> list[str]:
-    """The words by which a combination may be refused; of an unfinished one those that are sure."""
+    """Return the words of all refusals that the known values of axes already decide."""
     words = []
     for word, is_refused in REFUSED.items():
-        with suppress(KeyError):  # of an axis that has no value yet
+        with suppress(KeyError):  # an axis has no value yet
             if is_refused(known):
                 words.append(word)
     return words

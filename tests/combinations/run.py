@@ -1,4 +1,4 @@
-"""Runs a case: its ranks and the plain loop, each in a fork of a process that has torch loaded."""
+"""Runner of a case: its ranks and the plain loop, each in a fork of a process with torch loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from world_ranks import environment, free_port
 import forked
 from flatout.processes import die_with_parent
 
-# Keras reads it when it is imported, here in the processes that are forked.
+# Keras reads this variable at its import, in the forked processes.
 os.environ.setdefault("KERAS_BACKEND", "torch")
 LOADED = (*forked.TRAINING, "combinations.check", "combinations.job", "combinations.run")
 PATIENCE_S = 120
@@ -26,7 +26,7 @@ CODE = "import sys; from combinations.run import main; main(*sys.argv[1:])"
 
 
 def found(case: object, folder: Path) -> list[str]:
-    """What is wrong with a case, a line each; nothing where it is right."""
+    """Return the faults of a case, one line each; an empty list if there is none."""
     own = {"FLATOUT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     done = forked.run(
         ["-c", CODE, str(case), folder], folder, {**os.environ, **own}, LOADED, 4 * PATIENCE_S
@@ -40,7 +40,7 @@ def found(case: object, folder: Path) -> list[str]:
 
 
 def main(name: str, folder: str) -> None:
-    """Fork the ranks and the plain loop, which is rank -1, and compare what they leave."""
+    """Fork the ranks and the plain loop, which is rank -1, and compare their results."""
     from combinations.axes import Case
     from combinations.check import faults
     from combinations.job import load
@@ -51,7 +51,7 @@ def main(name: str, folder: str) -> None:
     until = time.monotonic() + PATIENCE_S
     codes = [ended(child, until) for child in children]
     failed = [
-        f"rank {rank} does not end within {PATIENCE_S} s"
+        f"rank {rank} did not end within {PATIENCE_S} s"
         if code is None
         else f"rank {rank} ended with {code}"
         for rank, code in zip(ranks, codes, strict=True)
@@ -62,7 +62,7 @@ def main(name: str, folder: str) -> None:
 
 
 def started(name: str, folder: str, rank: int, ranks: int, port: int) -> int:
-    """A process that runs a rank of a case, or, as -1, the plain loop."""
+    """Start a process that runs a rank of a case, or the plain loop as rank -1."""
     child = os.fork()
     if child:
         return child
@@ -86,7 +86,7 @@ def started(name: str, folder: str, rank: int, ranks: int, port: int) -> int:
 
 
 def ended(child: int, until: float) -> int | None:
-    """The exit code of a process; None where it had to be killed."""
+    """Return the exit code of a process, or None if it had to be killed."""
     waiting = os.pidfd_open(child)
     poll = select.poll()
     poll.register(waiting, select.POLLIN)

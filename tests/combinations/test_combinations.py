@@ -1,4 +1,4 @@
-"""All pairs of features: each case learns what a plain loop does, or is refused by name."""
+"""All pairs of features: each case learns the same as a plain loop, or is refused by name."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +10,7 @@ from combinations.known import KNOWN, cause_of
 from combinations.run import found
 
 CASES = listed()
-# Every tenth of them is quick enough to run each time.
+# Every tenth case runs each time: all of them would take too long.
 QUICK = {str(case) for case in CASES[::10]}
 
 
@@ -24,7 +24,7 @@ def parameter(case):
 
 @pytest.fixture(scope="module")
 def ran(request, tmp_path_factory):
-    """What is wrong with each case that was asked for: two run at a time."""
+    """Results of the selected cases; two cases run at the same time."""
     wanted = [
         item.callspec.params["case"]
         for item in request.session.items
@@ -34,7 +34,7 @@ def ran(request, tmp_path_factory):
         yield {case: pool.submit(found, case, tmp_path_factory.mktemp("case")) for case in wanted}
 
 
-@pytest.mark.timeout(1800)  # the first waits for the processes that are forked
+@pytest.mark.timeout(1800)  # the first test waits for the forked processes
 @pytest.mark.parametrize("case", [parameter(case) for case in CASES])
 def test_a_case_is_right(ran, case):
     assert not ran[case].result()

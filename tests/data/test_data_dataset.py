@@ -443,7 +443,7 @@ def test_workers_never_double_an_iterable_dataset():
 
 
 class Shared(Stream):
-    """Each worker gives its own samples, with the process that made them."""
+    """Samples that worker processes share; each sample names the process that made it."""
 
     def __len__(self):
         return self.samples

@@ -628,7 +628,7 @@ def test_damage_within_is_found_when_decoded(pets):
 
 
 def test_a_changed_byte_among_the_pixels_of_a_png_is_found(tmp_path):
-    # Stored without compression: whatever the byte becomes, the pixels can be decoded.
+    # Without compression, the pixels can be decoded with any value of the byte.
     content = bytearray(encoded(photo(40, 40), "PNG", compress_level=0))
     content[len(content) // 2] ^= 16
     found, error = result_of(one, tmp_path, bytes(content), size=40)

@@ -294,7 +294,7 @@ def test_what_tokenizers_give_is_a_dict():
 
 
 class Words(nn.Module):
-    """Predicts the next token, of samples along the second dimension or along the first."""
+    """Next-token model for samples along the second dimension or along the first one."""
 
     def __init__(self, *, batch_first):
         super().__init__()
@@ -326,5 +326,5 @@ def test_batches_with_the_time_first_are_told_what_to_do_and_that_works():
     turned = loss((inputs.transpose(0, 1), targets.view(7, 4).t()), batch_first=True)
     whole = loss(flatout.data.jagged(inputs, targets), batch_first=False)
     assert turned == pytest.approx(whole)
-    # Where rows are samples and only the targets are flattened.
+    # Rows are samples, and only the targets are flattened.
     assert loss((inputs, targets.view(7, 4)), batch_first=True)

@@ -164,7 +164,7 @@ def test_a_row_without_the_qid_that_is_wanted_is_an_error(tmp_path):
     path = tmp_path / "a.svm"
     path.write_text("1 qid:3 1:2\n0 1:1\n")
     data = flatout.data.libsvm(path)
-    assert len(next(data.batch(2).batches(0)).targets) == 2  # an unused column may be absent
+    assert len(next(data.batch(2).batches(0)).targets) == 2  # rows may lack an unused column
     wanted = flatout.data.libsvm(path, schema=data.schema.with_roles(qid="input"))
     with pytest.raises(DataError, match="expected qid: and a whole number, found a row") as caught:
         list(wanted.batch(2).batches(0))

@@ -275,7 +275,7 @@ def test_every_flipped_byte_of_a_stored_array_is_found(tmp_path):
         content[at] ^= 1 << at % 8
         path.write_bytes(content)
         rows = npz_rows(path)
-        assert rows.targets() is not None  # y is whole
+        assert rows.targets() is not None  # y is not damaged
         for _ in range(2):
             with pytest.raises(DataError, match=r"CRC-32 is .*, and the archive says") as caught:
                 _take(rows, [0])
@@ -378,7 +378,7 @@ def test_damage_anywhere_is_an_error_or_of_a_file_without_checksums(tmp_path_fac
     except DataError:
         return
     assert len(block) == rows.rows
-    if archive:  # a CRC-32 finds every change of a few bits
+    if archive:  # CRC-32 detects every change of a few bits
         assert block.columns["x"].tobytes() == _X.tobytes()
         assert block.columns["y"].tobytes() == _Y.tobytes()
 

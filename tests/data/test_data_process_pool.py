@@ -300,7 +300,7 @@ def test_python_that_threads_cannot_share_goes_to_processes_where_a_script_allow
 
 
 class Sleepy:
-    """Sleeps where it is unpickled, as a worker's start does that hangs."""
+    """Sleeps while it is unpickled, like a worker that hangs at its start."""
 
     def __init__(self, seconds):
         self.seconds = seconds

@@ -73,9 +73,9 @@ def test_a_cache_lasts_over_the_epochs_of_a_rank():
 
     pipeline = flatout.data.arrays(X, X).map(counted).cache("memory").shuffle(1).batch(SIZE)
     list(ranked(pipeline, 0, 2).batches(0))
-    before = len(calls)  # with those that the pipeline was looked at with
+    before = len(calls)  # calls for the first look at the pipeline included
     for epoch in range(1, 8):
-        list(ranked(pipeline, 0, 2).batches(epoch))  # as each epoch of a training begins
+        list(ranked(pipeline, 0, 2).batches(epoch))  # each epoch of a training does the same
     later = calls[before:]
     assert len(later) == len(set(later)) <= len(X)
 

@@ -460,7 +460,7 @@ def test_whole_numbers_that_float32_rounds_are_named(tmp_path, kind):
     words = f"column 'user': float32 rounds whole numbers above 16,777,216, such as {first}"
     assert [words in note for note in data.notes()] == [True]
     assert _only(data).inputs.max() == 2**24
-    if kind == "csv":  # as whole numbers they are exact
+    if kind == "csv":  # read as int64, the numbers are exact
         data = flatout.data.csv(tmp_path / "a.csv", target="y")
         assert not data.notes()
         assert _only(data).inputs.max() == first

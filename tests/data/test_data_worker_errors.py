@@ -1,4 +1,4 @@
-"""Loader workers that find no room in /dev/shm, in their own mount namespace, or are killed."""
+"""DataLoader workers that find no room in /dev/shm, in their own mount namespace, or are killed."""
 
 import os
 import signal
@@ -80,6 +80,6 @@ def test_a_worker_that_was_killed_for_want_of_memory_is_named():
     trainer = flatout.Trainer(torch.nn.Linear(4, 2), say=lambda line: None)
     with pytest.raises(DataError, match=r"worker of the DataLoader .* SIGKILL, as the kernel does"):
         trainer.fit(loader, epochs=1, progress=False)
-    # What the message advises.
+    # The advice of the message works.
     alone = torch.utils.data.DataLoader(KillsItsWorker(), 8, num_workers=0)
     assert len(trainer.fit(alone, epochs=1, progress=False).epochs) == 1

@@ -53,22 +53,22 @@ PAGES = [
     DOCS / "freezing.md",
 ]
 NOT_RUN = {
-    "click_through.md": "trains for minutes on made-up clicks: its example has a test of its own",
-    "cures.md": "runs a train.py of the reader's: tests/cures runs such scripts",
-    "doctor.md": "looks at a train.py of the reader's: the quick start does so word for word",
-    "doctor_changes.md": "changes a train.py of the reader's: tests/doctor does",
-    "doctor_proving.md": "runs a train.py by what trials have proved, which takes minutes",
-    "doctor_report.md": "needs a verdict: tests/report has each of these calls",
-    "explain.md": "draws a roofline, which a busy machine has none of",
+    "click_through.md": "trains for minutes on generated clicks; another test runs its example",
+    "cures.md": "runs the reader's train.py; tests/cures runs such scripts",
+    "doctor.md": "inspects the reader's train.py; the quick start has the same commands",
+    "doctor_changes.md": "changes the reader's train.py; tests/doctor does the same",
+    "doctor_proving.md": "runs a train.py with proven changes, which takes minutes",
+    "doctor_report.md": "needs a verdict; tests/report has each of these calls",
+    "explain.md": "draws a roofline, which a busy machine cannot measure",
     "forecast.md": "needs runs on several hosts, or measures a network between them",
-    "ranks.md": "needs SLURM: tests/world starts such ranks",
-    "recipe.md": "has a Recipe, which a test here reads",
-    "report.md": "prints how fast three runs were: tests/report has these commands",
+    "ranks.md": "needs SLURM; tests/world starts such ranks",
+    "recipe.md": "has a Recipe; another test in this file reads it",
+    "report.md": "prints the speed of three runs; tests/report has these commands",
     "submit_sagemaker.md": "reads a FIFO that SageMaker fills",
-    "top.md": "shows a live screen, and callbacks of trainers in one line each",
+    "top.md": "shows a live screen, and one-line examples of callbacks",
     "trials.md": "empties Flatout's cache folder",
 }
-"""Pages with blocks that no test here runs, and why."""
+"""Pages with code blocks that no test in this file runs, with the reasons."""
 # What measuring decides differs between machines, and so do the machines themselves.
 # What a machine has, and what is wrong with it, is its own.
 DIFFERS = (
@@ -194,14 +194,14 @@ def test_names_of_pages_are_there_after_importing_flatout_alone(tmp_path):
     run([sys.executable, "-c", code], tmp_path)
 
 
-# These import another trainer.
+# These names import the package of another trainer.
 NEEDING = {
     f"flatout.integrations.{name}" for name in ("KerasTimeline", "HFTimeline", "LightningTimeline")
 }
 
 
 def names_of(room: str) -> list[str]:
-    """The public names of a room, none of a module of one file."""
+    """Return the public names of a room; an empty list for a room of a single file."""
     return list(getattr(import_module(f"flatout.{room}"), "__all__", ()))
 
 

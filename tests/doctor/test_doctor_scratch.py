@@ -282,7 +282,7 @@ assert Path("kept").read_text() == "changed"
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_a_folder_below_one_of_root_can_be_written_by_its_owner(overlays):
-    """As /data/projects/me: the kernel copies no folder of a user who is not in the namespace."""
+    """Use a folder like /data/projects/me: a user outside the namespace owns its parents."""
     code = """
 import ctypes, os, sys, tempfile
 from pathlib import Path

@@ -225,7 +225,7 @@ def test_rows_that_were_timed_come_out_as_timed_where_the_model_is_wrong(wrong):
     draws = calibrate(job, prior, rows)
     for row in rows:
         assert np.median(total_seconds(job, row, draws)) == pytest.approx(row.seconds, rel=1e-6)
-    # What comes after the last row goes on from there.
+    # Larger numbers of ranks keep the correction of the last row.
     plain = replace(draws, corrections=())
     eight = StepTime(Shape(8, 1, 64), 1.0, 0.015)
     moved = np.median(total_seconds(job, eight, draws) / total_seconds(job, eight, plain))

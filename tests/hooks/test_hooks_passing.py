@@ -1,4 +1,4 @@
-"""Hooks that are on a module for a few steps, without a trace in the module."""
+"""Hooks on a module for a few steps, without a trace in the module."""
 
 import copy
 import io

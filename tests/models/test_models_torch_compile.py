@@ -1,4 +1,4 @@
-"""What the call of compiled code is noticed by: in this thread, in each call, before it runs."""
+"""Detection of calls of compiled code: in this thread, at each call, before the code runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Operators(TorchDispatchMode):
 
 
 def compiled(seen=None):
-    """Notes under how many function modes and under which dispatch mode it was compiled."""
+    """Return a compiled function; `seen` gets the active function and dispatch modes."""
 
     def backend(graph, inputs):
         if seen is not None:

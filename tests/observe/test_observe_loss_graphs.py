@@ -1,4 +1,4 @@
-"""Losses of several batches that are added up: whether each was divided, also beside a scaler."""
+"""Accumulated losses of several batches: detection of their division, also with a GradScaler."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Whatever a script pickles, copies and lists of its objects is what it is without Flatout."""
+"""A script's pickles, copies and attribute lists of its objects are the same without Flatout."""
 
 import json
 import os
@@ -109,7 +109,7 @@ def fingerprints(folder, *start):
     folder.mkdir()
     (folder / "script.py").write_text(SCRIPT)
     ran = forked.run(start, folder, {**os.environ, "OMP_NUM_THREADS": "1"}, forked.TORCH)
-    assert ran.returncode in (0, 3), ran.stderr  # 3: the doctor has found a danger
+    assert ran.returncode in (0, 3), ran.stderr  # 3: the doctor found a danger
     assert not ran.returncode or "doctor" in start
     return json.loads((folder / "seen.json").read_text())
 
@@ -120,7 +120,7 @@ def plain(tmp_path_factory):
 
 
 def differing(plain, seen):
-    """Each kind of object that is another one, with the first step in which it is."""
+    """Return the kinds of objects that differ, each with the first step of a difference."""
     pairs = enumerate(zip(plain, seen, strict=True))
     found = [(name, step) for step, (a, b) in pairs for name in a if a[name] != b[name]]
     return dict(reversed(found))

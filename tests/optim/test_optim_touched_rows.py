@@ -123,7 +123,7 @@ def compare(make, clip, device="cpu"):
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_rates_that_change_after_a_state_was_loaded_hold_for_rows_too(make):
-    """torch makes new parameter groups of what is loaded."""
+    """Change a rate after load_state_dict, which replaces the parameter groups."""
     found = []
     for touched in (False, True):
         model, optimizer = job(make)

@@ -1,4 +1,4 @@
-"""Whatever text a user or a Recipe gives, it stays a text in all artifacts of a job."""
+"""Any text that a user or a Recipe gives stays a text in all artifacts of a job."""
 
 import ast
 import json
@@ -21,7 +21,7 @@ from flatout.submit.inputs import Input
 from flatout.submit.sending import artifacts_of
 
 TARGETS = ("slurm", "ssh", "mpi", "kubernetes", "sagemaker", "ray")
-# Programs that a script may come to. None does anything.
+# Programs that a script may call. The stubs do nothing.
 STUBS = ("srun", "scontrol", "flatout", "mpirun", "python3", "timeout", "ssh")
 ATTACKS = (
     "\ntouch $CANARY\n",
@@ -109,13 +109,15 @@ def place(tmp_path_factory):
     for name in STUBS:
         (stubs / name).write_text("#!/bin/sh\nexit 0\n")
         (stubs / name).chmod(0o755)
-    (stubs / "sleep").write_text("#!/bin/sh\nexit 1\n")  # ends the loop beside a batch script
+    (stubs / "sleep").write_text(
+        "#!/bin/sh\nexit 1\n"
+    )  # ends the background loop of a batch script
     (stubs / "sleep").chmod(0o755)
     return folder
 
 
 def a_hostile_job(place, target, field, text):
-    """A job with this text in one field; None where such a job cannot even be made."""
+    """Return a job with this text in one field; a FlatoutError refuses some texts."""
     options = {"bin": str(place / "stubs")} if target in ("slurm", "ssh", "mpi") else {}
     options |= {"hosts": "one,two"} if target in ("ssh", "mpi") else {}
     options |= {"storage": "/all"} if target == "ray" else {}
@@ -129,14 +131,14 @@ def a_hostile_job(place, target, field, text):
 
 
 def harmless(place, target, name):
-    """An artifact of a job without any such text."""
+    """Return an artifact of a job with a harmless text."""
     made = artifacts_of(a_hostile_job(place, target, "fingerprint", "Xeon"), target_of(target))
     (text,) = (artifact.text for artifact in made if artifact.name == name)
     return os.fsencode(text)
 
 
 def check(place, target, field, text):
-    """The artifacts of a job with a text are refused, or are what they are with another text."""
+    """Assert that a text is refused, or that all artifacts keep the structure of a harmless one."""
     try:
         made = artifacts_of(a_hostile_job(place, target, field, text), target_of(target))
     except FlatoutError:
@@ -161,25 +163,25 @@ def check(place, target, field, text):
 
 
 def _shape_of(source):
-    """Statements and calls; what lists and dicts of texts hold may differ."""
+    """Return the statements and calls of a script, without lists and dicts of texts."""
     tree = ast.parse(source)
     values = (ast.Constant, ast.List, ast.Dict, ast.Tuple)
     return [type(node).__name__ for node in ast.walk(tree) if not isinstance(node, values)]
 
 
 def _check_head(script, harmless):
-    """All lines before the first empty one are comments, with our options of sbatch alone."""
+    """Assert that all lines before the first empty one are comments or known #SBATCH options."""
     head, other = (text.split("\n\n")[0].split("\n") for text in (script, harmless))
     assert all(line.startswith("#") for line in head)
     own = [line.split("=")[0].split()[1] for line in head if line.startswith("#SBATCH")]
     named = {line.split("=")[0].split()[1] for line in other if line.startswith("#SBATCH")}
     assert len(own) == len(set(own))
-    assert len(set(own) - named) <= 1  # an option that was asked for
+    assert len(set(own) - named) <= 1  # the option of this test
     assert not any(char in "\r\x85\u2028\u2029\x00" for line in head for char in line)
 
 
 def _check_run(place, data):
-    """Bash runs the script to its end, and no part of a text as a command."""
+    """Assert that bash runs the script to its end, and runs no part of a text as a command."""
     with_code = place / f"run-{os.urandom(4).hex()}"
     (with_code / "code").mkdir(parents=True)
     with tarfile.open(with_code / "code.tar.gz", "w:gz"):

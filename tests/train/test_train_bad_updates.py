@@ -1,4 +1,4 @@
-"""An update that makes NaN or infinity of finite gradients is named as what it is."""
+"""An update that makes NaN or infinity from finite gradients is reported as the cause."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from flatout.errors import NumbersError
 def data(dtype=torch.float32):
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(64, 6, generator=draw)
-    x[:, 3] = 0  # all gradients of a column of weights are 0
+    x[:, 3] = 0  # so one column of weights has only gradients of 0
     return x.to(dtype), (x.sum(1) > 0).long()
 
 
@@ -57,7 +57,7 @@ def test_the_last_update_of_a_fit_is_looked_at_too():
     model = network()
     trainer = flatout.Trainer(model, optimizer=no_eps(model), say=lambda line: None)
     with pytest.raises(NumbersError, match=r"weight 0\.weight"):
-        trainer.fit(data(), batch_size=64, epochs=1, verbose=0)  # one step
+        trainer.fit(data(), batch_size=64, epochs=1, verbose=0)  # the fit has one step
 
 
 def test_half_precision_weights_name_their_type_and_the_advice_works():
@@ -117,7 +117,7 @@ def test_rows_that_no_later_step_reads_are_found_at_the_end_of_an_epoch():
 
     torch.manual_seed(0)
     model, ids = Words(), torch.arange(8).repeat(8, 1)
-    # Row 8 is never read: its gradient is 0, and so is what Adam divides by.
+    # Row 8 is never read: its gradient is 0, and with eps=0 Adam divides by 0.
     loop = flatout.Loop(say=lambda line: None)
     optimizer = torch.optim.Adam(model.rows.parameters(), eps=0.0)
     source = flatout.data.as_source((ids, torch.arange(8) % 2), batch_size=4)

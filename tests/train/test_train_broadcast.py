@@ -229,7 +229,7 @@ def test_later_steps_are_not_looked_at():
 
 
 def test_a_first_step_is_looked_at_until_it_calls_compiled_code():
-    """Of another job's nothing is known; of this one's what runs before is looked at."""
+    """Find a fault before the first call of compiled code, and pass over the code after it."""
     seen = []
 
     def backend(graph, inputs):

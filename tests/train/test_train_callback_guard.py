@@ -1,4 +1,4 @@
-"""What a callback leaves otherwise than it found it does not reach the steps after it."""
+"""Changes that a callback leaves in the model or in torch do not reach later steps."""
 
 import random
 
@@ -12,7 +12,7 @@ from flatout.errors import ModelError
 
 
 class Net(nn.Module):
-    """Notes in which mode each step of training has run, and under which flags."""
+    """Records the modes of its layers and torch's flags in each step of training."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ def fitted(callback, epochs=3):
 
 
 def on(event, act):
-    """A callback, called Show, that does something in one event."""
+    """Return a callback, called Show, that calls a function in one event."""
     return type("Show", (flatout.Callback,), {event: lambda self, state: act(state)})()
 
 

@@ -300,7 +300,7 @@ LSTM_IN_BF16 = """
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are of x86")
 def test_a_kernel_that_the_cpu_lacks_is_named(tmp_path):
-    """As on a CPU without AVX-512, where oneDNN has no LSTM in bf16."""
+    """Run as on a CPU without AVX-512, for which oneDNN has no LSTM in bf16."""
     script = tmp_path / "lstm.py"
     script.write_text(textwrap.dedent(LSTM_IN_BF16))
     result = forked.run([script], tmp_path, {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"})

@@ -884,7 +884,7 @@ def test_a_resume_in_the_middle_of_an_epoch_is_bitwise(allow, tmp_path):
 
 
 class Counts(keras.callbacks.Callback):
-    """Keeps its own state."""
+    """A callback that keeps its own state."""
 
     def __init__(self):
         super().__init__()
@@ -902,7 +902,7 @@ class Counts(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("checkpoint", ["step-000000009", "step-000000015"])
 def test_callbacks_go_on_counting_after_a_resume(checkpoint, tmp_path):
-    """From the middle of the second epoch, and from the third."""
+    """Resume in the middle of the second epoch, and at the start of the third one."""
     x, y = points()
 
     def fitted(resume=False):

@@ -1,4 +1,4 @@
-"""Methods of a model, a callback or a history are called here as Keras' own trainer calls them."""
+"""Methods of a model, a callback or a history are called as Keras' own trainer calls them."""
 
 import inspect
 
@@ -40,7 +40,7 @@ def compiled(kind=keras.Model):
 
 
 def plain(value):
-    """Arguments and logs as what can be compared; tensors by shape and kind."""
+    """Return arguments and logs in a form to compare; tensors by shape and dtype."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -51,13 +51,13 @@ def plain(value):
 
 
 def is_symbolic(*given):
-    """Whether Keras only asks for shapes, when it builds a model."""
+    """Return whether Keras calls with meta tensors, to learn shapes when it builds a model."""
     tensors = [t for t in keras.tree.flatten(given) if torch.is_tensor(t)]
     return any(t.device.type == "meta" for t in tensors)
 
 
 def recorder(name, calls):
-    """A model whose method of that name notes how it is called."""
+    """Return a model class whose method of this name records its calls."""
 
     def method(self, *given, **named):
         if not is_symbolic(given, named):
@@ -147,7 +147,7 @@ def test_a_pipeline_comes_to_steps_of_the_users_own():
 
 
 class Log(keras.callbacks.Callback):
-    """Notes each event with all that it is given, and may stop."""
+    """Records each event with its arguments, and may stop the training."""
 
     def __init__(self, stops=()):
         super().__init__()
@@ -265,7 +265,7 @@ def test_arguments_are_those_of_keras(verb):
     ours = inspect.signature(getattr(flatout.Trainer, verb)).parameters.values()
     expected = [(p.name, p.kind, p.default) for p in theirs if p.kind is not p.VAR_KEYWORD]
     found = [(p.name, p.kind, p.default) for p in ours if p.kind is not p.KEYWORD_ONLY]
-    # A dict of figures is what the Trainer has always returned.
+    # The Trainer's default stays a dict of figures.
     assert found == [(n, k, True if n == "return_dict" else d) for n, k, d in expected]
 
 
@@ -282,7 +282,7 @@ def test_targets_of_text_are_named(kind):
     with pytest.raises(DataError, match=r"targets: expected numbers, found dtype") as caught:
         quiet(compiled()).fit(x, names, **FIT)
     assert "encode" in caught.value.do
-    names, classes = np.unique(names, return_inverse=True)  # as the advice says
+    names, classes = np.unique(names, return_inverse=True)  # follow the advice
     quiet(compiled()).fit(x, classes, **FIT)
 
 
@@ -293,7 +293,7 @@ SEEN = []
 
 
 class Seen(keras.layers.Layer):
-    """Notes the first number of each sample that is trained on."""
+    """Records the first number of each training sample."""
 
     def call(self, x, training=False):
         if training and not is_symbolic(x):
@@ -308,7 +308,7 @@ def seen_model():
 
 
 def order_of_last(trainer, **named):
-    """The order of the last epoch of a fit."""
+    """Return the order of samples in the last epoch of a fit."""
     x = np.arange(32, dtype="float32")[:, None]
     trainer.fit(x, x, batch_size=8, verbose=0, **named)
     return tuple(SEEN[-32:])
@@ -317,7 +317,7 @@ def order_of_last(trainer, **named):
 @pytest.mark.parametrize("keeps", [True, False])
 def test_fits_of_one_epoch_in_a_loop_draw_other_orders(keeps):
     found = []
-    for _ in range(2):  # a script that runs again repeats them
+    for _ in range(2):  # the second run of a script repeats the orders
         model = seen_model()
         kept = quiet(model)
         trainers = [kept if keeps else quiet(model) for _ in range(3)]
@@ -336,7 +336,7 @@ def test_a_fit_from_a_later_epoch_draws_the_orders_of_one_long_fit():
 
 
 def test_a_resume_goes_on_with_the_orders_of_its_fit(tmp_path):
-    """Of a second fit of a model, which is the first one of the process that goes on."""
+    """Resume the second fit of a model as the first fit of a process."""
     x, y = points()
 
     def fitted(model, run=None, **named):
@@ -348,7 +348,7 @@ def test_a_resume_goes_on_with_the_orders_of_its_fit(tmp_path):
     again = fitted(compiled(), tmp_path / "run", epochs=2, resume=True)
     other = fitted(compiled(), epochs=3)
     compare_weights(again, whole)
-    with pytest.raises(AssertionError):  # an order of its own
+    with pytest.raises(AssertionError):  # another fit has another order
         compare_weights(other, whole)
 
 
@@ -361,7 +361,7 @@ def compare_weights(model, other):
 
 
 class Pairs(keras.utils.PyDataset):
-    """Batches of eight of `points(40)`."""
+    """Batches of eight samples of `points(40)`."""
 
     def __len__(self):
         return 5
@@ -443,7 +443,7 @@ def test_a_tuple_is_the_inputs_of_a_model_of_several():
 
 
 def tags():
-    """Texts of four words, the class of each word, and a weight of each word."""
+    """Return texts of four words, the class of each word, and a weight for each word."""
     random = np.random.default_rng(0)
     x = random.normal(size=(20, 4, 5)).astype("float32")
     return x, random.integers(0, 3, (20, 4)), random.random((20, 4)).astype("float32")

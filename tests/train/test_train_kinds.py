@@ -496,18 +496,18 @@ def test_functions_of_the_users_own_are_compiled_for_whole_batches_alone():
     trainer = flatout.Trainer(model, say=quiet, allow="exact")
     trainer.fit(batches, epochs=1, shuffle=False, progress=False)
     assert set(sizes) == {32}
-    assert trainer.history.roofline is None  # which compiled code would be rounded otherwise for
+    assert trainer.history.roofline is None  # a roofline would change the rounding
 
 
 def test_what_another_job_has_compiled_changes_nothing(monkeypatch, tmp_path):
-    sizes = SimpleQueue()  # looks put back what a list holds
+    sizes = SimpleQueue()  # not a list: a trial call restores a list's contents
 
     def loss(output, target):
         sizes.put(len(output))
         return F.cross_entropy(output, target)
 
     def passes(allow):
-        """The sizes of the passes before and with the first of a few samples, and the counts."""
+        """Return the sizes of all passes up to the first one of a few samples, and the counts."""
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
         model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, CLASSES))
         trainer = flatout.Trainer(model, loss=loss, say=quiet, allow=allow)

@@ -1,4 +1,4 @@
-"""Models that were trained, evaluated or observed are gone once the user lets them go."""
+"""Trained, evaluated and observed models are freed after the user drops them."""
 
 import os
 import subprocess
@@ -102,7 +102,9 @@ def test_nothing_of_ten_fits_stays(tmp_path):
     """
     left, grown = map(int, run(code, tmp_path))
     assert left == 0
-    assert grown < 75  # ten models are 90; an optimizer's state and gradients come to one at a time
+    assert (
+        grown < 75
+    )  # ten models have 90 MB of weights; one fit also holds gradients and optimizer state
 
 
 @pytest.mark.slow
@@ -127,5 +129,5 @@ def test_nothing_stays_under_a_notebook_that_observes(tmp_path):
         print(shell.user_ns["left"], sum(ref() is not None for ref in refs))
     """
     within, after = map(int, run(code, tmp_path, in_fork=False))
-    assert within < 2 * 8  # what is observed may be the latest model, of 8 parameters
+    assert within < 2 * 8  # the latest model, with 8 parameters, may still be observed
     assert after == 0

@@ -1,4 +1,4 @@
-"""What is wrong between model, optimizer and loss is refused, by the Trainer and by the Loop."""
+"""Faults between model, optimizer and loss, which the Trainer and the Loop refuse."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def network():
 
 
 def by_loop(model, optimizer, loss, *, looks=True, say=quiet):
-    """A loop of the user's own, with a first look at the data or without one."""
+    """Train with the user's own loop, with or without a first look at the data."""
     loop = flatout.Loop(allow="exact", say=say)
     source = flatout.data.as_source((X, Y), batch_size=16)
 
@@ -97,7 +97,7 @@ def test_a_model_that_is_frozen_as_a_whole_is_refused(way):
     model = network().requires_grad_(False)
     with pytest.raises(ModelError, match=r"flatout\.unfreeze\(model\)"):
         way(model, torch.optim.Adam(model.parameters()), F.cross_entropy)
-    flatout.unfreeze(model)  # as the error says
+    flatout.unfreeze(model)  # follow the error's advice
     way(model, torch.optim.Adam(model.parameters()), F.cross_entropy)
 
 

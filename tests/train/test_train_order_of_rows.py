@@ -1,4 +1,4 @@
-"""An order of rows that makes a result useless is reported: shuffled predictions, sorted labels."""
+"""Orders of rows that make a result useless are reported: shuffled predictions, sorted labels."""
 
 import numpy as np
 import pytest
@@ -90,7 +90,7 @@ def test_mixed_labels_and_numbers_are_not_reported():
     assert split(torch.arange(60) % 3) == []
     plain = {"loss": lambda o, t: ((o.sum(1) - t) ** 2).mean()}
     assert split(torch.linspace(0, 1, 60), **plain) == []
-    assert split(torch.arange(60), **plain) == []  # a number for each sample is no label
+    assert split(torch.arange(60), **plain) == []  # a different number for each sample is no label
 
 
 def test_what_the_line_advises_works():

@@ -64,7 +64,7 @@ def test_a_distributed_sampler_is_left_out():
     with pytest.raises(WorldError, match="ranks 0 and 1 have read different batches") as caught:
         next(part_of(source, Two([False, ["0123", "4567"]])).batches(0))
     assert "leave the DistributedSampler out" in caught.value.do
-    # As the advice says, with one order on all ranks.
+    # Follow the advice: one order on all ranks.
     generators = [torch.Generator().manual_seed(0) for _ in range(2)]
     loaders = [DataLoader(data, 4, shuffle=True, generator=g) for g in generators]
     first, second = (part_of(as_source(loader), Two(None)) for loader in loaders)

@@ -525,7 +525,7 @@ def test_a_run_folder_in_use_is_not_begun_again(run):
 
 
 def test_a_run_folder_of_a_job_that_runs_is_said_to_be_in_use(run):
-    """Its checkpoints are no earlier fit's, and are not to be deleted."""
+    """The message must not offer to delete the checkpoints of a running job."""
     told, tells = os.pipe()
     child = os.fork()
     if not child:

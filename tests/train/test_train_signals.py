@@ -59,7 +59,6 @@ def at_step(step, signum):
 
 
 def test_a_last_checkpoint_goes_where_there_is_room(tmp_path, monkeypatch):
-    """Else all that was trained would be lost with the process."""
     (tmp_path / "here").mkdir()
     (tmp_path / "temporary").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -72,7 +71,7 @@ def test_a_last_checkpoint_goes_where_there_is_room(tmp_path, monkeypatch):
         job.fit(data(), batch_size=32, epochs=3, callbacks=[stop], progress=False)
     assert caught.value.checkpoint.startswith(f"{tmp_path}/temporary/flatout-runs/")
     assert "another folder is tried" in said[-2]
-    # What the last line advises works.
+    # The advice of the last line works.
     run = re.search(r"run='([^']*)'", said[-1])[1]
     again = trainer(network(), run=run, say=quiet)
     later = [at_step(10_000, signal.SIGTERM)]
@@ -322,12 +321,12 @@ PIPE_SCHEMA = {
 
 
 def piped(folder, rows, then):
-    """A pipeline over a FIFO, whose writer gives some rows, and keeps it open."""
+    """Return a pipeline over a FIFO whose writer falls silent after some rows, and its end."""
     path = folder / "rows.fifo"
     os.mkfifo(path)
 
     def write():
-        with open(path, "wb", buffering=0) as fifo:  # waits for the reader
+        with open(path, "wb", buffering=0) as fifo:  # open waits for the reader
             fifo.write(ROWS * (rows // 2))
             then()
             done.wait(60)
@@ -364,7 +363,7 @@ def test_a_signal_ends_the_wait_for_a_pipes_first_rows(tmp_path, signum):
 def test_a_signal_ends_the_wait_for_a_pipes_next_rows_with_a_checkpoint(tmp_path):
     stepped, sent = threading.Event(), []
 
-    def asked():  # by whoever waits
+    def asked():  # called by the waiting thread
         if stepped.is_set() and not sent:
             sent.append(True)
             os.kill(os.getpid(), signal.SIGTERM)

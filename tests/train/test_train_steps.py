@@ -1,4 +1,4 @@
-"""Epochs and fits of as many steps as the user says, of any data."""
+"""Epochs and fits with a number of steps that the user sets, for any data."""
 
 import itertools
 
@@ -17,7 +17,7 @@ BATCHES = [(X[i : i + 16], Y[i : i + 16]) for i in range(0, 96, 16)]
 
 
 def endless():
-    """Batches without an end; each call begins again."""
+    """Yield batches without end; each call begins with the first batch."""
     return itertools.cycle(BATCHES)
 
 
@@ -76,12 +76,12 @@ def test_training_ends_after_as_many_steps_as_asked_for(kind):
     assert seen == list(range(1, 8))
     assert history.timeline.steps == 7
     assert history.stop_reason == "7 steps were made, as max_steps asks"
-    assert history.epochs[-1]["val_loss"] > 0  # the last part of an epoch has its figures
+    assert history.epochs[-1]["val_loss"] > 0  # an unfinished epoch has figures too
 
 
 @pytest.mark.parametrize("kind", ["arrays", "function", "list", "pipeline"])
 def test_epochs_go_on_where_the_last_one_ended(kind):
-    """So the steps are those of the data's own epochs: six batches each."""
+    """Compare with epochs of six batches, which is the data's own length."""
     plain, _ = fit(SOURCES["list" if kind == "function" else kind](), epochs=2)
     for epochs, steps in ((3, 4), (4, 3), (1, 12), (6, 2)):
         cut, _ = fit(SOURCES[kind](), epochs=epochs, steps_per_epoch=steps)

@@ -1,4 +1,4 @@
-"""Surroundings that are unlike a usual machine: none of them ends a training."""
+"""Unusual surroundings of a process, none of which ends a training."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ print("the script goes on")
 
 
 def without_rights_of_root(command):
-    """A command that cannot read what the modes of files forbid it, also where root starts it."""
+    """Return a command that obeys file modes, even if root starts it."""
     if os.geteuid() != 0:
         return command
     if shutil.which("setpriv") is None:

@@ -166,7 +166,7 @@ def test_numbers_where_training_had_texts_are_refused(tmp_path):
 
 
 class Folder(torch.utils.data.Dataset):
-    """A Dataset that numbers its classes as torchvision's ImageFolder does, or Hugging Face's."""
+    """A Dataset that numbers its classes like torchvision's ImageFolder or Hugging Face."""
 
     def __init__(self, classes, is_hugging_face=False):
         self.classes = len(classes)
@@ -193,6 +193,6 @@ def test_a_dataset_that_numbers_classes_otherwise_is_refused(is_hugging_face):
     for data in (other, torch.utils.data.DataLoader(other, batch_size=3)):
         with pytest.raises(DataError, match=words):
             trainer.fit(made("cat", "dog", "owl"), validation_data=data, epochs=1, progress=False)
-    # The model may be trained further on other classes: then it knows these.
+    # After training on other classes, the model uses their numbers.
     trainer.fit(made("cat", "dog", "owl"), epochs=1, progress=False)
     trainer.fit(made("dog", "owl"), validation_data=other, epochs=1, progress=False)

@@ -91,7 +91,7 @@ def test_without_the_library_the_error_tells_how_to_install_it(name, make, monke
 
 
 def test_mlflow_as_the_page_has_it_needs_no_more_than_is_installed(tmp_path):
-    """The extra installs mlflow-skinny, which has no database."""
+    """Run with mlflow-skinny, which the extra installs and which has no database."""
     if find_spec("mlflow") is None:
         pytest.skip("mlflow is not installed")
     script = """

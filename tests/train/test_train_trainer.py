@@ -442,11 +442,11 @@ def test_a_mode_that_does_not_fit_the_figure_is_refused_before_the_first_step(op
 
 
 def test_a_plateau_follows_the_figure_that_is_named():
-    # Nothing improves by 10 in any epoch after the first.
+    # No epoch after the first improves by 10.
     still = plateau(mode="max", threshold=10, threshold_mode="abs")
     job, _ = fit_on_plateau(still, monitor="val_accuracy", lr=1e-3)
     assert job.optimizer.param_groups[0]["lr"] == 1e-3 * 0.5**2
-    assert job.scheduler.best <= 1  # an accuracy
+    assert job.scheduler.best <= 1  # best is an accuracy
 
 
 def test_epochs_without_validation_are_none_of_a_plateau():
@@ -466,7 +466,7 @@ def test_callbacks_refuse_the_wrong_mode_of_a_figure_too(callback):
         callback("val_loss", mode="max")
     with pytest.raises(ModelError, match="of accuracy a larger one is better"):
         callback("accuracy", mode="min")
-    callback("val_heat_score", mode="min")  # a figure of the user's own may mean anything
+    callback("val_heat_score", mode="min")  # the direction of a user's own figure is unknown
 
 
 @pytest.mark.gpu

@@ -43,7 +43,7 @@ JOB = """
         def on_step(self, state):
             Ends.steps += 1
             time.sleep(0.02)  # so that no rank takes all of an epoch
-            # Before that ranks try settings, for which each waits for all others.
+            # Until then ranks try settings together, and a killed rank would stop them all.
             goes_on_alone = state.trainer.loop.feed.claims is not None
             if goes_on_alone and not is_back and victims.get(str(own), math.inf) <= Ends.steps:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -166,14 +166,14 @@ def test_a_server_goes_on_alone_without_its_only_worker(tmp_path, restarts):
     [
         (0, {"spare_workers": 1}),
         pytest.param(1, {"spare_workers": 1}, marks=pytest.mark.long),
-        # All ranks decide settings together, the one that is back as well.
+        # All ranks choose settings together, and so does a rank that is back.
         (1, {"staleness": 4}),
     ],
 )
 def test_a_worker_that_was_killed_is_started_again_and_taken_back(tmp_path, apart, settings):
     victims = {"2": 3, "back": 1}
     if "staleness" in settings:
-        # The others have evaluated the warm start when rank 2 is back.
+        # Rank 2 comes back after the other ranks have evaluated the warm start.
         victims["warm"] = str(tmp_path / "warm.safetensors")
         layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)
         flatout.Trainer(nn.Sequential(*layers), loss="mse").save(victims["warm"])

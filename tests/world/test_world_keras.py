@@ -603,6 +603,6 @@ PIPES = """
 
 @pytest.mark.slow
 def test_the_only_pass_of_a_pipe_is_trained_on(tmp_path):
-    """What builds a compiled model looks into the pass that is then trained on."""
+    """Build a compiled model from the same pass of a pipe that is trained on."""
     for out, _ in run(PIPES, 2, tmp_path, loaded=KERAS):
         assert "batches 10" in out

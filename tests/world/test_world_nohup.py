@@ -1,4 +1,4 @@
-"""Signals that were ignored when a job began stay ignored by all of its processes, as by nohup."""
+"""Signals that were ignored at a job's start, as with nohup, stay ignored in all its processes."""
 
 import os
 import signal

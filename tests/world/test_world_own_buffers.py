@@ -58,5 +58,5 @@ def test_a_running_mean_of_a_module_is_that_of_all_ranks(tmp_path):
     assert first[0][0] == pytest.approx(one[0][0], abs=1e-6)
     assert one[0][1] == []
     assert "module 0 (Centered) computes its buffer 'mean'" in first[0][1][0]
-    # Whole numbers that ranks count have no mean.
+    # Whole numbers that differ between ranks have no mean.
     assert all("module 0 (Centered) computes its buffer 'seen'" in found[1] for found in two)

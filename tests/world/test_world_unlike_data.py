@@ -1,4 +1,4 @@
-"""Ranks whose data differ in a rank or a path train, those whose samples differ do not."""
+"""Ranks whose data differ only in a rank or a path train; ranks with different samples do not."""
 
 import pytest
 import torch
