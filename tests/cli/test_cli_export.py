@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,26 @@ def test_prefix_and_overwrite(tmp_path: Path) -> None:
     assert len(safetensors.torch.load_file(tmp_path / "w.safetensors")) == 2
 
 
+def test_a_set_of_weights_is_taken_as_advised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    two = {"generator": {"w": torch.zeros(2)}, "it's $D": {"w": torch.ones(2)}}
+    torch.save(two, "a b.pth")
+    with pytest.raises(CheckpointError, match="generator, it's") as caught:
+        run("a b.pth")
+    command = str(caught.value.do).removeprefix("take one of them: flatout export ")
+    assert "it's $D is taken, not generator" in run(*shlex.split(command))
+    found = safetensors.torch.load_file("plain.safetensors")
+    assert torch.equal(found["w"], torch.ones(2))
+    ema = {"model": two["generator"], "model_ema": two["it's $D"]}
+    torch.save(ema, "ema.pth")
+    assert "2 sets of weights: model is taken, not model_ema" in run("ema.pth")
+    report = json.loads(run("ema.pth", "--key", "model_ema", "--overwrite", "--json"))
+    assert (report["key"], report["other_keys"]) == ("model_ema", ["model"])
+    assert torch.equal(safetensors.torch.load_file("ema.safetensors")["w"], torch.ones(2))
+
+
 def test_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "workshop.py").write_text(
         "from torch import nn\ndef build():\n    return nn.Sequential(nn.Embedding(9, 4))\n"
@@ -69,8 +90,8 @@ def test_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     model = nn.Sequential(nn.Embedding(9, 4))
-    torch.save(model.state_dict(), "w.pt")
-    args = ["w.pt", "w.pt2", "--model", "workshop:build", "--input", "2x3:int64"]
+    torch.save({"other": {"w": torch.ones(1)}, "net": model.state_dict()}, "w.pt")
+    args = ["w.pt", "w.pt2", "--key", "net", "--model", "workshop:build", "--input", "2x3:int64"]
     report = json.loads(run(*args, "--json"))
     assert report["parity"] == "bit-identical"
     assert "torch.export.load" in run(*args, "--overwrite")

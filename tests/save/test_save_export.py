@@ -1,17 +1,22 @@
 import argparse
 import os
 import pickle
+import shlex
 import subprocess
 import sys
 import uuid
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from xml.dom.minidom import NodeList
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
 
+import forked
 from flatout.errors import CheckpointError, ModelError
 from flatout.save.checkpoint import Checkpoints
 from flatout.save.export import export, export_program, export_program_of
@@ -247,15 +252,186 @@ def test_code_in_a_file_is_never_executed(tmp_path: Path, suffix: str, kind: str
     assert sorted(os.listdir(tmp_path)) == [path.name]
 
 
-def test_the_way_to_convert_a_file_that_names_code_works(tmp_path: Path) -> None:
-    path = tmp_path / "args.ckpt"
-    torch.save({"state_dict": STATE, "hyper_parameters": argparse.Namespace(lr=0.1)}, path)
-    with pytest.raises(CheckpointError, match=r"argparse.Namespace") as caught:
+class Settings:
+    """A class of the user's, as scripts put some beside the weights."""
+
+    def __init__(self) -> None:
+        self.rate = torch.ones(1)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize(
+    "beside",
+    [
+        argparse.Namespace(lr=0.1),
+        numpy.float32(0.5),
+        {numpy.int64(3): numpy.float64(0.5), "path": Path("x")},
+        [numpy.ones(2), numpy.random.default_rng(0).bit_generator.state],
+        defaultdict(list, {"loss": [0.5]}),
+        Settings(),
+        Settings,
+        print,
+    ],
+    ids=["Namespace", "number", "keys", "arrays", "defaultdict", "object", "class", "function"],
+)
+def test_weights_are_read_whatever_else_the_file_holds(
+    tmp_path: Path, beside: Any, is_zip: bool
+) -> None:
+    content = {"beside": beside, "model": STATE}
+    torch.save(content, tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip)
+    done = export(tmp_path / "x.pt")
+    assert (done.key, done.other_keys) == ("model", ())
+    assert_same(done.target)
+    torch.save({**STATE, "beside": beside}, tmp_path / "flat.pt")
+    flat = export(tmp_path / "flat.pt")
+    assert flat.left_out == ("beside",)
+    assert_same(flat.target)
+
+
+def test_an_object_of_a_file_is_never_made(tmp_path: Path) -> None:
+    class Loud:
+        def __reduce__(self) -> Any:
+            return exec, (f"open({str(tmp_path / 'executed')!r}, 'w')",)
+
+    torch.save({"model": STATE, "hyper": Loud()}, tmp_path / "x.pt")
+    before = set(torch.serialization.get_safe_globals())
+    assert_same(export(tmp_path / "x.pt").target)
+    assert not (tmp_path / "executed").exists()
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
+# torch reads what lists of other kinds hold only with the class itself.
+NODES = NodeList([1])
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        (net(), "model"),
+        ({"epoch": 3, "model": net(), "ema": net()}, "model"),
+        ({"generator": net().state_dict(), "options": NODES}, "generator"),
+        (
+            {"state_dict": STATE, "optimizer": torch.optim.SGD([torch.ones(1)]), "o": NODES},
+            "state_dict",
+        ),
+        ({**STATE, "options": NODES}, ""),
+    ],
+    ids=["a model", "two models", "options", "optimizer", "flat"],
+)
+def test_the_way_to_convert_a_file_that_names_code_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any, key: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "it's $HOME.pt"
+    torch.save(content, path)
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError, match="would execute code") as caught:
         export(path)
-    command = next(line for line in str(caught.value.do).splitlines() if "python -c" in line)
-    command = command.strip().replace("python -c", f"{sys.executable} -c", 1)
-    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
-    assert_same(export(tmp_path / "weights.pt").target)
+    _, convert, then = str(caught.value.do).splitlines()
+    _, *arguments = shlex.split(convert)
+    done = forked.run(arguments, tmp_path, os.environ, forked.TORCH)
+    assert done.returncode == 0, done.stderr
+    *_, name = shlex.split(then)
+    found = export(name)
+    assert found.key == key
+    assert_same(found.target)
+    assert path.read_bytes() == before
+
+
+# -- several sets of weights in one file -----------------------------------------------------
+
+
+def filled(value: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((2, 2), value), "bias": torch.full((2,), value)}
+
+
+# Kinds of files, whether one set is taken by default, and the keys of all sets.
+SETS: dict[str, tuple[dict[str, Any], bool, list[str]]] = {
+    "ema": (
+        {"state_dict": filled(0), "state_dict_ema": filled(1)},
+        True,
+        ["state_dict", "state_dict_ema"],
+    ),
+    "ema first": (
+        {"model_ema": filled(1), "epoch": 3, "model": filled(0)},
+        True,
+        ["model", "model_ema"],
+    ),
+    "two models": (
+        {"generator": filled(0), "discriminator": filled(1)},
+        False,
+        ["generator", "discriminator"],
+    ),
+    "parts": (
+        {"model": {"encoder": filled(0), "decoder": filled(1)}},
+        False,
+        ["model.encoder", "model.decoder"],
+    ),
+    "a list": ({"nets": [filled(0), filled(1)]}, False, ["nets.0", "nets.1"]),
+    "a set beside tensors": ({**filled(0), "head": filled(1)}, False, ["", "head"]),
+    "state of others": (
+        {
+            "net": filled(0),
+            "optimizer": torch.optim.SGD([torch.ones(2)], momentum=0.9).state_dict(),
+            "optimizer_states": [{"state": {0: filled(1)}, "param_groups": []}],
+            "random": {"cpu": torch.get_rng_state()},
+            "figures": {"accuracy": torch.tensor(0.5)},
+        },
+        True,
+        ["net"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_each_set_of_weights_is_named_and_can_be_taken(tmp_path: Path, kind: str) -> None:
+    content, is_clear, keys = SETS[kind]
+    path = tmp_path / "x.pth"
+    torch.save(content, path)
+    if not is_clear:
+        with pytest.raises(CheckpointError, match=f"2 sets of weights.*{keys[1]}"):
+            export(path)
+    else:
+        done = export(path)
+        assert [done.key, *done.other_keys] == keys
+        assert all(key in done.sets for key in keys[1:])
+        assert_same(done.target, filled(0))
+    for value, key in enumerate(keys):
+        done = export(path, tmp_path / "y.safetensors", key=key, overwrite=True)
+        assert done.key == key
+        assert_same(done.target, filled(value))
+    with pytest.raises(CheckpointError, match="no set of weights 'absent'"):
+        export(path, tmp_path / "z.safetensors", key="absent")
+
+
+def test_a_key_is_for_files_of_torch_alone(tmp_path: Path) -> None:
+    save_model(tmp_path / "x.safetensors", STATE)
+    Checkpoints(tmp_path / "run", asynchronous=False).save(1, STATE)
+    for name in ("x.safetensors", "run"):
+        with pytest.raises(CheckpointError, match="the set 'model'") as caught:
+            export(tmp_path / name, tmp_path / "y.safetensors", key="model")
+        assert caught.value.do == "leave --key out"
+        export(tmp_path / name, tmp_path / f"{name}.plain.safetensors")
+
+
+def test_a_file_whose_dicts_hold_one_another_is_read(tmp_path: Path) -> None:
+    content: dict[str, Any] = {"model": STATE}
+    content["self"] = content
+    torch.save(content, tmp_path / "x.pt")
+    assert_same(export(tmp_path / "x.pt").target)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel], ids=["bare", "parallel"])
+def test_an_averaged_model_becomes_the_model(tmp_path: Path, wrap: Any) -> None:
+    average = torch.optim.swa_utils.AveragedModel(wrap(net()))
+    torch.save({"model": filled(0), "model_ema": average.state_dict()}, tmp_path / "x.pt")
+    done = export(tmp_path / "x.pt", key="model_ema")
+    assert done.left_out == ("n_averaged",)
+    assert set(done.stripped) == {"module."}
+    assert_same(done.target)
+    own = {"module.weight": torch.ones(2), "n_averaged": torch.tensor(1)}
+    save_model(tmp_path / "own.safetensors", own)
+    assert_same(export(tmp_path / "own.safetensors", tmp_path / "y.safetensors").target, own)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])

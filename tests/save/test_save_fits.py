@@ -1,13 +1,25 @@
+import shlex
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
+from flatout import Trainer
+from flatout.cli.main import app
 from flatout.errors import CheckpointError
 from flatout.save.fits import check_fits
+from flatout.save.model_file import save_model
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
 
 
 def state() -> dict[str, torch.Tensor]:
-    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).state_dict()
+    return net().state_dict()
 
 
 def test_the_same_model_fits_whatever_the_order() -> None:
@@ -30,8 +42,8 @@ def test_missing_unexpected_and_reshaped_keys_are_counted_and_named() -> None:
 @pytest.mark.parametrize(
     ("prefix", "hint"),
     [
-        ("module.", "flatout export --prefix module."),
-        ("model.", "flatout export --prefix model."),
+        ("module.", "--prefix module."),
+        ("model.", "--prefix model."),
         ("_orig_mod.", "flatout export"),
         ("_fsdp_wrapped_module.", "flatout export"),
     ],
@@ -57,3 +69,38 @@ def test_other_differences_get_no_such_hint() -> None:
     with pytest.raises(CheckpointError) as caught:
         check_fits(state(), {"other": torch.zeros(1)})
     assert "wrapper" not in str(caught.value.do)
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    return torch.optim.swa_utils.AveragedModel(model)
+
+
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+@pytest.mark.parametrize("kind", ["compiled", "a level", "model.", "averaged"])
+def test_a_file_that_only_a_wrapper_keeps_from_loading_loads_as_advised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, other = net(0), net(1)
+    saved = {
+        "compiled": {f"_orig_mod.{key}": value for key, value in model.state_dict().items()},
+        "a level": {
+            key.replace(".", "._orig_mod."): value for key, value in model.state_dict().items()
+        },
+        "model.": {f"model.{key}": value for key, value in model.state_dict().items()},
+        "averaged": averaged(model).state_dict(),
+    }[kind]
+    path = tmp_path / f"it's mine{ending}"
+    torch.save(saved, path) if ending == ".pt" else save_model(path, saved)
+    trainer = Trainer(other, say=lambda line: None)
+    with pytest.raises(CheckpointError, match="another model") as caught:
+        trainer.load(path)
+    flatout, export, *arguments = shlex.split(str(caught.value.do).split("`")[1])
+    assert (flatout, export) == ("flatout", "export")
+    done = CliRunner().invoke(app, [export, *arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    trainer.load("plain.safetensors")
+    assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
+    if kind == "averaged":
+        with pytest.raises(CheckpointError, match="module inside the wrapper"):
+            Trainer(averaged(net(2)), say=lambda line: None).load("plain.safetensors")

@@ -393,7 +393,7 @@ def test_damaged_and_crafted_files(tmp_path: Path) -> None:
     (tmp_path / "locked.keras").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"not a \.keras file, or damaged: .*encrypted"):
         export(tmp_path / "locked.keras")
-    with pytest.raises(CheckpointError, match="neither a best and a last, nor prefixes"):
+    with pytest.raises(CheckpointError, match="neither a best and a last, nor keys"):
         export(source, prefix="real.")
     with pytest.raises(CheckpointError, match="the target exists"):
         export(source, source)

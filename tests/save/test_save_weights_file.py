@@ -59,6 +59,21 @@ def test_what_others_saved_is_read_and_what_is_no_weights_is_refused(tmp_path: P
         trainer(other).load(tmp_path / "else.pt")
 
 
+def test_which_of_two_sets_of_weights_was_loaded_is_printed(tmp_path: Path) -> None:
+    model, average, other = net(), net(1), net(2)
+    content = {"state_dict": model.state_dict(), "state_dict_ema": average.state_dict()}
+    torch.save(content, tmp_path / "a.pt")
+    lines: list[str] = []
+    Trainer(other, say=lines.append).load(tmp_path / "a.pt")
+    assert torch.equal(other[0].weight, model[0].weight)
+    Trainer(net(3), warm_start=tmp_path / "a.pt", say=lines.append)
+    assert ["state_dict is taken, not state_dict_ema" in line for line in lines] == [True, True]
+    lines.clear()
+    torch.save({"net": model.state_dict(), "epoch": 3}, tmp_path / "b.pt")
+    Trainer(other, say=lines.append).load(tmp_path / "b.pt")
+    assert lines == []
+
+
 @pytest.mark.parametrize("name", ["m", "m.bin", "m.keras", "m.h5", "m.onnx", "m.pt.zip"])
 def test_other_endings_are_refused_with_those_that_are_known(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=r"\.safetensors, \.pt or \.pth"):

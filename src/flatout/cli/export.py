@@ -24,6 +24,12 @@ def export(
             "Default: beside the checkpoint."
         ),
     ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a file of torch.save: which set of weights: state_dict_ema, generator, a.b."
+        ),
+    ] = None,
     prefix: Annotated[
         str | None,
         typer.Option(
@@ -63,7 +69,14 @@ def export(
         from flatout.save import export_program_of
 
         program = export_program_of(
-            checkpoint, target, model, inputs, which=which, prefix=prefix, overwrite=overwrite
+            checkpoint,
+            target,
+            model,
+            inputs,
+            which=which,
+            key=key,
+            prefix=prefix,
+            overwrite=overwrite,
         )
         if as_json:
             typer.echo(json.dumps(program.as_dict(), indent=2))
@@ -77,7 +90,9 @@ def export(
     from flatout.save import is_keras_file
     from flatout.save.export import export as export_weights
 
-    done = export_weights(checkpoint, target, which=which, prefix=prefix, overwrite=overwrite)
+    done = export_weights(
+        checkpoint, target, which=which, key=key, prefix=prefix, overwrite=overwrite
+    )
     if as_json:
         typer.echo(json.dumps(done.as_dict(), indent=2))
         return
@@ -85,6 +100,10 @@ def export(
         typer.echo(printable("the run has two; the best is taken (--last for the other):"))
         typer.echo(printable("\n".join(f"  {line}" for line in done.kept)))
     typer.echo(printable(f"read {done.source}"))
+    if done.sets:
+        typer.echo(printable(f"{done.sets} (--key KEY takes another)"))
+    elif done.key:
+        typer.echo(printable(f"weights: {done.key}"))
     if is_keras_file(checkpoint):
         wrapper = (
             f"{done.stripped[0]}, which held the model as a layer" if done.stripped else "nothing"

@@ -40,7 +40,10 @@ def save_model_file(
 
 
 def load_model_file(
-    path: str | Path, model: Any, prepare: Callable[[dict[str, str]], object] = bool
+    path: str | Path,
+    model: Any,
+    prepare: Callable[[dict[str, str]], object] = bool,
+    say: Callable[[str], object] = bool,
 ) -> dict[str, str]:
     """Load weights into the model, in place; nothing of the file is executed.
 
@@ -48,6 +51,7 @@ def load_model_file(
         path: a path or fsspec URL with one of the endings of the model's framework.
         model: of that framework.
         prepare: gets the text that goes with the weights, before they are compared with the model.
+        say: gets a line where the file holds several sets of weights.
 
     Returns:
         the text that goes with it.
@@ -60,7 +64,7 @@ def load_model_file(
         return load_keras(model, path, prepare)
     if own_files:
         check_ending(path, adapter_of(model))
-    weights, metadata = load_weights_file(path)
+    weights, metadata = load_weights_file(path, say)
     prepare(metadata)
     check_fits(weights_of(model), weights, where=os.fspath(path))
     load_weights(model, weights)

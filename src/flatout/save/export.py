@@ -21,13 +21,13 @@ from flatout.save.foreign import Weights, read_weights_of
 from flatout.save.ids_file import load_ids, save_ids
 from flatout.save.keras_export import KerasFile, is_keras_file, write
 from flatout.save.model_file import MODEL, is_model_file, save_model
-from flatout.save.names import DDP, LIGHTNING, all_begin, without_levels
+from flatout.save.names import AVERAGED, DDP, LIGHTNING, all_begin, is_averaged, without_levels
 from flatout.save.storage import Folder
 
 
 @dataclass(frozen=True)
 class Export:
-    """What was exported.
+    """A report of what was exported.
 
     Attributes:
         source: the file that the weights were read from.
@@ -39,6 +39,10 @@ class Export:
         left_out: names in the source that are not in the target.
         which: of a run, whether these are its "best" weights or its "last".
         kept: where a run has both and they differ, a line about each.
+        key: of a file by torch.save, the keys that lead to the weights; "" where the file is one
+            dict of tensors.
+        other_keys: of the other sets of weights in that file.
+        sets: a line that names the set that was taken and the others; "" where there is one.
     """
 
     source: str
@@ -49,6 +53,9 @@ class Export:
     left_out: tuple[str, ...]
     which: str | None = None
     kept: tuple[str, ...] = ()
+    key: str = ""
+    other_keys: tuple[str, ...] = ()
+    sets: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data for JSON."""
@@ -79,6 +86,7 @@ def export(
     target: str | os.PathLike[str] | None = None,
     *,
     which: Which | None = None,
+    key: str | None = None,
     prefix: str | None = None,
     overwrite: bool = False,
 ) -> Export:
@@ -96,10 +104,14 @@ def export(
         which: of a run, its "best" weights (of the checkpoint with the best score, or those that
             EarlyStopping holds) or those of its "last" checkpoint; by default the best where
             something shows which they are.
+        key: of a file by torch.save that holds several sets of weights ("state_dict_ema",
+            "generator"), the key of one; a dot joins keys that lie one in the other. By default
+            "state_dict", "model_state_dict", "model" or "module" where there is one, or the only
+            set.
         prefix: keep only the names that begin so, without it. By default the wrappers' own are
             taken off: torch.compile's, FSDP's and checkpointing's anywhere in a name; "module."
-            (DDP) and, in Lightning checkpoints, "model." where every name begins so. "" takes
-            off nothing.
+            (DDP, AveragedModel) and, in Lightning checkpoints, "model." where every name begins so.
+            "" takes off nothing.
         overwrite: whether a file at `target` may be replaced.
 
     Raises:
@@ -108,10 +120,10 @@ def export(
         FlatoutError: Keras is not installed, or runs on another backend.
     """
     if is_keras_file(source) and not Folder(source).is_folder():
-        return _export_keras(source, target, which, prefix, overwrite)
+        return _export_keras(source, target, (which, key, prefix), overwrite)
     path = _target(source, target)
     _refuse_existing(path, overwrite)
-    weights = read_weights_of(source, which)
+    weights = read_weights_of(source, which, key)
     plain, stripped = _plain_names(weights, prefix)
     tensors = {plain[name]: tensor for name, tensor in weights.tensors.items() if name in plain}
     _export_ids(source, path, weights)
@@ -126,6 +138,9 @@ def export(
         left_out=(*left_out, *weights.left_out),
         which=weights.which,
         kept=tuple(kept.words() for kept in weights.kept),
+        key=weights.key,
+        other_keys=tuple(weights.other_keys),
+        sets=weights.words(),
     )
 
 
@@ -187,6 +202,7 @@ def export_program_of(
     inputs: Sequence[str],
     *,
     which: Which | None = None,
+    key: str | None = None,
     prefix: str | None = None,
     overwrite: bool = False,
 ) -> ExportedProgram:
@@ -200,6 +216,7 @@ def export_program_of(
         inputs: one "1x28x28" per input, the batch included, or "1x128:int64" for another dtype
             than float32.
         which: as for `export`.
+        key: as for `export`.
         prefix: as for `export`.
         overwrite: whether a file at `target` may be replaced.
 
@@ -210,7 +227,7 @@ def export_program_of(
     _refuse_existing(target, overwrite)
     examples = [_example(text) for text in inputs]
     model = _build(factory)
-    weights = read_weights_of(source, which)
+    weights = read_weights_of(source, which, key)
     plain, _ = _plain_names(weights, prefix)
     tensors = {plain[name]: tensor for name, tensor in weights.tensors.items() if name in plain}
     check_fits(model.state_dict(), tensors, weights.where)
@@ -221,15 +238,14 @@ def export_program_of(
 def _export_keras(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str] | None,
-    which: Which | None,
-    prefix: str | None,
+    choices: tuple[str | None, ...],
     overwrite: bool,
 ) -> Export:
-    if which is not None or prefix is not None:
+    if any(choice is not None for choice in choices):
         raise CheckpointError(
-            "a Keras file has neither a best and a last, nor prefixes to keep",
+            "a Keras file has neither a best and a last, nor keys or prefixes to choose by",
             where=os.fspath(source),
-            do="leave --best, --last and --prefix out",
+            do="leave --best, --last, --key and --prefix out",
         )
     file = KerasFile(source)
     path = _keras_target(file, source, target)
@@ -293,6 +309,9 @@ def _plain_names(weights: Weights, prefix: str | None) -> tuple[dict[str, str], 
     stripped: list[str] = []
     if prefix is None:
         names, stripped = without_levels(names)
+        if not weights.own and is_averaged(names.values()):
+            names = {n: p.removeprefix(DDP) for n, p in names.items() if p != AVERAGED}
+            stripped.append(DDP)
         for habit, applies in ((DDP, not weights.own), (LIGHTNING, weights.lightning)):
             if applies and all_begin(names.values(), habit):
                 names = {name: plain.removeprefix(habit) for name, plain in names.items()}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from flatout.errors import CheckpointError
-from flatout.save.names import DDP, LIGHTNING, without_levels
+from flatout.save.names import AVERAGED, DDP, LIGHTNING, without_levels
 
 _SHOWN = 5
 
@@ -38,22 +40,27 @@ def check_fits(
         if keys:
             more = f", … {len(keys) - _SHOWN:,} more" if len(keys) > _SHOWN else ""
             lines.append(f"  {len(keys):,} {words}: {', '.join(keys[:_SHOWN])}{more}")
-    raise CheckpointError("\n".join(lines), where=where, do=_cure(model_state, loaded))
+    raise CheckpointError("\n".join(lines), where=where, do=_cure(model_state, loaded, where))
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if hasattr(value, "shape") else None
 
 
-def _cure(model: Collection[str], loaded: Collection[str]) -> str:
+def _cure(model: Collection[str], loaded: Collection[str], where: str | None) -> str:
+    source = shlex.quote(where) if where and os.path.exists(where) else "CHECKPOINT"
+    export = f"flatout export {source} plain.safetensors"
     if _unwrapped(loaded) == set(model):
-        return "only a wrapper's names differ: take them off with `flatout export CHECKPOINT`"
+        return f"only a wrapper's names differ: `{export}`, and load plain.safetensors"
     if set(loaded) == _unwrapped(model):
         return "only a wrapper's names differ: load into the module inside the wrapper"
     for prefix in (DDP, LIGHTNING):
-        if {key.removeprefix(prefix) for key in loaded} == set(model):
-            return f"every key differs by {prefix!r} only: `flatout export --prefix {prefix}`"
-        if {prefix + key for key in loaded} == set(model):
+        if {key.removeprefix(prefix) for key in set(loaded) - {AVERAGED}} == set(model):
+            return (
+                f"every key differs by {prefix!r} only: `{export} --prefix {prefix}`, "
+                "and load plain.safetensors"
+            )
+        if {prefix + key for key in loaded} == set(model) - {AVERAGED}:
             return f"every key differs by {prefix!r} only: load into the module inside the wrapper"
     return "build the model as it was when the checkpoint was written"
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shlex
 import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import IO, Any
 
 import torch
@@ -34,6 +36,19 @@ TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 
 # Where training scripts put the weights among the rest of their state.
 _WEIGHT_KEYS = ("state_dict", "model_state_dict", "model", "module")
+# How many keys may lead to weights; how many sets an error lists.
+_DEEPEST, _LISTED = 4, 10
+_WHOLE = "(the file itself)"
+# A file that names more classes than this is not read without them.
+_MOST_NAMES = 100
+# Makes plain data of a file by executing what the file names.
+_CONVERT = (
+    "import sys, torch; c = torch.load(sys.argv[1], map_location='cpu', weights_only=False); "
+    "c = c if isinstance(c, dict) else {'model': c}; "
+    "c = {k: v.state_dict() if hasattr(v, 'state_dict') else v for k, v in c.items()}; "
+    "torch.save({k: {n: t for n, t in v.items() if torch.is_tensor(t)} if isinstance(v, dict) "
+    "else v for k, v in c.items() if isinstance(v, dict) or torch.is_tensor(v)}, sys.argv[2])"
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,8 @@ class Weights:
         score: of these, as a figure in words; "" where none is known.
         kept: what the run has: its best and its last, where they differ.
         checkpoint: the folder of the checkpoint that they are of.
+        key: of a file by torch.save, the keys that lead to them; "" where the file is one dict.
+        other_keys: of the other sets of weights in that file.
     """
 
     tensors: dict[str, Tensor]
@@ -63,21 +80,44 @@ class Weights:
     score: str = ""
     kept: list[RunWeights] = field(default_factory=list)
     checkpoint: Folder | None = None
+    key: str = ""
+    other_keys: list[str] = field(default_factory=list)
+
+    def words(self) -> str:
+        """Name the set that is taken of a file that holds several; "" for any other file."""
+        if not self.other_keys:
+            return ""
+        others = ", ".join(name or _WHOLE for name in self.other_keys[:_LISTED])
+        return (
+            f"the file holds {len(self.other_keys) + 1:,} sets of weights: "
+            f"{self.key or _WHOLE} is taken, not {others}"
+        )
 
 
-def read_weights_of(source: str | os.PathLike[str], which: Which | None = None) -> Weights:
+def read_weights_of(
+    source: str | os.PathLike[str], which: Which | None = None, key: str | None = None
+) -> Weights:
     """Read the weights of a run, a checkpoint, a safetensors file, or a file made by torch.save.
 
     Args:
         source: a path or an fsspec URL.
         which: of a run, its best weights or those of its last checkpoint; by default the best
             where something shows which they are, else the last.
+        key: of a file by torch.save with several sets of weights, the key of one; a dot joins keys
+            that lie one in the other. By default "state_dict", "model_state_dict", "model" or
+            "module" where there is one, or the only set.
 
     Raises:
-        CheckpointError: nothing is there, it is damaged, it holds no weights, or it could only be
-            read by executing code from it.
+        CheckpointError: nothing is there, it is damaged, it holds no weights, or several sets and
+            nothing shows which is meant, or it could only be read by executing code from it.
     """
     folder = Folder(source)
+    if key is not None and (folder.is_folder() or not folder.url.endswith(TORCH_FILES)):
+        raise CheckpointError(
+            f"expected one of {', '.join(TORCH_FILES)} to take the set {key!r} of",
+            where=folder.where(),
+            do="leave --key out",
+        )
     if folder.is_folder():
         return _of_folder(folder, which)
     _refuse_choice(which, folder)
@@ -89,7 +129,7 @@ def read_weights_of(source: str | os.PathLike[str], which: Which | None = None) 
         return Weights(tensors, folder.where(), own=own, metadata=metadata)
     if name.endswith(TORCH_FILES):
         with parent.open(name) as file:
-            return _of_torch(file, folder.where())
+            return _of_torch(file, folder.where(), key)
     raise CheckpointError(
         f"expected a run, a checkpoint, .safetensors, {', '.join(TORCH_FILES)}; found {name!r}",
         where=folder.where(),
@@ -172,55 +212,156 @@ def _check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
                 pass
 
 
-def _of_torch(file: IO[bytes], where: str) -> Weights:
+def _of_torch(file: IO[bytes], where: str, key: str | None) -> Weights:
     check_archive(file, where)
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise _refused(file, where, error) from error
-    except Exception as error:  # whatever a damaged file makes the reader do
-        raise CheckpointError(
-            f"not a file that torch.save makes, or damaged: {first_line(error)}", where=where
-        ) from error
+    content, unread = _content_of(file, where)
+    found = _sets_in(content)
+    if not found and unread:
+        raise _refused(where, unread)
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"expected a dict of tensors, found a {type(content).__name__}", where=where
         )
-    entries = next((content[k] for k in _WEIGHT_KEYS if _has_tensors(content.get(k))), content)
-    tensors = {str(k): v for k, v in entries.items() if isinstance(v, Tensor)}
-    if not tensors:
+    if not found:
         listed = ", ".join(map(repr, list(content)[:10]))
         raise CheckpointError(f"there are no weights in it, only {listed}", where=where)
+    taken = _choose_set(found, key, where)
+    entries = found[taken]
+    tensors = {str(k): v for k, v in entries.items() if isinstance(v, Tensor)}
     return Weights(
         tensors,
         where,
         lightning="state_dict" in content
         and ("pytorch-lightning_version" in content or where.endswith(".ckpt")),
-        left_out=[str(key) for key in entries if str(key) not in tensors],
+        left_out=[str(name) for name in entries if str(name) not in tensors],
+        key=taken,
+        other_keys=[other for other in _sets_of_weights(found) if other != taken],
     )
 
 
-def _has_tensors(value: Any) -> bool:
-    return isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values())
+class Unread:
+    """An object in a file that is no tensor and no plain data: its class is not looked up."""
+
+    def __init__(self, *arguments: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
 
 
-def _refused(file: IO[bytes], where: str, error: Exception) -> CheckpointError:
-    """The error for a pickle that is more than tensors and plain data, or for no pickle at all."""
-    named = set(re.findall(r"GLOBAL (\S+)", str(error)))
-    if not named and "allowlisted" not in str(error):
-        return CheckpointError("not a file that torch.save makes, or damaged", where=where)
+def _without_default(*_: object) -> dict[Any, Any]:
+    return {}
+
+
+_STANDS_IN = {"collections.defaultdict": _without_default}
+
+
+def _content_of(file: IO[bytes], where: str) -> tuple[Any, set[str]]:
+    """Read what torch.save wrote; also return the names in it that an `Unread` stands for."""
+    unread: set[str] = set()
+    while True:
+        file.seek(0)
+        try:
+            stands_in: list[Any] = [(_STANDS_IN.get(name, Unread), name) for name in unread]
+            with torch.serialization.safe_globals(stands_in):
+                return torch.load(file, map_location="cpu", weights_only=True), unread
+        except pickle.UnpicklingError as error:
+            named = _globals_in(file, error)
+            if not named and "allowlisted" not in str(error) and not unread:
+                raise CheckpointError(
+                    "not a file that torch.save makes, or damaged", where=where
+                ) from error
+            if named <= unread or len(unread) > _MOST_NAMES:
+                raise _refused(where, named | unread) from error
+            unread |= named
+        except Exception as error:  # whatever a damaged file makes the reader do
+            if unread:
+                raise _refused(where, unread) from error
+            raise CheckpointError(
+                f"not a file that torch.save makes, or damaged: {first_line(error)}", where=where
+            ) from error
+
+
+def _globals_in(file: IO[bytes], error: pickle.UnpicklingError) -> set[str]:
+    named = {
+        name if "." in name else f"builtins.{name}"
+        for name in re.findall(r"GLOBAL (\S+)", str(error))
+    }
     with suppress(Exception):  # the listing knows only the newer of the two file formats
         file.seek(0)
         named |= set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    code = (
-        f"import torch; c = torch.load({where!r}, map_location='cpu', weights_only=False); "
-        "torch.save(dict(c.get('state_dict', c)), 'weights.pt')"
+    return named
+
+
+def _sets_in(content: Any) -> dict[str, Mapping[Any, Any]]:
+    """List each dict in a file that holds tensors, by the keys that lead to it: "" is the file.
+
+    The states of optimizers are no such sets.
+    """
+    found: dict[str, Mapping[Any, Any]] = {}
+    if not isinstance(content, Mapping):
+        return found
+    seen: set[int] = set()
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), content)]
+    for keys, value in waiting:  # grows within
+        is_dict = isinstance(value, Mapping)
+        if id(value) in seen or (is_dict and {"state", "param_groups"} <= value.keys()):
+            continue
+        seen.add(id(value))
+        entries = list(value.items() if is_dict else enumerate(value))
+        if is_dict and any(isinstance(entry, Tensor) for _, entry in entries):
+            found.setdefault(".".join(keys), value)
+        if len(keys) < _DEEPEST:
+            waiting += [
+                ((*keys, str(key)), entry)
+                for key, entry in entries
+                if isinstance(entry, (Mapping, list, tuple))
+                and not str(key).endswith("_extra_state")
+            ]
+    return found
+
+
+def _sets_of_weights(found: Mapping[str, Mapping[Any, Any]]) -> list[str]:
+    """Leave out figures and states of random generators; the set taken by default comes first."""
+    known = [key for key in _WEIGHT_KEYS if key in found]
+    others = [key for key, entries in found.items() if key not in known and _are_weights(entries)]
+    if known:
+        return known + [key for key in others if key]
+    return others or list(found)
+
+
+def _are_weights(entries: Mapping[Any, Any]) -> bool:
+    tensors = [entry for entry in entries.values() if isinstance(entry, Tensor)]
+    return any(tensor.ndim and tensor.dtype != torch.uint8 for tensor in tensors)
+
+
+def _choose_set(found: Mapping[str, Mapping[Any, Any]], key: str | None, where: str) -> str:
+    sets = _sets_of_weights(found)
+    if key is not None and key in found:
+        return key
+    if key is None and (len(sets) == 1 or sets[0] in _WEIGHT_KEYS):
+        return sets[0]
+    what = (
+        f"the file holds {len(sets):,} sets of weights, and no name shows the model's"
+        if key is None
+        else f"the file holds no set of weights {key!r}; it holds"
     )
+    listed = ", ".join(name or _WHOLE for name in sets[:_LISTED])
+    more = f", … {len(sets) - _LISTED:,} more" if len(sets) > _LISTED else ""
+    raise CheckpointError(
+        f"{what}: {listed}{more}",
+        where=where,
+        do=f"take one of them: flatout export {shlex.quote(where)} plain.safetensors "
+        f"--key {shlex.quote(sets[-1])}",
+    )
+
+
+def _refused(where: str, named: set[str]) -> CheckpointError:
+    """The error for a file whose weights cannot be read without the code that it names."""
+    plain = f"{PurePath(where).stem}-plain.pt"
     return CheckpointError(
         "loading it would execute code that the file names"
         + (f": {', '.join(sorted(named)[:5])}" if named else ""),
         where=where,
         do="if you trust it, run in the environment that made it:\n"
-        f'    python -c "{code}"\n'
-        "  and export weights.pt",
+        f'    python -c "{_CONVERT}" {shlex.quote(where)} {shlex.quote(plain)}\n'
+        f"  and then: flatout export {shlex.quote(plain)}",
     )

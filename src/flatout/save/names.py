@@ -10,6 +10,8 @@ _LEVELS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # DataParallel and DistributedDataParallel; LightningModule by habit.
 DDP = "module."
 LIGHTNING = "model."
+# torch's AveragedModel (EMA, SWA) puts "module." before each name and counts in a buffer.
+AVERAGED = "n_averaged"
 
 
 def without_levels(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
@@ -27,3 +29,9 @@ def all_begin(names: Iterable[str], prefix: str) -> bool:
     """Whether there are names and each begins with `prefix`."""
     listed = list(names)
     return bool(listed) and all(name.startswith(prefix) for name in listed)
+
+
+def is_averaged(names: Iterable[str]) -> bool:
+    """Return whether these are the names of torch's AveragedModel."""
+    listed = set(names)
+    return AVERAGED in listed and all_begin(listed - {AVERAGED}, DDP)

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def save_weights(
 
 
 def load_weights_file(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str], say: Callable[[str], object] = bool
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The weights in such a file, on the CPU, by name, and the text that goes with them.
 
@@ -78,12 +78,16 @@ def load_weights_file(
     Args:
         path: as `save_weights` takes it; also what others have written with torch.save (.bin,
             .ckpt), and an index of several safetensors files.
+        say: gets a line where the file holds several sets of weights.
 
     Raises:
         CheckpointError: the file is missing, damaged, holds no weights, or ends in something else.
     """
     if os.fspath(path).endswith(TORCH_FILES):
-        return read_weights_of(path).tensors, _text_in(path)
+        weights = read_weights_of(path)
+        if weights.other_keys:
+            say(f"{weights.where}: {weights.words()}; `flatout export --key` takes another")
+        return weights.tensors, _text_in(path)
     if not is_model_file(path):
         check_ending(path, TorchModel)
     tensors, metadata, _ = open_model(path)

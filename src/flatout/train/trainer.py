@@ -565,7 +565,7 @@ class Trainer:
         def prepare(metadata: dict[str, str]) -> None:
             signatures.append(with_room(metadata, str(path), self.model, self.optimizer))
 
-        load_model_file(path, self.model, prepare)
+        load_model_file(path, self.model, prepare, self.loop.say)
         self._know(signatures[0])
 
     def _know(self, signature: Signature | None) -> None:

@@ -44,11 +44,12 @@ def warm_start(
     """
     path = str(source).rstrip("/")
     if is_model_file(path) or path.endswith(TORCH_FILES):
-        weights, metadata = load_weights_file(path)
+        notes: list[str] = []
+        weights, metadata = load_weights_file(path, notes.append)
         signature = with_room(metadata, path, model, optimizer)
         check_fits(weights_of(model), weights, where=path)
         load_weights(model, weights)
-        return "warm start: weights kept, optimizer new", signature
+        return "\n".join([*notes, "warm start: weights kept, optimizer new"]), signature
     loaded = _load(path)
     state = loaded.state.get("ids")
     ids = (
