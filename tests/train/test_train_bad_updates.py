@@ -44,7 +44,7 @@ def test_adam_without_eps_damages_weights_and_that_is_reported():
     model = network()
     words = message(model, no_eps(model))
     assert torch.isnan(model[0].weight).any()
-    assert "update made NaN or infinity of finite gradients, in weight 0.weight\n" in words
+    assert "update made NaN or infinity from finite gradients, in weight 0.weight\n" in words
     assert "step 1 or earlier" in words
     assert "eps=0 divides by zero" in words
     assert "take eps=1e-8" in words
@@ -63,7 +63,7 @@ def test_the_last_update_of_a_fit_is_looked_at_too():
 def test_half_precision_weights_name_their_type_and_the_advice_works():
     model = network().half()
     words = message(model, torch.optim.Adam(model.parameters()), data(torch.float16))
-    assert "eps=1e-08 is 0 in float16" in words
+    assert "eps=1e-08 rounds to 0 in float16" in words
     assert "model.float()" in words
     model = network().half().float()
     history = flatout.Trainer(model, say=lambda line: None).fit(data(), epochs=1, verbose=0)
@@ -73,7 +73,7 @@ def test_half_precision_weights_name_their_type_and_the_advice_works():
 def test_nan_in_the_state_of_the_optimizer_is_named():
     model = network()
     words = message(model, state_with_nan(model))
-    assert "the optimizer's own exp_avg of weight 2.weight holds NaN" in words
+    assert "the optimizer's state exp_avg of weight 2.weight holds NaN" in words
     assert "make the optimizer again" in words
     assert "learning rate" not in words
 

@@ -62,7 +62,8 @@ def test_layers_that_a_callback_freezes_stay_so_and_are_reported():
     model, history, said = fitted(on("on_epoch_start", lambda state: state.model.norm.eval()))
     assert not any(seen[2] for seen in model.seen[-6:])
     assert all(seen[0] for seen in model.seen)
-    assert said == ["Show.on_epoch_start changed the mode of norm: training goes on with that"]
+    line = "Show.on_epoch_start changed the mode of norm: training goes on with the new mode"
+    assert said == [line]
     assert said[0] in history.notes
     frozen = fitted(on("on_epoch_start", lambda state: flatout.freeze(state.model.norm)))
     assert frozen[2] == []  # it is what was asked for
@@ -142,11 +143,11 @@ def test_a_callback_that_changes_nothing_says_nothing():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("on_step_end", "call it on_step,"),
-        ("on_train_begin", "call it on_fit_start,"),
-        ("on_epoch_begin", "call it on_epoch_start,"),
-        ("on_evaluation_end", "call it on_evaluate_end,"),
-        ("on_zzz", "choose one of on_fit_start, on_epoch_start, on_step,"),
+        ("on_step_end", "rename it to on_step,"),
+        ("on_train_begin", "rename it to on_fit_start,"),
+        ("on_epoch_begin", "rename it to on_epoch_start,"),
+        ("on_evaluation_end", "rename it to on_evaluate_end,"),
+        ("on_zzz", "rename it to one of on_fit_start, on_epoch_start, on_step,"),
     ],
 )
 def test_a_method_that_is_no_event_is_refused_with_the_nearest_one(name, words):

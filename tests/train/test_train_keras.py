@@ -998,7 +998,7 @@ def test_a_model_without_weights_and_compile_is_refused():
 
 
 def test_what_was_compiled_is_not_given_again():
-    with pytest.raises(ModelError, match="loss, lr given beside a Keras model"):
+    with pytest.raises(ModelError, match="loss, lr given for a Keras model"):
         flatout.Trainer(compiled(), loss="mse", lr=0.1)
 
 

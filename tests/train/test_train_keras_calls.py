@@ -237,10 +237,10 @@ def test_keras_own_bar_is_shown_where_it_is_asked_for(capsys):
 
 def test_a_callback_that_follows_fits_alone_is_refused():
     x, y = points()
-    with pytest.raises(ModelError, match="EarlyStopping follows a fit"):
+    with pytest.raises(ModelError, match="EarlyStopping follows fit"):
         quiet(compiled()).evaluate(x, y, callbacks=[flatout.train.callbacks.EarlyStopping("loss")])
     trainer = flatout.Trainer(torch.nn.Linear(5, 3), say=lambda line: None)
-    with pytest.raises(ModelError, match="callbacks of evaluate"):
+    with pytest.raises(ModelError, match="evaluate and predict take callbacks"):
         trainer.predict(torch.zeros(2, 5), callbacks=[Log()])
     assert trainer.evaluate(torch.zeros(2, 5), torch.zeros(2).long(), return_dict=False)
 
@@ -407,7 +407,7 @@ def test_some_steps_of_a_pass(kind):
 def test_steps_of_a_source_that_counts_its_own_are_refused():
     x, y = points()
     source = flatout.data.arrays(x, y)
-    with pytest.raises(DataError, match="says itself where a pass ends") as caught:
+    with pytest.raises(DataError, match="defines itself where a pass ends") as caught:
         quiet(compiled()).fit(x, y, validation_data=source, validation_steps=1, **FIT)
     assert "first, rest = source.split(0.2, by='order')" in caught.value.do
     first, _ = source.split(0.4, by="order")

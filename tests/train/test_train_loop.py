@@ -413,7 +413,7 @@ def test_a_model_that_is_left_in_evaluation_mode_is_reported_once():
             job.model.eval()
     job.loop.close()
     steps = job.loop.step_count // 3
-    words = f"the model is in evaluation mode from step {steps + 1} on, and trained before"
+    words = f"the model is in evaluation mode from step {steps + 1} on: a function called"
     assert [line.startswith(words) for line in said if "evaluation mode" in line] == [True]
 
 

@@ -25,7 +25,7 @@ class Plus(nn.Module):
 def predicted(given):
     said = []
     result = flatout.Trainer(Plus(), loss="mse", say=said.append).predict(given)
-    return torch.equal(result, X), [line for line in said if line.startswith("predict gives rows")]
+    return torch.equal(result, X), [line for line in said if line.startswith("predict returns")]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def split(targets, *, as_arrays=False, **options):
 @pytest.mark.parametrize("as_arrays", [False, True])
 def test_a_part_of_sorted_labels_that_is_held_out_is_reported(as_arrays):
     (line,) = split(Y, as_arrays=as_arrays)
-    assert "the last 15 samples out, which have 1 of 3 labels alone" in line
+    assert "holds out the last 15 samples, which have only 1 of 3 labels" in line
     assert "sorted by label" in line
     (line,) = split(torch.arange(60) // 15 % 3 + 2 * (torch.arange(60) >= 45), as_arrays=as_arrays)
     assert "labels that no sample of training has: 2" in line or "sorted" in line

@@ -133,7 +133,10 @@ def test_advice_knows_that_a_thread_reads_ahead():
     lanes = {"input": 50.0, "forward": 50.0}
     told = waiting_words(source, lanes, 100, 4)
     assert "batches are made when asked for" in told
-    assert "50% of the time was waiting; without that, up to 2.0 times as fast; " in told
+    assert (
+        "50% of the time was waiting; without waiting, training is up to 2.0 times as fast; "
+        in told
+    )
     source.reader.settled = "thread"
     assert "one thread makes batches ahead" in waiting_words(source, lanes, 100, 4)
 

@@ -428,8 +428,8 @@ def fit_on_plateau(scheduler, *, epochs=3, validation=True, **options):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "of val_loss a smaller one is better, and with mode='max' ReduceLROnPlateau lowers"),
-        ({"validation": False}, "of loss a smaller one is better"),
+        ({}, "a smaller val_loss is better, but with mode='max' ReduceLROnPlateau would"),
+        ({"validation": False}, "a smaller loss is better"),
         ({"monitor": "val_accuraccy"}, "did you mean 'val_accuracy'"),
     ],
 )
@@ -437,7 +437,7 @@ def test_a_mode_that_does_not_fit_the_figure_is_refused_before_the_first_step(op
     with pytest.raises(ModelError) as caught:
         fit_on_plateau(plateau(mode="max"), **options)
     assert words in str(caught.value)
-    with pytest.raises(ModelError, match="of val_accuracy a larger one is better"):
+    with pytest.raises(ModelError, match="a larger val_accuracy is better"):
         fit_on_plateau(plateau(mode="min"), monitor="val_accuracy")
 
 
@@ -462,9 +462,9 @@ def test_a_monitor_without_a_plateau_is_refused():
 
 @pytest.mark.parametrize("callback", [EarlyStopping, BestCheckpoint])
 def test_callbacks_refuse_the_wrong_mode_of_a_figure_too(callback):
-    with pytest.raises(ModelError, match="of val_loss a smaller one is better"):
+    with pytest.raises(ModelError, match="a smaller val_loss is better, but"):
         callback("val_loss", mode="max")
-    with pytest.raises(ModelError, match="of accuracy a larger one is better"):
+    with pytest.raises(ModelError, match="a larger accuracy is better"):
         callback("accuracy", mode="min")
     callback("val_heat_score", mode="min")  # the direction of a user's own figure is unknown
 

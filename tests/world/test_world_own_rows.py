@@ -93,7 +93,7 @@ def test_ranks_with_rows_of_their_own(tmp_path):
         assert found["several steps"]["history"][-1]["accuracy"] > 0
         assert "their own samples have no common order" in found["predict"]
         assert "the pipeline is the part of rank 0 of 3" in found["another part"]
-        assert "ranks 0 and 1 make numbers of values differently" in found["other classes"]
+        assert "ranks 0 and 1 turn values into numbers differently" in found["other classes"]
         skipped = [line for line in found["said"] if "skipped" in line]
         assert len(skipped) == (rank == 0)
         assert all("part1.svm" in line for line in skipped)

@@ -71,7 +71,7 @@ JOB = """
 def test_data_that_differ_in_a_rank_or_a_path_are_compared_by_their_batches(tmp_path):
     run(JOB, 2, tmp_path, tmp_path)
     found = torch.load(tmp_path / "found0.pt", weights_only=True)
-    words = "the data of ranks 0 and 1 read other numbers or texts, such as a rank or a path"
+    words = "the data of ranks 0 and 1 read different numbers or texts, such as a rank or a path"
     for name in ("attributes", "loader", "map"):
         assert [line.startswith(words) for line in found[name]] == [True], name
     for name in ("other samples", "other map"):

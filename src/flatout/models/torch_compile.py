@@ -1,4 +1,4 @@
-"""Whether torch.compile has compiled a model, and running what it has as written, or unwatched."""
+"""Detection of code that torch.compile has compiled, and control over how it runs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import nn, overrides
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-# torch's own: what is compiled calls it in each call, right before it runs.
+# A private function of torch, which compiled code calls right before each run.
 _BEGINS = "_callback_from_stance"
 _Mode = TorchFunctionMode | TorchDispatchMode
 
 
 @contextmanager
 def before_compiled(act: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
-    """Within, `act` is called once, before this thread first calls what torch.compile has made.
+    """Call `act` once within this context, before this thread first calls compiled code.
 
     Yields:
-        a function that tells whether that was called, or may have been.
+        a function that returns whether this thread has called compiled code, or may have.
     """
-    # What was compiled has imported it.
+    # torch.compile imports this module: without it, there is no compiled code.
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     begin, thread = getattr(dynamo, _BEGINS, None), get_ident()
-    is_called = dynamo is not None and begin is None  # another torch, which does not show it
+    is_called = dynamo is not None and begin is None  # a torch without this function
 
     def act_and_begin(callback: Any) -> Any:
         nonlocal is_called
@@ -48,12 +48,13 @@ def before_compiled(act: Callable[[], None] = lambda: None) -> Iterator[Callable
 
 @contextmanager
 def left_before_compiled(mode: _Mode) -> Iterator[Callable[[], bool]]:
-    """Within, a mode of torch is on, until compiled code is called by this thread.
+    """Enter a mode of torch, and leave it before this thread first calls compiled code.
 
-    Under the mode that code would be compiled otherwise or not at all, and be rounded otherwise.
+    Under the mode, code would be compiled in another way or not at all, and would round
+    differently.
 
     Yields:
-        a function that tells whether the mode is left.
+        a function that returns whether the mode was left.
     """
     is_on = False
 

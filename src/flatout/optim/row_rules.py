@@ -119,7 +119,7 @@ class _TorchRule:
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter
     ) -> None:
         self._optimizer, self._weight = optimizer, weight
-        # torch makes new groups where a state is loaded, in the same order.
+        # load_state_dict makes new groups in the same order: the number of a group stays right.
         self._number = next(n for n, one in enumerate(optimizer.param_groups) if one is group)
         self.name = _RULES.get(type(optimizer), "")
 

@@ -236,7 +236,7 @@ class Update:
     def _count_skipped(
         self, scaler: torch.amp.GradScaler, reached: Sequence[OptimizerStep]
     ) -> None:
-        """Count a step that overflowed, on the device, which no one waits for."""
+        """Count a step that overflowed, on the device, without waiting for it."""
         found = [
             f for part in reached for f in scaler._found_inf_per_device(part.optimizer).values()
         ]
@@ -246,7 +246,7 @@ class Update:
 
     @property
     def skipped(self) -> int:
-        """How many steps `scaled` has left out since this was made. Waits for the device."""
+        """The number of steps left out because gradients overflowed. Waits for the device."""
         return 0 if self._skipped is None else int(self._skipped)
 
     def _unwatched(self) -> AbstractContextManager[Any]:

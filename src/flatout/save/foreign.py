@@ -26,11 +26,11 @@ from flatout.save.manifest import MANIFEST
 from flatout.save.model_file import INDEX, MODEL, is_model_file, open_model
 from flatout.save.storage import Folder
 
-# What reading a member of a ZIP archive raises whose bytes are damaged, encrypted or packed in
-# another way.
+# Errors of reading a member of a ZIP archive that is damaged, encrypted, or compressed by an
+# unknown method.
 BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 _PIECE = 16 << 20
-# The attribute by which a member of a ZIP archive is a folder.
+# The attribute that marks a member of a ZIP archive as a folder.
 _FOLDER = 0x10
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -182,9 +182,9 @@ def _refuse_choice(which: Which | None, folder: Folder) -> None:
 
 
 def check_archive(file: IO[bytes], where: str) -> None:
-    """Compare each member of a ZIP archive with its CRC-32; other files are left alone.
+    """Compare each member of a ZIP archive with its CRC-32; accept every file of another kind.
 
-    A CRC-32 of 0 is none: torch.save writes it where it was asked for no checksums.
+    A CRC-32 of 0 is not compared: torch.save writes 0 if its checksums are switched off.
 
     Raises:
         CheckpointError: a member differs, or the archive is damaged.
@@ -204,7 +204,7 @@ def check_archive(file: IO[bytes], where: str) -> None:
 
 
 def _check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
-    if member.file_size and member.external_attr & _FOLDER:  # torch would read nothing of it
+    if member.file_size and member.external_attr & _FOLDER:  # torch would read it as empty
         raise zipfile.BadZipFile(f"{member.filename} is marked as a folder")
     if member.CRC:
         with archive.open(member) as opened:

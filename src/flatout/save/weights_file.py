@@ -106,7 +106,7 @@ def _text_in(path: str | os.PathLike[str]) -> dict[str, str]:
     with folder.open(name) as file:
         if not zipfile.is_zipfile(file):
             return {}
-        with zipfile.ZipFile(file) as archive:  # read_weights_of has read it
+        with zipfile.ZipFile(file) as archive:  # read_weights_of has checked it
             return text_in(archive, folder.where(name))
 
 

@@ -181,8 +181,10 @@ class FirstCheck:
         return replace(facts, draws_random=facts.draws_random or drawn, draws_by_layout=by_layout)
 
     def _takes_few(self) -> bool:
-        """Whether a few samples tell of a batch: compiled code would be compiled for them, and for
-        any number of samples from then on, which rounds otherwise. Whole batches come first there.
+        """Return whether a few samples of the batch show what the whole batch does.
+
+        Compiled code would compile again for a few samples, and then round differently. So the
+        whole batch is compiled first.
         """
         if "torch._dynamo" not in sys.modules:  # nothing is compiled
             return self._takes(self._few)

@@ -68,8 +68,7 @@ def no_broadcast_within(batch: Batch) -> Iterator[None]:
 def watched(compute: Callable[[Batch], _T]) -> Callable[[Batch], _T]:
     """The same function, which may not broadcast either, for a step.
 
-    From the first call of compiled code on nothing is looked at: that code would be rounded
-    otherwise.
+    The check ends before the first call of compiled code, which would round differently under it.
 
     Raises:
         ModelError: as of `no_broadcast_within`, when it is called.

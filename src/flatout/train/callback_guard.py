@@ -1,8 +1,9 @@
-"""What a callback changes of the model and of torch, and would leave so for the rest of training.
+"""A guard against changes that callbacks make to the model and to torch, and do not undo.
 
-A mode of the whole model, gradients, autocast, default dtype and deterministic flags are put back.
-Layers that a callback puts into evaluation stay so, and random generators go on from where a
-callback has left them: both are reported. Each is reported once.
+After each call of a callback, the guard restores the mode of the whole model, the switches of
+gradients and autocast, the default dtype and the deterministic flags. A callback may put single
+layers into evaluation mode and draw random numbers: the guard leaves such changes as they are.
+The user gets one line about each kind of change.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flatout.models import is_held
 from flatout.train.callbacks import Callback
 
 _Put = Callable[[Any], object]
-# In which layers are named where many were changed.
+# The most layers that a line names.
 _SHOWN = 3
 
 
@@ -45,7 +46,7 @@ def _autocast() -> tuple[Any, ...]:
     )
 
 
-# By name: what it is now, and what puts it back.
+# By the name of a flag: a function that reads it, and a function that sets it.
 _FLAGS: dict[str, tuple[Callable[[], Any], _Put]] = {
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "autocast": (_autocast, _set_autocast),
@@ -70,11 +71,11 @@ _GENERATORS: dict[str, Callable[[], Any]] = {
 
 
 class CallbackGuard:
-    """Calls the methods of callbacks.
+    """A caller of callbacks' methods, which restores the model's mode and torch's flags.
 
     Args:
-        model: that is trained.
-        note: takes a line for the user.
+        model: the model that is trained.
+        note: a function that takes a line for the user.
     """
 
     def __init__(self, model: nn.Module, note: Callable[[str], None]) -> None:
@@ -83,12 +84,15 @@ class CallbackGuard:
         self._called: set[tuple[int, str]] = set()
 
     def __call__(self, callback: Callback, event: str, *arguments: Any) -> None:
-        """Call a method; after the last step it may leave all as it likes."""
+        """Call the method `event` of a callback, and undo or report its changes.
+
+        No step follows `on_fit_end`, so its changes stay. Flatout's own callbacks are not checked.
+        """
         method = getattr(callback, event)
         if event == "on_fit_end" or not callback.adds_figures:
             method(*arguments)
             return
-        # After many a step a look at all layers would take longer than the callback.
+        # A check of all layers after every step would take longer than most callbacks.
         key = id(callback), event
         is_whole = event != "on_step" or key not in self._called
         self._called.add(key)
@@ -103,7 +107,7 @@ class CallbackGuard:
         for flag, (now, put) in _FLAGS.items():
             if now() != before[flag]:
                 put(before[flag])
-                self._tell(f"{name} changed {flag}: put back for the next step")
+                self._note_once(f"{name} changed {flag}: put back for the next step")
 
     @contextmanager
     def _mode(self, name: str) -> Iterator[None]:
@@ -111,7 +115,7 @@ class CallbackGuard:
         yield
         if self._model.training != before:
             self._model.train(before)
-            self._tell(_mode_words(name, before))
+            self._note_once(_mode_words(name, before))
 
     @contextmanager
     def _layers(self, name: str) -> Iterator[None]:
@@ -122,7 +126,7 @@ class CallbackGuard:
         if self._model.training != is_training:
             for layer, mode in before.items():
                 layer.training = mode and not is_held(layer)
-            self._tell(_mode_words(name, is_training))
+            self._note_once(_mode_words(name, is_training))
         changed = [
             path
             for path, layer in self._model.named_modules()
@@ -131,15 +135,17 @@ class CallbackGuard:
         if changed:
             shown = ", ".join(changed[:_SHOWN])
             more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-            self._tell(f"{name} changed the mode of {shown}{more}: training goes on with that")
+            self._note_once(
+                f"{name} changed the mode of {shown}{more}: training goes on with the new mode"
+            )
         kinds = [kind for kind, state in _GENERATORS.items() if not _equal(state(), drawn[kind])]
         if kinds:
-            self._tell(
+            self._note_once(
                 f"{name} draws from the random generator of {' and '.join(kinds)}: training draws "
-                "other numbers than without it"
+                "other numbers than without this callback"
             )
 
-    def _tell(self, line: str) -> None:
+    def _note_once(self, line: str) -> None:
         if line not in self._noted:
             self._noted.add(line)
             self._note(line)
@@ -155,6 +161,6 @@ def _mode_words(name: str, is_training: bool) -> str:
 
 
 def _is_frozen(layer: nn.Module) -> bool:
-    """Whether a layer is in evaluation because it does not train."""
+    """Return whether a layer is in evaluation mode because it does not train."""
     own = list(layer.parameters())
     return is_held(layer) or (bool(own) and not any(p.requires_grad for p in own))

@@ -616,14 +616,14 @@ def keep_package(made: Path, digest: str) -> None:
     """Keep a compiled package for later processes, with its checksum.
 
     Raises:
-        OSError: it cannot be kept.
+        OSError: the package or its checksum cannot be written.
     """
     keep_text(KIND, f"{digest}.sum", _checksum(made))
     os.replace(made, kind_folder(KIND) / f"{digest}.pt2")
 
 
 def kept_package(digest: str) -> Path | None:
-    """A compiled package that was kept; None where there is none, or a damaged one."""
+    """Return the path of a kept compiled package; None if there is none or it is damaged."""
     path, checksum = cache_folder() / KIND / f"{digest}.pt2", kept_text(KIND, f"{digest}.sum")
     with suppress(OSError):
         if checksum is not None and checksum == _checksum(path):
@@ -632,7 +632,7 @@ def kept_package(digest: str) -> Path | None:
 
 
 def remove_package(digest: str) -> None:
-    """Keep a compiled package no longer."""
+    """Remove a kept compiled package and its checksum."""
     for ending in ("pt2", "sum"):
         remove_made(cache_folder() / KIND / f"{digest}.{ending}")
 

@@ -72,8 +72,8 @@ class Checkpointing:
         if "://" not in self.run:
             self._world.by_first(self._take)
 
-    def _see_that_it_is_free(self) -> None:
-        # A job that runs explains the checkpoints: they are no earlier fit's, and are to stay.
+    def _check_is_free(self) -> None:
+        # A job that still runs here owns the checkpoints: advice to remove them would be wrong.
         if os.path.isdir(self.run):
             InUse(self.run).release()
 
@@ -182,10 +182,10 @@ class Checkpointing:
             resume: True for the newest, or the name of one.
 
         Raises:
-            CheckpointError: another job runs in this folder; it is damaged, or there is one and no
-                one asked to go on from it.
+            CheckpointError: another job runs in this folder; the checkpoint is damaged; or there is
+                one, and no resume was requested.
         """
-        self._world.by_first(self._see_that_it_is_free)
+        self._world.by_first(self._check_is_free)
         if isinstance(resume, str):
             return self._load(resume)
         # One rank looks, so that all find the same.

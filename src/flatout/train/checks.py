@@ -24,7 +24,7 @@ from flatout.train.tables import ids_checked
 # its own traceback shows best.
 MISFITS = (RuntimeError, ValueError, TypeError, IndexError)
 _SHAPES = "compare the shapes with what the model's first layer and the loss expect"
-# What oneDNN says where the CPU lacks the instructions.
+# The error of oneDNN on a CPU that lacks the instructions.
 _NO_KERNEL = "could not create a primitive"
 
 
@@ -48,7 +48,7 @@ def check_first_batch(
         pieces: the batch, in the pieces that a step would take; on the model's device.
         source: where they come from, to name a sample's file and line.
         is_own: whether compute is the user's own, and looks for no shapes that broadcast itself.
-        parameters: that the step will give gradients to, which compute may not.
+        parameters: the parameters that get gradients from the step, and may get none from compute.
 
     Raises:
         DataError: naming shapes, dtypes and, for labels and ids, the sample.
@@ -93,10 +93,14 @@ def explained(model: nn.Module, batch: Batch) -> Iterator[None]:
 
 
 def explain_kernel(error: Exception, precision: str) -> None:
-    """Raise where oneDNN has no kernel on this CPU for a half precision.
+    """Explain an error of oneDNN that has no kernel on this CPU for a half precision.
+
+    Args:
+        error: the error of a forward or backward pass; another error is left to the caller.
+        precision: "fp32", or the name of a half precision.
 
     Raises:
-        DeviceError: with what to do.
+        DeviceError: this CPU has no kernel for `precision`.
     """
     if precision != "fp32" and _NO_KERNEL in str(error):
         raise DeviceError(

@@ -56,18 +56,18 @@ from flatout.train.state import FitState
 from flatout.train.warm_start import warm_start
 from flatout.world import place
 
-# Fits of this process that each model has been through.
+# The number of fits of each model in this process.
 _fits_of: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-# Inputs, targets and weights.
+# The most parts of a tuple of data: inputs, targets and weights.
 _MOST_PARTS = 3
 
 
 class KerasHistory(History):
-    """A History as Keras' own: `history` by name, without the seconds of an epoch.
+    """A History whose `history` has the names of Keras, and not the seconds of an epoch.
 
     Attributes:
         params: `epochs`, `steps` and `verbose` of the fit.
-        model: that was fitted.
+        model: the fitted Keras model.
     """
 
     params: Mapping[str, Any] = MappingProxyType({})
@@ -102,8 +102,8 @@ class CompiledObjective(Objective):
             raise ModelError(
                 f"{type(model).__name__} has its own {own}, which runs in Keras' own loop, on "
                 f"one rank; this is {here}",
-                do=f"override compute_loss and compute_metrics in place of {own}, which any "
-                "number of ranks can run",
+                do=f"override compute_loss and compute_metrics in place of {own}: any number of "
+                "ranks can run them",
             )
         self._count: ConfusionCount | None = None  # of an evaluation
         self._counts = list(given.get("metrics") or ()) == ["confusion"]
@@ -112,7 +112,7 @@ class CompiledObjective(Objective):
         twice = [name for name, value in given.items() if value is not None and value != ()]
         if twice:
             raise ModelError(
-                f"{', '.join(twice)} given beside a Keras model that is compiled with its own",
+                f"{', '.join(twice)} given for a Keras model that is compiled with its own",
                 do="set it in model.compile(...), which Flatout follows; "
                 'metrics=["confusion"] may be given here',
             )
@@ -131,10 +131,10 @@ class CompiledObjective(Objective):
         return None
 
     def count_fits(self, loop: Loop, first: int, resumes: bool) -> int:
-        """How many fits of this model came before, each of which draws orders of its own.
+        """Return the number of earlier fits of this model: each fit draws other sample orders.
 
-        A fit that begins at a later epoch draws the orders of that epoch. One that goes on from a
-        checkpoint goes on with the orders of its first part.
+        A fit that begins at a later epoch draws the orders of that epoch. A resumed fit draws the
+        orders that it would have drawn without the interruption.
         """
         loaded = loop.resume_checkpoint if resumes else None
         if loaded is not None:
@@ -144,7 +144,7 @@ class CompiledObjective(Objective):
     def cut(
         self, source: Source, steps: int | None, loop: Loop, *, restarts: bool = False
     ) -> Source:
-        """As it is: `to_fit` and `to_evaluate` have counted already."""
+        """Return the source unchanged: `to_fit` and `to_evaluate` have applied the steps."""
         return source
 
     def comes_in_samples(self, x: Any, y: Any) -> bool:
@@ -244,7 +244,7 @@ class CompiledObjective(Objective):
 
     def build(self, source: Source, loop: Loop) -> Signature | None:
         """Build what of model, loss, metrics and optimizer waits for a first batch."""
-        # Of several ranks each looks into its own pipe, which keeps what was read of it.
+        # Each rank may read its own pipe. The pipe keeps the batch that is read here.
         first = agreed(source, loop.world).peek(1)[0]
         compiled.build(self.model, loop.feed.inputs(first))
         optimizer, variables = self.model.optimizer, self.model.trainable_variables
@@ -261,7 +261,7 @@ class CompiledObjective(Objective):
         return signature
 
     def fit_as_written(self, data: FitData, loop: Loop, **arguments: Any) -> History | None:
-        """A step or fit of the user's own runs as it is, in Keras' loop."""
+        """Run a model in Keras' loop if its class overrides fit or a step; else return None."""
         own = own_method(self.model, "fit")
         if data.validation_data is not None or data.validation_split:
             own = own or own_method(self.model, "evaluate")
@@ -293,7 +293,7 @@ class CompiledObjective(Objective):
         )
 
     def evaluate_as_written(self, **arguments: Any) -> dict[str, float] | None:
-        """An `evaluate` of the user's own runs as it is."""
+        """Run `evaluate` if the model's class overrides it; else return None."""
         own = own_method(self.model, "evaluate")
         if not own:
             return None
@@ -301,7 +301,7 @@ class CompiledObjective(Objective):
         return dict(self.model.evaluate(**_given(arguments), return_dict=True))
 
     def predict_as_written(self, **arguments: Any) -> Any:
-        """A `predict` of the user's own runs as it is."""
+        """Run `predict` if the model's class overrides it; else return None."""
         own = own_method(self.model, "predict")
         if not own:
             return None
@@ -309,15 +309,14 @@ class CompiledObjective(Objective):
         return self.model.predict(**_given(arguments))
 
     def _check_is_keras_data(self, own: str, *data: Any) -> None:
-        """Refuse sources of Flatout where Keras itself reads the data."""
         for one in data:
             if isinstance(one, (Arrays, Pipeline)):
                 raise DataError(
                     f"{type(self.model).__name__} has its own {own}, so Keras' own loop reads the "
-                    f"data, and it takes no {type(one).__name__} of flatout.data",
-                    do="give it arrays, a keras.utils.PyDataset or a DataLoader; or override "
-                    "compute_loss and compute_metrics in place of train_step, with which Flatout "
-                    "reads the data",
+                    f"data, and Keras cannot read {type(one).__name__} of flatout.data",
+                    do="pass arrays, a keras.utils.PyDataset or a DataLoader; or override "
+                    "compute_loss and compute_metrics in place of train_step: then Flatout reads "
+                    "the data",
                 )
 
     def job(self, loop: Loop, source: Source | None, *, training: bool) -> Job:
@@ -401,7 +400,7 @@ class CompiledObjective(Objective):
         self, loop: Loop, source: Source, stopped: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
         """Loss and metrics over `source`; None where `stopped` said so."""
-        callbacks = self._callbacks or self._following((), loop, source.steps)
+        callbacks = self._callbacks or self._callback_list((), loop, source.steps)
         callbacks.on_test_begin()
         self.model.reset_metrics()  # in a fit those of the epoch have been read by now
         watch = partial(watched, callbacks, "test", loop.world)
@@ -413,8 +412,8 @@ class CompiledObjective(Objective):
         return result
 
     def predict(self, loop: Loop, source: Source) -> Any:
-        """Outputs of all batches, which callbacks may follow."""
-        callbacks = self._callbacks or self._following((), loop, source.steps)
+        """Return the outputs of all batches, in order, and call Keras' callbacks."""
+        callbacks = self._callbacks or self._callback_list((), loop, source.steps)
         self.model.make_predict_function()
         callbacks.on_predict_begin()
 
@@ -429,18 +428,17 @@ class CompiledObjective(Objective):
     def followed(
         self, callbacks: Any, loop: Loop, steps: int | None, verbose: int | str
     ) -> Iterator[None]:
-        """Within, Keras' callbacks follow an evaluation or a prediction; those of a fit do not."""
+        """Let `callbacks` follow an evaluation or prediction, in place of a fit's callbacks."""
         before = self._callbacks
-        self._callbacks = self._following(callbacks, loop, steps, verbose)
+        self._callbacks = self._callback_list(callbacks, loop, steps, verbose)
         try:
             yield
         finally:
             self._callbacks = before
 
-    def _following(
+    def _callback_list(
         self, callbacks: Any, loop: Loop, steps: int | None, verbose: int | str = 0
     ) -> Any:
-        """A `CallbackList` of an evaluation or a prediction."""
         import keras
 
         if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -448,8 +446,8 @@ class CompiledObjective(Objective):
         ours, theirs = self.split_callbacks(callbacks)
         if ours:
             raise ModelError(
-                f"{type(ours[0]).__name__} follows a fit, and this is none",
-                do="give it to fit; a keras.callbacks.Callback can follow these",
+                f"{type(ours[0]).__name__} follows fit, not evaluate or predict",
+                do="pass it to fit; evaluate and predict take a keras.callbacks.Callback",
             )
         return keras.callbacks.CallbackList(
             on_rank(theirs, loop.world),
@@ -462,12 +460,12 @@ class CompiledObjective(Objective):
 
     @property
     def tests_as_written(self) -> bool:  # type: ignore[override]
-        """Whether an evaluation calls a step of the user's own."""
+        """Return whether an evaluation calls a step that the model's class overrides."""
         return bool(own_method(self.model, "test"))
 
     @property
     def predicts_as_written(self) -> bool:  # type: ignore[override]
-        """Whether a prediction calls a step of the user's own."""
+        """Return whether a prediction calls a step that the model's class overrides."""
         return bool(own_method(self.model, "predict_step"))
 
     def _counted(self, found: dict[str, float] | None, loop: Loop) -> dict[str, float] | None:
@@ -491,13 +489,13 @@ class CompiledObjective(Objective):
         return call(self.model, inputs, training=False)
 
     def predicted(self, batch: Batch, loop: Loop) -> Any:
-        """What a prediction keeps of a batch: what a step of the user's own returns, if any."""
+        """Return the outputs of a batch, from an overridden predict step if there is one."""
         if self.predicts_as_written:
             return self.model.predict_function([data_of(batch)])
         return self.output(batch.inputs, loop)
 
     def in_order(self, figures: dict[str, float]) -> Any:
-        """Figures as Keras gives them without names: a list, or the only one."""
+        """Return the figures without names, as Keras does: a list, or the only figure."""
         return self.model._flatten_metrics_in_order(figures)
 
     def as_given(self, outputs: Any) -> Any:
@@ -506,7 +504,7 @@ class CompiledObjective(Objective):
 
 
 def _with_targets(model: Any, x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any]:
-    """Inputs, targets and weights; of a model with one input, a tuple of arrays has them all."""
+    """Return inputs, targets and weights, all from the tuple `x` if the model has one input."""
     is_tuple = y is None and isinstance(x, tuple) and 1 < len(x) <= _MOST_PARTS and are_arrays(x)
     if not is_tuple or not _has_one_input(model):
         return x, y, weight
@@ -514,9 +512,9 @@ def _with_targets(model: Any, x: Any, y: Any, weight: Any) -> tuple[Any, Any, An
 
 
 def _is_dense(model: Any, y: Any) -> bool:
-    """Whether an array of targets has a class for each place of a sample, as of words in a text.
+    """Return whether targets have a class for each place of a sample, such as each word of a text.
 
-    Keras finds no weights of these by their class.
+    Keras does not apply class weights to such targets.
     """
     dims = len(getattr(y, "shape", ()))
     last = y.shape[-1] if dims > 1 else 1
@@ -529,12 +527,12 @@ def _has_one_input(model: Any) -> bool:
     if isinstance(model, keras.Sequential):
         return True
     inputs = getattr(model, "inputs", None)
-    # A subclass does not show its inputs: the loss of its `compile` wants targets.
+    # A subclass does not show its inputs. If it is compiled with a loss, its data have targets.
     return len(inputs) == 1 if inputs else getattr(model, "loss", None) is not None
 
 
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the defaults: a method of the user's own may lack such arguments."""
+    """Return the arguments that are not defaults: an overridden method may lack the others."""
     given = {name: value for name, value in arguments.items() if value is not None}
     return {k: v for k, v in given.items() if not (isinstance(v, str) and v == "auto")}
 

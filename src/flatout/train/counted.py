@@ -25,7 +25,7 @@ from flatout.train.loop import Loop
 def operator_count(loop: Loop) -> OperatorCount | None:
     """What counts the next step; None where the model is compiled: it would run otherwise.
 
-    Of a rank that has a stage alone neither, for most of a step's time is not of these operators.
+    A rank that runs only a stage gets None, too: most of its step time is outside the operators.
     """
     asked = loop.resolved is not None and loop.resolved.compute.compile == "on"
     if asked or has_compiled(loop.model) or loop.takes_whole_batches:
@@ -35,10 +35,13 @@ def operator_count(loop: Loop) -> OperatorCount | None:
 
 @contextmanager
 def counting(count: OperatorCount, loop: Loop) -> Iterator[Callable[[], bool]]:
-    """Within, operators are counted; the function tells whether they all were.
+    """Count the operators that run within this context.
 
-    A function of the user's own that is compiled would be rounded otherwise under the count, which
-    therefore ends before it is called where `allow` is exact.
+    Compiled code would round differently while operators are counted. So if `allow` is exact,
+    counting ends before the first call of compiled code.
+
+    Yields:
+        a function that returns whether all operators were counted.
     """
     if loop.allow is Parity.EXACT:
         with left_before_compiled(count) as is_left:

@@ -24,8 +24,8 @@ from flatout.train.running_mean import RunningMean, mean_of
 from flatout.train.snapshot import untouched
 from flatout.train.tables import explain_ids, ids_checked, ids_checked_in_evaluation
 
-# Gives the same batches, for someone who follows them; the function in addition to the batches
-# reads the figures after the latest batch.
+# Returns the batches that it takes, and may do something between them. The second argument is a
+# function that reads the figures after the latest batch.
 Watched = Callable[[Iterator[Batch], Callable[[], Any]], Iterator[Batch]]
 # How many of a validation's batches are looked at before a fit.
 _BATCHES = 2
@@ -42,7 +42,7 @@ class Evaluated(Protocol):
 
     @property
     def tests_as_written(self) -> bool:
-        """Whether an evaluation calls a step of the user's own."""
+        """Return whether an evaluation calls a step that the model's class overrides."""
 
     def job(self, loop: Loop, source: Source | None, *, training: bool) -> Job:
         """Forward, loss and fresh metrics."""
@@ -70,7 +70,8 @@ def evaluate(
         loop: has the ranks, and the precision and device of training.
         source: read from its beginning, in the order of epoch 0.
         stopped: asked after each batch whether to give up; the answer is then None.
-        watched: gives the same batches, or the first of them; it may read the figures so far.
+        watched: takes the batches and a function that reads the figures so far; returns all of the
+            batches or the first ones.
 
     Raises:
         NumbersError: if a weight or buffer is not finite.
@@ -109,7 +110,7 @@ def evaluate_batches(
     source: Source | None = None,
     mean: RunningMean | None = None,
 ) -> bool:
-    """Add this rank's losses to `mean`; the metrics are the job's. False where it is stopped."""
+    """Add this rank's losses to `mean`, its metrics to `job`; return False if it is stopped."""
     mean = RunningMean() if mean is None else mean
     # Losses of Keras may meet other ranks' in each batch, and weights that are gathered.
     meets = objective.adapter.meets_in_loss or loop.meets_in_compute
@@ -206,8 +207,8 @@ def look_at_validation(
         most: samples of each batch.
 
     Returns:
-        the names of its figures; None where only the whole validation could tell them, as of a
-        test_step of the user's own.
+        the names of the validation's figures; None if only a whole validation can give the names,
+        such as with an overridden test_step.
 
     Raises:
         FlatoutError: as the validation would.

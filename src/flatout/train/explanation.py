@@ -25,7 +25,7 @@ _BAR = 20
 _NAME = 34
 # Ranges of steps that are listed of each of the settings that ran.
 _MOST_SPANS = 5
-# A lane that was faster than its limit by more contradicts it: counting is not exact.
+# A lane may be faster than its limit by this factor, since counts are not exact; not by more.
 _CONTRADICTS = 1.15
 # Fields that a roofline tells apart, and what is plain.
 _KNOWN = {
@@ -114,28 +114,26 @@ class Explanation:
 
     @cached_property
     def doubt(self) -> str:
-        """Why no limits and gains are shown; "" where nothing contradicts them."""
+        """The reason why no limits and gains are shown; "" if they are shown."""
         if self.rates is None:
             return ""
         if self.rates["spread"] > ROUGH:
             return (
-                "the rates are rough: other jobs kept the machine busy while they were measured; "
-                "the next time they are measured again"
+                "the rates are rough: other jobs kept the machine busy while the rates were "
+                "measured; they are measured again next time"
             )
         for lane in self._all_lanes:
             if lane.took_s and lane.least_s > _CONTRADICTS * lane.took_s:
                 return (
                     f"{lane.name} took {_ms(lane.took_s)}, and would take at least "
                     f"{_ms(lane.least_s)} by the best rates that were measured here: other jobs "
-                    "kept the machine busy then"
+                    "kept the machine busy while the rates were measured"
                 )
         return ""
 
     @cached_property
     def lanes(self) -> list[Lane]:
-        """The lanes against their limit, which is left out in doubt; none without counts or
-        rates.
-        """
+        """The lanes, with limits if there is no `doubt`; none without counts or rates."""
         lanes = self._all_lanes
         return [replace(lane, kinds={}) for lane in lanes] if self.doubt else lanes
 

@@ -28,7 +28,7 @@ def draw(explanation: Explanation, path: str | os.PathLike[str]) -> Figure:
     if explanation.doubt:
         raise FlatoutError(
             f"no roofline is drawn: {explanation.doubt}",
-            do="fit and explain while the machine is quiet",
+            do="fit and explain again while no other job uses the machine",
         )
     if not explanation.lanes:
         raise FlatoutError(

@@ -92,7 +92,7 @@ class Fit:
         max_steps: int | None = None,
     ) -> None:
         if max_steps is not None and not (isinstance(max_steps, int) and max_steps > 0):
-            raise ModelError(f"max_steps is a number of steps from 1 on, found {max_steps!r}")
+            raise ModelError(f"max_steps must be a whole number from 1 on, found {max_steps!r}")
         self._max_steps = max_steps
         self._initial_epoch = initial_epoch
         self._validation_freq = validation_freq
@@ -126,7 +126,7 @@ class Fit:
         self._guard = CallbackGuard(objective.model, self._note)
         self._running = False
         self._compare_at = 0.0
-        self._told: set[str] = set()  # figures that were no finite numbers
+        self._reported: set[str] = set()  # figures whose NaN or infinity was reported
         # Whether ranks that were killed may come back, and whether they do: then all of them begin
         # again with the checkpoint that was written for it.
         self.may_take_back = self.takes_back = False
@@ -371,7 +371,7 @@ class Fit:
         if most is not None and state.step < most and not state.stop_reason:
             self._note(
                 f"epochs={state.epochs} ended training after {state.step:,} steps, before "
-                f"max_steps={most:,}: a larger epochs lets it go on"
+                f"max_steps={most:,}: pass a larger epochs to train on"
             )
 
     def _note_settings(self) -> None:
@@ -605,8 +605,8 @@ class Fit:
         try:
             return next(batches, None)
         except Exception as error:
-            # Ctrl-C on a terminal ends the processes that read data too. No step was begun. Of
-            # several ranks that wait, each ends by itself: they may stand at different places.
+            # Ctrl-C on a terminal ends the processes that read data too. No step was begun. Several
+            # ranks that wait for data write no checkpoint: they may have made different steps.
             together = isinstance(error, WaitStopped) and self.loop.world.size > 1
             if self.signals.received is not None and not together:
                 self._interrupt(self.signals.received)
@@ -628,7 +628,7 @@ class Fit:
         state.logs = logs
         if self.validation is not None and validates(self._validation_freq, state.epoch):
             self._validate(self.validation, logs)
-        self._tell_not_finite(logs)
+        self._report_not_finite(logs)
         self._schedule_epoch(logs)
         logs["seconds"] = time.perf_counter() - began
         state.history.first_epoch = state.epoch - len(state.history.epochs)
@@ -663,11 +663,10 @@ class Fit:
         """The metrics over what all ranks have trained on."""
         return self.job.results(self.loop.world)
 
-    def _tell_not_finite(self, logs: dict[str, float]) -> None:
-        """Say once of each figure that it is no finite number, and of which sample."""
+    def _report_not_finite(self, logs: dict[str, float]) -> None:
         bad = [n for n, v in logs.items() if isinstance(v, float) and not math.isfinite(v)]
-        names = [name for name in bad if name not in self._told]
-        self._told.update(names)
+        names = [name for name in bad if name not in self._reported]
+        self._reported.update(names)
         if names and self.loop.world.is_first:
             before = random_state()
             is_validated = any(name.startswith("val_") for name in names)
@@ -723,12 +722,12 @@ class Fit:
         return scheduler
 
     def _plateau_figure(self, figures: Figures) -> Monitor | None:
-        """What a ReduceLROnPlateau follows, which its mode must fit."""
+        """Return the figure that ReduceLROnPlateau follows, if its mode fits the figure."""
         scheduler, named = self.objective.scheduler, self.objective.monitor
         if not _is_plateau(scheduler):
             return None
         name = named or ("loss" if self.validation is None else "val_loss")
-        words = "ReduceLROnPlateau lowers the rate while it improves"
+        words = "ReduceLROnPlateau would lower the learning rate while the figure improves"
         check_mode(name, scheduler.mode, words)
         result = Monitor(name, scheduler.mode)
         result.check(figures)
@@ -737,7 +736,7 @@ class Fit:
     def _schedule_epoch(self, logs: dict[str, float]) -> None:
         scheduler, figure = self.objective.scheduler, self._plateau
         if figure is not None:
-            # An epoch without validation has no figure of it, and the training's is another one.
+            # An epoch without validation has no such figure, and none of training may replace it.
             if not figure.name.startswith("val_") or any(n.startswith("val_") for n in logs):
                 scheduler.step(figure.read(logs))
         elif scheduler is not None and self.objective.schedule_every == "epoch":
@@ -790,7 +789,10 @@ class Fit:
         raise Interrupted(signum, path)
 
     def _last_checkpoint(self) -> str:
-        """Write one where that works: the run folder, one in this folder, or a temporary one."""
+        """Write a checkpoint into the first of three folders that can be written.
+
+        These are the run folder, a folder in the working directory, and a temporary folder.
+        """
         loop = self.loop
         other = f"runs/{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}"
         others = [other]
@@ -802,7 +804,7 @@ class Fit:
                 loop.run = others.pop(0)
             try:
                 with suppress(CheckpointError):
-                    loop.checkpointing.wait()  # what failed before is no reason not to try again
+                    loop.checkpointing.wait()  # an earlier write failed: try again
                 path = self._path if self._path and loop.is_saved else self._checkpoint()
                 loop.checkpointing.wait()
                 return path
@@ -813,7 +815,7 @@ class Fit:
             self._path = None
             with suppress(CheckpointError):
                 loop.checkpointing.close()
-            del loop.checkpointing  # it is of one folder
+            del loop.checkpointing  # a new one is made for the next folder
             loop.run = None
 
     def _now(self) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from flatout.world import ONE, LostRank, World
 
 EVERY = 50
 _SHOWN = 5
-# A weight of this size is no weight of a model that learns.
+# A model that learns has no weight as large as this.
 _HUGE = 1e6
 # How much speaks for it that a rank's own part of a batch is the cause.
 _NOTHING_FOUND, _BAD_GRADIENT, _BAD_FORWARD, _BAD_SAMPLES, _BAD_WEIGHTS = range(5)
@@ -80,7 +80,7 @@ def _bad_weights(model: nn.Module) -> list[str]:
 
 
 def _bad_state(model: nn.Module) -> dict[str, bool]:
-    """The own names of weights and buffers that may not be as they are, and which are weights."""
+    """Return the names of bad weights and buffers, with True for a weight."""
     weights = _checkable(model.named_parameters())
     statistics = _checkable(
         (f"{name}.{own}".lstrip("."), buffer)
@@ -105,13 +105,13 @@ def _explain_bad_updates(
     names: Sequence[str],
     step: int,
 ) -> NumbersError:
-    """The error for weights that are bad though each gradient was finite.
+    """Return the error for bad weights whose gradients were finite.
 
     Args:
-        model: that has them.
-        optimizers: that step them.
-        names: of the weights, as the model lists them.
-        step: the latest that can have made them so; 0 where no step was made.
+        model: the model that has the weights.
+        optimizers: the optimizers that step the weights.
+        names: names of the bad weights, as in `model.named_parameters()`.
+        step: the latest step that can be the cause; 0 if no step was made.
     """
     own = own_names(model, names)
     bad = _shown([f"weight {own[name]}" for name in names])
@@ -119,13 +119,13 @@ def _explain_bad_updates(
         return NumbersError(
             f"NaN or infinity in {bad}",
             where="before the first step",
-            do="look at how the model was made, or at the file that its weights were loaded from",
+            do="check how the model was made, or the file from which its weights were loaded",
         )
     parameters = dict(model.named_parameters())
     causes = _causes({id(parameters[name]): own[name] for name in names}, optimizers)
     words, cures = zip(*causes, strict=True)
     return NumbersError(
-        f"the optimizer's update made NaN or infinity of finite gradients, in {bad}",
+        f"the optimizer's update made NaN or infinity from finite gradients, in {bad}",
         where="\n  ".join([f"step {step} or earlier", *words, "the weights are damaged"]),
         do=f"{'; '.join(cures)}; go back to the last checkpoint, or make the model again",
     )
@@ -134,11 +134,11 @@ def _explain_bad_updates(
 def _causes(
     bad: Mapping[int, str], optimizers: Iterable[torch.optim.Optimizer]
 ) -> list[tuple[str, str]]:
-    """What of the optimizers makes bad weights, and its cure.
+    """Return the causes of bad weights in the optimizers, each with its cure.
 
     Args:
-        bad: names of the bad parameters, by their id.
-        optimizers: of which some step them.
+        bad: names of the bad parameters, by the `id` of each parameter.
+        optimizers: all optimizers; some of them step the bad parameters.
     """
     result: dict[tuple[str, str], None] = {}
     rates: dict[str, None] = {}
@@ -163,13 +163,13 @@ def _causes_of(
     for key, value in state.items():
         tensors = _checkable([(key, value)]) if torch.is_tensor(value) else {}
         if any(math.isnan(largest) for largest in _suspects(tensors).values()):
-            words = f"the optimizer's own {key} of weight {name} holds NaN"
+            words = f"the optimizer's state {key} of weight {name} holds NaN"
             yield words, "make the optimizer again, or load a state that is finite"
     if eps == 0:
         yield "eps=0 divides by zero where all gradients were 0", "take eps=1e-8"
     elif eps is not None and not torch.tensor(eps, dtype=parameter.dtype):
         kind = str(parameter.dtype).removeprefix("torch.")
-        words = f"eps={eps:g} is 0 in {kind}, in which the weights are: it divides by zero"
+        words = f"eps={eps:g} rounds to 0 in {kind}, the dtype of the weights: it divides by zero"
         yield words, "train weights in fp32: model.float(); steps may compute in bf16 or fp16"
 
 
@@ -183,16 +183,16 @@ def _checkable(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Ten
 
 
 def _suspects(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The largest absolute value of each tensor that may be bad; NaN where there is one.
+    """Return the largest absolute value of each tensor whose sum is not finite; NaN if it has one.
 
-    A sum is made 20 times as fast, and is bad where any value is.
+    A sum is 20 times as fast to compute, and is not finite if any value is not.
     """
     sums = _numbers(tensors, lambda own: [tensor.sum() for tensor in own])
     return _largest({n: tensors[n] for n, total in sums.items() if not math.isfinite(total)})
 
 
 def _largest(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The largest absolute value of each; NaN where there is one."""
+    """Return the largest absolute value of each tensor; NaN if it has one."""
     return _numbers(tensors, lambda own: torch._foreach_norm(own, float("inf")))
 
 
@@ -200,7 +200,7 @@ def _numbers(
     tensors: dict[str, torch.Tensor],
     make: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
 ) -> dict[str, float]:
-    """One number for each tensor, by a function of the tensors of a device. Reads each once."""
+    """Return one number for each tensor, from one call of `make` and one wait for each device."""
     by_device: dict[torch.device, list[str]] = {}
     for name, tensor in tensors.items():
         by_device.setdefault(tensor.device, []).append(name)
@@ -237,8 +237,8 @@ def explain_bad_step(
             back after the step was run again.
         compute: forward and loss, under autocast if the step used it.
         batch: the step's batch; None where the source cannot give it again.
-        optimizers: that step the model: an update before this one may have made bad weights.
-        is_first: no update was made before this step.
+        optimizers: the optimizers of the model: an earlier update may have made bad weights.
+        is_first: whether no update was made before this step.
         step: number of the step, from 1.
         learning_rate: at that step.
         held_back: the step did not reach the weights.
@@ -253,7 +253,7 @@ def explain_bad_step(
     lines = [f"{on_rank}step {step}, learning rate {learning_rate:g}"]
     suspicion = _NOTHING_FOUND
     bad = [] if batch is None else _bad_samples(batch)
-    # Weights that were held back are as the step found them.
+    # If the update was held back, the weights are the same as before the step.
     weights = _bad_weights(model) if held_back else []
     is_known = any(together.gather(bool(bad or weights or batch is None), "bad samples in a step"))
     if weights:
@@ -308,19 +308,19 @@ def _bad_samples(batch: Batch) -> list[str]:
 
 
 def not_finite_words(names: Sequence[str], epoch: int, validation: Source | None) -> str:
-    """What to say of figures of an epoch that are no finite numbers.
+    """Return a line about figures of an epoch that are not finite.
 
     Args:
-        names: of the figures.
-        epoch: its number, from 1.
-        validation: whose samples are looked through for the cause; None for no validation.
+        names: names of the figures.
+        epoch: number of the epoch, from 1.
+        validation: the data in which to search for the cause; None searches no data.
     """
     words = f"{', '.join(names)} of epoch {epoch} {'is' if len(names) == 1 else 'are'} not finite"
     if validation is not None and validation.seekable:
         each = (_bad_samples(batch) for batch in validation.batches(0))
         if bad := next((found for found in each if found), None):
             return f"{words}: in the validation data, {'; '.join(bad)}"
-        words += ", and all validation data are finite"
+        words += ", though all validation data are finite"
     return f"{words}: one batch for which the model or the metric gives NaN is enough"
 
 

@@ -66,8 +66,8 @@ class History:
         late: of each rank, how many gradients came too late for their step and were dropped, where
             `world.spare_workers` lets them; else None.
         largest_batch: how `batch_size="auto"` was decided, as plain data; None where it was not.
-        first_epoch: the number of the first of `epochs`, from 0.
-        skipped_steps: steps that fp16 left out because their gradients overflowed.
+        first_epoch: the number of the first epoch in `epochs`, counted from 0.
+        skipped_steps: number of steps that fp16 left out because their gradients overflowed.
     """
 
     batch_size: int
@@ -98,7 +98,7 @@ class History:
 
     @property
     def epoch(self) -> list[int]:
-        """The number of each epoch, from 0."""
+        """The number of each epoch in `epochs`, counted from 0."""
         return list(range(self.first_epoch, self.first_epoch + len(self.epochs)))
 
     @property

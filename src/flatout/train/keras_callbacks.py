@@ -87,11 +87,11 @@ class KerasCallbacks(Callback):
             self.every = 2**62
 
     def state_dict(self) -> dict[str, Any]:
-        """What each of the callbacks counts and holds."""
+        """Return the counters and weights that each Keras callback keeps."""
         return callback_states(self._callbacks.callbacks)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let them go on from there, once they have begun."""
+        """Keep the state until `on_fit_start`, which gives it to the Keras callbacks."""
         self._saved = state
 
     @property
@@ -128,7 +128,9 @@ class KerasCallbacks(Callback):
         """Begin, where the callbacks or the user say."""
         self._model.stop_training = False
         self._callbacks.on_train_begin()
-        load_callback_states(self._callbacks.callbacks, self._saved)  # which that has reset
+        load_callback_states(
+            self._callbacks.callbacks, self._saved
+        )  # on_train_begin has reset them
         begin = first_epoch(self._model) or self._initial_epoch
         if begin > state.trainer.loop.epoch:
             state.epoch = state.trainer.loop.epoch = begin
@@ -209,16 +211,16 @@ def watched(
     batches: Iterator[Batch],
     read: Callable[[], dict[str, Any]],
 ) -> Iterator[Batch]:
-    """The batches of an evaluation or prediction, which Keras' callbacks follow and may end.
+    """Yield the batches of an evaluation or prediction, and call Keras' callbacks around each.
 
-    A batch ends when the next is asked for.
+    A batch ends when the next batch is requested. A callback may end the pass.
 
     Args:
         callbacks: a `keras.callbacks.CallbackList` with its model.
-        kind: "test" for an evaluation.
+        kind: "test" for an evaluation, "predict" for a prediction.
         world: the ranks, each of which has callbacks.
-        batches: of this rank.
-        read: the logs after the latest batch; on several ranks all have to read them together.
+        batches: the batches of this rank.
+        read: returns the logs after the latest batch; all ranks have to call it together.
     """
     watching = [c for c in callbacks.callbacks if watches_batches(c, kind)]
     model, stop = callbacks.model, {"test": "stop_evaluating", "predict": "stop_predicting"}[kind]
@@ -232,7 +234,7 @@ def watched(
         yield batch
         logs = LazyLogs(read)
         if world.size > 1:
-            len(logs)  # fills them
+            len(logs)  # calls `read`
         for callback in watching:
             getattr(callback, f"on_{kind}_batch_end")(number, logs=logs)
         if any(world.gather(bool(getattr(model, stop)), "whether a rank wants to stop")):

@@ -67,7 +67,7 @@ from flatout.train.turn import Turn, check_gathered
 from flatout.train.watch_calls import Calls
 
 _IN_EVALUATION = "the model is in evaluation mode"
-_AGAIN = "a function has called model.eval(), and nothing model.train() after it"
+_AGAIN = "a function called model.eval(), and no model.train() followed"
 
 # What prepare was given and gives back: one optimizer, or several.
 _Given = TypeVar("_Given", bound=Optimizers)
@@ -352,7 +352,7 @@ class Loop(LoopState):
                     self._other_job.decide(compute, batches[0])
             number, tuner = self.next_step, self.tuner
             if self._trains and not self.model.training:
-                self.note(f"{_IN_EVALUATION} from step {number:,} on, and trained before: {_AGAIN}")
+                self.note(f"{_IN_EVALUATION} from step {number:,} on: {_AGAIN}")
             self._trains = self.model.training
             if number >= self.rounding.next_step:
                 self.rounding.look(compute, batches, turn)
@@ -397,7 +397,10 @@ class Loop(LoopState):
         return result
 
     def step_loss(self) -> float:
-        """Loss of the latest step, over all of its batches and ranks; waits for the device."""
+        """Return the loss of the latest step, over all its batches and ranks.
+
+        The call waits for the device.
+        """
         return self.stepper.turn.mean_loss.last
 
     def notes(self) -> list[str]:
@@ -407,10 +410,10 @@ class Loop(LoopState):
         return notes
 
     def check_numbers(self, compute: Compute | None = None) -> None:
-        """Read the flags of steps that are still unread, and look at the weights.
+        """Check the steps that are still unchecked, and the weights, for NaN and infinity.
 
-        Call it before evaluating or saving. An update can make NaN of finite gradients: with
-        eps=0, in half-precision weights, at a huge learning rate.
+        Call it before evaluating or saving. An update can make NaN from finite gradients: with
+        eps=0, with weights in half precision, or at a huge learning rate.
 
         Args:
             compute: makes a bad step once more to find its cause; that of the step by default.

@@ -39,7 +39,7 @@ from flatout.train.tuner import Tuner
 from flatout.train.turn import Turn
 from flatout.world import ONE, World, restarts, share_cpus
 
-# Steps that may overflow until fp16 has found its scale, and the share of all steps that may.
+# A line reports overflows in fp16 beyond the larger of this number and this share of steps.
 _FEW = 3
 _SHARE_SKIPPED = 0.01
 Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROnPlateau
@@ -285,18 +285,18 @@ class LoopState:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps since `prepare` that fp16 left out for an overflow. Waits for the device."""
+        """The number of steps since `prepare` that overflowed in fp16. Waits for the device."""
         return sum(turn.update.skipped for turn in self.stepper.turns)
 
     def tell_overflows(self) -> None:
-        """Say once that fp16 leaves out more than a few steps; the first ones find the scale."""
+        """Report once that fp16 leaves out more steps than it needs to find its loss scale."""
         skipped, made = self.skipped_steps, self.step_count - self._first_step
         if self._tells_overflows and skipped > max(_FEW, made * _SHARE_SKIPPED):
             self._tells_overflows = False
             self.note(
-                f"fp16 has left out {skipped:,} of {made:,} steps, whose gradients overflowed: "
-                "precision bf16 needs no scale; a lower learning rate or clip_norm helps where "
-                "gradients grow"
+                f"fp16 has left out {skipped:,} of {made:,} steps, because gradients overflowed: "
+                "precision bf16 needs no loss scale; if gradients grow, lower the learning rate or "
+                "set clip_norm"
             )
 
     def tell_skipped(self, source: Source) -> None:

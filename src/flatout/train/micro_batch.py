@@ -248,7 +248,7 @@ def _kept_bytes(model: nn.Module, forward: Callable[[Batch], object], batch: Bat
     except Exception:
         return None  # the first real step will say what is wrong
     finally:
-        # A graph that keeps what it has made keeps itself, and the weights, alive for ever.
+        # A graph that saves its own output refers to itself, and would never be freed.
         for box in boxes:
             box.clear()
     return sum(result.values())

@@ -82,7 +82,7 @@ class NumbersGuard:
                 self._read(unread, source, None)
 
     def check(self, source: Source | None, compute: Compute | None = None) -> None:
-        """Read the flags that are still unread, and look at the weights that the updates have made.
+        """Read the flags that are still unread, and check the weights for NaN and infinity.
 
         Args:
             source: gives the batches of a bad step again, where it can.

@@ -103,9 +103,9 @@ class Objective:
         optimizer: steps the model's parameters.
         scheduler: steps the optimizer's learning rate, or None.
         schedule_every: "step" or "epoch".
-        monitor: the figure that a ReduceLROnPlateau follows; None for the loss.
+        monitor: the name of the figure that ReduceLROnPlateau follows; None for the loss.
         history: the kind of History that a fit fills in.
-        fits_before: fits of this model whose orders of samples this one does not repeat.
+        fits_before: number of earlier fits of this model: this fit draws other sample orders.
         confusion: counts of the latest evaluation by true and predicted class; None where they are
             not among the metrics.
     """
@@ -113,9 +113,9 @@ class Objective:
     history: type[History] = History
     fits_before = 0
     confusion: Matrix | None = None
-    # Whether an evaluation or a prediction calls a step of the user's own, and whether an epoch in
-    # which training stops is an epoch of the history: both as in Keras.
+    # Whether an evaluation or a prediction calls a step that the model's class overrides.
     tests_as_written = predicts_as_written = False
+    # Whether the history has the epoch in which training stops, as in Keras.
     ends_epochs = False
 
     def __init__(
@@ -144,8 +144,7 @@ class Objective:
         self.scheduler = _as_scheduler(scheduler, self.optimizer)
         if monitor is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             raise ModelError(
-                f"monitor={monitor!r} is the figure that a ReduceLROnPlateau follows, and there is "
-                "none",
+                f"monitor={monitor!r} is for a ReduceLROnPlateau scheduler, and none is given",
                 do="leave monitor out, or give scheduler=ReduceLROnPlateau(optimizer, ...)",
             )
         self.schedule_every, self.monitor = schedule_every or "step", monitor
@@ -162,7 +161,7 @@ class Objective:
     # -- data ------------------------------------------------------------------------------------
 
     def count_fits(self, loop: Loop, first: int, resumes: bool) -> int:
-        """How many fits came before, where each draws orders of its own."""
+        """Return the number of earlier fits, if each fit draws other sample orders; else 0."""
         return 0
 
     def comes_in_samples(self, x: Any, y: Any) -> bool:
@@ -214,25 +213,25 @@ class Objective:
     def cut(
         self, source: Source, steps: int | None, loop: Loop, *, restarts: bool = False
     ) -> Source:
-        """The source in epochs of so many batches, where that was asked for.
+        """Return the source in epochs of `steps` batches; unchanged if `steps` is None.
 
         Args:
-            source: of a fit, or to evaluate.
-            steps: batches of an epoch, or None.
-            loop: has the ranks.
-            restarts: each epoch begins with the source's first batch.
+            source: the data of a fit, an evaluation or a prediction.
+            steps: number of batches in an epoch, or None.
+            loop: the loop, which knows the ranks.
+            restarts: whether each epoch begins with the source's first batch.
 
         Raises:
-            DataError: ranks read rows of their own, which are not counted together.
+            DataError: `steps` is given, and each rank reads its own rows.
         """
         if steps is None:
             return source
         is_own = isinstance(source, Pipeline) and (source.has_own_rows or is_pipe(source))
         if is_own and loop.world.size > 1:
             raise DataError(
-                "steps of an epoch are counted where all ranks read the same batches, and these "
-                "data have other rows for each rank",
-                do="leave shard out, or leave the steps out: an epoch is then what the data have",
+                "a number of steps counts batches that all ranks read together, and here each rank "
+                "reads its own rows",
+                do="leave shard out, or leave the steps out: an epoch then has all batches",
             )
         return Stretches(source, steps, restarts=restarts)
 
@@ -326,11 +325,11 @@ class Objective:
     def followed(
         self, callbacks: Any, loop: Loop, steps: int | None, verbose: int | str
     ) -> Iterator[None]:
-        """Within, the framework's callbacks follow an evaluation or a prediction."""
+        """Let the framework's callbacks follow an evaluation or prediction within this context."""
         if callbacks:
             raise ModelError(
-                "callbacks of evaluate and predict are those of a compiled Keras model, and this "
-                f"is a {type(self.model).__name__}",
+                "evaluate and predict take callbacks for a compiled Keras model only, and this "
+                f"model is a {type(self.model).__name__}",
                 do="give callbacks to fit; or compute the figures after evaluate returns",
             )
         yield
@@ -345,21 +344,21 @@ class Objective:
         return evaluate(self, loop, source, stopped)
 
     def evaluate_as_written(self, **arguments: Any) -> dict[str, float] | None:
-        """Run an evaluation of the model's own, where its class has one; None without one."""
+        """Run `evaluate` if the model's class overrides it; else return None."""
 
     def predict(self, loop: Loop, source: Source) -> Any:
-        """Outputs of all batches of `source`, in order."""
+        """Return the outputs of all batches of `source`, in order."""
         return predict(self, loop, source)
 
     def predict_as_written(self, **arguments: Any) -> Any:
-        """Run a prediction of the model's own, where its class has one; None without one."""
+        """Run `predict` if the model's class overrides it; else return None."""
 
     def predicted(self, batch: Batch, loop: Loop) -> Any:
-        """What a prediction keeps of a batch."""
+        """Return the outputs of a batch that a prediction keeps."""
         return self.output(batch.inputs, loop)
 
     def in_order(self, figures: dict[str, float]) -> Any:
-        """Figures without their names, as a list."""
+        """Return the figures as a list, without their names."""
         return list(figures.values())
 
     def sample_loss(self) -> SampleLoss:

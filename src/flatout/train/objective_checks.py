@@ -1,4 +1,4 @@
-"""What can be wrong between a model, its optimizers and what a step computes, for any loop."""
+"""Checks of a model, its optimizers and the function that computes the loss, for any loop."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from flatout.data import Batch
 from flatout.errors import ModelError
 
 _T = TypeVar("_T")
-# What torch says of a loss without a graph, and of a graph that a backward pass has freed.
+# Parts of torch's errors: for a loss without a graph, and for a graph that backward has freed.
 NO_GRAPH = "does not require grad"
 _FREED = "backward through the graph a second time"
 
 
 def check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that are of another model, and a model that is frozen as a whole.
+    """Refuse optimizers of another model, and a model that is frozen as a whole.
 
     Raises:
-        ModelError: no optimizer has a parameter of the model, or none of these trains.
+        ModelError: no optimizer has a parameter of the model, or none of these requires gradients.
     """
     own = {id(p): p for p in model.parameters()}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -32,22 +32,22 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
     if not stepped:
         raise ModelError(
             "the optimizer has no parameter of this model",
-            do="make it from the parameters of the model that is passed here",
+            do="make the optimizer from the parameters of the model that is passed here",
         )
     if not any(p.requires_grad for p in stepped):
         raise ModelError(
             "the model has no parameter that can be trained: none requires gradients",
-            do="unfreeze what is to train first: flatout.unfreeze(model), or "
+            do="first unfreeze the layers to train: flatout.unfreeze(model), or "
             "parameter.requires_grad_(True)",
         )
 
 
 def explain_backward(error: RuntimeError, parameters: Sequence[torch.Tensor]) -> None:
-    """Raise what is wrong where torch refuses the backward pass of a loss.
+    """Explain why torch refuses the backward pass of a loss.
 
     Args:
-        error: torch's.
-        parameters: that the optimizers step.
+        error: the error of torch; other errors are left to the caller.
+        parameters: the parameters that the optimizers step.
 
     Raises:
         ModelError: the loss has no graph, or another backward pass has freed it.
@@ -60,21 +60,21 @@ def explain_backward(error: RuntimeError, parameters: Sequence[torch.Tensor]) ->
     if not any(p.requires_grad for p in parameters):
         raise ModelError(
             "no parameter that the optimizer steps requires gradients",
-            do="unfreeze what is to train: flatout.unfreeze(model)",
+            do="unfreeze the layers to train: flatout.unfreeze(model)",
         ) from error
     raise ModelError(
         "the loss has no graph that leads to the parameters: nothing would be learned",
-        do="return the loss as it was computed, without .detach(), .item() or torch.no_grad(), and "
-        "of this model",
+        do="compute the loss with this model, and return it without .detach(), .item() or "
+        "torch.no_grad()",
     ) from error
 
 
 @contextmanager
 def no_backward_within(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within, a function that computes a loss may give these parameters no gradients itself.
+    """Refuse code within this context that gives gradients to the parameters itself.
 
     Raises:
-        ModelError: it has called `backward`; the gradients would count twice.
+        ModelError: the code has called `backward`; the gradients would count twice.
     """
     before = [_gradient_of(parameter) for parameter in parameters]
     yield
@@ -85,7 +85,7 @@ def no_backward_within(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def _gradient_of(parameter: torch.Tensor) -> tuple[int, int]:
-    """Which gradient it has, and how often that was changed."""
+    """Return the id of a parameter's gradient and the number of its changes in place."""
     gradient = parameter.grad
     return (0, 0) if gradient is None else (id(gradient), gradient._version)
 
@@ -93,7 +93,7 @@ def _gradient_of(parameter: torch.Tensor) -> tuple[int, int]:
 def without_backward(
     compute: Callable[[Batch], _T], parameters: Sequence[torch.Tensor]
 ) -> Callable[[Batch], _T]:
-    """The same function, which is refused where it calls `backward` itself."""
+    """Return the same function, which raises a ModelError if it calls `backward` itself."""
 
     def within(batch: Batch) -> _T:
         with no_backward_within(parameters):
@@ -105,7 +105,7 @@ def without_backward(
 
 def _called_twice() -> ModelError:
     return ModelError(
-        "what computes the loss calls backward itself, and so does the step: gradients would count "
-        "twice",
+        "the function of the loss calls backward itself, and so does the step: gradients would "
+        "count twice",
         do="return the loss, and leave loss.backward() and optimizer.step() out",
     )

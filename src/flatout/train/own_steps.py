@@ -14,7 +14,7 @@ from flatout.train.loop import Loop
 
 
 def data_of(batch: Batch) -> Any:
-    """A batch in the form in which Keras gives it to a step."""
+    """Return a batch in the form in which Keras passes it to a step."""
     from keras.utils import pack_x_y_sample_weight
 
     return pack_x_y_sample_weight(batch.inputs, *targets_of(batch))
@@ -23,12 +23,12 @@ def data_of(batch: Batch) -> Any:
 def evaluate_as_written(
     model: Any, loop: Loop, source: Source, stopped: Callable[[], bool], watched: Watched
 ) -> dict[str, float] | None:
-    """The logs of a model's own test_step over `source`; None where `stopped` said so.
+    """Return the logs of a model's own test_step over `source`; None if `stopped` returns True.
 
-    Each rank takes all batches, whole: what the step computes of a batch is not known.
+    Each rank takes all batches whole: Flatout cannot join results of a step that it does not know.
 
     Raises:
-        DataError: the ranks have their own samples.
+        DataError: each rank has its own samples.
         NumbersError: if a weight or buffer is not finite.
     """
     loop.meet_others()
@@ -51,15 +51,15 @@ def evaluate_as_written(
 
 
 def check_is_common(source: Source, loop: Loop, method: str) -> None:
-    """Refuse a source of which each rank has its own samples, for a method that takes all.
+    """Refuse data of which each rank has its own samples, for a method that takes all samples.
 
     Raises:
-        DataError: the ranks have their own samples.
+        DataError: each rank has its own samples.
     """
     own_rows = isinstance(source, Pipeline) and (source.has_own_rows or is_pipe(source))
     if loop.world.size > 1 and own_rows:
         raise DataError(
-            f"{method} is called with whole batches on every rank, and these ranks have their own "
+            f"{method} is called with whole batches on every rank, and here each rank has its own "
             "samples",
             do="leave shard out and read files, or override compute_loss and compute_metrics in "
             "its place",
@@ -67,7 +67,7 @@ def check_is_common(source: Source, loop: Loop, method: str) -> None:
 
 
 def plain(logs: dict[str, Any]) -> dict[str, Any]:
-    """The logs by name, numbers as floats, and what is nested beside the rest."""
+    """Return the logs in one flat dict, with numbers as floats."""
     result: dict[str, Any] = {}
     for name, value in sorted(logs.items()):
         result.update(plain(value) if isinstance(value, dict) else {name: as_number(value)})

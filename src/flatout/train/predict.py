@@ -28,14 +28,14 @@ from flatout.world import ONE
 
 
 class Predicted(Evaluated, Protocol):
-    """What a prediction asks of an Objective."""
+    """The part of an Objective that a prediction uses."""
 
     @property
     def predicts_as_written(self) -> bool:
-        """Whether a prediction calls a step of the user's own."""
+        """Return whether a prediction calls a step that the model's class overrides."""
 
     def predicted(self, batch: Batch, loop: Loop) -> Any:
-        """What a prediction keeps of a batch."""
+        """Return the outputs of a batch that a prediction keeps."""
 
 
 def predict(
@@ -78,7 +78,7 @@ def predict(
         return rows_of_samples(map_tensors(partial(_to_host, size), output), batch)
 
     outputs: list[Any] = []
-    if objective.predicts_as_written:  # what such a step makes of a batch may depend on all of it
+    if objective.predicts_as_written:  # such a step may need all samples of a batch
         part, world = source, ONE
     else:
         part = part_of(source, world, loop.say, whole=loop.takes_whole_batches, use="predict")
@@ -134,8 +134,8 @@ def _joined(parts: list[Any]) -> Any:
         if other is not None:
             raise ModelError(
                 f"a sample's output has the shape {tuple(first.shape[1:])} in the first batch and "
-                f"{tuple(other.shape[1:])} in a later one, and predictions are one tensor",
-                do="pad all batches to one length, as with a collate function that knows it",
+                f"{tuple(other.shape[1:])} in a later one, but predictions must be one tensor",
+                do="pad all batches to one length, such as in the collate function of a DataLoader",
             )
         return torch.cat(parts)
     if first is None:

@@ -34,7 +34,7 @@ from flatout.train.held_state import HeldState
 from flatout.world import World
 
 Use: TypeAlias = Literal["train", "evaluate", "predict"]
-# Batches by which data are compared whose code reads other plain values on each rank.
+# The number of batches to compare if the code of the data reads different values on the ranks.
 _COMPARED = 2
 _NO_ROWS = "the inputs of these batches have no row for each sample"
 
@@ -60,10 +60,10 @@ def check_ranks(
     """Refuse what would train another model than one rank does.
 
     Args:
-        model: that is trained.
-        data: it is trained on.
-        world: of this rank.
-        say: gets a line where data differ in what does not reach their samples.
+        model: the model that is trained.
+        data: the data on which it is trained.
+        world: the ranks.
+        say: takes a line if the code of the data differs on the ranks, and batches are equal.
 
     Raises:
         ModelError: a layer works on each rank's part of a batch in a way that cannot be joined.
@@ -80,8 +80,8 @@ def check_ranks(
     unlike = next((rank for rank, v in enumerate(values) if v[:3] != values[0][:3]), None)
     if unlike is not None and _give_the_same(data, values, world):
         say(
-            f"the data of ranks 0 and {unlike} read other numbers or texts, such as a rank or a "
-            f"path; their first {_COMPARED} batches are equal"
+            f"the data of ranks 0 and {unlike} read different numbers or texts, such as a rank or "
+            f"a path; their first {_COMPARED} batches are equal"
         )
         return
     if any(theirs[:3] != values[0][:3] for theirs in values) and _are_own(data, world):
@@ -101,7 +101,10 @@ def check_ranks(
 
 
 def _give_the_same(data: Source, values: list[tuple[Any, ...]], world: World) -> bool:
-    """Whether data differ only in plain values of their code, and give equal batches; all ask."""
+    """Return whether data differ in plain values of their code alone, and give equal batches.
+
+    All ranks have to call it together.
+    """
     if any(theirs[1:3] != values[0][1:3] for theirs in values):
         return False
     if isinstance(data, ArraySource) or len(set(world.gather(loose_digest(data)))) > 1:
@@ -134,16 +137,16 @@ def _check_same_steps(values: list[tuple[Any, ...]]) -> None:
 
 
 def _check_names(data: Pipeline, world: World) -> None:
-    """Refuse rows of the ranks' own in which one number means different things."""
+    """Refuse data in which one number means different things on two ranks."""
     values = world.gather((list(data.classes or ()), data.meanings))
     classes, meanings = values[0]
     for rank, (others, found) in enumerate(values):
         words = unlike_meaning(meanings, found, "the data of rank 0")
         if others != classes:
-            words = f"expected the classes {listed(classes)}, as rank 0; found {listed(others)}"
+            words = f"expected the classes {listed(classes)}, as on rank 0; found {listed(others)}"
         if words is not None:
             raise WorldError(
-                f"ranks 0 and {rank} make numbers of values differently: {words}",
+                f"ranks 0 and {rank} turn values into numbers differently: {words}",
                 do="give the sources of all ranks one schema=, or the same classes= or categories=",
             )
 

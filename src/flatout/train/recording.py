@@ -141,7 +141,7 @@ class RunRecording:
             self._append_to_history("ended", profile)
             if self._loop.timeline.steps:
                 profile.write(self._folder)
-        except Exception as failed:  # whatever it is, the job is worth more
+        except Exception as failed:  # no failure here may end the job
             self._loop.say(f"the Profile of the run cannot be written: {first_line(failed)}")
 
     def _profile(self, state: RunState, error: str | None) -> Profile:

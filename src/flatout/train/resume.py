@@ -62,8 +62,8 @@ class Resume:
         self._is_due = True
         self.own = [own["own"] for own in loaded.own]
         self._own = loaded.own[loop.world.rank if len(loaded.own) == loop.world.size else 0]
-        # Where ranks read batches of their own, each has its own data, too. Else the first rank's
-        # are compared, and by `check_ranks` the others' with them.
+        # If ranks read their own batches, each rank compares its own data. Otherwise the first rank
+        # compares its data, and `check_ranks` compares the data of the other ranks with them.
         of_all = loaded.state["source"] if loop.world.is_first else None
         self._data = {**loaded.state, "source": self._own.get("data") or of_all}
 
@@ -74,7 +74,7 @@ class Resume:
         """
         saved = loads(self._loaded.meta["recipe"])
         assert isinstance(saved, ResolvedRecipe)
-        # The first rank's machine counts: where some decide and others do not, none meets the rest.
+        # The first rank decides for all: ranks that measured alone would wait for the others.
         here = [*saved.on_this_machine(fingerprint().as_dict())]
         same, differences = loop.world.from_first(here, "whether saved settings hold here")
         if not same:

@@ -25,7 +25,7 @@ class RunningMean:
 
     @property
     def last(self) -> float:
-        """What was added last; NaN before anything was. Waits for the device."""
+        """The value that was added last; NaN before the first one. Waits for the device."""
         return float(self._last)
 
     def add(self, value: torch.Tensor, weight: torch.Tensor | float) -> None:

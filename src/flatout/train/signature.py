@@ -48,7 +48,7 @@ class Signature:
         images: a schema of `flatout.data.images` by which a file becomes an input; None where the
             data were others, or functions of the user's had a part in it that are not random.
         pixels: what bytes become before the model gets them; None where it gets them as they are.
-        meanings: by which rules values become numbers, as `data.Pipeline.meanings`.
+        meanings: the rules by which values become numbers, as in `data.Pipeline.meanings`.
         ids: which rows of its tables the ids of columns have.
     """
 
@@ -229,8 +229,8 @@ def to_evaluate(source: Source, signature: Signature) -> Source:
     """The source with the model's numbers of classes, and bytes where the model normalizes them.
 
     Raises:
-        DataError: it has classes that the model does not know, makes numbers of values otherwise,
-            is normalized otherwise, or has images of other channels.
+        DataError: the source has classes that the model does not know, turns values into numbers
+            by other rules, is normalized otherwise, or has images of other channels.
     """
     source = with_ids(source, signature.ids)
     _check_meanings(source, signature)
@@ -258,7 +258,7 @@ def _meanings_of(source: Source) -> dict[str, str]:
 
 
 def _check_meanings(source: Source, signature: Signature) -> None:
-    """Refuse numbers that mean other things than in training: nothing else would fail."""
+    """Refuse numbers that mean other things than in training; no other check would find them."""
     data = "the data that the model was trained on"
     words = unlike_meaning(signature.meanings, _meanings_of(source), data)
     if words is None:
@@ -338,7 +338,7 @@ def facts_of(signature: Signature | None) -> Facts:
     if signature is not None and signature.classes is not None:
         facts["classes"] = fact(listed(signature.classes), digest_of(*signature.classes))
     for key, digest in ({} if signature is None else signature.meanings).items():
-        if key.startswith(TEXTS):  # the digest of the data has the others
+        if key.startswith(TEXTS):  # the digest of the data covers the other keys
             facts[f"texts of {key[len(TEXTS) + 2 : -1]}"] = fact(f"numbered as {digest}", digest)
     if signature is not None and signature.ids is not None:
         for name, value in signature.ids.maps.items():

@@ -1,4 +1,4 @@
-"""What a part of arrays that is held out to validate on lacks, where rows are sorted by label."""
+"""A check of arrays that are sorted by label before a part of them is held out."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import torch
 
 from flatout.data import Arrays
 
-# With more labels than that they are numbers rather than classes.
+# Targets with more different values than this are quantities, not classes.
 _MOST_CLASSES = 1000
 _SHOWN = 5
-# A rare label may be among the samples held out by chance.
+# The share of unseen labels that is reported: a rare label may be held out by chance.
 _MOST_UNSEEN = 0.5
 
 
 def split_words(trained: Any, held_out: Any) -> str | None:
-    """A line on labels that are validated on and never trained on, or sorted; None without any.
+    """Return a line if validation has labels that training lacks, or only a few; else None.
 
     Args:
-        trained, held_out: the targets of both parts, or Arrays of both.
+        trained: the targets of the training part, or its Arrays.
+        held_out: the targets of the validation part, or its Arrays.
     """
     own, others = _labels(trained), _labels(held_out)
     if own is None or others is None:
@@ -31,19 +32,19 @@ def split_words(trained: Any, held_out: Any) -> str | None:
         shown = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
         found = f"labels that no sample of training has: {shown}"
     elif is_sorted and len(np.unique(others)) < len(np.unique(own)):
-        found = f"{len(np.unique(others))} of {len(np.unique(own))} labels alone"
+        found = f"only {len(np.unique(others))} of {len(np.unique(own))} labels"
     else:
         return None
     why = "; the data are sorted by label" if is_sorted else ""
     return (
-        f"validation_split holds the last {len(others):,} samples out, which have {found}{why}: "
-        "shuffle the arrays first, or hold some of each label out, with "
+        f"validation_split holds out the last {len(others):,} samples, which have {found}{why}: "
+        "shuffle the arrays first, or hold out some samples of each label, with "
         "flatout.data.arrays(x, y).split(0.8, seed=1, stratify=True)"
     )
 
 
 def _labels(given: Any) -> Any:
-    """Whole numbers, one for each sample, as an array; None of other targets."""
+    """Return targets that are one whole number for each sample; None for other targets."""
     targets = given.targets if isinstance(given, Arrays) else given
     if not (torch.is_tensor(targets) or isinstance(targets, np.ndarray)):
         return None

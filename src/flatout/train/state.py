@@ -89,11 +89,17 @@ class FitState:
         self.stop_reason = reason
 
     def read_loss(self) -> float:
-        """Mean loss of this epoch's steps so far. Waits for the device: call it rarely."""
+        """Return the mean loss of this epoch's steps so far.
+
+        The call waits for the device: use it rarely.
+        """
         return self.trainer.loop.mean_loss()
 
     def read_step_loss(self) -> float:
-        """Loss of the latest step alone. Waits for the device: call it rarely."""
+        """Return the loss of the latest step alone.
+
+        The call waits for the device: use it rarely.
+        """
         return self.trainer.loop.step_loss()
 
     @property

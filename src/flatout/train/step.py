@@ -95,7 +95,7 @@ class Stepper:
         samples: about how many samples of all ranks make a step: only a scale, the same on all;
             0 before steps are those of all ranks.
         takes_gradients: whether the loss takes gradients itself, as a gradient penalty does.
-        own_buffers: makes what modules compute of their part of a batch alike on all ranks.
+        own_buffers: averages over ranks the buffers that modules compute from their part; or None.
         may_split: whether a batch is taken again in smaller pieces where memory runs out.
         capture: makes steps as one compiled graph where settings say so; None where none can.
         lanes: puts events between the parts of a step, on a device that runs behind the host.

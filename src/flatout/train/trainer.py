@@ -83,8 +83,8 @@ class Trainer:
         scheduler: a torch scheduler, or a callable that takes the optimizer and gives one.
         schedule_every: "step" or "epoch": when the scheduler steps. ReduceLROnPlateau always
             steps by epoch.
-        monitor: the figure that ReduceLROnPlateau follows, such as "val_accuracy"; `val_loss` or,
-            without validation, `loss` by default. The scheduler's mode must fit it.
+        monitor: the figure that ReduceLROnPlateau follows, such as "val_accuracy". The default is
+            `val_loss`, or `loss` without validation. The scheduler's mode must fit the figure.
         recipe: requested settings; what is left open is decided by measuring.
         allow: how far the result may differ from the plain job: "exact" (bit-identical),
             "tolerant" (rounding), "redrawn" (other random draws).
@@ -234,8 +234,8 @@ class Trainer:
         Args:
             x: inputs (with `y`), an `(x, y)` or `(x, y, sample_weight)` tuple of arrays or
                 tensors, a torch Dataset, DataLoader, any iterable of batches, or a source of
-                `flatout.data`. Of a compiled Keras model: what `model.fit` takes, or a source; a
-                tuple of arrays is (x, y) where the model is known to have one input.
+                `flatout.data`. For a compiled Keras model: any data that `model.fit` takes, or a
+                source; a tuple of arrays is (x, y) if the model is known to have one input.
             y: targets, if they are not part of `x`.
             batch_size: samples per batch, of all ranks, for inputs that are not in batches
                 already; 32 by default. "auto" takes the largest of which a step fits in memory,
@@ -258,16 +258,16 @@ class Trainer:
                 divided by the sum of the weights.
             initial_epoch: the number of the first epoch, which decides the order of its samples
                 and what is left until `epochs`; a resume goes on from its checkpoint instead.
-            steps_per_epoch: batches that make an epoch. The next epoch goes on from there, and the
-                data begin again where they end: so an endless loader has epochs.
-            validation_steps: batches of a validation, the same first ones each time.
+            steps_per_epoch: number of batches in an epoch. The next epoch continues with the next
+                batch; data that end begin again. With it, an endless loader has epochs.
+            validation_steps: number of batches in a validation, from the first batch each time.
             validation_batch_size: for validation; 256 by default, of a compiled Keras model
                 `batch_size`.
             validation_freq: validate every so many epochs, or after those of a list, counted from
                 1.
             drop_last: leave out a last batch that is not full.
-            max_steps: optimizer steps after which training ends, also within an epoch; those before
-                a resume count. `epochs` may end it before, which is reported.
+            max_steps: number of optimizer steps after which training ends, also within an epoch.
+                Steps before a resume count. If `epochs` ends training earlier, a line reports it.
             progress: True, False, or None: a bar on a terminal, otherwise a line a minute.
             resume: True goes on from the newest checkpoint of `run`, if there is one; a name
                 chooses a checkpoint.
@@ -284,7 +284,7 @@ class Trainer:
         """
         global _fits
         if _fits == 0 and comes_back():
-            # The others have just written a checkpoint, and have evaluated before their first step.
+            # The other ranks have just written a checkpoint, after the evaluation of a warm start.
             resume, self._is_warm = True, False
         objective, is_auto = self.objective, batch_size == "auto"
         size = None if batch_size == "auto" else batch_size
@@ -414,16 +414,16 @@ class Trainer:
             x: as `fit` takes it.
             y: targets, if they are not part of `x`.
             batch_size: samples per batch; 256 by default, 32 of a compiled Keras model.
-            verbose: 1 or 2 shows Keras' own bar or line, of a compiled Keras model; nothing else
-                is shown.
+            verbose: for a compiled Keras model, 1 shows Keras' bar and 2 its line. Other values,
+                and all values for other models, show nothing.
             sample_weight: as for `fit`, for the loss.
-            steps: batches to read, the first ones; all where it is None.
-            callbacks: Keras' own, of a compiled Keras model.
-            return_dict: False gives the figures as a list, the loss first; of a compiled Keras
-                model as `model.evaluate` does.
+            steps: number of batches to read, from the first; None reads all.
+            callbacks: Keras callbacks, for a compiled Keras model only.
+            return_dict: False returns the figures as a list, the loss first; for a compiled Keras
+                model, in the form that `model.evaluate` returns.
 
         Returns:
-            the figures by name.
+            the figures by name, or as `return_dict` asks.
 
         Raises:
             NumbersError: if a weight or buffer is not finite.
@@ -486,11 +486,11 @@ class Trainer:
                 or a folder of images, where the model was trained on `flatout.data.images`: they
                 become its input as they did in training.
             batch_size: samples per batch.
-            verbose: 1 or 2 shows Keras' own bar or line, of a compiled Keras model; nothing else
-                is shown.
-            steps: batches to read, the first ones; all where it is None.
-            callbacks: Keras' own, of a compiled Keras model. On several ranks their logs have the
-                outputs of this rank's part.
+            verbose: for a compiled Keras model, 1 shows Keras' bar and 2 its line. Other values,
+                and all values for other models, show nothing.
+            steps: number of batches to read, from the first; None reads all.
+            callbacks: Keras callbacks, for a compiled Keras model only. On several ranks their logs
+                have the outputs of this rank's part of each batch.
 
         Returns:
             a tensor (or tuple or dict of tensors, as the model returns them) with one row per
@@ -509,8 +509,8 @@ class Trainer:
             return written
         if (drawn := drawn_order(x)) is not None:
             self.loop.say(
-                f"predict gives rows in the order of the data, which {drawn} draws: which row is "
-                "of which sample cannot be told; predict on the data without shuffling"
+                f"predict returns rows in the order of the data, which {drawn} draws: no row can "
+                "be matched to its sample; predict on the data without shuffling"
             )
         given = objective.to_predict(
             files_as_images(x, self.signature), self.loop, batch_size, steps

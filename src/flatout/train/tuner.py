@@ -667,7 +667,6 @@ class Tuner:
 
 
 def _pace_words(factor: float) -> str:
-    """How long steps take now, as a multiple of what was measured."""
     if factor >= 1:
         return f"steps take {rounded(factor)} times as long as they did"
     return f"steps are {rounded(1 / factor)} times as fast as they were"

@@ -44,9 +44,9 @@ def waiting_words(source: Any, lanes: Mapping[str, float], steps: int, epochs: i
 
 def _words(share: float, advice: str, slowest: str = "") -> str:
     most = f", most of it for {slowest}" if slowest else ""
-    gain = f"without that, up to {1 / max(1 - share, 0.01):.1f} times as fast"
-    told = f"input held the training back: {share:.0%} of the time was waiting{most}"
-    return "; ".join([told, gain, advice]).removesuffix("; ")
+    gain = f"without waiting, training is up to {1 / max(1 - share, 0.01):.1f} times as fast"
+    words = f"input held the training back: {share:.0%} of the time was waiting{most}"
+    return "; ".join([words, gain, advice]).removesuffix("; ")
 
 
 def _of_pipeline(source: Pipeline, explanation: Explanation, epochs: int) -> tuple[str, str]:

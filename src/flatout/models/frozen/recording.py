@@ -257,8 +257,8 @@ class ForwardRecording(TorchFunctionMode):
         if is_layer(part):
             return not has_layers(part)
         if isinstance(part, nn.TransformerEncoder):
-            # It writes into the mask that it makes, so no cut is found in it. One that is frozen
-            # as a whole needs none.
+            # TransformerEncoder writes into a mask that it makes, so it cannot be cut. An encoder
+            # that is frozen as a whole needs no cut.
             return not any(p.requires_grad for p in part.parameters())
         is_torchs = type(part).__module__.startswith("torch.")
         return is_torchs and not isinstance(part, _CONTAINERS)

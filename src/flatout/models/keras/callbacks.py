@@ -69,10 +69,10 @@ def _beginning_of(backup: Any) -> Any:
 
 
 def watches_batches(callback: Any, kind: str = "train") -> bool:
-    """Whether a callback does something at a batch: its method is not the empty one of Keras.
+    """Return whether a callback overrides a batch method, which is empty in Keras' base class.
 
     Args:
-        callback: one of Keras'.
+        callback: a Keras callback.
         kind: "train", "test" or "predict".
     """
     from keras.src.utils import is_default
@@ -103,10 +103,10 @@ def saves_model(callback: Any) -> bool:
 
 
 def callback_states(callbacks: list[Any]) -> dict[str, dict[str, Any]]:
-    """What each callback counts and holds, by its class and how many of that class come before.
+    """Return the state of each callback, by its class and its number among that class.
 
-    A callback with a `state_dict` of its own says it itself. Of others, it is what Keras' own
-    callbacks count; weights become tensors.
+    A callback that has `state_dict` and `load_state_dict` returns its own state. The state of other
+    callbacks is the counters and weights of Keras' own callbacks; weights become tensors.
     """
     states = {}
     for name, callback in _numbered(callbacks):
@@ -119,7 +119,7 @@ def callback_states(callbacks: list[Any]) -> dict[str, dict[str, Any]]:
 
 
 def load_callback_states(callbacks: list[Any], states: dict[str, dict[str, Any]]) -> None:
-    """Give callbacks what `callback_states` returned."""
+    """Restore the states that `callback_states` returned."""
     for name, callback in _numbered(callbacks):
         if has_state(callback) and name in states:
             callback.load_state_dict(states[name])
@@ -130,7 +130,7 @@ def load_callback_states(callbacks: list[Any], states: dict[str, dict[str, Any]]
 
 
 def has_state(callback: Any) -> bool:
-    """Whether a callback keeps its own state."""
+    """Return whether a callback has `state_dict` and `load_state_dict`."""
     return all(hasattr(callback, name) for name in ("state_dict", "load_state_dict"))
 
 

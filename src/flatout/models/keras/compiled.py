@@ -197,7 +197,7 @@ class KerasJob:
         return dict(world.from_first(plain))
 
     def reset(self) -> None:
-        """Forget all batches; a `reset_metrics` of the user's own is called when Keras calls it."""
+        """Reset all metrics, without `model.reset_metrics`, which is called when Keras calls it."""
         if self._slow is not None:
             self._slow.forget()
         for metric in self._model.metrics:
@@ -340,7 +340,7 @@ def _as_shares(y: Any, classes: int) -> Any:
 
 
 def _weighed(batch: Batch, class_weight: Mapping[int, float], numbers: bool) -> Batch:
-    """The batch with each target's weight times its class's: of a sample, or of a place in it."""
+    """Return the batch with each weight of a sample, or of a place, times its class weight."""
     y, own = targets_of(batch)
     assert isinstance(y, torch.Tensor)
     classes = classes_of(y, numbers)
@@ -357,10 +357,10 @@ def _weighed(batch: Batch, class_weight: Mapping[int, float], numbers: bool) -> 
 
 
 def classes_of(y: torch.Tensor, numbers: bool) -> torch.Tensor:
-    """The class number of each target.
+    """Return the class number of each target.
 
     Args:
-        y: class numbers, or shares of classes in the last dimension.
+        y: class numbers, or class probabilities in the last dimension.
         numbers: whether the loss takes class numbers.
     """
     if y.dim() > 1 and y.shape[-1] == 1:
@@ -371,7 +371,7 @@ def classes_of(y: torch.Tensor, numbers: bool) -> torch.Tensor:
 
 
 def _weight_of_places(model: Any, y: Any, weight: Any) -> tuple[Any, Any]:
-    """Targets, and a sample's weight for each place where the sample has a class for each place."""
+    """Return targets and weights; each place of a sample with several classes gets its weight."""
     is_one_a_sample = torch.is_tensor(y) and torch.is_tensor(weight) and weight.dim() == 1
     numbers = takes_numbers(model)
     if not is_one_a_sample or not (numbers or _takes(model, "categorical")):
@@ -382,7 +382,7 @@ def _weight_of_places(model: Any, y: Any, weight: Any) -> tuple[Any, Any]:
 
 
 def takes_numbers(model: Any) -> bool:
-    """Whether the compiled loss takes class numbers, and no shares of classes."""
+    """Return whether the compiled loss takes class numbers, not class probabilities."""
     return _takes(model, "sparsecategorical")
 
 

@@ -52,8 +52,8 @@ def as_keras_source(
         seed: of the orders of arrays.
         class_weight: weight of each class number; a Pipeline and Arrays are left as they are.
         steps: batches that make an epoch, where the data do not say.
-        restarts: whether a pass of `steps` begins where the first one began, as an evaluation in
-            Keras does; else where the last one ended, as its epochs of training do.
+        restarts: whether each pass of `steps` begins with the first batch, as an evaluation in
+            Keras does. Otherwise it continues after the last pass, as training in Keras does.
         workers: "thread" reads a PyDataset, generator or loader ahead; "auto" where that is
             measured faster.
 
@@ -70,8 +70,8 @@ def as_keras_source(
             )
         if steps is not None:
             raise DataError(
-                f"steps are given of {type(x).__name__}, which says itself where a pass ends",
-                do="leave the steps out, and give a part of it: first, rest = "
+                f"steps are given for {type(x).__name__}, which defines itself where a pass ends",
+                do="leave the steps out, and pass a part of the source: first, rest = "
                 "source.split(0.2, by='order')",
             )
         return as_source(x, batch_size=batch_size, shuffle=shuffle, seed=seed, clip_batch=True)
@@ -107,10 +107,10 @@ def _class_weights(y: Any, sample_weight: Any, class_weight: dict[int, float]) -
 
 
 def _in_floatx(name: str, value: Any) -> Any:
-    """Floating-point arrays in Keras' own precision, as its adapters give them.
+    """Return arrays as tensors, floating-point ones in Keras' precision, as its adapters do.
 
     Raises:
-        DataError: there are no numbers in one; `name` says what it is.
+        DataError: an array holds no numbers; the error contains `name`.
     """
     import keras
 
@@ -188,7 +188,7 @@ class _KerasBatches:
         iterator: Keras'.
         draws_order: whether each epoch begins with drawing its order. What was looked into is then
             begun again, by the random state of the epoch.
-        restarts: whether each epoch begins where the first one began.
+        restarts: whether each epoch begins with the first batch.
     """
 
     def __init__(self, iterator: Any, *, draws_order: bool, restarts: bool) -> None:

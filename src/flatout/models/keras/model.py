@@ -295,7 +295,7 @@ def _framework(value: object) -> str | None:
     return _FOREIGN.get(value.__name__.partition(".")[0])
 
 
-# What a verb of Keras is made of: a class of the user's may have its own version of each.
+# The methods that make up each verb of Keras; the user's class may override any of them.
 _METHODS = {
     "fit": ("fit", "make_train_function", "train_step"),
     "evaluate": ("evaluate",),
@@ -306,13 +306,13 @@ _METHODS = {
 
 
 def own_method(model: Any, verb: str) -> str:
-    """The first of the methods behind a verb that the user's class has itself; "" without one."""
+    """Return the first method of a verb that the user's class overrides; "" if there is none."""
     names = _METHODS[verb]
     return next((name for name in names if is_overridden(model, name)), "")
 
 
 def is_overridden(model: Any, name: str) -> bool:
-    """Whether the user's class has its own version of one of Keras' methods."""
+    """Return whether the user's class overrides one of Keras' methods."""
     return not getattr(type(model), name).__module__.startswith("keras.")
 
 

@@ -78,8 +78,8 @@ class World(Section):
     batch_statistics: Literal["whole", "per_micro_batch"] = setting(
         "whole",
         'Whether `strategy = "staged"` takes models with BatchNorm in training: `whole` refuses '
-        "them, `per_micro_batch` lets each micro-batch have its own statistics. A micro-batch has "
-        "two samples at least then.",
+        "them, `per_micro_batch` lets each micro-batch have its own statistics. Each micro-batch "
+        "then needs at least two samples.",
         parity=Parity.LEARNING,
         words="statistics {}",
     )
@@ -95,9 +95,10 @@ class World(Section):
     staleness: Literal["sync", "unbounded"] | NotNegative = setting(
         "sync",
         'Whether the servers of `strategy = "parameter_server"` wait: `sync` steps when the '
-        "gradients of all ranks are there, with the result of one rank. A number lets each "
-        "gradient be its own step, and a rank be so many batches ahead of the slowest; "
-        "`unbounded` sets no bound. How old a gradient is counts the gradients of other ranks.",
+        "gradients of all ranks are there, with the result of one rank. With a number, each "
+        "gradient is its own step, and a rank may be that number of batches ahead of the slowest "
+        "rank; `unbounded` sets no bound. The age of a gradient is another number: it counts "
+        "gradients of other ranks.",
         parity=Parity.LEARNING,
         words="staleness {}",
     )

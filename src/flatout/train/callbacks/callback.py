@@ -88,7 +88,7 @@ class Callback:
         """Take back what `state_dict` returned."""
 
 
-# Names that other trainers have for these events.
+# By the name of an event in another trainer: the name of the same event here.
 _ELSEWHERE = {
     "on_train_begin": "on_fit_start",
     "on_train_start": "on_fit_start",
@@ -112,12 +112,13 @@ def check_events(callback: Any) -> None:
     """Refuse a callback with a method that would never be called.
 
     Raises:
-        ModelError: it is no callback, or a method's name begins with `on_` and is no event.
+        ModelError: `callback` is no `Callback`, or it has a method whose name begins with `on_` and
+            is not the name of an event.
     """
     kind = type(callback)
     if not isinstance(callback, Callback):
         raise ModelError(
-            f"a callback is a flatout.Callback, found {kind.__name__}",
+            f"a callback must be a flatout.Callback, found {kind.__name__}",
             do=f"write class {kind.__name__}(flatout.Callback), with methods such as on_epoch_end",
         )
     events = [name for name in vars(Callback) if name.startswith("on_")]
@@ -130,7 +131,7 @@ def check_events(callback: Any) -> None:
         near = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, events, 1)
         raise ModelError(
             f"{kind.__name__}.{name} would never be called: no event has this name",
-            do=f"call it {near[0]}, or give it a name that does not begin with on_"
+            do=f"rename it to {near[0]}, or to a name that does not begin with on_"
             if near
-            else f"choose one of {', '.join(events)}, or a name that does not begin with on_",
+            else f"rename it to one of {', '.join(events)}, or to a name without on_",
         )

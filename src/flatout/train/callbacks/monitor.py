@@ -28,27 +28,28 @@ _LARGER = (
     *("acc", "accuracy", "auc", "auroc", "precision", "recall", "f1", "fbeta", "score", "dice"),
     *("iou", "jaccard", "index", "r2", "psnr", "ssim", "bleu", "kappa", "map", "specificity"),
 )
-# Figures of Trainer and `metrics=`, in which no other sense can be meant.
+# Figures of Trainer and `metrics=`, whose names show which value is better.
 _OWN = ("loss", "accuracy", "auc", "mse", "mae")
-_BETTER = {"min": "a smaller one", "max": "a larger one"}
+_BETTER = {"min": "smaller", "max": "larger"}
 
 
 def check_mode(name: str, mode: str, what: str) -> None:
-    """Refuse a mode by which a figure would be the better the worse it is.
+    """Refuse a mode that prefers the worse value of a figure.
 
     Args:
-        name: of the figure; one that does not tell which is better fits any mode.
+        name: the name of the figure; a name that does not show which value is better fits any mode.
         mode: "min" or "max".
-        what: is done by that mode, for the message.
+        what: a clause for the error message, on the effect of the mode.
 
     Raises:
-        ModelError: a larger figure of that name is worse in mode "max", or a smaller in "min".
+        ModelError: mode "max" is given for a figure of which a smaller value is better, or mode
+            "min" for one of which a larger value is better.
     """
     fits = _by_name(name)
     if fits not in ("auto", mode):
         raise ModelError(
-            f"of {name} {_BETTER[fits]} is better, and with mode={mode!r} {what}",
-            do=f'say mode="{fits}", or name another figure with monitor=',
+            f"a {_BETTER[fits]} {name} is better, but with mode={mode!r} {what}",
+            do=f'set mode="{fits}", or name another figure with monitor=',
         )
 
 
@@ -61,7 +62,7 @@ class Monitor:
         min_delta: how much better than the best a figure must be to count.
 
     Raises:
-        ModelError: the mode is unknown, or is the wrong one for a figure of Flatout's own.
+        ModelError: the mode is unknown, or prefers the worse value of one of Flatout's own figures.
     """
 
     def __init__(self, name: str, mode: Mode = "auto", min_delta: float = 0.0) -> None:
@@ -70,7 +71,7 @@ class Monitor:
         if self.mode not in get_args(Mode):
             raise ModelError(f"mode cannot be {mode!r}; allowed: auto, min, max")
         if name.lower().rpartition("_")[2] in _OWN:
-            check_mode(name, self.mode, f"{_BETTER[self.mode]} is watched for")
+            check_mode(name, self.mode, f"a {_BETTER[self.mode]} one counts as better")
         self.min_delta = abs(min_delta)
         self.best: float | None = None
 

@@ -65,8 +65,9 @@ class MLflow(_Tracked):
     Args:
         experiment: its name; None takes MLflow's own default.
         run_name: of the run that is begun.
-        tracking_uri: where MLflow keeps it; None takes MLFLOW_TRACKING_URI or MLflow's default, and
-            the folder mlruns where that is a database for which packages are missing.
+        tracking_uri: where MLflow keeps the run; None takes MLFLOW_TRACKING_URI or MLflow's
+            default. If the default is a database whose packages are not installed, None takes the
+            folder mlruns.
         run_id: of an earlier run, to go on with in a resume.
         every: steps between two reports.
 
@@ -185,12 +186,12 @@ class _MLflowRun(_Run):
 
 
 def _folder_for(mlflow: Any) -> str | None:
-    """The folder mlruns where MLflow's own default, a database, needs what mlflow-skinny lacks."""
+    """Return the folder mlruns if MLflow's default is a database and SQLAlchemy is missing."""
     is_default = not mlflow.is_tracking_uri_set()
     is_database = mlflow.get_tracking_uri().startswith("sqlite:")
     if not (is_default and is_database) or find_spec("sqlalchemy"):
         return None
-    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 wants to be asked for it
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 requires it
     return Path("mlruns").absolute().as_uri()
 
 
