@@ -57,7 +57,7 @@ def test_a_draft_has_the_given_name_and_the_openers_rights(tmp_path: Path) -> No
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+def test_a_link_is_replaced_and_its_target_stays(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("kept")
     (tmp_path / "a.html").symlink_to(tmp_path / "kept")
     with atomic_write(tmp_path / "a.html") as file:

@@ -60,7 +60,7 @@ def test_a_group_of_others_counts_as_others(own, monkeypatch):
     assert hindrance(own) == ""
 
 
-def test_a_link_is_as_safe_as_all_that_it_leads_through(own, tmp_path):
+def test_a_link_is_as_safe_as_all_folders_on_its_path(own, tmp_path):
     shared, real = tmp_path / "shared", tmp_path / "shared" / "real"
     real.mkdir(parents=True)
     (tmp_path / "middle").symlink_to(real)
@@ -103,9 +103,7 @@ def test_a_kind_of_another_user_within_an_own_folder_is_neither_read_nor_written
     assert kept_text("auto", "a") is None
 
 
-def test_where_no_folder_can_be_used_nothing_is_kept_and_nothing_fails_but_with_oserror(
-    own, tmp_path
-):
+def test_without_a_usable_folder_nothing_is_kept_and_only_oserror_is_raised(own, tmp_path):
     own.parent.chmod(0o777)
     (tmp_path / "temporary").chmod(0o777)
     (tmp_path / "temporary" / f"flatout-{os.geteuid()}").write_text("in the way")

@@ -46,7 +46,7 @@ def test_a_secret_is_masked(command, expected):
         "",
     ],
 )
-def test_other_words_stay(command):
+def test_words_that_are_no_secret_stay(command):
     assert masked(shlex.split(command)) == shlex.split(command)
 
 

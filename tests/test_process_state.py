@@ -102,13 +102,13 @@ def test_a_seed_gives_an_order_in_which_files_stay_whole(tried):
         assert len(list(itertools.groupby(order, key=lambda name: name[:9]))) == 2
 
 
-def test_after_the_minutes_that_are_given_no_test_begins(tried):
+def test_no_test_begins_after_the_time_limit(tried):
     printed = tried("--minutes", "0")
     assert "6 skipped" in printed
     assert "error" not in printed
 
 
-def test_a_test_that_leaks_fails_and_so_does_its_second_try(tried):
+def test_a_test_that_leaks_fails_and_so_does_its_rerun(tried):
     printed = tried("--reruns", "1", "test_a.py")
     assert "ERROR at teardown of test_two" in printed
     assert "$LEFT_BEHIND was 'not there', is '1'" in printed

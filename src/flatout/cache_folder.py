@@ -77,9 +77,9 @@ def hindrance(folder: Path) -> str:
     """
     path, end = os.path.abspath(folder), os.path.realpath(folder)
     try:
-        for at, status in _way(path, _MOST_LINKS):
+        for at, status in _path_to(path, _MOST_LINKS):
             is_last = at in (path, end) and not stat.S_ISLNK(status.st_mode)
-            if why := _foreign(at, status, is_last=is_last):
+            if why := _other_writer(at, status, is_last=is_last):
                 return why
         nearest = next(each for each in (Path(path), *Path(path).parents) if os.path.lexists(each))
     except OSError as error:
@@ -93,7 +93,7 @@ def hindrance(folder: Path) -> str:
     return ""
 
 
-def _way(path: str, links: int) -> Iterator[tuple[str, os.stat_result]]:
+def _path_to(path: str, links: int) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the existing folders and symbolic links on a path, from the root on."""
     at = ""
     for part in Path(path).parts:
@@ -105,13 +105,13 @@ def _way(path: str, links: int) -> Iterator[tuple[str, os.stat_result]]:
         yield at, status
         if stat.S_ISLNK(status.st_mode) and links:
             target = os.path.join(os.path.realpath(os.path.dirname(at)), os.readlink(at))
-            yield from _way(target, links - 1)
+            yield from _path_to(target, links - 1)
 
 
-def _foreign(path: str, status: os.stat_result, *, is_last: bool) -> str:
+def _other_writer(path: str, status: os.stat_result, *, is_last: bool) -> str:
     """Return how another user could change a folder or the target of a link; "" if none can."""
     mode = stat.S_IMODE(status.st_mode)
-    if status.st_uid not in {os.geteuid(), 0, _unknown_user()}:
+    if status.st_uid not in {os.geteuid(), 0, _owner_of_root_folders()}:
         return f"{path} belongs to another user"
     if not stat.S_ISDIR(status.st_mode) or (mode & stat.S_ISVTX and not is_last):
         return ""
@@ -129,7 +129,7 @@ def _is_own_group(number: int) -> bool:
     return number == 0
 
 
-def _unknown_user() -> int:
+def _owner_of_root_folders() -> int:
     """Return the user that owns root's folders in a user namespace without root; else 0."""
     with suppress(OSError, ValueError):
         users = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -179,7 +179,7 @@ def kept_text(kind: str, name: str) -> str | None:
     path = cache_folder() / kind / name
     with suppress(OSError, ValueError):
         if not hindrance(path.parent):
-            with open(path, encoding="utf-8", newline="", opener=_own) as file:
+            with open(path, encoding="utf-8", newline="", opener=_open_own) as file:
                 first, _, text = file.read().partition("\n")
             return text if first == _first_line(text) else None
     return None
@@ -194,7 +194,7 @@ def _first_line(text: str) -> str:
     return f"# crc32 {zlib.crc32(text.encode()):08x} of what follows"
 
 
-def _own(path: str, flags: int) -> int:
+def _open_own(path: str, flags: int) -> int:
     number = os.open(path, flags | os.O_NOFOLLOW)
     if os.fstat(number).st_uid != os.geteuid():
         os.close(number)

@@ -11,7 +11,7 @@ def epochs(count, **grows):
     return [{k: v + n * grows.get(k, 0) for k, v in start.items()} for n in range(count)]
 
 
-def test_what_grows_is_told_and_what_moves_a_little_is_not():
+def test_growth_is_reported_and_small_changes_are_not():
     assert not any(soak.grown(epochs(16)).values())
     assert soak.grown(epochs(16, processes=1))["processes"] > 0
     assert soak.grown(epochs(16, uss=1 << 20))["uss"] == 0
@@ -21,7 +21,7 @@ def test_what_grows_is_told_and_what_moves_a_little_is_not():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipeline", "dataset"])
-def test_no_process_piles_up_on_two_ranks(kind):
+def test_no_process_is_left_after_each_epoch_on_two_ranks(kind):
     for held in soak.soak(kind, 2, 1.0):
         assert len(held) >= 8
         assert max(one["processes"] for one in held) <= 2  # one worker to train, one to validate

@@ -197,7 +197,7 @@ def test_a_recipe_is_named_by_its_whole_path_and_settings_go_before_it(folder) -
     )
 
 
-def test_what_is_hooked_is_said_once_it_is(folder) -> None:
+def test_hooked_cures_are_printed_after_they_are_hooked(folder) -> None:
     (folder / "few.py").write_text("print('begun', flush=True)\nimport torch\nprint('there')\n")
     settings = ("--set", "script.garbage=scheduled", "--set", "memory.micro_batch=4")
     done = run(*settings, "few.py", stderr=subprocess.STDOUT)

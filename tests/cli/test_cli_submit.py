@@ -48,7 +48,7 @@ def test_dry_run_prints_all_and_writes_nothing(flatout, tmp_path):
     assert said["artifacts"]["job.sbatch"].startswith("#!/bin/bash\n")
 
 
-def test_dry_run_names_files_that_stay_here_and_exits_as_the_job_would(flatout, tmp_path):
+def test_dry_run_names_files_that_are_not_sent_and_exits_as_the_job_would(flatout, tmp_path):
     (tmp_path / "root/.gitignore").write_text("*.npy\n")
     (tmp_path / "root/train.npy").write_text("rows")
     (tmp_path / "root/train.py").write_text("rows = open('train.npy').read()\n")

@@ -40,7 +40,7 @@ def test_a_case_is_right(ran, case):
     assert not ran[case].result()
 
 
-def test_each_known_failure_is_one_of_a_case():
+def test_each_known_failure_affects_a_case():
     assert [cause for cause, is_of in KNOWN.items() if not any(map(is_of, CASES))] == []
 
 

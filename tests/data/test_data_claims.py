@@ -69,7 +69,7 @@ def test_ranks_that_claim_parts_take_each_sample_once_in_the_very_batches_of_an_
 
 @pytest.mark.parametrize("threads", [None, 2])
 @pytest.mark.parametrize("at", range(4))
-def test_a_rank_that_claims_all_parts_hears_where_they_end(at, threads):
+def test_a_rank_that_claims_all_parts_learns_their_end(at, threads):
     source = list(sources())[at]
     if threads is not None and isinstance(source, Pipeline):
         source = source.options(threads=threads)

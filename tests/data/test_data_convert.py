@@ -548,7 +548,7 @@ def test_shards_of_somebody_else_are_left_alone(tmp_path):
         assert (tmp_path / name / "rows.bin").read_bytes() == b"mine"
 
 
-def test_a_folder_beside_a_target_that_is_overwritten_stays(tmp_path):
+def test_a_folder_next_to_an_overwritten_target_stays(tmp_path):
     (tmp_path / ".a.rows.old").mkdir()
     (tmp_path / ".a.rows.old" / "mine").write_bytes(b"mine")
     source = svm(tmp_path / "a.svm")

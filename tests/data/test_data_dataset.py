@@ -455,7 +455,7 @@ class Shared(Stream):
             yield torch.tensor([float(i), self.epoch, torch.rand(1).item(), os.getpid()]), i
 
 
-def test_an_iterable_dataset_that_shares_out_its_samples_has_all_workers():
+def test_an_iterable_dataset_that_splits_its_samples_gets_all_workers():
     source = dataset(Shared(), batch_size=2, workers=2)
     assert source.steps is None
     epochs = [list(source.batches(epoch)) for epoch in (1, 1, 2)]

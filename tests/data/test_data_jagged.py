@@ -307,7 +307,7 @@ class Words(nn.Module):
         return out.transpose(1, 2) if self.batch_first else out.flatten(0, 1)
 
 
-def test_batches_with_the_time_first_are_told_what_to_do_and_that_works():
+def test_the_advice_for_batches_with_the_time_first_works():
     inputs = torch.randint(0, 9, (7, 4), generator=torch.Generator().manual_seed(0))
     targets = inputs.roll(-1, 0).flatten()
     options = {"optimizer": "sgd", "lr": 0.1, "allow": "exact", "say": lambda line: None}

@@ -160,7 +160,7 @@ def test_mushrooms():
     assert (batch.targets.numpy() == labels).all()
 
 
-def test_a_row_without_the_qid_that_is_wanted_is_an_error(tmp_path):
+def test_a_row_without_a_needed_qid_is_an_error(tmp_path):
     path = tmp_path / "a.svm"
     path.write_text("1 qid:3 1:2\n0 1:1\n")
     data = flatout.data.libsvm(path)

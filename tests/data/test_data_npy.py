@@ -360,7 +360,7 @@ def test_files_that_are_cut_off_or_too_long(tmp_path):
 
 @given(st.data())
 @settings(deadline=None, max_examples=200)
-def test_damage_anywhere_is_an_error_or_of_a_file_without_checksums(tmp_path_factory, data):
+def test_damage_anywhere_is_an_error_if_the_file_has_checksums(tmp_path_factory, data):
     out = io.BytesIO()
     archive = data.draw(st.booleans())
     if archive:

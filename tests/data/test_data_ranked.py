@@ -80,7 +80,7 @@ def test_a_cache_lasts_over_the_epochs_of_a_rank():
     assert len(later) == len(set(later)) <= len(X)
 
 
-def test_the_cache_of_rows_that_ranks_have_themselves_lasts_too():
+def test_the_cache_of_a_ranks_own_rows_lasts_too():
     calls = []
 
     def counted(inputs, targets):

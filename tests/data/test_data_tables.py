@@ -412,7 +412,7 @@ def test_whole_numbers_beyond_int64_are_no_floats(tmp_path):
         flatout.data.table({"user": [2**64], "y": [0]})
 
 
-def test_a_large_number_and_a_fraction_late_in_a_file_say_how_to_read_them(tmp_path):
+def test_errors_for_a_late_large_number_or_fraction_advise_how_to_read_it(tmp_path):
     path = tmp_path / "a.csv"
     rows = "1234567,0\n" * 120_000
     for text, words, change in (
@@ -429,7 +429,7 @@ def test_a_large_number_and_a_fraction_late_in_a_file_say_how_to_read_them(tmp_p
         assert last == (1.5 if "." in text else 2)
 
 
-def test_leading_zeros_that_go_are_named(tmp_path):
+def test_lost_leading_zeros_are_named(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("zip,size,y\n" + "02116,7,0\n93418,8,1\n" * 40)
     data = flatout.data.csv(path, target="y")
@@ -490,6 +490,6 @@ def test_a_row_that_is_no_utf8_and_has_other_fields_is_named_or_skipped(
 @pytest.mark.parametrize(
     "source", ["csv", "libsvm", "tfrecord", "npy", "npz", "images", "idx", "parquet", "rows"]
 )
-def test_a_name_that_no_system_takes_is_an_error_that_names_it(source):
+def test_an_invalid_file_name_is_named_in_the_error(source):
     with pytest.raises(DataError, match=r"x{300}"):
         getattr(flatout.data, source)("x" * 300)

@@ -154,7 +154,7 @@ def _framed(*records):
     return b"".join(parts)
 
 
-def test_a_feature_that_a_record_lacks_is_named_unless_a_default_is_asked_for(tmp_path):
+def test_a_feature_that_a_record_lacks_is_named_unless_there_is_a_default(tmp_path):
     path = tmp_path / "a.tfrecord"
     whole, _ = encoded(a=np.ones((1, 2), np.int64), b=np.ones((1, 1), np.float32))
     without, _ = encoded(a=np.ones((1, 2), np.int64))

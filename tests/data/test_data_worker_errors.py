@@ -75,7 +75,7 @@ class KillsItsWorker(torch.utils.data.Dataset):
         return torch.zeros(4), torch.tensor(0)
 
 
-def test_a_worker_that_was_killed_for_want_of_memory_is_named():
+def test_a_worker_that_was_killed_for_lack_of_memory_is_named():
     loader = torch.utils.data.DataLoader(KillsItsWorker(), 8, num_workers=2)
     trainer = flatout.Trainer(torch.nn.Linear(4, 2), say=lambda line: None)
     with pytest.raises(DataError, match=r"worker of the DataLoader .* SIGKILL, as the kernel does"):

@@ -176,14 +176,14 @@ def test_every_page_with_blocks_is_run_or_has_a_reason():
     assert all(len(reason.split()) > 3 for reason in NOT_RUN.values())
 
 
-def test_the_recipe_of_its_page_is_one(tmp_path):
+def test_the_recipe_on_its_page_is_valid(tmp_path):
     (block,) = [one for one in blocks(DOCS / "recipe.md") if one.language == "toml"]
     (tmp_path / "flatout.toml").write_text(block.body)
     named = flatout.recipe.load(tmp_path / "flatout.toml").named()
     assert named == {"compute.precision": "bf16", "save.every": 1000}
 
 
-def test_names_of_pages_are_there_after_importing_flatout_alone(tmp_path):
+def test_names_on_pages_exist_after_importing_only_flatout(tmp_path):
     found = {
         name for page in (README, *DOCS.rglob("*.md")) for name in NAME.findall(page.read_text())
     }

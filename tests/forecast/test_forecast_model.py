@@ -215,7 +215,7 @@ def test_calibration_finds_what_timed_steps_tell():
 
 
 @pytest.mark.parametrize("wrong", [0.7, 1.5])
-def test_rows_that_were_timed_come_out_as_timed_where_the_model_is_wrong(wrong):
+def test_timed_steps_are_reproduced_even_if_the_model_is_wrong(wrong):
     job = Job(buckets=cut(100e6), batch=64)
     prior = Prior(nic=(1e8, 1e9), rtt=(1e-4, 2e-4), inside=(1e10, 2e10))
     rows = [

@@ -42,7 +42,7 @@ def command(*words):
 
 
 @pytest.mark.parametrize("line", [2e7, 1.25e11])
-def test_measured_steps_are_believed_before_a_network_that_is_typed(tmp_path, runs, line):
+def test_measured_steps_outweigh_a_given_network(tmp_path, runs, line):
     two = seconds_of(Shape(2, 1, 64))
     (side,) = forecast(runs, hosts=(1, 2, 4), network=line).sides
     rates = {point.hosts: point.rate for point in side.points}

@@ -24,7 +24,7 @@ def saved(model):
     return file.getvalue()
 
 
-def test_a_module_with_them_is_copied_saved_and_listed_as_without():
+def test_a_hooked_module_is_copied_saved_and_listed_as_without_hooks():
     model, calls, x = Model(), [], torch.ones(1, 2)
     before, listed = saved(model), str(vars(model.inner))
     handles = [
@@ -47,7 +47,7 @@ def test_a_module_with_them_is_copied_saved_and_listed_as_without():
     assert len(calls) == 3
 
 
-def test_the_calls_of_all_modules_are_torchs_again_after_the_last_one():
+def test_module_calls_are_torchs_own_again_after_the_last_hook():
     plain, model = nn.Module._call_impl, Model()
     handles = [before_forward(part, print) for part in (model, model.inner)]
     handles[0].remove()
@@ -56,7 +56,7 @@ def test_the_calls_of_all_modules_are_torchs_again_after_the_last_one():
     assert nn.Module._call_impl is plain
 
 
-def test_hooks_of_torchs_own_kind_take_no_number_of_the_scripts():
+def test_unnumbered_hooks_take_no_number_of_the_script():
     tensor, own = torch.ones(2, requires_grad=True), []
     first = tensor.register_hook(lambda gradient: own.append("first"))
     ours = unnumbered(tensor.register_hook(lambda gradient: own.append("ours")))

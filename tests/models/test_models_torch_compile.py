@@ -50,7 +50,7 @@ def test_each_call_is_noticed_whether_or_not_it_compiles():
     assert is_called()
 
 
-def test_what_other_threads_and_other_jobs_call_is_not():
+def test_calls_of_other_threads_and_other_jobs_are_not_noticed():
     function = compiled()
     function(torch.ones(2))
     with before_compiled() as is_called:
@@ -87,7 +87,7 @@ def test_modes_of_the_users_own_stay_on(kind):
         assert not _get_current_function_mode_stack()
 
 
-def test_another_torch_that_shows_nothing_of_it_is_taken_to_compile(monkeypatch):
+def test_a_torch_without_signs_of_compilation_counts_as_compiling(monkeypatch):
     monkeypatch.delattr(torch._dynamo.eval_frame, "_callback_from_stance")
     mode = Functions()
     with left_before_compiled(mode) as is_left:

@@ -94,7 +94,7 @@ model = train(nn.parallel.DistributedDataParallel(Model({is_causal}))).module
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_model_in_ddp_is_looked_at_as_it_is_without(tmp_path, is_causal):
+def test_a_model_in_ddp_is_inspected_as_without_ddp(tmp_path, is_causal):
     source = "import os" + DDP.format(is_causal=is_causal) + END
     plain = run(tmp_path, source, observed=False)
     (tmp_path / "ranks").unlink()

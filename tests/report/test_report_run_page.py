@@ -162,7 +162,7 @@ def test_dangers_are_told(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_other_work_is_told_of_any_number_of_ranks_and_is_no_danger(tmp_path, ranks):
+def test_other_work_is_reported_for_any_number_of_ranks_and_is_no_danger(tmp_path, ranks):
     (rank,) = profile().ranks
     machine = {**rank.machine, "cpus": 4 // ranks, "cpus_total": 4}  # each rank has its own CPUs
     use = {**rank.use, "machine": [0.6] * 3, "cpus": [0.4] * 3}

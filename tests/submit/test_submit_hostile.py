@@ -222,7 +222,7 @@ def test_a_text_stays_a_text_in_every_artifact(place, case, text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "field"), CASES)
-def test_no_attack_that_is_known_does_anything(place, target, field):
+def test_no_known_attack_has_an_effect(place, target, field):
     for text in ATTACKS:
         check(place, target, field, f"x{text}x")
 

@@ -101,7 +101,7 @@ def test_many_write_at_once_and_a_torn_line_costs_only_itself(tmp_path):
     assert ledger.path.stat().st_mode & 0o077 == 0
 
 
-def test_a_torn_line_and_odd_bytes_take_no_other_job_with_them(tmp_path):
+def test_a_torn_line_and_invalid_bytes_hide_no_other_job(tmp_path):
     ledger = Ledger(tmp_path / "jobs.jsonl")
 
     def add(key):

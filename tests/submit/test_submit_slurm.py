@@ -254,7 +254,7 @@ def test_a_job_that_was_canceled_and_forgotten_is_not_lost(tmp_path, monkeypatch
     assert slurm.state("7_1", tmp_path).state == "canceled"
 
 
-def test_memory_is_asked_for_or_named(tmp_path):
+def test_memory_is_requested_or_explained(tmp_path):
     given = target_of("slurm").artifacts(job(tmp_path, options=("mem=16G",)))[0].text
     assert given.count("--mem=") == 1
     left = target_of("slurm").artifacts(job(tmp_path))[0].text

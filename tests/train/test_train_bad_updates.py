@@ -53,7 +53,7 @@ def test_adam_without_eps_damages_weights_and_that_is_reported():
     assert "before this step" not in words
 
 
-def test_the_last_update_of_a_fit_is_looked_at_too():
+def test_the_last_update_of_a_fit_is_checked_too():
     model = network()
     trainer = flatout.Trainer(model, optimizer=no_eps(model), say=lambda line: None)
     with pytest.raises(NumbersError, match=r"weight 0\.weight"):

@@ -217,7 +217,7 @@ def test_targets_among_the_inputs():
         stepped(lambda output, batch: (output - batch.inputs[1]).abs().mean(), batch=batch)
 
 
-def test_later_steps_are_not_looked_at():
+def test_later_steps_are_not_inspected():
     seen = []
 
     def loss(output, batch):
@@ -228,7 +228,7 @@ def test_later_steps_are_not_looked_at():
     assert seen == [1, 0]
 
 
-def test_a_first_step_is_looked_at_until_it_calls_compiled_code():
+def test_a_first_step_is_inspected_until_it_calls_compiled_code():
     """Find a fault before the first call of compiled code, and pass over the code after it."""
     seen = []
 

@@ -124,7 +124,7 @@ def test_random_generators_that_a_callback_draws_from_are_reported(event, draw, 
     assert [line[: len(words)] for line in said] == [words]
 
 
-def test_what_is_left_after_the_last_step_is_the_users():
+def test_changes_after_the_last_step_are_kept():
     model, _, said = fitted(on("on_fit_end", lambda state: state.model.eval()))
     assert not model.training
     assert said == []
@@ -157,13 +157,13 @@ def test_a_method_that_is_no_event_is_refused_with_the_nearest_one(name, words):
     assert words in caught.value.do
 
 
-def test_other_methods_are_the_users():
+def test_methods_that_resemble_no_event_are_accepted():
     callback = on("report", lambda state: None)
     callback.on_disk = 3
     assert fitted(callback)[2] == []
 
 
-def test_what_is_no_callback_is_refused():
+def test_an_object_that_is_no_callback_is_refused():
     with pytest.raises(ModelError, match=r"found dict\b"):
         fitted({})
 

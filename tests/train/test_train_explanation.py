@@ -218,7 +218,7 @@ def test_limits_above_what_was_measured_are_not_shown_but_the_reason_is(tmp_path
         (1.5, "steps take 1.5 times as long as they did"),
     ],
 )
-def test_a_pace_is_told_by_a_number_above_one(factor, words):
+def test_a_pace_is_reported_by_a_number_above_one(factor, words):
     assert _pace_words(factor) == words
 
 

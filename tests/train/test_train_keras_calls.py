@@ -393,7 +393,7 @@ def test_each_validation_of_some_steps_begins_anew(kind):
 
 
 @pytest.mark.parametrize("kind", ["evaluate", "predict"])
-def test_some_steps_of_a_pass(kind):
+def test_steps_limit_an_evaluation_and_a_prediction(kind):
     x, y = points()
     given = (x, y) if kind == "evaluate" else (x,)
     named = {"return_dict": True} if kind == "evaluate" else {}

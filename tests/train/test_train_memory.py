@@ -94,7 +94,7 @@ def run(code, folder, *, in_fork=True):
     return result.stdout.split()
 
 
-def test_nothing_of_ten_fits_stays(tmp_path):
+def test_models_of_ten_fits_are_freed(tmp_path):
     code = """
         fit()
         before, WIDTH = megabytes(), 1500  # 9 MB of weights each
@@ -109,12 +109,12 @@ def test_nothing_of_ten_fits_stays(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["frozen", "evaluate", "loop"])
-def test_nothing_stays_of(job, tmp_path):
+def test_models_of_a_job_are_freed(job, tmp_path):
     assert run(f"print(alive({job}, 2))", tmp_path) == ["0"]
 
 
 @pytest.mark.slow
-def test_nothing_stays_under_a_notebook_that_observes(tmp_path):
+def test_models_in_an_observed_notebook_are_freed(tmp_path):
     pytest.importorskip("IPython")
     code = """
         import io

@@ -80,7 +80,7 @@ def test_a_part_of_sorted_labels_that_is_held_out_is_reported(as_arrays):
     assert "labels that no sample of training has: 2" in line or "sorted" in line
 
 
-def test_the_same_of_numpy_arrays_and_labels_never_trained():
+def test_held_out_numpy_arrays_and_untrained_labels_are_reported():
     targets = np.where(np.arange(60) < 45, np.arange(60) % 2, 2)
     (line,) = split(targets)
     assert "labels that no sample of training has: 2:" in line

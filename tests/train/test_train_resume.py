@@ -524,7 +524,7 @@ def test_a_run_folder_in_use_is_not_begun_again(run):
         Job().fit(resume=True)
 
 
-def test_a_run_folder_of_a_job_that_runs_is_said_to_be_in_use(run):
+def test_the_run_folder_of_a_running_job_is_reported_as_in_use(run):
     """The message must not offer to delete the checkpoints of a running job."""
     told, tells = os.pipe()
     child = os.fork()

@@ -58,7 +58,7 @@ def at_step(step, signum):
     return StopAt(step, lambda state: signal.raise_signal(signum))
 
 
-def test_a_last_checkpoint_goes_where_there_is_room(tmp_path, monkeypatch):
+def test_a_last_checkpoint_goes_to_a_folder_with_room(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "temporary").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -222,7 +222,7 @@ def test_the_step_that_was_just_saved_is_not_saved_again(tmp_path):
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000003"]
 
 
-def test_a_checkpoint_that_cannot_be_written_anywhere_is_told(tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_written_anywhere_is_reported(tmp_path, monkeypatch):
     run = tmp_path / "run"
     (tmp_path / "runs").write_text("no folder")
     monkeypatch.chdir(tmp_path)

@@ -128,7 +128,7 @@ def test_an_iterator_that_ends_too_soon_is_named():
         fit(iter(BATCHES), epochs=4, steps_per_epoch=4)
 
 
-def test_stretches_of_a_source_begin_anywhere():
+def test_stretches_of_a_source_begin_at_any_step():
     cut = flatout.data.Stretches(as_source((X, Y), batch_size=16, seed=3), 4)
     plain = as_source((X, Y), batch_size=16, seed=3)
     every = [b.indices.tolist() for epoch in range(4) for b in plain.batches(epoch)]

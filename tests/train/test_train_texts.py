@@ -89,7 +89,7 @@ def _libsvm(path, lowest):
     return path
 
 
-def test_indexes_that_are_counted_from_elsewhere_are_refused(tmp_path):
+def test_indexes_with_another_base_are_refused(tmp_path):
     train = flatout.data.libsvm(_libsvm(tmp_path / "train.svm", 0), layout="fixed")
     path = _libsvm(tmp_path / "other.svm", 1)
     other = flatout.data.libsvm(path, layout="fixed")

@@ -449,7 +449,7 @@ def test_a_plateau_follows_the_figure_that_is_named():
     assert job.scheduler.best <= 1  # best is an accuracy
 
 
-def test_epochs_without_validation_are_none_of_a_plateau():
+def test_epochs_without_validation_do_not_count_for_a_plateau():
     job, history = fit_on_plateau(plateau(), epochs=4, fit={"validation_freq": 2})
     assert job.scheduler.last_epoch == 2
     assert job.scheduler.best == min(e["val_loss"] for e in history.epochs if "val_loss" in e)

@@ -312,7 +312,7 @@ KINDS_SCRIPT = """
 
 
 @pytest.mark.slow
-def test_frozen_layers_and_recurrent_ones_are_laid_out_as_others_are(tmp_path):
+def test_frozen_and_recurrent_layers_train_like_others(tmp_path):
     found = [[json.loads(out) for out, _ in run(KINDS_SCRIPT, n, tmp_path)] for n in (1, 2)]
     [one], two = found
     assert two[0] == two[1]

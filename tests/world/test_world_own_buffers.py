@@ -51,7 +51,7 @@ SCRIPT = """
 
 
 @pytest.mark.slow
-def test_a_running_mean_of_a_module_is_that_of_all_ranks(tmp_path):
+def test_a_modules_running_mean_is_averaged_over_all_ranks(tmp_path):
     [one], two = [[json.loads(out) for out, _ in run(SCRIPT, n, tmp_path)] for n in (1, 2)]
     first, second = two
     assert first[0][0] == second[0][0]

@@ -63,7 +63,7 @@ class Loaders:
             changes = self._changes(given.arguments)
             original(**{**written, **changes})
             if changes:
-                self._as_written[loader] = _attributes(given.arguments)
+                self._as_written[loader] = _written_attributes(given.arguments)
             if changes.get("persistent_workers") or self._is_remade(given.arguments):
                 self._unchanged[loader] = None
                 with suppress(TypeError):  # a list, say, which is known by no one else
@@ -189,7 +189,7 @@ class Loaders:
         return reduce_ex
 
 
-def _attributes(given: dict[str, Any]) -> dict[str, Any]:
+def _written_attributes(given: dict[str, Any]) -> dict[str, Any]:
     """Return the attributes that torch sets from these arguments and that a cure may change."""
     context, ahead = given["multiprocessing_context"], given["prefetch_factor"]
     result = {name: given[name] for name in ("num_workers", "persistent_workers", "pin_memory")}

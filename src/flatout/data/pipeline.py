@@ -118,7 +118,7 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def maps_batches(self) -> bool:
-        """Whether a function gets whole batches, so that it may mix their samples."""
+        """Presence of a function on whole batches, which may mix their samples."""
         batch = only(self.stages, BatchStage)
         behind = () if batch is None else self.stages[self.stages.index(batch) :]
         return only(behind, Map) is not None

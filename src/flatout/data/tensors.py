@@ -258,7 +258,7 @@ def count_rows(
             raise DataError(
                 f"{first} and {name} differ in length: {size:,} and {len(tensor):,} samples",
                 where=where,
-                do=_flattened(named[0][1], name, len(tensor)) or do,
+                do=_advice_for_flattened(named[0][1], name, len(tensor)) or do,
             )
     if weight is not None and weight.ndim != 1:
         raise DataError(
@@ -268,7 +268,7 @@ def count_rows(
     return size
 
 
-def _flattened(inputs: Tensor, name: str, rows: int) -> str | None:
+def _advice_for_flattened(inputs: Tensor, name: str, rows: int) -> str | None:
     """Return the advice for targets that have one row for each step of each sequence."""
     if inputs.ndim < 2 or rows != inputs.shape[0] * inputs.shape[1]:
         return None

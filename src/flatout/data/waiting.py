@@ -15,7 +15,7 @@ _asked: list[Callable[[], bool]] = []
 
 
 class WaitStopped(DataError):
-    """Waiting ended, because a signal stopped the training."""
+    """End of a wait, because a signal stopped the training."""
 
 
 @contextmanager

@@ -85,7 +85,7 @@ class _Stack:
 
 
 @contextmanager
-def _without_any() -> Iterator[None]:
+def _without_hooks() -> Iterator[None]:
     """Restore all wrapped attributes within the block."""
     stacks = [stack for stack in list(_stacks) if stack.hooks and stack.is_in_place()]
     kept = [(stack, stack.hooks) for stack in stacks]
@@ -100,7 +100,7 @@ def _without_any() -> Iterator[None]:
             stack.build()
 
 
-unhooked.register(_without_any)
+unhooked.register(_without_hooks)
 
 
 def wrap(owner: Any, name: str, kind: str, around: Callable[..., Any], *args: Any) -> Hook:

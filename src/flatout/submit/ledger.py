@@ -76,7 +76,7 @@ class Ledger:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked("a+", fcntl.LOCK_EX) as file:
                 # If a full disk has cut off the last line, this entry begins a new one.
-                file.write(f"{_end_of_line(file)}{json.dumps(asdict(entry))}\n")
+                file.write(f"{_missing_newline(file)}{json.dumps(asdict(entry))}\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -138,7 +138,7 @@ class Ledger:
             yield file
 
 
-def _end_of_line(file: IO[str]) -> str:
+def _missing_newline(file: IO[str]) -> str:
     """Return a newline if the file's last line does not end; else an empty string."""
     size = os.fstat(file.fileno()).st_size
     return "\n" if size and os.pread(file.fileno(), 1, size - 1) != b"\n" else ""

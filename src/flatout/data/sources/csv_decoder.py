@@ -136,7 +136,7 @@ class CsvDecoder:
             value_words += f" (missing=[{value_words}, ...] takes it for a missing value)"
         do = "fix it"
         if value and pa.types.is_integer(type):
-            do = _for_whole_numbers(name, value[1], self.dialect.decimal)
+            do = _advice_for_whole_numbers(name, value[1], self.dialect.decimal)
         return row, f"column {name!r}: expected {expected}, found {value_words}", do
 
     def _first_torn(self, buffer: Bytes, starts: Numbers, ends: Numbers) -> int:
@@ -150,7 +150,7 @@ class CsvDecoder:
         return low
 
 
-def _for_whole_numbers(name: str, text: str, decimal: str) -> str:
+def _advice_for_whole_numbers(name: str, text: str, decimal: str) -> str:
     """Return the advice for a text in a column that began with whole numbers."""
     try:
         number = float(text.replace(decimal, "."))

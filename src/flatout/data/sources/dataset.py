@@ -92,7 +92,7 @@ def _iterable_dataset(
 ) -> IterableSource:
     generator = torch.Generator()
     processes = check_workers(workers) if isinstance(workers, int) else 0
-    if processes > 1 and not _shares_out(samples):
+    if processes > 1 and not _splits_samples(samples):
         processes = 1
     loader: DataLoader[Any] = DataLoader(
         samples,
@@ -125,7 +125,7 @@ def _iterable_dataset(
     )
 
 
-def _shares_out(samples: IterableDataset[Any]) -> bool:
+def _splits_samples(samples: IterableDataset[Any]) -> bool:
     """Return whether the dataset's own code calls `get_worker_info`."""
     own = [value for kind in type(samples).__mro__ for value in vars(kind).values()]
     codes = [value.__code__ for value in own if isinstance(value, FunctionType)]

@@ -53,7 +53,7 @@ def enter(
         FlatoutError: the current folder cannot be covered.
     """
     here = os.getcwd()
-    ways = [] if os.geteuid() == 0 and not as_user else _foreign([here, *writes])
+    ways = [] if os.geteuid() == 0 and not as_user else _foreign_folders([here, *writes])
     namespaces.leave(namespaces.MOUNTS, as_user=as_user)
     # System V shared memory and POSIX queues end with this namespace. A few kernels lack it.
     with suppress(OSError):
@@ -100,7 +100,7 @@ def _without_mounts(folder: str, mounted: set[str]) -> Iterator[str]:
                 yield from _without_mounts(entry.path, mounted)
 
 
-def _foreign(paths: Sequence[str]) -> list[tuple[str, int]]:
+def _foreign_folders(paths: Sequence[str]) -> list[tuple[str, int]]:
     """Return the folders of other users above some paths, with this user's rights in each."""
     found: dict[str, int] = {}
     for path in paths:

@@ -93,7 +93,7 @@ def _contain(how: dict[str, Any]) -> None:
     if not how["is_redirected"]:
         upper = folder / "upper"
         upper.mkdir()
-        overlay.enter(upper, _passes(how), writes=_named(how["command"]))
+        overlay.enter(upper, _passes(how), writes=_writable_paths(how["command"]))
         return
     os.environ["TMPDIR"] = str(temporary)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(temporary / "inductor")
@@ -105,7 +105,7 @@ def _passes(how: dict[str, Any]) -> list[Path]:
     return [Path(how["temporary"]), *map(Path, how["passes"])]
 
 
-def _named(command: Sequence[str]) -> list[str]:
+def _writable_paths(command: Sequence[str]) -> list[str]:
     """Return paths in the command's words, and the folders that programs write by default."""
     parts = [part for word in command for part in (word, word.partition("=")[2]) if "/" in part]
     homes = [os.environ.get(name, "") for name in ("HOME", "TMPDIR", "FLATOUT_CACHE")]
