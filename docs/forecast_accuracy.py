@@ -89,8 +89,9 @@ python docs/forecast_accuracy.py > docs/forecast_accuracy.md
        and another batch norm: rates on one host do not tell those on several, so these are a series
        each. Before: errors 0.042 and 0.095, covered 0.894, 6 of 8 told, and of TF2's two falls
        between one host and two none.
-    3. Sizes that were timed come out as timed, and the model goes on from the last of them. Before:
-       errors 0.042 and 0.073, covered 0.904, widened by 1.38 and 2.07.
+    3. For sizes that were timed, the forecast is the measured time. The model predicts larger sizes
+       from the last measured one. Before: errors 0.042 and 0.073, covered 0.904, widened by 1.38
+       and 2.07.
 - One rule for all: the model is calibrated on each beginning of a series of two rows or more (of
   one, where there are but two), and predicts all rows after it. Nothing is fitted to more than one
   series.
