@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,65 @@ def test_weights_beside_an_optimizer(tmp_path: Path) -> None:
     other = real(1)
     other.load_weights(done.target)
     assert np.array_equal(other.predict(X, verbose=0), model.predict(X, verbose=0))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("ending", [".keras", ".h5", ".weights.h5"])
+@pytest.mark.parametrize("parts", [1, 2], ids=["a layer", "multi_gpu"])
+def test_the_optimizer_of_a_model_that_is_held_is_left_out(
+    tmp_path: Path, ending: str, parts: int
+) -> None:
+    inner = real()
+    outer = as_multi_gpu(inner) if parts > 1 else keras.Sequential([inner, layers.Dense(2)])
+    for model in (inner, outer):
+        model.compile("adam", "mse")
+        model.fit(X, model.predict(X, verbose=0), verbose=0)
+    file = tmp_path / f"m{ending}"
+    outer.save_weights(file) if ending == ".weights.h5" else outer.save(file)
+    done = export(file, tmp_path / "plain.safetensors")
+    assert done.left_out == ("optimizer",)
+    assert bool(done.stripped) == (parts > 1)
+    kept = inner if parts > 1 else outer
+    found = safetensors.torch.load_file(done.target).values()
+    sums = [weight.sum() for weight in found if weight.is_floating_point()]  # Dropout has a seed
+    assert sorted(sums) == sorted(weight.value.detach().sum() for weight in kept.weights)
+    if ending == ".weights.h5":
+        done = export(file, tmp_path / "plain.weights.h5")
+        with h5py.File(done.target) as opened:
+            names: list[str] = []
+            opened.visit(names.append)
+        assert not any("optimizer" in name for name in names)
+        expected = kept.predict(X, verbose=0)
+        for weight in kept.weights:
+            weight.assign(weight * 0)
+        kept.load_weights(done.target)
+        assert np.array_equal(kept.predict(X, verbose=0), expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("ending", [".keras", ".weights.h5"])
+def test_a_wrapped_file_loads_as_the_error_advises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, other = real(), real(1)
+    outer = as_multi_gpu(model)
+    file = tmp_path / f"it's mine{ending}"
+    outer.save(file) if ending == ".keras" else outer.save_weights(file)
+    trainer = Trainer(other, say=lambda line: None)
+    before = other.predict(X, verbose=0)
+    with pytest.raises(CheckpointError, match="cannot be loaded") as caught:
+        trainer.load(file)
+    assert np.array_equal(other.predict(X, verbose=0), before)
+    flatout, command, source, target = shlex.split(str(caught.value.do).split("`")[1])
+    assert (flatout, command) == ("flatout", "export")
+    export(source, target)
+    trainer.load(target)
+    assert np.array_equal(other.predict(X, verbose=0), model.predict(X, verbose=0))
+    small = keras.Sequential([keras.Input((4,)), layers.Dense(5)])
+    with pytest.raises(CheckpointError) as caught:
+        Trainer(small, say=lambda line: None).load(target)
+    assert "export" not in str(caught.value.do)
 
 
 def test_old_weights_alone(tmp_path: Path) -> None:

@@ -27,13 +27,13 @@ from flatout.errors import CheckpointError, FlatoutError
 from flatout.save.any_model import save_model_file
 from flatout.save.foreign import BROKEN
 from flatout.save.keras_file import is_text, text_in_hdf5
+from flatout.save.keras_wrapper import arrays_in, held_in_config, held_in_weights
 from flatout.save.model_file import save_model
 from flatout.save.storage import Folder
 from flatout.save.weights_file import text_in
 
 WHOLE = (".keras", ".h5", ".hdf5")
 _WEIGHTS = ".weights.h5"
-_MODELS = ("Functional", "Model", "Sequential")
 # Layers whose config holds code, or a file to run code from.
 _CODE = ("Lambda", "__lambda__", "TorchModuleWrapper", "TFSMLayer", "JaxLayer", "FlaxLayer")
 # Where Keras' own classes and functions are; anything else would have to be imported.
@@ -84,6 +84,8 @@ class KerasFile:
         else:
             self._look_into_hdf5(self._data)
         if self._config is not None:
+            if _drop_compiling(self._config) and not self.left_out:
+                self.left_out.append("optimizer")
             try:
                 _in_new_form(self._config)
                 self._take_off_wrapper(self._config)
@@ -138,8 +140,8 @@ class KerasFile:
             group, _ = self._layers_of(file)
             return {
                 "/".join(p for p in path.split("/") if p not in ("layers", "vars")): _tensor(array)
-                for path, array in _arrays(group)
-                if not is_text(path) and not path.startswith("optimizer/")
+                for path, array in arrays_in(group)
+                if not is_text(path) and not _optimizer_in(path)
             }
 
     def write_weights(self, target: str) -> int:
@@ -157,6 +159,8 @@ class KerasFile:
             group, _ = self._layers_of(file)
             for name in {**dict.fromkeys(group), **self.metadata}.keys() - {"optimizer"}:
                 (group if name in group else file).copy(name, plain)
+            for path in {_optimizer_in(path) for path, _ in arrays_in(plain)} - {""}:
+                del plain[path]
         folder, name = Folder(target).parent()
         return folder.write_whole(name, [made.getbuffer()]).size
 
@@ -177,8 +181,6 @@ class KerasFile:
                 f"not a .keras file, or damaged: {error}", where=self.where
             ) from error
         self._config = _parsed(text, self.where)
-        if self._config.pop("compile_config", None):
-            self.left_out.append("optimizer")
         self._look_into_hdf5(weights)
 
     def _look_into_hdf5(self, data: bytes) -> None:
@@ -193,7 +195,7 @@ class KerasFile:
                     self.left_out.append("optimizer")
             elif "layers" in file or "vars" in file:
                 _, self.wrapper = self._layers_of(file)
-                if "optimizer" in file:
+                if any(_optimizer_in(path) for path, _ in arrays_in(file)):
                     self.left_out.append("optimizer")
             elif not _is_old(file):
                 raise CheckpointError(
@@ -204,7 +206,7 @@ class KerasFile:
     def _layers_of(self, file: Any) -> tuple[Any, str | None]:
         """The group that holds the real model's layers, and what was taken off on the way."""
         group, wrapper = file, None
-        while (inner := _held(group)) is not None:
+        while (inner := held_in_weights(group)) is not None:
             if wrapper is None:
                 wrapper = str(group["vars"].attrs.get("name", "")) or "the outer model"
             group = group["layers"][inner]
@@ -214,7 +216,7 @@ class KerasFile:
 
     def _take_off_wrapper(self, config: dict[str, Any]) -> None:
         """Cut slices and joins out, so that the outer model is inputs and the real one alone."""
-        layer = _held_in(config)
+        layer = held_in_config(config)
         if layer is None:
             return
         outer, inner = config["config"], layer["config"]["name"]
@@ -328,26 +330,6 @@ def _no_description(where: str, error: Exception | None = None) -> CheckpointErr
     return CheckpointError(f"the model's description is none of Keras'{reason}", where=where)
 
 
-def _held_in(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The model that this one only holds, slicing batches for it and joining its results."""
-    with suppress(KeyError, TypeError, IndexError, AttributeError):
-        if config["class_name"] not in _MODELS[:2]:
-            return None
-        layers = config["config"]["layers"]
-        inner = [layer for layer in layers if layer["class_name"] in _MODELS]
-        others = [layer for layer in layers if layer["class_name"] not in _MODELS]
-        if len(inner) == 1 and all(map(_only_slices_or_joins, others)):
-            return inner[0] if inner[0]["config"]["layers"] else None
-    return None
-
-
-def _only_slices_or_joins(layer: dict[str, Any]) -> bool:
-    kind, config = layer["class_name"], layer["config"]
-    if kind == "Lambda":  # of multi_gpu_model: part i of so many
-        return set(config.get("arguments") or ()) == {"i", "parts"}
-    return bool(kind == "InputLayer" or (kind == "Concatenate" and config["axis"] == 0))
-
-
 def _origins(nodes: Any) -> list[list[Any]]:
     """Every [layer, node, tensor, ...] that a layer is called on, as old and new files have it."""
     if isinstance(nodes, dict):
@@ -357,6 +339,19 @@ def _origins(nodes: Any) -> list[list[Any]]:
     if len(nodes) >= 3 and isinstance(nodes[0], str) and isinstance(nodes[1], int):
         return [nodes]
     return [origin for part in nodes for origin in _origins(part)]
+
+
+def _drop_compiling(config: dict[str, Any]) -> bool:
+    """Take out how the model and those within it were compiled; return whether any was."""
+    was_compiled = False
+    waiting: list[Any] = [config]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            was_compiled |= bool("class_name" in part and part.pop("compile_config", None))
+        if isinstance(part, (dict, list)):
+            waiting += part.values() if isinstance(part, dict) else part
+    return was_compiled
 
 
 def _in_new_form(config: dict[str, Any]) -> None:
@@ -474,32 +469,13 @@ def _too_large(claimed: int, size: int, where: str) -> CheckpointError:
     )
 
 
-def _held(group: Any) -> str | None:
-    """In a .weights.h5: the layer that holds the real model, where all others only slice or join.
-
-    Layers have the names of their classes there, counted.
-    """
-    if "layers" not in group or "vars" not in group:
-        return None
-    layers = group["layers"]
-    inner = [name for name in layers if "layers" in layers[name]]
-    others = [name for name in layers if name not in inner]
-    allowed = ("input_layer", "lambda", "concatenate")
-    if len(inner) != 1 or any(name.rstrip("0123456789_") not in allowed for name in others):
-        return None
-    if "lambda" not in others:
-        return None
-    return inner[0] if not any(True for name in others for _ in _arrays(layers[name])) else None
-
-
-def _arrays(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Each array below a group, with its path."""
-    for name in group:
-        below = f"{path}/{name}".lstrip("/")
-        if hasattr(group[name], "shape"):
-            yield below, group[name]
-        else:
-            yield from _arrays(group[name], below)
+def _optimizer_in(path: str) -> str:
+    """Name the group of the optimizer that an array is of; "" for an array of a layer."""
+    parts = path.split("/")
+    for depth, part in enumerate(parts):
+        if part == "optimizer" and parts[depth - 1] != "layers":  # a layer may be called so
+            return "/".join(parts[: depth + 1])
+    return ""
 
 
 def _old_weights(file: Any, where: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from flatout.console import first_line
 from flatout.errors import CheckpointError
 from flatout.models import load_weights, weights_of
 from flatout.save.foreign import check_archive
+from flatout.save.keras_wrapper import held_in_config, held_in_weights
 from flatout.save.storage import Folder
 from flatout.save.weights_file import MEMBER, text_in
 
@@ -82,16 +85,33 @@ def load_keras(
             model.load_weights(local)
         except Exception as error:
             load_weights(model, before)  # Keras may have loaded a part of them
-            raise _unreadable(name, error) from error
+            raise _unreadable(name, error, _is_wrapped(local)) from error
     return text
 
 
-def _unreadable(name: str, error: Exception) -> CheckpointError:
+def _unreadable(name: str, error: Exception, is_wrapped: bool = False) -> CheckpointError:
+    plain = "plain.keras" if name.endswith(".keras") else "plain.weights.h5"
     return CheckpointError(
         f"the weights cannot be loaded: {first_line(error)}",
         where=name,
-        do="check that the file is whole and of the same model",
+        do=f"the file's model holds another one as a layer; to load the inner model's weights: "
+        f"`flatout export {shlex.quote(name)} {plain}`, and load {plain}"
+        if is_wrapped
+        else "check that the file is whole and of the same model",
     )
+
+
+def _is_wrapped(file: Path) -> bool:
+    """Return whether what is in a file only holds the real model, as multi_gpu_model's does."""
+    import h5py
+
+    with suppress(Exception):  # of many types, where the file is damaged
+        if file.suffix == ".keras":
+            with zipfile.ZipFile(file) as archive:
+                return held_in_config(json.loads(archive.read("config.json"))) is not None
+        with h5py.File(file) as opened:
+            return held_in_weights(opened) is not None
+    return False
 
 
 def _add(file: Path, metadata: Mapping[str, str]) -> None:
