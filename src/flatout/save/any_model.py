@@ -51,7 +51,7 @@ def load_model_file(
         path: a path or fsspec URL with one of the endings of the model's framework.
         model: of that framework.
         prepare: gets the text that goes with the weights, before they are compared with the model.
-        say: gets a line where the file holds several sets of weights.
+        say: takes a line if the file holds several sets of weights.
 
     Returns:
         the text that goes with it.

@@ -39,10 +39,10 @@ class Export:
         left_out: names in the source that are not in the target.
         which: of a run, whether these are its "best" weights or its "last".
         kept: where a run has both and they differ, a line about each.
-        key: of a file by torch.save, the keys that lead to the weights; "" where the file is one
+        key: for a file made by torch.save, the keys that lead to the weights; "" if the file is one
             dict of tensors.
-        other_keys: of the other sets of weights in that file.
-        sets: a line that names the set that was taken and the others; "" where there is one.
+        other_keys: the keys of the other sets of weights in that file.
+        sets: a line that names the set that was taken and the others; "" if there is only one set.
     """
 
     source: str
@@ -104,10 +104,9 @@ def export(
         which: of a run, its "best" weights (of the checkpoint with the best score, or those that
             EarlyStopping holds) or those of its "last" checkpoint; by default the best where
             something shows which they are.
-        key: of a file by torch.save that holds several sets of weights ("state_dict_ema",
-            "generator"), the key of one; a dot joins keys that lie one in the other. By default
-            "state_dict", "model_state_dict", "model" or "module" where there is one, or the only
-            set.
+        key: for a file made by torch.save, the key of a set of weights, such as "state_dict_ema" or
+            "generator"; a dot joins nested keys. The default is "state_dict", "model_state_dict",
+            "model" or "module" if the file has one of them, or the only set.
         prefix: keep only the names that begin so, without it. By default the wrappers' own are
             taken off: torch.compile's, FSDP's and checkpointing's anywhere in a name; "module."
             (DDP, AveragedModel) and, in Lightning checkpoints, "model." where every name begins so.

@@ -36,12 +36,12 @@ TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 
 # Where training scripts put the weights among the rest of their state.
 _WEIGHT_KEYS = ("state_dict", "model_state_dict", "model", "module")
-# How many keys may lead to weights; how many sets an error lists.
+# The most keys that lead to weights, and the most sets that an error lists.
 _DEEPEST, _LISTED = 4, 10
 _WHOLE = "(the file itself)"
 # A file that names more classes than this is not read without them.
 _MOST_NAMES = 100
-# Makes plain data of a file by executing what the file names.
+# A script that rewrites a file as plain data, and executes the code that the file names.
 _CONVERT = (
     "import sys, torch; c = torch.load(sys.argv[1], map_location='cpu', weights_only=False); "
     "c = c if isinstance(c, dict) else {'model': c}; "
@@ -66,8 +66,8 @@ class Weights:
         score: of these, as a figure in words; "" where none is known.
         kept: what the run has: its best and its last, where they differ.
         checkpoint: the folder of the checkpoint that they are of.
-        key: of a file by torch.save, the keys that lead to them; "" where the file is one dict.
-        other_keys: of the other sets of weights in that file.
+        key: for a file made by torch.save, the keys that lead to the weights; "" if it is one dict.
+        other_keys: the keys of the other sets of weights in that file.
     """
 
     tensors: dict[str, Tensor]
@@ -84,7 +84,7 @@ class Weights:
     other_keys: list[str] = field(default_factory=list)
 
     def words(self) -> str:
-        """Name the set that is taken of a file that holds several; "" for any other file."""
+        """Return a line that names the set taken from a file with several; "" for other files."""
         if not self.other_keys:
             return ""
         others = ", ".join(name or _WHOLE for name in self.other_keys[:_LISTED])
@@ -103,18 +103,18 @@ def read_weights_of(
         source: a path or an fsspec URL.
         which: of a run, its best weights or those of its last checkpoint; by default the best
             where something shows which they are, else the last.
-        key: of a file by torch.save with several sets of weights, the key of one; a dot joins keys
-            that lie one in the other. By default "state_dict", "model_state_dict", "model" or
-            "module" where there is one, or the only set.
+        key: for a file made by torch.save, the key of a set of weights; a dot joins nested keys.
+            The default is "state_dict", "model_state_dict", "model" or "module" if the file has
+            one of them, or the only set.
 
     Raises:
-        CheckpointError: nothing is there, it is damaged, it holds no weights, or several sets and
-            nothing shows which is meant, or it could only be read by executing code from it.
+        CheckpointError: nothing is there; it is damaged; it holds no weights; it holds several sets
+            and no name shows which one is meant; or to read it would execute code from it.
     """
     folder = Folder(source)
     if key is not None and (folder.is_folder() or not folder.url.endswith(TORCH_FILES)):
         raise CheckpointError(
-            f"expected one of {', '.join(TORCH_FILES)} to take the set {key!r} of",
+            f"expected a {', '.join(TORCH_FILES)} file, to take the set {key!r} from",
             where=folder.where(),
             do="leave --key out",
         )
@@ -255,7 +255,7 @@ _STANDS_IN = {"collections.defaultdict": _without_default}
 
 
 def _content_of(file: IO[bytes], where: str) -> tuple[Any, set[str]]:
-    """Read what torch.save wrote; also return the names in it that an `Unread` stands for."""
+    """Return the content of a file, and the names of classes that are replaced by `Unread`."""
     unread: set[str] = set()
     while True:
         file.seek(0)
@@ -292,9 +292,9 @@ def _globals_in(file: IO[bytes], error: pickle.UnpicklingError) -> set[str]:
 
 
 def _sets_in(content: Any) -> dict[str, Mapping[Any, Any]]:
-    """List each dict in a file that holds tensors, by the keys that lead to it: "" is the file.
+    """Return each dict of tensors in a file, by the keys that lead to it; "" stands for the file.
 
-    The states of optimizers are no such sets.
+    The states of optimizers are left out.
     """
     found: dict[str, Mapping[Any, Any]] = {}
     if not isinstance(content, Mapping):
@@ -320,7 +320,7 @@ def _sets_in(content: Any) -> dict[str, Mapping[Any, Any]]:
 
 
 def _sets_of_weights(found: Mapping[str, Mapping[Any, Any]]) -> list[str]:
-    """Leave out figures and states of random generators; the set taken by default comes first."""
+    """Return the keys of sets of weights, without metrics or random states; the default first."""
     known = [key for key in _WEIGHT_KEYS if key in found]
     others = [key for key, entries in found.items() if key not in known and _are_weights(entries)]
     if known:
@@ -355,7 +355,7 @@ def _choose_set(found: Mapping[str, Mapping[Any, Any]], key: str | None, where: 
 
 
 def _refused(where: str, named: set[str]) -> CheckpointError:
-    """The error for a file whose weights cannot be read without the code that it names."""
+    """Return the error for a file whose weights cannot be read without the code that it names."""
     plain = f"{PurePath(where).stem}-plain.pt"
     return CheckpointError(
         "loading it would execute code that the file names"

@@ -78,7 +78,7 @@ def load_weights_file(
     Args:
         path: as `save_weights` takes it; also what others have written with torch.save (.bin,
             .ckpt), and an index of several safetensors files.
-        say: gets a line where the file holds several sets of weights.
+        say: takes a line if the file holds several sets of weights.
 
     Raises:
         CheckpointError: the file is missing, damaged, holds no weights, or ends in something else.

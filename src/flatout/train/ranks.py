@@ -263,7 +263,7 @@ def _share_of(
             "generator=torch.Generator().manual_seed(0)); each rank takes its part of every batch, "
             "and batch_size counts the samples of all ranks"
             if shards
-            else "seed what shuffles the data alike on all ranks, such as "
+            else "seed the shuffling of the data alike on all ranks, such as "
             "DataLoader(generator=torch.Generator().manual_seed(0)), or pass arrays, a Dataset "
             "or a source of flatout.data, whose order Flatout decides",
         )
