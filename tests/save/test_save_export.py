@@ -185,6 +185,8 @@ def test_names_that_would_become_equal_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no name begins with 'net\.'"):
         export(tmp_path / "x.pt", prefix="net.")
     assert sorted(os.listdir(tmp_path)) == ["x.pt"]
+    assert export(tmp_path / "x.pt", prefix="").tensors == 2
+    assert export(tmp_path / "x.pt", prefix="_orig_mod.", overwrite=True).left_out == ("a",)
 
 
 def test_tied_weights_keep_both_names(tmp_path: Path) -> None:
