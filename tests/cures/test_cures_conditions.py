@@ -178,7 +178,7 @@ CONDITIONS = {
     "nothing there": (
         PLAIN + TRAIN,
         "script.evaluation=no_grad",
-        "nothing in the script that it concerns",
+        "nothing in the script uses it",
     ),
     "no device": (PLAIN + TRAIN, "input.pin_memory=on", "there is no GPU to copy to"),
     "nothing to wait for": (

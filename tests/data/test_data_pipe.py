@@ -121,7 +121,7 @@ def said_and_raised(path, turn=0, before=lambda: None):
     with pytest.raises(DataError, match=r"nothing came in 0\.8 s; waited for ") as caught:
         read()
     (line,) = said
-    waited = re.fullmatch(r"waiting since \d s for (.*)", line)[1]
+    waited = re.fullmatch(r"waited \d s so far for (.*)", line)[1]
     assert caught.value.what.endswith(waited)
     return waited
 

@@ -317,7 +317,7 @@ def test_a_process_that_hangs_at_its_start_is_named_and_a_stop_ends_the_wait(mon
     stopped = threading.Event()
 
     def asked():
-        if not stopped.is_set() and "waiting since" in capfd.readouterr().err:
+        if not stopped.is_set() and "so far for" in capfd.readouterr().err:
             stopped.set()
         return stopped.is_set()
 

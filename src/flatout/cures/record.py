@@ -108,7 +108,7 @@ def tell_unmet() -> None:
     if hasattr(sys, "last_value"):  # it ended before it came to them
         return
     met = {*_applied, *(field for field, _ in _left)}
-    why = "nothing in the script that it concerns" if _is_hooked else "the script imports no torch"
+    why = "nothing in the script uses it" if _is_hooked else "the script imports no torch"
     for field in _asked:
         was_set = not _is_hooked and field.startswith(("memory.", "process."))  # set at the start
         if field not in met and not was_set and is_on():

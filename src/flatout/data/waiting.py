@@ -61,5 +61,5 @@ class Waiting:
         if any(asked() for asked in tuple(_asked)):
             raise WaitStopped(f"stopped by a signal while waiting for {self._what()}")
         if self.seconds >= self._word_at:
-            self._say(f"waiting since {self.seconds:.0f} s for {self._what()}")
+            self._say(f"waited {self.seconds:.0f} s so far for {self._what()}")
             self._word_at *= _WORDS_GROW
