@@ -81,7 +81,7 @@ def _hook(torch: Any, asked: dict[str, Any], then: Callable[[], None]) -> None:
         _hook_each(torch, asked)
     except Exception as error:
         why = first_line(error)
-        record.stand_down(f"nothing is changed: hooks fail in torch {torch.__version__}: {why}")
+        record.stand_down(f"nothing is changed: torch {torch.__version__} fails with hooks: {why}")
     else:
         record.hooked()
         then()
