@@ -19,24 +19,23 @@ from flatout.hooks.wrapping import Hook, wrap
 
 @dataclass(eq=False)
 class PassingHook:
-    """A call around the forward of one module."""
+    """A call around the forward of one module, for as long as its owner keeps this object."""
 
     call: Callable[..., Any]
     with_kwargs: bool
-    of: list[PassingHook]
+    of: list[ref[PassingHook]]
 
     def remove(self) -> None:
         """End the calls."""
-        if self in self.of:
-            self.of.remove(self)
-            _tidy()
+        self.of[:] = [other for other in self.of if other() not in (self, None)]
+        _tidy()
 
 
 @dataclass(eq=False)
 class _Hooked:
     module: ref[Any]
-    before: list[PassingHook] = field(default_factory=list)
-    after: list[PassingHook] = field(default_factory=list)
+    before: list[ref[PassingHook]] = field(default_factory=list)
+    after: list[ref[PassingHook]] = field(default_factory=list)
 
 
 _hooked: dict[int, _Hooked] = {}
@@ -84,9 +83,9 @@ def _added(module: Any, call: Callable[..., Any], with_kwargs: bool, when: str) 
     found = _hooked.get(id(module))
     if found is None or found.module() is not module:
         found = _hooked[id(module)] = _Hooked(ref(module))
-    calls: list[PassingHook] = getattr(found, when)
+    calls: list[ref[PassingHook]] = getattr(found, when)
     hook = PassingHook(call, with_kwargs, calls)
-    calls.append(hook)
+    calls.append(ref(hook))
     if not _around_calls:
         owner = sys.modules["torch"].nn.Module
         _around_calls.append(wrap(owner, "_call_impl", "observe", _around))
@@ -95,10 +94,14 @@ def _added(module: Any, call: Callable[..., Any], with_kwargs: bool, when: str) 
 
 def _tidy() -> None:
     for key, found in list(_hooked.items()):
-        if found.module() is None or not (found.before or found.after):
+        if found.module() is None or not _alive(found.before + found.after):
             del _hooked[key]
     if not _hooked and _around_calls and _around_calls[0].remove():
         _around_calls.clear()
+
+
+def _alive(hooks: list[ref[PassingHook]]) -> list[PassingHook]:
+    return [hook for one in hooks if (hook := one()) is not None]
 
 
 def _around(inner: Any) -> Any:
@@ -106,11 +109,11 @@ def _around(inner: Any) -> Any:
         found = _hooked.get(id(module))
         if found is None or found.module() is not module:
             return inner(module, *args, **kwargs)
-        for hook in list(found.before):
+        for hook in _alive(found.before):
             given = (args, kwargs) if hook.with_kwargs else (args,)
             hook.call(module, *given)
         output = inner(module, *args, **kwargs)
-        for hook in list(found.after):
+        for hook in _alive(found.after):
             given = (args, kwargs) if hook.with_kwargs else (args,)
             hook.call(module, *given, output)
         return output
