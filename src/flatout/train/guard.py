@@ -8,7 +8,7 @@ again, on the weights from before it, to find where the first bad value comes fr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -63,19 +63,33 @@ def check_state(model: nn.Module, before: str) -> None:
         )
 
 
-def check_updates(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], step: int) -> None:
+def check_updates(
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    step: int,
+    by_rows: Iterable[nn.Parameter] = (),
+) -> None:
     """Raise if the updates up to `step` have made a weight NaN or infinite.
+
+    Args:
+        model: has the weights.
+        optimizers: update the model.
+        step: number of the latest update.
+        by_rows: tables that are stepped by rows. They are left out: to read one takes as long as
+            to step all of its rows.
 
     Raises:
         NumbersError: naming the weights, and the optimizer's option or state that is the cause.
     """
-    names = _bad_weights(model)
+    names = _bad_weights(model, {id(table) for table in by_rows})
     if names:
         raise _explain_bad_updates(model, optimizers, names, step)
 
 
-def _bad_weights(model: nn.Module) -> list[str]:
-    weights = _checkable(model.named_parameters())
+def _bad_weights(model: nn.Module, left_out: Collection[int] = ()) -> list[str]:
+    weights = _checkable(
+        (name, weight) for name, weight in model.named_parameters() if id(weight) not in left_out
+    )
     return [name for name, value in _suspects(weights).items() if not math.isfinite(value)]
 
 

@@ -97,7 +97,8 @@ class NumbersGuard:
             self._read(unread, source, compute)
         switch, made = self._stepper.switch, self._latest(0).number - 1
         if made:
-            guard.check_updates(switch.model, self._stepper.joint.optimizers, made)
+            tables = [table for rows in switch.rows.values() for table in rows.weights]
+            guard.check_updates(switch.model, self._stepper.joint.optimizers, made, tables)
 
     def _read(
         self,
