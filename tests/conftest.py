@@ -30,7 +30,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 _numbers = itertools.count()
 _BEGAN = time.monotonic()
-_STATE = pytest.StashKey[dict]()
+_STATE, _THREADS = pytest.StashKey[dict](), pytest.StashKey[int | None]()
 # Folders whose tests fail if they leave the process changed; other tests get a warning.
 _LEAVE_NOTHING = {"data", "devices", "measure", "models", "optim", "recipe", "save", "train"}
 _leaks: dict[str, list[str]] = {}
@@ -68,6 +68,7 @@ def pytest_runtest_setup(item):
     if torch is not None and torch.get_num_threads() > 2:
         torch.set_num_threads(2)
     seed_all()
+    item.stash[_THREADS] = None if torch is None else torch.get_num_threads()
     item.stash[_STATE] = state()
 
 
@@ -76,6 +77,10 @@ def pytest_runtest_teardown(item):
     result = yield
     if _STATE not in item.stash:  # the test was skipped
         return result
+    # The threads that a Recipe names stay after its fit: they are a setting of the process.
+    threads = item.stash[_THREADS]
+    if threads is not None and sys.modules["torch"].get_num_threads() != threads:
+        sys.modules["torch"].set_num_threads(threads)
     # A rerun begins with the changes of the first run.
     leaks = _leaks.setdefault(item.nodeid, differences(item.stash[_STATE], state()))
     if leaks and item.path.parent.name in _LEAVE_NOTHING:

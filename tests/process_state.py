@@ -7,9 +7,21 @@ import signal
 import sys
 import threading
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
-# Set by pytest, and by the imports of torch.compile.
-_NOT_OF_TESTS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+# Not SIGCHLD: torch sets a handler for good where a DataLoader starts its first workers.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Set by pytest, and by packages when they are imported: Keras, torch.compile, polars, MLflow, Ray.
+_NOT_OF_TESTS = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "_RJEM_MALLOC_CONF",
+    "LD_LIBRARY_PATH",
+    "TF_FORCE_GPU_ALLOW_GROWTH",
+    "KMP_INIT_AT_FORK",
+    "KMP_DUPLICATE_LIB_OK",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "RAY_CLIENT_MODE",
+    "_MLFLOW_TELEMETRY_SESSION_ID",
+}
 # Attributes that tests replace, or that hooks wrap.
 _CALLS = (
     ("torch.nn.modules.module", "Module", ("__call__", "__setattr__", "zero_grad")),
@@ -87,7 +99,6 @@ def _umask():
 
 def _of_torch(torch):
     found = {
-        "torch's threads": torch.get_num_threads(),
         "torch's default type": torch.get_default_dtype(),
         "torch's grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "torch's autocast": [

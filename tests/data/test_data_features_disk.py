@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -135,9 +136,10 @@ def test_what_is_there_is_used_though_no_more_fits(monkeypatch):
 def test_a_disk_that_cannot_be_written_is_told(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
     store = opened()
     assert store.where == "memory"
-    assert "file cannot be written: " in store.reason
+    assert " cannot be written: " in store.reason
     fill(store, range(9))
     assert_holds(store, range(9))
 

@@ -91,7 +91,7 @@ def test_a_flipped_value_is_named_by_its_block(tmp_path, kind):
     with pytest.raises(DataError, match=r"written after it was sealed .*flatout data seal"):
         read(opened)
     flatout.data.seal(path)  # it was meant
-    if kind != "svm":
+    if kind not in ("svm", "npz"):  # a row that is damaged; a checksum of the archive's own
         read(opened)
 
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from train_ranks import run_on_two_ranks
 
-from flatout.cache_folder import MARK, cache_folder, kind_folder
+from flatout.cache_folder import MARK, cache_folder, kept_text, kind_folder, with_checksum
 from flatout.data.source import as_source
 from flatout.devices import allocator
 from flatout.processes import state_and_start
@@ -50,6 +51,10 @@ def clock(monkeypatch):
     yield now
     allocator.default_memory()
     torch.set_num_threads(threads)
+
+
+def read(mark):
+    return json.loads(kept_text("looks", mark.name))
 
 
 def die(number=signal.SIGSEGV):
@@ -141,7 +146,7 @@ def dropped(loop):
 def test_what_ended_a_run_is_tried_in_a_child_and_no_more(clock, monkeypatch):
     assert ended(clock, is_faulty=True) == "ended by SIGSEGV"
     (mark,) = left()
-    assert json.loads(mark.read_text()) == [[PRECISION], "look", ""]
+    assert read(mark) == [[PRECISION], "look", ""]
     loop = train(clock, is_faulty=True)
     assert loop.resolved.compute.precision == "fp32"
     assert loop.resolved.compute.fused_optimizer == "on"
@@ -191,7 +196,7 @@ def test_a_first_step_that_ends_a_run_is_tried_in_a_child(clock):
 
     assert ended(clock, before=die_fused) == "ended by SIGABRT"
     (mark,) = left()
-    fields, at, _ = json.loads(mark.read_text())
+    fields, at, _ = read(mark)
     assert FUSED in fields
     assert at == "step"
     loop = train(clock, before=die_fused)
@@ -244,7 +249,7 @@ def _leave(fields=(PRECISION,), at="look", host=None, count=0):
     start = state_and_start(os.getpid())[1] - 1
     host = host or socket.gethostname().replace("-", "_").replace(":", "_")
     path = kind_folder("looks") / f"{KEY}.tmp-{host}-{os.getpid()}-{start}-{count}"
-    path.write_text(json.dumps([fields, at, ""]))
+    path.write_text(with_checksum(json.dumps([fields, at, ""])))
     return path
 
 
@@ -277,13 +282,14 @@ def test_what_came_to_its_end_takes_back_the_marks_of_the_same():
 
 @pytest.mark.parametrize("text", ["", "[", "{}", "[1, 2]", '[["a"], "look"]'])
 def test_a_damaged_mark_names_nothing(text):
-    _leave().write_text(text)
+    _leave().write_text(with_checksum(text))
     assert of_job().objection([PRECISION]) == ""
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
     with of_job().on([PRECISION], "look"):
         pass
 

@@ -28,7 +28,7 @@ class Stop(flatout.Callback):
     def __init__(self, at=0):
         self.at = at
 
-    def on_step_end(self, state):
+    def on_step(self, state):
         if state.step == self.at:
             state.stop("here")
 

@@ -1,6 +1,7 @@
 """A model in a wrapper (DataParallel, DDP, torch.compile) keeps its own names."""
 
 import math
+import sys
 
 import pytest
 import safetensors.torch
@@ -43,7 +44,8 @@ WRAPPERS = {
 
 
 @pytest.fixture
-def one_rank():
+def one_rank(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it for good
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
