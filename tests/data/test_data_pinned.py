@@ -223,11 +223,11 @@ PINNED = [
     ('table().split(0.5, stratify=True)[0].cache("memory").batch(8)', "307cde1b", "d5ece30a"),
     ('files("csv").shuffle(1).batch(8)', "59a51c35", "c645fa25"),
     ('files("csv").shard(1, 2, by="files").batch(8)', "e0d80d23", "a2f99190"),
-    ('files("libsvm").shuffle(1).batch(8).map(add_one)', "58a5fa3d", "e3d2d944"),
+    ('files("libsvm").shuffle(1).batch(8).map(add_one)', "58a5fa3d", "8606b769"),
     (
         'files("libsvm").shard(1, 2, by="files").shuffle(1).batch(8).repeat(2)',
         "9f6fb0b4",
-        "cfdd2074",
+        "f104ba5c",
     ),
     ('files("npy").shuffle(1).split(0.6)[1].batch(8)', "20b21ee5", "ecb3a924"),
     ('files("npz").repeat(2).batch(8)', "17222e21", "7604731e"),

@@ -308,7 +308,9 @@ def test_tuned_it_is_the_plain_loop_but_for_rounding(kind):
     tuning = trainer.history.tuning
     assert tuning["trials"]
     fails = [why for why in tuning["dropped"].values() if "fails" in why]
-    assert not [why for why in fails if "does not support sparse gradients" not in why]
+    # Not every CPU has an LSTM kernel for bf16.
+    known = ("does not support sparse gradients", "could not create a primitive descriptor")
+    assert not [why for why in fails if not any(words in why for words in known)]
 
 
 def test_evaluate_and_predict_are_those_of_the_model(kind):

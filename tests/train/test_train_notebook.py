@@ -333,6 +333,7 @@ def test_more_devices_than_there_are(monkeypatch):
         flatout.Trainer(nn.Linear(3, 2), devices=999)
 
 
+@two_cpus
 def test_compiled_keras_models_take_one_rank(monkeypatch):
     keras = pytest.importorskip("keras")
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])

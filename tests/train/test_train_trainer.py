@@ -456,7 +456,7 @@ def test_epochs_without_validation_do_not_count_for_a_plateau():
 
 
 def test_a_monitor_without_a_plateau_is_refused():
-    with pytest.raises(ModelError, match="and there is none"):
+    with pytest.raises(ModelError, match="and none is given"):
         trainer(network(), monitor="val_accuracy")
 
 
