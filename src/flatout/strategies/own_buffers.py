@@ -55,8 +55,10 @@ class OwnBuffers:
 
     def _look(self) -> list[torch.Tensor]:
         """Return the buffers that differ between ranks after a step."""
-        saved = self._model.state_dict().keys()
-        named = {name: b for name, b in self._model.named_buffers() if name in saved}
+        named = dict(self._model.named_buffers())
+        for path, module in self._model.named_modules():
+            for name in module._non_persistent_buffers_set:
+                named.pop(f"{path}.{name}".lstrip("."), None)
         if not named:
             return []
         own = {name: [digest_of(buffer), [*buffer.shape]] for name, buffer in named.items()}
