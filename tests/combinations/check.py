@@ -160,7 +160,8 @@ def calls_of(case: Case, plain: dict[str, Any], found: dict[str, Any]) -> Iterat
             least["loss"] = epochs * batches
     # If ranks do not wait for each other, a fast rank takes parts of slow ranks.
     passes = epochs + (epochs if case.strategy == "async" else 1)
-    if case.kept != "features":  # keeping features calls maps to measure them
+    # Keeping features calls maps to measure them; a body that is frozen may be kept.
+    if case.kept != "features" and case.frozen != "body":
         most["map"] = samples + 96 if case.data == "cache" else samples * passes + 144
     if case.model == "keras_own" and (case.ranks, case.accumulate) == (1, 1):
         for name in ("test_step", "predict_step", "compute_loss", "compute_metrics"):

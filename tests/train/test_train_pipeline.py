@@ -111,7 +111,7 @@ def test_training_that_waits_for_its_input_hears_so_once_and_what_would_help(cap
 
     arrays = (torch.zeros(64, 4), torch.zeros(64).long())
     waits = {
-        "most of it for map slow; it runs once a sample": data(128)
+        "most of it for map slow; without waiting, training is up to": data(128)
         .map(slow)
         .batch(16)
         .options(threads=1),

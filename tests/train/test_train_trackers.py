@@ -26,6 +26,9 @@ def fit(*callbacks, epochs=2):
 @pytest.fixture
 def mlflow(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for name in ("MLFLOW_EXPERIMENT_ID", "MLFLOW_TRACKING_URI"):  # MLflow sets them for children
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     library = pytest.importorskip("mlflow")
     library.set_tracking_uri((tmp_path / "mlruns").as_uri())
     library.set_experiment("tests")  # else it would look for that of an earlier test
@@ -73,6 +76,7 @@ def test_a_tracker_that_cannot_be_reached_is_warned_of_and_training_goes_on(mlfl
 def test_wandb_offline_keeps_a_run_here(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # wandb replaces it
     fit(Wandb("tests", folder=tmp_path, mode="offline", every=2))
     assert wandb.run is None
     wandb.teardown()  # its service writes the last of it
