@@ -296,7 +296,7 @@ def _asked_anywhere() -> dict[str, object]:
 def _say_applied(
     asked: Recipe, cures: Mapping[str, object], given: list[bool], dry_run: bool
 ) -> dict[str, str]:
-    """Print the settings that hold in this script, and those that need a Trainer or Loop.
+    """Print the settings that are applied to the script, and the settings that need a Trainer.
 
     Returns:
         Environment variables with which the script's process prints the rest once it is hooked.

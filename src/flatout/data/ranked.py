@@ -75,8 +75,8 @@ class _Ranked:
         self._rank, self._world_size, self._all_whole = rank, world_size, all_whole
         self._look, self._ends = look, ends
         self._whole = source
-        # A Pipeline makes only the rows of its own rank, unless a function needs whole batches.
-        # From any other source each rank reads whole batches and cuts its part.
+        # A rank that reads a Pipeline makes its own rows alone, unless a map function needs whole
+        # batches. A rank that reads another source reads whole batches and cuts out its part.
         self._own = None
         if isinstance(source, Pipeline) and not all_whole:
             if source.maps_batches:

@@ -24,7 +24,7 @@ def held_in_config(config: dict[str, Any]) -> dict[str, Any] | None:
 
 def _only_slices_or_joins(layer: dict[str, Any]) -> bool:
     kind, config = layer["class_name"], layer["config"]
-    if kind == "Lambda":  # of multi_gpu_model: part i of so many
+    if kind == "Lambda":  # multi_gpu_model cuts part i out of the batch
         return set(config.get("arguments") or ()) == {"i", "parts"}
     return bool(kind == "InputLayer" or (kind == "Concatenate" and config["axis"] == 0))
 

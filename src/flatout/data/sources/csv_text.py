@@ -65,7 +65,7 @@ def read_text(
 
 
 def _without_torn(text: Any, fields: int, dialect: Dialect) -> bytes:
-    """Return the rows without those that are not UTF-8 and differ in the number of fields."""
+    """Drop each row that has a wrong number of fields and is not valid UTF-8."""
     buffer = np.frombuffer(text, np.uint8)
     split = split_rows(buffer, True, dialect)
     pairs = zip(split.starts.tolist(), split.ends.tolist(), strict=True)
