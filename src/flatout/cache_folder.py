@@ -111,7 +111,8 @@ def _path_to(path: str, links: int) -> Iterator[tuple[str, os.stat_result]]:
 def _other_writer(path: str, status: os.stat_result, *, is_last: bool) -> str:
     """Return how another user could change a folder or the target of a link; "" if none can."""
     mode = stat.S_IMODE(status.st_mode)
-    if status.st_uid not in {os.geteuid(), 0, _owner_of_root_folders()}:
+    owner = status.st_uid
+    if owner not in (os.geteuid(), 0) and owner != _owner_of_root_folders():
         return f"{path} belongs to another user"
     if not stat.S_ISDIR(status.st_mode) or (mode & stat.S_ISVTX and not is_last):
         return ""

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO
 
+from flatout.atomic_file import private
 from flatout.errors import SubmitError
 
 SENDING, SENT, REFUSED = "sending", "sent", "refused"
@@ -127,9 +128,6 @@ class Ledger:
 
     @contextmanager
     def _locked(self, mode: str, how: int) -> Iterator[IO[str]]:
-        def private(path: str, flags: int) -> int:
-            return os.open(path, flags, 0o600)
-
         # Bytes that are no UTF-8 spoil only their own line.
         with open(
             self.path, mode, encoding="utf-8", errors="surrogateescape", opener=private

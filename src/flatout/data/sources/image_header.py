@@ -19,8 +19,8 @@ try:
 except ImportError:
     Image = None  # type: ignore[assignment]
 
-# What Pillow may read: some of its other formats run programs.
 _PNG = b"\x89PNG\r\n\x1a\n"
+# What Pillow may read: some of its other formats run programs.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000")
 # As much as most headers need; the rest of a file is read only where its header is longer.
 _HEAD = 4096
