@@ -65,6 +65,7 @@ from flatout.data.numbering import numbered as numbered
 from flatout.data.numbering import stays_with_rank as stays_with_rank
 from flatout.data.origins import is_stream as is_stream
 from flatout.data.own_pipes import OwnPipe as OwnPipe
+from flatout.data.own_pipes import differs_by_rank as differs_by_rank
 from flatout.data.own_pipes import is_pipe as is_pipe
 from flatout.data.own_pipes import own_pipe as own_pipe
 from flatout.data.pipeline import Pipeline as Pipeline

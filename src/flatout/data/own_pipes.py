@@ -24,6 +24,11 @@ def is_pipe(source: Source) -> TypeGuard[Pipeline]:
     return isinstance(source, Pipeline) and is_stream(source.origin)
 
 
+def differs_by_rank(source: Source) -> bool:
+    """Return whether each rank reads rows of its own: a pipe, or the rows of its shard."""
+    return is_pipe(source) or (isinstance(source, Pipeline) and source.has_own_rows)
+
+
 def own_pipe(
     pipeline: Pipeline, rank: int, world_size: int, gather: Callable[[Any], list[Any]]
 ) -> Pipeline:

@@ -25,7 +25,7 @@ from flatout.data import (
     Stretches,
     are_arrays,
     as_source,
-    is_pipe,
+    differs_by_rank,
     with_parts,
 )
 from flatout.errors import DataError, ModelError
@@ -226,7 +226,7 @@ class Objective:
         """
         if steps is None:
             return source
-        is_own = isinstance(source, Pipeline) and (source.has_own_rows or is_pipe(source))
+        is_own = differs_by_rank(source)
         if is_own and loop.world.size > 1:
             raise DataError(
                 "a number of steps counts batches that all ranks read together, and here each rank "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flatout.data import Batch, Pipeline, Source, is_pipe
+from flatout.data import Batch, Source, differs_by_rank
 from flatout.errors import DataError
 from flatout.models import as_number, own_method, targets_of
 from flatout.train import guard
@@ -56,7 +56,7 @@ def check_is_common(source: Source, loop: Loop, method: str) -> None:
     Raises:
         DataError: each rank has its own samples.
     """
-    own_rows = isinstance(source, Pipeline) and (source.has_own_rows or is_pipe(source))
+    own_rows = differs_by_rank(source)
     if loop.world.size > 1 and own_rows:
         raise DataError(
             f"{method} is called with whole batches on every rank, and here each rank has its own "

@@ -10,9 +10,8 @@ import torch
 
 from flatout.data import (
     Batch,
-    Pipeline,
     Source,
-    is_pipe,
+    differs_by_rank,
     map_tensors,
     rows_of_samples,
     tensors_in,
@@ -58,7 +57,7 @@ def predict(
     guard.check_state(objective.model, "prediction")
     loop.be_ready(objective.model)
     world = loop.world
-    own_rows = isinstance(source, Pipeline) and (source.has_own_rows or is_pipe(source))
+    own_rows = differs_by_rank(source)
     if world.size > 1 and own_rows:
         raise DataError(
             "predictions come in the order of the samples, and ranks with their own samples "

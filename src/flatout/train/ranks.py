@@ -19,6 +19,7 @@ from flatout.data import (
     OwnPipe,
     Pipeline,
     Source,
+    differs_by_rank,
     is_pipe,
     listed,
     loose_digest,
@@ -194,7 +195,7 @@ def part_of(
             ranks train on the same jagged batches, or predict others.
         WorldError: while reading, on every rank: they have read different batches.
     """
-    if whole and isinstance(source, Pipeline) and (source.has_own_rows or is_pipe(source)):
+    if whole and differs_by_rank(source):
         raise DataError(
             "with world.strategy=staged every rank reads the same batches, and these data have "
             "other rows for each rank",
