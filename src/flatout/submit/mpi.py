@@ -25,6 +25,7 @@ from flatout.submit.shared import told_by_nodes, unseen
 from flatout.submit.states import JobState
 from flatout.submit.target import NotSent, SentJob, UnknownOutcome, options_of
 from flatout.words import counted
+from flatout.world import is_port
 
 SCRIPT, HOSTFILE, NAME = "job.sh", "hostfile", "job"
 OPTIONS = ("hosts", "port", "kind", "mpirun", "bin")
@@ -169,7 +170,7 @@ def _problems(job: Job) -> list[str]:
     if _kind(job.options) not in _KINDS:
         problems.append(f"expected --option kind=openmpi or mpich, found {_kind(job.options)!r}")
     port = job.options.get("port", "1")
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+    if not is_port(port):
         problems.append(f"expected --option port=NUMBER, found {port!r}")
     return problems
 

@@ -32,6 +32,7 @@ from flatout.submit.sending import facts_in, top_words
 from flatout.submit.states import JobState
 from flatout.submit.target import NotSent, SentJob, UnknownOutcome, options_of
 from flatout.words import counted
+from flatout.world import is_port
 
 SCRIPT, HOSTS, THERE = "node.sh", "hosts", "there"
 OPTIONS = ("hosts", "rendezvous", "folder", "config", "bin")
@@ -173,7 +174,7 @@ def _problems(job: Job) -> list[str]:
     problems = problems_of(job)
     if not problems:
         host, colon, port = rendezvous_of(job).rpartition(":")
-        if not (host and colon and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        if not (host and colon and is_port(port)):
             given = job.options["rendezvous"]
             problems.append(f"expected --option rendezvous=HOST:PORT, found {given!r}")
     return problems

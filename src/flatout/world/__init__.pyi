@@ -21,6 +21,7 @@ from flatout.world.nodes import asked_for as asked_for
 from flatout.world.nodes import check_devices as check_devices
 from flatout.world.nodes import check_servers as check_servers
 from flatout.world.nodes import check_servers_set as check_servers_set
+from flatout.world.nodes import is_port as is_port
 from flatout.world.pair import Pair as Pair
 from flatout.world.pair import tell_parts as tell_parts
 from flatout.world.place import ALONE as ALONE

@@ -261,6 +261,11 @@ def _resources(file: Path) -> dict[str, str]:
     return {"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": str(own)}
 
 
+def is_port(text: str) -> bool:
+    """Return whether a text is a port: a whole number from 1 to 65535, in ASCII digits."""
+    return text.isascii() and text.isdecimal() and 0 < int(text) < 65536
+
+
 def checked(found: Nodes) -> Nodes:
     """Refuse what makes no sense.
 
@@ -274,9 +279,7 @@ def checked(found: Nodes) -> Nodes:
             where=found.origin,
         )
     host, colon, port = found.rendezvous.rpartition(":")
-    if found.count > 1 and not (
-        host and colon and port.isascii() and port.isdecimal() and 0 < int(port) < 65536
-    ):
+    if found.count > 1 and not (host and colon and is_port(port)):
         raise WorldError(
             f"expected the first node's host and a port, such as host1:29500, for {found.count} "
             f"nodes to meet; found {found.rendezvous!r}",
