@@ -58,6 +58,10 @@ def test_dry_run_names_files_that_are_not_sent_and_exits_as_the_job_would(flatou
     assert "not sent: train.npy (train.py names it)" in done.stdout
     # The advice of the line works.
     assert "not sent" not in flatout(*command, "--input", "train.npy", "train.py").stdout
+    (tmp_path / "root/train").write_text("rows")
+    (tmp_path / "root/.gitignore").write_text("*.npy\ntrain\n")
+    done = flatout(*command, "--input", "train", "train.py")  # another file, whose name begins so
+    assert "not sent: train.npy (train.py names it)" in done.stdout
 
 
 def test_what_no_node_sees_is_told_before_anything_is_sent(flatout, tmp_path):

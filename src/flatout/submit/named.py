@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 from contextlib import suppress
+from pathlib import Path
 
 from flatout.submit.job import Job
 
@@ -20,7 +21,7 @@ def named_in_code(job: Job) -> list[tuple[str, str]]:
     Returns:
         Pairs of the named file and the code file that names it.
     """
-    known = [os.path.realpath(item.path) for item in job.inputs if not item.is_url]
+    known = [Path(os.path.realpath(item.path)) for item in job.inputs if not item.is_url]
     found: dict[str, str] = {}
     for code in (name for name in job.code.files if name.endswith(".py")):
         with suppress(OSError, ValueError, SyntaxError, RecursionError):
@@ -32,12 +33,12 @@ def named_in_code(job: Job) -> list[tuple[str, str]]:
     return list(found.items())[:_MOST]
 
 
-def _stays_here(text: str, job: Job, known: list[str]) -> bool:
+def _stays_here(text: str, job: Job, known: list[Path]) -> bool:
     if not 0 < len(text) <= _LONGEST or "\0" in text or "\n" in text:
         return False
     path = job.root / text
     if not os.path.isfile(path):
         return False
     inside = os.path.relpath(path, job.root)
-    is_input = any(os.path.realpath(path).startswith(item) for item in known)
+    is_input = any(Path(os.path.realpath(path)).is_relative_to(item) for item in known)
     return not (inside.startswith("..") or inside in job.code.files or is_input)
