@@ -172,6 +172,11 @@ class Side:
         """Words for how the measured steps contradict the given network; "" if they agree."""
         return self._calibrated[1]
 
+    @property
+    def notes(self) -> list[str]:
+        """Notes on the measured runs, and on steps that contradict the given network."""
+        return [*self.measured.notes, *filter(None, [self.contradiction])]
+
     @cached_property
     def _calibrated(self) -> tuple[MachineDraws, str]:
         """Draws of machine and network; timed steps over several hosts outweigh a given network."""

@@ -49,7 +49,7 @@ class Shown:
                     "price": None if side.price is None else list(side.price),
                     "epochs": side.epochs,
                     "hosts": [point.as_dict() for point in side.points],
-                    "notes": [*side.measured.notes, *filter(None, [side.contradiction])],
+                    "notes": side.notes,
                 }
                 for side in self._forecast.sides
             ],
@@ -134,7 +134,7 @@ def _basis(side: Side) -> Iterator[str]:
         yield f"each rank keeps its batch of {measured.job.batch:,.0f}: that changes learning"
     else:
         yield f"a step has {measured.batch:,.0f} samples at every size"
-    yield from (*measured.notes, *filter(None, [side.contradiction]))
+    yield from side.notes
 
 
 def _rate(point: Point) -> str:
