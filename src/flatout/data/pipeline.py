@@ -86,7 +86,7 @@ class Pipeline(Staged["Pipeline"]):
         self._renumbered: dict[tuple[str, ...], Pipeline] = {}
         self._looked_up: dict[tuple[str, ...], Pipeline] = {}
         # For the part of one rank: the pipeline of all ranks.
-        self._whole: Pipeline | None = None
+        self._of_all: Pipeline | None = None
         self._of_shards: dict[Shard | None, Pipeline] = {}
         check(self.stages)
 
@@ -113,7 +113,7 @@ class Pipeline(Staged["Pipeline"]):
         if self.sharded is not None:
             return self
         part = self._of_shard(Shard(rank, world_size))
-        part._whole = self
+        part._of_all = self
         return part
 
     @property
@@ -281,15 +281,15 @@ class Pipeline(Staged["Pipeline"]):
         """The same without `normalize`, for what scales on a device. It shares all caches."""
         if self.normalization is None:
             return self
-        if self._whole is not None and self.sharded is not None:
-            return self._whole.in_bytes.part_of_rank(self.sharded.rank, self.sharded.world_size)
+        if self._of_all is not None and self.sharded is not None:
+            return self._of_all.in_bytes.part_of_rank(self.sharded.rank, self.sharded.world_size)
         return self.with_stages([s for s in self.stages if not isinstance(s, Normalize)])
 
     @cached_property
     def _built(self) -> Built | BuiltStream:
         if self.in_bytes is not self:
             return self.in_bytes._built
-        whole = None if self._whole is None else self._whole._built
+        whole = None if self._of_all is None else self._of_all._built
         if isinstance(whole, Built) and self.sharded is not None:
             part = of_rank(whole, self.sharded.rank, self.sharded.world_size)
             if part is not None:

@@ -60,6 +60,11 @@ def ranked(
     return _Ranked(source, rank, world_size, look, whole, ends)
 
 
+def whole_of(source: Source) -> Source:
+    """Return the source of whole batches that `ranked` has cut; another source as it is."""
+    return source._whole if isinstance(source, _Ranked) else source
+
+
 class _Ranked:
     """Follows `flatout.data.source.Source`. Its numbers are those of all ranks together."""
 

@@ -21,6 +21,7 @@ from flatout.data import (
     prefetch,
     report_of,
 )
+from flatout.data.ranked import whole_of
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe
 from flatout.train.device_data import DeviceData
 from flatout.train.inputs import Inputs
@@ -156,7 +157,7 @@ class Feed:
         else:
             kept = () if rows is None else (rows,)  # a source of arrays keeps none
             iterator = part.claimed(epoch, self.claims, *kept)  # type: ignore[attr-defined]
-        whole = getattr(part, "_whole", part)
+        whole = whole_of(part)
         # A thread brings batches to the device where no code of the user's runs in it.
         comes_ahead = isinstance(whole, Pipeline) and whole.prefetches is None
         if type(part) is ArraySource and features is None and self.claims is None:
@@ -254,7 +255,7 @@ def batches_of(
     part: Source, epoch: int, start_step: int, rows: FeatureRows | None
 ) -> Iterator[Batch]:
     """The batches of an epoch; of a pipeline, made without the samples whose features are kept."""
-    whole = getattr(part, "_whole", part)
+    whole = whole_of(part)
     if rows is None or rows.samples.comes_whole or not isinstance(whole, Pipeline):
         return part.batches(epoch, start_step)
     return part.batches(epoch, start_step, rows)  # type: ignore[call-arg]
