@@ -709,6 +709,7 @@ def test_a_graph_that_is_asked_for_is_no_other_machine(clock, interpreted):
     def slow(state):
         clock.captured = 0.004
 
+    torch.set_num_threads(1)  # then auto has no other number of threads to try
     _, history = tuned(captured="on", threads="auto", epochs=90)
     assert not any("settings are tried once more" in note for note in history.notes)
     assert history.tuning["step_s"]["chosen"] == pytest.approx(0.001, rel=0.1)
@@ -719,8 +720,8 @@ def test_a_graph_that_is_asked_for_is_no_other_machine(clock, interpreted):
     (note,) = [note for note in history.notes if "settings are tried once more" in note]
     assert "steps take 4 times as long" in note
     assert len(Interpreted.graphs) == 2  # one for each run: the second's was only set aside
-    assert calm > 300
-    assert 750 < len(interpreted) < 995
+    assert calm > 400
+    assert 850 < len(interpreted) < 995
     assert not any("compute.capture" in span["settings"] for span in history.tuning["spans"])
     assert history.tuning["step_s"]["chosen"] == pytest.approx(0.004, rel=0.1)
 
