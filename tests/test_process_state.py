@@ -78,7 +78,10 @@ def tried(tmp_path_factory):
     def run(*options):
         command = [sys.executable, "-m", "pytest", "-v", "-p", "no:randomly", *options]
         command += ["--rootdir", folder, "-c", os.devnull, "-p", "no:cacheprovider"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
+        env = os.environ | {"PYTEST_ADDOPTS": ""}  # reruns would fail what leaks, and pass it
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=250
+        )
         return done.stdout
 
     return run

@@ -160,9 +160,11 @@ def calls_of(case: Case, plain: dict[str, Any], found: dict[str, Any]) -> Iterat
             least["loss"] = epochs * batches
     # If ranks do not wait for each other, a fast rank takes parts of slow ranks.
     passes = epochs + (epochs if case.strategy == "async" else 1)
-    # Keeping features calls maps to measure them; a body that is frozen may be kept.
-    if case.kept != "features" and case.frozen != "body":
+    if case.kept != "features":  # keeping features calls maps to measure them
+        # For a frozen body, maps are called to measure whether keeping features would pay.
+        measured = 128 if case.frozen == "body" else 0
         most["map"] = samples + 96 if case.data == "cache" else samples * passes + 144
+        most["map"] += measured
     if case.model == "keras_own" and (case.ranks, case.accumulate) == (1, 1):
         for name in ("test_step", "predict_step", "compute_loss", "compute_metrics"):
             least[name] = plain["calls"].get(name, 0)

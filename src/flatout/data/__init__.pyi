@@ -72,6 +72,7 @@ from flatout.data.pipeline import Pipeline as Pipeline
 from flatout.data.randomness import random_state as random_state
 from flatout.data.randomness import same_state as same_state
 from flatout.data.randomness import set_random_state as set_random_state
+from flatout.data.ranked import whole_of as whole_of
 from flatout.data.read_files import files_read as files_read
 from flatout.data.row_order import drawn_order as drawn_order
 from flatout.data.schema import Column as Column

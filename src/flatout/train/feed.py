@@ -20,8 +20,8 @@ from flatout.data import (
     Source,
     prefetch,
     report_of,
+    whole_of,
 )
-from flatout.data.ranked import whole_of
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe
 from flatout.train.device_data import DeviceData
 from flatout.train.inputs import Inputs
