@@ -1,15 +1,22 @@
 """DataLoader workers that find no room in /dev/shm, in their own mount namespace, or are killed."""
 
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
 
 import flatout
+from flatout.data import WaitStopped, waits_end_when
+from flatout.data.sources.worker_errors import named_faults
 from flatout.errors import DataError
+from flatout.train.signals import Interrupted
 
 JOB = """
 import ctypes, os, sys
@@ -83,3 +90,162 @@ def test_a_worker_that_was_killed_for_lack_of_memory_is_named():
     # The advice of the message works.
     alone = torch.utils.data.DataLoader(KillsItsWorker(), 8, num_workers=0)
     assert len(trainer.fit(alone, epochs=1, progress=False).epochs) == 1
+
+
+class Hangs(torch.utils.data.Dataset):
+    """A worker comes to a sample at which it hangs in the given way."""
+
+    def __init__(self, how, at=20):
+        self.how, self.at = how, at
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index == self.at and torch.utils.data.get_worker_info():
+            hang(self.how)
+        return torch.zeros(4), torch.tensor(0)
+
+
+def hang(how):
+    if how == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "sleeps":
+        time.sleep(600)
+    elif how == "computes":
+        while True:
+            pass
+    elif how == "waits for a lock":
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+
+
+def sleeps_at_its_start(worker):
+    hang("sleeps")
+
+
+def first_line_of(loader, words="worker 0"):
+    """Return the first line with certain words about a worker; the workers have ended then."""
+    said = []
+
+    def is_said():
+        return any(re.search(words, line) for line in said)
+
+    with waits_end_when(is_said), pytest.raises(WaitStopped):
+        for _ in named_faults(loader, patience_s=0.1, say=said.append):
+            pass
+    until = time.monotonic() + 30
+    while multiprocessing.active_children():
+        assert time.monotonic() < until, "a worker was left"
+        time.sleep(0.01)
+    return next(line for line in said if re.search(words, line))
+
+
+@pytest.mark.parametrize(
+    ("how", "persistent", "words"),
+    [
+        ("stops", True, r"is stopped \(SIGSTOP, or Ctrl-Z\); kill -CONT \d+ lets it go on"),
+        ("sleeps", True, "sleeps, or waits for a lock, a file or a network"),
+        ("waits for a lock", False, "sleeps, or waits for a lock, a file or a network"),
+        ("computes", False, "computes"),
+    ],
+)
+def test_a_worker_that_hangs_is_named_and_a_stop_ends_the_wait(how, persistent, words):
+    loader = torch.utils.data.DataLoader(
+        Hangs(how), 8, num_workers=2, persistent_workers=persistent
+    )
+    line = first_line_of(loader, f"which {words};")
+    pid = re.search(r"worker 0 \(pid (\d+)\)", line)[1]
+    assert re.match(r"waited \d+ s so far for a batch of a DataLoader by worker 0", line)
+    assert f"`py-spy dump --pid {pid}` prints where it is" in line
+    loader.dataset.how = ""
+    assert len(list(named_faults(loader))) == 8
+    loader._iterator = None
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_worker_that_hangs_at_its_start_is_named(context):
+    loader = torch.utils.data.DataLoader(
+        Hangs(""),
+        8,
+        num_workers=1,
+        worker_init_fn=sleeps_at_its_start,
+        multiprocessing_context=context,
+    )
+    assert "worker 0 (pid " in first_line_of(loader)
+
+
+def test_a_worker_that_gives_a_batch_in_time_is_not_named():
+    said = []
+    loader = torch.utils.data.DataLoader(Hangs("sleeps", at=-1), 8, num_workers=1)
+    assert len(list(named_faults(loader, patience_s=60, say=said.append))) == 8
+    assert said == []
+
+
+def test_a_worker_that_its_own_timeout_gives_up_is_ended():
+    loader = torch.utils.data.DataLoader(Hangs("sleeps"), 8, num_workers=1, timeout=2)
+    with pytest.raises(RuntimeError, match="timed out after"):
+        list(named_faults(loader))
+    until = time.monotonic() + 30
+    while multiprocessing.active_children():
+        assert time.monotonic() < until, "a worker was left"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("trained_by", ["trainer", "keras"])
+def test_a_signal_ends_a_fit_that_waits_for_a_worker(tmp_path, trained_by, signum):
+    hung = tmp_path / "hung"
+    loader = torch.utils.data.DataLoader(Marks(hung), 8, num_workers=1)
+    sent = []
+
+    def asked():  # called while the fit waits
+        if hung.exists() and not sent:
+            sent.append(True)
+            os.kill(os.getpid(), signum)
+        return False
+
+    options = {"say": lambda line: None, "run": tmp_path / "run"}
+    model = keras_model() if trained_by == "keras" else torch.nn.Linear(4, 2)
+    quiet = {"verbose": 0} if trained_by == "keras" else {"progress": False}
+    job = flatout.Trainer(model, **options)
+    with waits_end_when(asked), pytest.raises(Interrupted) as caught:
+        job.fit(loader, epochs=1, **quiet)
+    assert caught.value.code == 128 + signum
+    assert isinstance(caught.value.__context__, WaitStopped)
+    assert "worker 0 (pid " in str(caught.value.__context__)
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+def test_a_worker_that_others_stop_with_its_batches_on_their_way_is_named():
+    loader = torch.utils.data.DataLoader(Hangs("sleeps", at=40), 8, num_workers=1)
+    said = []
+    batches = named_faults(loader, patience_s=0.5, say=said.append)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGSTOP)  # torch asks it for the memory of each batch
+    with waits_end_when(lambda: bool(said)), pytest.raises(WaitStopped):
+        list(batches)
+    assert f"worker 0 (pid {worker.pid}), which is stopped" in said[0]
+
+
+class Marks(Hangs):
+    """A worker leaves a file before it hangs."""
+
+    def __init__(self, mark):
+        super().__init__("sleeps")
+        self.mark = mark
+
+    def __getitem__(self, index):
+        if index == self.at and torch.utils.data.get_worker_info():
+            self.mark.touch()
+        return super().__getitem__(index)
+
+
+def keras_model():
+    import keras
+
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model

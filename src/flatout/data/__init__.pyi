@@ -115,6 +115,7 @@ from flatout.data.sources.table import table as table
 from flatout.data.sources.tfrecord import tfrecord as tfrecord
 from flatout.data.sources.torch_dataset import torch_dataset as torch_dataset
 from flatout.data.sources.tuned_dataset import TunedDatasetSource as TunedDatasetSource
+from flatout.data.sources.worker_errors import named_faults as named_faults
 from flatout.data.sources.worker_errors import refuse_dead_worker as refuse_dead_worker
 from flatout.data.stages import Cache as Cache
 from flatout.data.stages import Map as Map

@@ -32,6 +32,7 @@ from flatout.world.place import Place as Place
 from flatout.world.place import place as place
 from flatout.world.place import restarts as restarts
 from flatout.world.rendezvous import Rendezvous as Rendezvous
+from flatout.world.stacks import process_state as process_state
 from flatout.world.start import POLITE_S as POLITE_S
 from flatout.world.start import end_with_parent as end_with_parent
 from flatout.world.world import ONE as ONE

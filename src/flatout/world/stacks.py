@@ -24,6 +24,8 @@ _STATES = {
     "T": "is stopped (SIGSTOP, or Ctrl-Z)",
     "t": "is stopped by a debugger",
     "D": "waits in the kernel, for a disk, a network file system or a driver",
+    "R": "computes",
+    "S": "sleeps, or waits for a lock, a file or a network",
     "Z": "has ended",
     "X": "has ended",
 }
@@ -93,13 +95,20 @@ def look_at(other: Process) -> tuple[str, list[str]]:
     if started != other.started:
         return "has ended", []
     if state in "Tt":
-        return f"{_STATES[state]}; kill -CONT {other.pid} lets it go on", []
+        return process_state(other.pid), []
     if state in "ZX":
         return _STATES[state], []
     stack = _asked_by_signal(other)
     if state == "D" and not stack:
         return _STATES[state], []
     return "does not answer: some code holds its interpreter", stack
+
+
+def process_state(pid: int) -> str:
+    """Return in words what a process of this machine does, as far as the kernel shows it."""
+    state, _ = _seen(pid)
+    words = _STATES.get(state, "runs")
+    return f"{words}; kill -CONT {pid} lets it go on" if state in "Tt" else words
 
 
 def _answer_signals() -> int:

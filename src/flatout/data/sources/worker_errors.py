@@ -8,6 +8,9 @@ import signal
 from collections.abc import Generator, Iterable
 from typing import Any
 
+from torch.utils.data import DataLoader
+
+from flatout.data.sources.silent_workers import Watched
 from flatout.devices import read_shm
 from flatout.errors import DataError
 from flatout.measure import available_bytes
@@ -18,21 +21,27 @@ _KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: (\w+
 _NO_ROOM = ("Bus error", "No space left on device", "unable to allocate shared memory")
 
 
-def named_faults(loader: Iterable[Any]) -> Generator[Any, None, None]:
-    """What a loader gives.
+def named_faults(loader: DataLoader[Any], **options: Any) -> Generator[Any, None, None]:
+    """The batches of a DataLoader; a worker that it waits for long is named.
+
+    Args:
+        loader: the user's or Flatout's own.
+        options: of `Watched`.
 
     Raises:
         DataError: /dev/shm is too small for the batches of the loader's workers, or a worker
             was killed.
+        WaitStopped: a signal has stopped the training.
     """
-    batches: Any = ()
+    if not loader.num_workers:
+        yield from loader
+        return
+    watched = Watched(loader, **options)
     try:
-        batches = iter(loader)
-        yield from batches
+        yield from watched.batches()
     except (RuntimeError, OSError, EOFError) as error:
-        if getattr(loader, "num_workers", 0):
-            refuse_small_shm(error)
-            refuse_dead_worker(error, getattr(batches, "_workers", ()))
+        refuse_small_shm(error)
+        refuse_dead_worker(error, watched.workers)
         raise
 
 

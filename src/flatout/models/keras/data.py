@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from flatout.data import (
     Arrays,
@@ -21,6 +22,7 @@ from flatout.data import (
     as_tensor,
     map_tensors,
     name_digest,
+    named_faults,
 )
 from flatout.errors import DataError
 
@@ -159,6 +161,8 @@ def _by_keras(
         )
     except (ValueError, TypeError) as error:
         raise DataError(f"Keras does not take this as data: {error}") from error
+    if isinstance(x, DataLoader):
+        iterator.data_adapter._dataloader = _Watched(x)
     draws_order = shuffle and not isinstance(x, Iterator)
     batches = _KerasBatches(iterator, draws_order=draws_order, restarts=restarts)
     return IterableSource(
@@ -179,6 +183,16 @@ def _has_readers(x: Any) -> bool:
     return (
         bool(by_torch or getattr(x, "use_multiprocessing", False)) or getattr(x, "workers", 1) > 1
     )
+
+
+class _Watched:
+    """A DataLoader whose workers are named where they fail or give nothing."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return named_faults(self._loader)
 
 
 class _KerasBatches:

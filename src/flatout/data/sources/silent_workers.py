@@ -1,0 +1,148 @@
+"""A torch DataLoader's workers that give nothing: named, and ended with the wait for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from threading import Event, Thread
+from typing import Any
+
+from torch._C import _remove_worker_pids
+from torch.utils.data import DataLoader
+
+from flatout.console import say_as_is
+from flatout.data.waiting import Waiting, WaitStopped
+from flatout.world import place, process_state
+
+# Starting a worker or making a batch may take seconds: no line is printed before this time.
+_PATIENCE_S = 15.0
+# A signal ends the wait within about this time.
+_LOOK_S = 1.0
+_END = object()
+
+
+class Watched:
+    """One pass over a DataLoader with workers; a line names the worker that it waits for.
+
+    A signal that stops the training, or an exception of a signal's handler, ends the wait and the
+    workers, also those that are stopped: Python waits for them at its own end.
+
+    A thread looks at the waits. The one that waits may be within torch, which asks a worker for
+    the memory of a batch and heeds no signal until that worker answers.
+
+    Args:
+        loader: the DataLoader.
+        patience_s: seconds from the begin of a wait to its first line.
+        say: gets the line.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        patience_s: float = _PATIENCE_S,
+        say: Callable[[str], None] = say_as_is,
+    ) -> None:
+        here = place()
+        who = f"rank {here.rank} " if here.world_size > 1 else ""
+        self._loader, self._patience_s = loader, patience_s
+        self._say = lambda line: say(who + line)
+        self._batches: Any = None
+        self._wait: Waiting | None = None
+        self._stopped: WaitStopped | None = None
+        self._is_over = Event()
+
+    @property
+    def workers(self) -> list[Any]:
+        """Its processes."""
+        return list(getattr(self._batches, "_workers", ()))
+
+    def batches(self) -> Generator[Any, None, None]:
+        """What the loader gives.
+
+        Raises:
+            WaitStopped: a signal has stopped the training.
+        """
+        thread = Thread(target=self._look, name="flatout-workers", daemon=True)
+        thread.start()
+        try:
+            yield from self._read()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            has_timed_out = self._loader.timeout and isinstance(error, RuntimeError)
+            is_stop = isinstance(error, WaitStopped) or not isinstance(error, Exception)
+            if is_stop or has_timed_out:
+                self._end_workers()
+                self._loader._iterator = None  # else workers that persist are asked again
+            raise
+        finally:
+            self._is_over.set()
+            thread.join()
+
+    def _read(self) -> Generator[Any, None, None]:
+        with self._waiting(lambda: "the workers of a DataLoader to start"):
+            self._batches = batches = iter(self._loader)
+        if not self._loader.timeout:
+            # torch looks after its workers every 5 seconds.
+            ask = partial(type(batches)._try_get_data, weakref.proxy(batches), _LOOK_S)  # type: ignore[attr-defined]
+            batches._try_get_data = ask  # type: ignore[attr-defined]
+        while True:
+            with self._waiting(self._words):
+                value = next(batches, _END)
+            if value is _END:
+                return
+            yield value
+
+    @contextmanager
+    def _waiting(self, what: Callable[[], str]) -> Iterator[None]:
+        self._wait = Waiting(what, self._say, self._patience_s)
+        try:
+            yield
+        except Exception:
+            # Workers that were ended fail in one way or another.
+            if self._stopped is None:
+                raise
+        finally:
+            self._wait = None
+        if self._stopped is not None:
+            raise self._stopped
+
+    def _look(self) -> None:
+        while not self._is_over.wait(min(_LOOK_S, self._patience_s)):
+            wait = self._wait
+            try:
+                if wait is not None:
+                    wait.look()
+            except WaitStopped as stopped:
+                self._stopped = stopped
+                self._end_workers()
+                return
+
+    def _words(self) -> str:
+        batches = self._batches
+        task = batches._task_info.get(batches._rcvd_idx)
+        numbers = range(len(batches._workers)) if task is None else task[:1]
+        pids = [batches._workers[number].pid for number in numbers]
+        named = ", ".join(
+            f"worker {number} (pid {pid}), which {process_state(pid)}"
+            for number, pid in zip(numbers, pids, strict=True)
+        )
+        return (
+            f"a batch of a DataLoader by {named}; `py-spy dump --pid {pids[0]}` prints where it "
+            "is, and DataLoader(timeout=...) limits the wait"
+        )
+
+    def _end_workers(self) -> None:
+        """End them at once; torch would first wait for seconds for each, and for stopped ones."""
+        if getattr(self._batches, "_worker_pids_set", False):
+            # Else torch takes their end for a failure.
+            self._batches._worker_pids_set = False
+            _remove_worker_pids(id(self._batches))
+        for worker in self.workers:
+            worker.terminate()
+            with suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGCONT)
