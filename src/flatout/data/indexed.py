@@ -32,7 +32,7 @@ from flatout.data.checksums import reader
 from flatout.data.decoder import Bytes, Decoder, Encoded
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.files import File, files_words
-from flatout.data.origins import Rows
+from flatout.data.origins import Gather, Rows, alone
 from flatout.data.schema import Schema
 from flatout.data.sealed import Seals
 from flatout.data.threads import Pool
@@ -161,6 +161,11 @@ class IndexedRows(Rows):
 
     def _where(self, position: int) -> str:
         return self._bytes.where(position, text=getattr(self.decoder, "text", True))
+
+    def skipped(self, gather: Gather = alone) -> list[str]:
+        """In which columns any rank has found a changed value since this was asked last."""
+        changes = getattr(self.decoder, "changes", None)
+        return [] if changes is None else list(changes.new_notes(gather))
 
     def describe(self) -> str:
         """Such as "2 LibSVM files, 0.9 MB, 8,124 rows"."""

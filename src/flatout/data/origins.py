@@ -43,7 +43,7 @@ class Origin(Protocol):
         return []
 
     def skipped(self, gather: Gather = alone) -> list[str]:
-        """How many rows any rank has skipped in reading since this was asked last, and which.
+        """Which rows any rank has skipped, or values changed, since this was asked last.
 
         Args:
             gather: of the ranks that read these data, all of which ask.

@@ -440,7 +440,7 @@ class Pipeline(Staged["Pipeline"]):
         return self._built.targets()
 
     def skipped(self, gather: Gather = alone) -> list[str]:
-        """How many rows any rank has skipped in reading since this was asked last, and which.
+        """Which rows any rank has skipped, or values changed, since this was asked last.
 
         Args:
             gather: gives the values of all ranks for this rank's own; all of them ask.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from flatout.data.batch import Batch
+from flatout.data.changed import found_here, take_over
 from flatout.data.execution.handing import receive, send
 from flatout.data.waiting import Waiting
 from flatout.errors import DataError
@@ -87,9 +88,10 @@ class Worker:
                 self._receive(doing)
                 self.ready, doing = True, what
             self._pipe.send(task)
-            made, error, trace = self._receive(doing)
+            made, found, error, trace = self._receive(doing)
         except (EOFError, OSError) as lost:
             raise self._why_it_ended(doing) from lost
+        take_over(found)
         if error is not None:
             raise error from _InWorker(trace)
         batch: Batch = made
@@ -148,12 +150,13 @@ def _serve(pipe: Any) -> None:
 
 def _answer(pipe: Any, maker: Any, task: tuple[Any, ...]) -> None:
     try:
-        send(pipe, (maker.seeded(*task), None, ""))
+        made = maker.seeded(*task)
+        send(pipe, (made, found_here(), None, ""))
     except (BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
         trace = traceback.format_exc()
-        send(pipe, (None, _sendable(error, trace), trace))
+        send(pipe, (None, {}, _sendable(error, trace), trace))
 
 
 def _sendable(error: Exception, trace: str) -> Exception:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from flatout.data.block import Numbers, Ragged, Values, offsets_of
 from flatout.data.buffers import Buffers
+from flatout.data.changed import Changes
 from flatout.data.schema import Column, Schema
 from flatout.data.sources.arrow_schema import (
     ISO_TYPES,
@@ -41,13 +42,22 @@ class BadValue(Exception):
         self.byte = byte
 
 
-def to_columns(table: pa.Table, schema: Schema, buffers: Buffers) -> dict[str, Values]:
+# Is called with a column that has numbers beyond which not every whole number is one of the dtype:
+# its name, the values as the table has them, those that were made of them, and what gives a
+# value's row.
+Large: TypeAlias = "Callable[[str, npt.NDArray[Any], npt.NDArray[Any], Callable[[int], int]], None]"
+
+
+def to_columns(
+    table: pa.Table, schema: Schema, buffers: Buffers, large: Large | None = None
+) -> dict[str, Values]:
     """The columns that the schema uses, in arrays from `buffers`.
 
     Args:
         table: has at least the columns `used_names(schema)`.
         schema: that `check_schema` has let pass.
         buffers: gives the arrays.
+        large: gets the columns of floats in which whole numbers may have been rounded.
 
     Raises:
         BadValue: a value is missing, not finite, out of its dtype's range or no category.
@@ -63,11 +73,13 @@ def to_columns(table: pa.Table, schema: Schema, buffers: Buffers) -> dict[str, V
                 own = column
                 if name in defaults:
                     own = column.model_copy(update={"default": defaults[name]})
-                _Reader(name, own, schema).scalars(_in_one_piece(table[name]), out[:, at])
+                reader = _Reader(name, own, schema, large)
+                reader.scalars(_in_one_piece(table[name]), out[:, at])
             columns[column.name] = out
         else:
             array = _in_one_piece(table[column.name])
-            columns[column.name] = _Reader(column.name, column, schema).column(array, buffers)
+            reader = _Reader(column.name, column, schema, large)
+            columns[column.name] = reader.column(array, buffers)
     return columns
 
 
@@ -79,13 +91,14 @@ def _in_one_piece(chunked: pa.ChunkedArray) -> pa.Array:
 class _Reader:
     """Reads the values of one column of a table."""
 
-    def __init__(self, name: str, to: Column, schema: Schema) -> None:
+    def __init__(self, name: str, to: Column, schema: Schema, large: Large | None) -> None:
         self.name = name
         self.to = to
         self.categories = schema.options.get("categories", {}).get(name)
         self.has_unknown = name in schema.options.get("unknown", ())
         self.date = schema.options.get("dates", {}).get(name)
         self.allow_nan = bool(schema.options.get("allow_nan", False))
+        self.large = large if self.categories is None and self.date is None else None
 
     def column(self, array: pa.Array, buffers: Buffers) -> Values:
         """All of it, in an array from `buffers`."""
@@ -159,12 +172,14 @@ class _Reader:
         # What is too large for float32 becomes infinite, and is found below.
         with np.errstate(over="ignore"):
             out[...] = values
-        if out.dtype.kind == "f" and not self.allow_nan:
-            finite = np.isfinite(out)
-            if not finite.all():
-                index = int(np.argmin(finite))
+        if out.dtype.kind == "f" and len(out):
+            most = max(out.max(), -out.min())
+            if not (self.allow_nan or np.isfinite(most)):
+                index = int(np.argmin(np.isfinite(out)))
                 text = f"{values[index]} (allow_nan=True lets it pass)"
                 raise self._bad(row_of(index), f"a finite {self.to.dtype}", text)
+            if self.large is not None and not most < exact_up_to(out.dtype):
+                self.large(self.name, values, out, row_of)
 
     def _codes(self, array: pa.Array, row_of: Callable[[int], int]) -> pa.Array:
         """The number of each value among the categories."""
@@ -244,8 +259,10 @@ def _index_in(array: pa.Array, values: list[Any]) -> pa.Array:
     return pa.array(codes, pa.int32()).take(index.indices)
 
 
-# float32 holds every whole number up to this one.
-EXACT = 1 << 24
+# Changes of values.
+ROUNDED = "rounded"
+# Larger numbers are measures.
+_LARGEST_ID = 2.0**64
 # Times as many values as rows, from where looking each up is faster than hashing all of them.
 _MANY = 4
 # What was made of a list that a schema holds: once, not for every batch.
@@ -263,16 +280,16 @@ def _made_of(values: list[Any], kind: str, make: Callable[[], Any]) -> Any:
     return kept[1]
 
 
-def may_be_rounded(fields: Mapping[str, pa.DataType], schema: Schema) -> list[str]:
-    """Return the columns that become float32 and whose whole numbers may be rounded."""
+def may_be_rounded(fields: Mapping[str, pa.DataType], schema: Schema) -> dict[str, str]:
+    """Return the columns whose whole numbers may be rounded, with the floats that they become."""
     coded = {*schema.options.get("categories", {}), *schema.options.get("dates", {})}
-    return [
-        name
+    return {
+        name: column.dtype
         for column in schema.columns
-        if column.role != "unused" and column.dtype == "float32"
+        if column.role != "unused" and column.dtype.startswith("float")
         for name in source_names(schema, column)
         if name not in coded and _is_wider(fields.get(name, pa.null()))
-    ]
+    }
 
 
 def _is_wider(type: pa.DataType) -> bool:
@@ -280,22 +297,71 @@ def _is_wider(type: pa.DataType) -> bool:
     return bool(is_whole or pa.types.is_float64(type) or pa.types.is_decimal(type))
 
 
-def rounding_notes(tables: Sequence[pa.Table], schema: Schema) -> list[str]:
-    """Return a line for each column, such as ids, in which float32 rounds whole numbers."""
-    found: dict[str, int] = {}
-    for table in tables:
-        fields = {field.name: field.type for field in table.schema}
-        for name in may_be_rounded(fields, schema):
-            values = table[name].drop_null().cast(pa.float64(), safe=False).to_numpy()
-            values = values[np.abs(values) > EXACT]  # NaN is left out by the comparison
-            rounded = values[values.astype(np.float32) != values]
-            if len(rounded) and (rounded == np.rint(rounded)).all():
-                found.setdefault(name, int(rounded[0]))
-    return [
-        f"column {name!r}: float32 rounds whole numbers above {EXACT:,}, such as {value}: for ids "
-        f"pass categories=[{name!r}]"
-        for name, value in found.items()
-    ]
+def exact_up_to(dtype: npt.DTypeLike) -> int:
+    """Return the number up to which a dtype of floats holds every whole number."""
+    return 1 << int(np.finfo(dtype).nmant) + 1
+
+
+def note_rounding(
+    changes: Changes,
+    name: str,
+    values: npt.NDArray[Any],
+    out: npt.NDArray[Any],
+    where: Callable[[int], str],
+) -> None:
+    """Note that whole numbers of a column, such as ids, were rounded, unless fractions were too.
+
+    Args:
+        changes: keeps the line.
+        name: of the column.
+        values: as they were.
+        out: as they are now.
+        where: gives the place of a value.
+    """
+    if values.dtype == out.dtype or not changes.watches(name, ROUNDED):
+        return
+    size = np.abs(out)
+    places = np.flatnonzero((size >= exact_up_to(out.dtype)) & (size < np.inf))
+    exact = values[places].astype(np.longdouble)
+    changed = exact != out[places]
+    if not changed.any():
+        return
+    rounded = exact[changed]
+    if ((rounded == np.rint(rounded)) & (np.abs(rounded) < _LARGEST_ID)).all():
+        place = places[np.argmax(changed)]
+        line = rounded_words(name, out.dtype, str(int(values[place])))
+        changes.add(name, f"{where(int(place))}: {line}")
+    else:
+        changes.expect(name, ROUNDED)
+
+
+def rounded_words(name: str, dtype: npt.DTypeLike, value: str) -> str:
+    """Return the line on a column in which a whole number was rounded."""
+    return (
+        f"column {name!r}: {np.dtype(dtype)} rounds whole numbers above {exact_up_to(dtype):,}, "
+        f"such as {value}: for ids pass categories=[{name!r}]"
+    )
+
+
+def note_rounding_of(
+    table: pa.Table, schema: Schema, changes: Changes, where: Callable[[int], str]
+) -> None:
+    """Note for each column of a table, such as ids, that floats round its whole numbers."""
+    fields = {field.name: field.type for field in table.schema}
+    for name, dtype in may_be_rounded(fields, schema).items():
+        column = table[name]
+        rows = np.flatnonzero(column.is_valid().to_numpy())
+        present = column.drop_null()
+        if pa.types.is_decimal(present.type):
+            present = present.cast(pa.float64(), safe=False)
+        values = present.to_numpy()
+        with np.errstate(over="ignore"):
+            out = values.astype(dtype)
+
+        def place(at: int, rows: Numbers = rows) -> str:
+            return where(int(rows[at]))
+
+        note_rounding(changes, name, values, out, place)
 
 
 def _lengths(array: pa.Array) -> Numbers:

@@ -28,7 +28,7 @@ _MOSTLY = 0.9
 _WHOLE = r"^\s*[+-]?\d{1,18}\s*$"
 _NUMBER = r"^\s*[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[nN][aA][nN]|[iI]nf(inity)?)\s*$"
 _POINT = r"\."
-_CODE, _DIGITS = r"^\s*0\d", r"^\s*[+-]?\d+\s*$"
+_DIGITS = r"^\s*[+-]?\d+\s*$"
 
 
 class FileBegin(NamedTuple):
@@ -147,8 +147,8 @@ def _names(begin: FileBegin, dialect: Dialect, header: bool | Sequence[str]) -> 
 
 def found_types(
     begins: Sequence[FileBegin], names: Sequence[str], dialect: Dialect, wanted: ColumnOptions
-) -> tuple[dict[str, pa.DataType], list[str], list[pa.Table]]:
-    """Return the types of columns in the first rows of some files, notes on them, and these rows.
+) -> dict[str, pa.DataType]:
+    """Return the types of columns in the first rows of some files.
 
     Whole numbers beyond int64 are read as texts: as floats, different numbers would become equal.
 
@@ -162,8 +162,6 @@ def found_types(
         *(name for name, form in dates.items() if form != ISO),
     }
     types: dict[str, pa.DataType] = dict.fromkeys(names, pa.null())
-    notes: dict[str, str] = {}
-    tables: list[pa.Table] = []
     for begin in begins:
         text = in_one_piece(begin.text, begin.rows.starts, begin.rows.ends)
         as_bytes = dict.fromkeys(texts, pa.binary())
@@ -174,40 +172,18 @@ def found_types(
                 where=begin.file.name,
                 do="correct the header, or name the columns: header=[...]",
             )
-        tables.append(table)
         kinds = {
             name: pa.string() if name in texts else _type_of(table[name], dialect.decimal)
             for name in names
         }
-        numeric = [name for name, kind in kinds.items() if kind in (pa.int64(), pa.float64())]
-        as_texts = dict.fromkeys(names, pa.binary()) | dict.fromkeys(numeric, pa.string())
-        written = read_text(text, names, dialect, as_texts, skip_invalid=True)
-        for name in numeric:
-            column = written[name]
-            if kinds[name] == pa.int64() and (code := _first_match(column, _CODE)):
-                notes.setdefault(name, f"column {name!r}: {_code_words(name, code)}")
-            elif kinds[name] == pa.float64() and _is_beyond_int64(column):
-                kinds[name] = pa.string()
+        floats = [name for name, kind in kinds.items() if kind == pa.float64()]
+        if floats:
+            as_texts = dict.fromkeys(names, pa.binary()) | dict.fromkeys(floats, pa.string())
+            written = read_text(text, names, dialect, as_texts, skip_invalid=True)
+            kinds |= {name: pa.string() for name in floats if _is_beyond_int64(written[name])}
         for name in names:
             types[name] = _common_type(types[name], kinds[name])
-    unused = {
-        name
-        for name, role in wanted.roles(dict.fromkeys(names, "input")).items()
-        if role == "unused"
-    }
-    return types, [note for name, note in notes.items() if name not in unused], tables
-
-
-def _first_match(column: pa.ChunkedArray, pattern: str) -> str | None:
-    matches = column.filter(pc.match_substring_regex(column, pattern))
-    return matches[0].as_py().strip() if len(matches) else None
-
-
-def _code_words(name: str, code: str) -> str:
-    return (
-        f"{code} is read as the number {int(code)}, without its leading zeros: "
-        f"to read texts, pass categories=[{name!r}]"
-    )
+    return types
 
 
 def _is_beyond_int64(column: pa.ChunkedArray) -> bool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from flatout.data.block import Block, Numbers
 from flatout.data.buffers import Buffers
+from flatout.data.changed import Changes
 from flatout.data.decoder import Bytes, Encoded, Lengths, Split, Survey, good_rows
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.schema import Schema
@@ -22,9 +25,13 @@ from flatout.data.sources.arrow_schema import (
     used_names,
 )
 from flatout.data.sources.csv_begin import BOM
+from flatout.data.sources.csv_changed import CsvChanges
 from flatout.data.sources.csv_split import dialect_of, split_rows
 from flatout.data.sources.csv_text import in_one_piece, not_utf8, read_text
 from flatout.errors import DataError
+
+# Of rows that are looked at for changes alone; each is left out by parsing the others again.
+_MOST_BAD = 10
 
 
 class CsvDecoder:
@@ -36,6 +43,7 @@ class CsvDecoder:
         names: of the columns in the files.
         headers: the lines that may stand first in a file and are no rows.
         notes: what there is to say of how the files are read.
+        changes: keeps the columns in which reading has changed a value.
     """
 
     needs_survey = False
@@ -46,8 +54,10 @@ class CsvDecoder:
         names: Sequence[str],
         headers: frozenset[bytes],
         notes: Sequence[str] = (),
+        changes: Changes | None = None,
     ) -> None:
-        self.notes = list(notes)
+        self._notes = list(notes)
+        self.changes = Changes() if changes is None else changes
         self.schema = schema
         self.names = list(names)
         self.dialect = dialect_of(schema.options)
@@ -56,6 +66,13 @@ class CsvDecoder:
         self._types = _types_to_read(schema)
         types = {name: self._types.get(name, pa.null()) for name in names}
         check_schema(schema, types, "the schema")
+        numeric = [name for name, type in self._types.items() if _is_number(type)]
+        self._look = CsvChanges(self.changes, names, numeric, self.dialect)
+
+    @property
+    def notes(self) -> list[str]:
+        """What there is to say of how the files are read, and which values were changed."""
+        return [*self.changes.notes(), *self._notes]
 
     def split(self, buffer: Bytes, final: bool) -> Split:
         """Lines, unless their end is in quotes, without the header that a file begins with."""
@@ -84,17 +101,28 @@ class CsvDecoder:
         good = np.arange(len(rows.starts))
         while True:
             try:
-                table = self._parse(rows.buffer, rows.starts[good], rows.ends[good])
-                columns = to_columns(table, self.schema, buffers)
-                return Block(columns, rows.numbers[good])
+                read = rows if len(good) == len(rows.starts) else _some(rows, good)
+                table = self._parse(read)
+
+                def large(name: str, values: Any, out: Any, row_of: Any, read: Any = read) -> None:
+                    self._look.look_for_rounding(read, name, out)
+
+                columns = to_columns(table, self.schema, buffers, large)
+                return Block(columns, read.numbers)
             except BadValue as bad:
                 row = int(good[bad.row])
                 where = rows.where(row, int(rows.starts[row]) + bad.byte)
                 policy.bad(bad.what, where, bad.do)
                 good = np.delete(good, bad.row)
 
-    def _parse(self, buffer: Bytes, starts: Numbers, ends: Numbers) -> pa.Table:
+    def look(self, rows: Encoded) -> None:
+        """Note which values are changed in rows, some of which may be bad."""
+        with suppress(DataError):
+            self.decode(rows, None, Buffers(), ErrorPolicy("skip", max_errors=_MOST_BAD))
+
+    def _parse(self, rows: Encoded) -> pa.Table:
         """The fields of rows that are used."""
+        buffer, starts, ends = rows.buffer, rows.starts, rows.ends
         if len(starts) == 0:
             return pa.schema(self._types).empty_table()
         text = in_one_piece(buffer, starts, ends)
@@ -111,6 +139,7 @@ class CsvDecoder:
                 self._first_torn(buffer, starts, ends),
                 "expected one row, found more or none (a carriage return ends a row as well)",
             )
+        self._look.look_for_zeros(rows, text)
         return table
 
     def _explain(self, words: str, rows: int) -> tuple[int, str, str]:
@@ -159,6 +188,20 @@ def _advice_for_whole_numbers(name: str, text: str, decimal: str) -> str:
     if number.is_integer() and abs(number) >= 2**63:
         return f"pass categories=[{name!r}], which gives each text a number of its own"
     return f"set the column's type: schema=data.schema.with_dtypes({{{name!r}: 'float32'}})"
+
+
+def _is_number(type: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(type) or pa.types.is_floating(type))
+
+
+def _some(rows: Encoded, wanted: Numbers) -> Encoded:
+    """Return some of the rows, in which `where` counts as in these alone."""
+    return rows._replace(
+        starts=rows.starts[wanted],
+        ends=rows.ends[wanted],
+        numbers=rows.numbers[wanted],
+        where=lambda row, byte: rows.where(int(wanted[row]), byte),
+    )
 
 
 def _types_to_read(schema: Schema) -> dict[str, pa.DataType]:

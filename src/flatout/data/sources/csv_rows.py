@@ -15,12 +15,11 @@ import pyarrow as pa
 from flatout.cache_folder import keep_text, kept_text
 from flatout.data.block import Numbers
 from flatout.data.buffers import Buffers
-from flatout.data.decoder import Bytes
+from flatout.data.decoder import Bytes, Encoded
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.files import File, in_utf8
 from flatout.data.indexed import IndexedRows
 from flatout.data.schema import Column, Given, Schema
-from flatout.data.sources.arrow_columns import rounding_notes
 from flatout.data.sources.arrow_schema import (
     ISO,
     ISO_WITH_ZONE,
@@ -161,7 +160,7 @@ def _inferred(
     is_headed = options["header"] is True
     samples = samples_of(opened.begins, is_headed)
     wanted = wanted.without([name for name in names if name.startswith(UNNAMED)])
-    types, type_notes, tables = found_types(samples, names, opened.dialect, wanted)
+    types = found_types(samples, names, opened.dialect, wanted)
     rows = None
 
     def count(columns: Sequence[str], few: bool) -> Mapping[str, Texts]:
@@ -182,16 +181,22 @@ def _inferred(
     if bools:
         schema = schema.model_copy(update={"options": {**schema.options, "bools": bools}})
     check_options(schema, _OPTIONS)
-    notes = [
-        *opened.notes,
-        *type_notes,
-        *rounding_notes(tables, schema),
-        *notes_of(schema.options, wanted.numberish),
-    ]
+    notes = [*opened.notes, *notes_of(schema.options, wanted.numberish)]
     decoder = CsvDecoder(schema, names, opened.headers, notes)
+    for begin in samples:
+        decoder.look(_encoded(begin))
     if rows is None:
         return IndexedRows(files, decoder, policy, "CSV")
     return rows.read_by(decoder, policy)
+
+
+def _encoded(begin: FileBegin) -> Encoded:
+    def where(row: int, byte: int) -> str:
+        line = begin.text[:byte].tobytes().count(b"\n") + 1
+        return f"{begin.file.name}:{line} (byte {byte:,})"
+
+    starts, ends = begin.rows.starts, begin.rows.ends
+    return Encoded(begin.text, starts, ends, np.arange(len(starts)), where)
 
 
 def _with_dates(wanted: ColumnOptions, types: Mapping[str, pa.DataType]) -> ColumnOptions:

@@ -15,6 +15,7 @@ import numpy as np
 from flatout.console import say_as_is
 from flatout.data.block import Block
 from flatout.data.buffers import Buffers
+from flatout.data.changed import Changes
 from flatout.data.decoder import Encoded
 from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.execution.parallel import Ahead, Tuner
@@ -95,6 +96,7 @@ class FifoStream:
         self._on_error, self._max_errors = on_error, max_errors
         self._timeout_s, self._longest, self._say = timeout_s, longest, say
         self._policy = ErrorPolicy(on_error, max_errors)
+        self._changes = Changes()
         self._block = max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // max(1, _row_bytes(schema))))
         self._passes = 0
         self._open: list[Pipe] = []
@@ -199,7 +201,7 @@ class FifoStream:
 
     def _rows_of(self, pipe: Pipe, policy: ErrorPolicy, buffers: Buffers) -> Iterator[PipePart]:
         """The rows of one pipe."""
-        decoder = decoder_of(self.schema, self._wrap, pipe.name)
+        decoder = decoder_of(self.schema, self._wrap, pipe.name, self._changes)
         text = getattr(decoder, "text", True)
         # Who is alone has its turn all the time.
         turn = left = _TURN if len(self._paths) > 1 else sys.maxsize
@@ -240,14 +242,15 @@ class FifoStream:
         return f"{WORDS[self.schema.format]} rows{wrap} of {self._names}{count}"
 
     def skipped(self, gather: Gather = alone) -> list[str]:
-        """How many rows of the latest pass any rank has skipped since this was asked last."""
+        """Which rows of the latest pass any rank has skipped, or values changed, since then."""
+        changed = self._changes.new_notes(gather)
         if self._on_error != "skip":
-            return []
-        return [line for lines in gather(self._policy.new_notes()) for line in lines]
+            return changed
+        return [*changed, *(line for lines in gather(self._policy.new_notes()) for line in lines)]
 
     def notes(self) -> list[str]:
-        """What was skipped in the latest pass."""
-        return self._policy.notes()
+        """What was changed, and what was skipped in the latest pass."""
+        return [*self._changes.notes(), *self._policy.notes()]
 
 
 def _real(path: str) -> str:

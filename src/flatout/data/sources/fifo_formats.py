@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from flatout.data.block import Block
+from flatout.data.changed import Changes
 from flatout.data.decoder import Bytes, Split, StreamDecoder
 from flatout.data.framing import rows_within, split_recordio
 from flatout.data.recordio_protobuf import RecordioDecoder
@@ -60,12 +61,14 @@ def stream_schema(format: Format, given: Given | None, wrap: Wrap | None) -> Sch
     return schema
 
 
-def decoder_of(schema: Schema, wrap: Wrap | None, name: str) -> StreamDecoder:
-    """A decoder for one pass over a pipe called `name`."""
+def decoder_of(
+    schema: Schema, wrap: Wrap | None, name: str, changes: Changes | None = None
+) -> StreamDecoder:
+    """A decoder for one pass over a pipe called `name`; `changes` keeps what it changes."""
     if schema.format == "tfrecord" and wrap:
         return _Examples(schema)
     if schema.format == "csv":
-        decoder: StreamDecoder = _Csv(schema, name, headers=wrap is not None)
+        decoder: StreamDecoder = _Csv(schema, name, wrap is not None, changes or Changes())
     elif schema.format == "recordio":
         decoder = RecordioDecoder(schema)
     else:
@@ -131,11 +134,12 @@ class _Csv:
         schema: its option `header` says whether it does, or names them; True where it is left out.
         name: of the stream, for messages.
         headers: whether that row may come again at the begin of what is split.
+        changes: keeps the columns in which reading has changed a value.
     """
 
     text = True
 
-    def __init__(self, schema: Schema, name: str, headers: bool) -> None:
+    def __init__(self, schema: Schema, name: str, headers: bool, changes: Changes) -> None:
         from flatout.data.sources.csv_split import MISSING, dialect_of
 
         defaults = {"delimiter": ",", "quote": '"', "header": True, "missing": list(MISSING)}
@@ -148,7 +152,7 @@ class _Csv:
             )
         self._schema = schema.model_copy(update={"options": options})
         self._dialect = dialect_of(options)
-        self._name, self._headers = name, headers
+        self._name, self._headers, self._changes = name, headers, changes
         self._inner: StreamDecoder | None = None
 
     def split(self, buffer: Bytes, final: bool) -> Split:
@@ -176,8 +180,8 @@ class _Csv:
         names = shared_names([begin], self._dialect, header)
         headers = frozenset({first}) if header is True else frozenset()
         return (
-            CsvDecoder(self._schema, names, headers),
-            CsvDecoder(self._schema, names, frozenset()),
+            CsvDecoder(self._schema, names, headers, changes=self._changes),
+            CsvDecoder(self._schema, names, frozenset(), changes=self._changes),
         )
 
     def decode(self, *args: Any) -> Block:

@@ -11,6 +11,7 @@ import numpy as np
 
 from flatout.data.block import Block, Numbers
 from flatout.data.buffers import Buffers
+from flatout.data.changed import Changes
 from flatout.data.execution.digests import digest_of
 from flatout.data.origins import Rows
 from flatout.data.pipeline import Pipeline
@@ -46,6 +47,7 @@ class TableRows(Rows):
     random = True
 
     def __init__(self, table: pa.Table, schema: Schema, notes: Sequence[str] = ()) -> None:
+        from flatout.data.sources.arrow_columns import note_rounding_of
         from flatout.data.sources.arrow_schema import check_schema, used_names
 
         if len(table) == 0:
@@ -54,7 +56,9 @@ class TableRows(Rows):
         self.schema = schema
         self.rows = len(table)
         self._table = table.select(used_names(schema)).combine_chunks()
-        self._notes = list(notes)
+        changes = Changes()
+        note_rounding_of(self._table, schema, changes, self.where)
+        self._notes = [*changes.notes(), *notes]
 
     @cached_property
     def digest(self) -> str:
@@ -134,7 +138,6 @@ def table(
             naming column and row of a value that is missing or does not fit.
     """
     require("pyarrow", "tables", "tables")
-    from flatout.data.sources.arrow_columns import rounding_notes
     from flatout.data.sources.arrow_schema import (
         ColumnOptions,
         check_options,
@@ -163,8 +166,7 @@ def table(
         wanted, fields, lambda names, few: merged([texts_of(data[:1000] if few else data, names)])
     )
     inferred = infer_schema("table", fields, wanted, options)
-    notes = [*rounding_notes([data], inferred), *notes_of(inferred.options, wanted.numberish)]
-    return Pipeline(TableRows(data, inferred, notes))
+    return Pipeline(TableRows(data, inferred, notes_of(inferred.options, wanted.numberish)))
 
 
 def _without_absent(schema: Schema, fields: Mapping[str, Any]) -> Schema:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -15,14 +15,17 @@ from pyarrow import ipc
 
 from flatout.data.block import Block, offsets_of
 from flatout.data.buffers import Buffers
+from flatout.data.changed import Changes
 from flatout.data.files import File, files_words
 from flatout.data.indexed import files_digest
+from flatout.data.origins import Gather, alone
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.arrow_columns import (
-    EXACT,
     BadValue,
+    exact_up_to,
     may_be_rounded,
-    rounding_notes,
+    note_rounding,
+    note_rounding_of,
     to_columns,
 )
 from flatout.data.sources.arrow_schema import (
@@ -184,6 +187,7 @@ class TableChunks:
 
     Attributes:
         files: where they lie.
+        changes: the columns in which reading has changed a value.
         file_rows: where each file's rows begin, and at last where they end.
 
     Raises:
@@ -197,6 +201,7 @@ class TableChunks:
         for file in files:
             check_schema(schema, file.fields, file.file.name)
         self.schema = schema
+        self.changes = Changes()
         self._files = list(files)
         self.files = [file.file for file in files]
         self._names = used_names(schema)
@@ -231,8 +236,14 @@ class TableChunks:
                     f"expected {stop - start:,} rows, found {len(table):,}",
                     where=f"{file.file.name}: {file.part} {at.number}",
                 )
+
+            def large(name: str, values: Any, out: Any, row_of: Callable[[int], int]) -> None:
+                note_rounding(
+                    self.changes, name, values, out, lambda at: self.where(start + row_of(at))
+                )
+
             try:
-                columns = to_columns(table, self.schema, buffers)
+                columns = to_columns(table, self.schema, buffers, large)
             except BadValue as bad:
                 raise DataError(
                     bad.what,
@@ -256,15 +267,29 @@ class TableChunks:
         return files_words(files, self._files[0].kind, self._starts[-1])
 
     def notes(self) -> list[str]:
-        """What was learned, and whether parts are so large that decoding one needs much memory."""
+        """What was learned and changed, and whether decoding a part needs much memory."""
+        notes = [*self.changes.notes(), *self._notes]
         largest = max(self._files, key=lambda value: value.largest)
         if largest.largest < _LARGE:
-            return self._notes
+            return notes
         return [
-            *self._notes,
+            *notes,
             f"a {largest.part} of {largest.file.name} takes {size_words(largest.largest)} "
             "decoded, and each thread decodes one: write smaller ones (row_group_size)",
         ]
+
+    def skipped(self, gather: Gather = alone) -> list[str]:
+        """In which columns any rank has found a changed value since this was asked last."""
+        return self.changes.new_notes(gather)
+
+    def look(self) -> None:
+        """Note what is changed in the first part, unless its statistics exclude that."""
+        file = self._files[0]
+        names = list(may_be_rounded(file.fields, self.schema))
+        names = file.may_exceed(names, exact_up_to(np.float32)) if file.sizes else []
+        if names:
+            with _explained(file.file, f"{file.part} 0 cannot be decoded"):
+                note_rounding_of(file.read(0, names), self.schema, self.changes, self.where)
 
 
 def _types(schema: pa.Schema, file: File) -> dict[str, pa.DataType]:
@@ -312,17 +337,9 @@ def table_chunks(
             )
     wanted = with_vocabularies(wanted, fields, lambda names, few: _texts(files, names, few))
     inferred = infer_schema(format, fields, wanted, options)
-    notes = [*_rounding_notes(files[0], inferred), *notes_of(inferred.options, wanted.numberish)]
-    return TableChunks(files, inferred, notes)
-
-
-def _rounding_notes(file: TableFile, schema: Schema) -> list[str]:
-    names = may_be_rounded(file.fields, schema)
-    names = file.may_exceed(names, EXACT) if file.sizes else []
-    if not names:
-        return []
-    with _explained(file.file, f"{file.part} 0 cannot be decoded"):
-        return rounding_notes([file.read(0, names)], schema)
+    chunks = TableChunks(files, inferred, notes_of(inferred.options, wanted.numberish))
+    chunks.look()
+    return chunks
 
 
 def _texts(files: Sequence[TableFile], names: Sequence[str], few: bool) -> dict[str, Texts]:

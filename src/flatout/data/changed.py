@@ -1,0 +1,74 @@
+"""Values that reading changes: a line for each column in which that happens."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+from flatout.data.origins import Gather, alone
+
+Lines = dict[str, str]
+
+_numbers = itertools.count()
+# By key: a copy in a worker process has that of the original.
+_here: WeakValueDictionary[tuple[int, int], Changes] = WeakValueDictionary()
+
+
+class Changes:
+    """The columns in which reading has changed a value. Several threads may call at once."""
+
+    def __init__(self) -> None:
+        self._key = (os.getpid(), next(_numbers))
+        self._lines: Lines = {}
+        self._expected: set[tuple[str, str]] = set()
+        self._reported: set[str] = set()
+        _here[self._key] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _here[self._key] = self
+
+    def watches(self, column: str, change: str) -> bool:
+        """Return whether such a change of the column is still to be found."""
+        return column not in self._lines and (column, change) not in self._expected
+
+    def expect(self, column: str, change: str) -> None:
+        """Take such a change for what the user expects of this column."""
+        self._expected.add((column, change))
+
+    def add(self, column: str, line: str) -> None:
+        """Keep the line on a column, if it is the first."""
+        self._lines.setdefault(column, line)
+
+    def notes(self) -> list[str]:
+        """Return the line of each column."""
+        return list(self._lines.values())
+
+    def new_notes(self, gather: Gather = alone) -> list[str]:
+        """Return the lines that any rank has found since this was asked last; all ranks ask."""
+        new: Lines = {}
+        for found in gather(self._unreported()):
+            new = {**found, **new}
+        self._lines.update(new)
+        self._reported.update(new)
+        return list(new.values())
+
+    def _unreported(self) -> Lines:
+        lines = self._lines.copy()
+        return {column: lines[column] for column in lines if column not in self._reported}
+
+
+def found_here() -> dict[tuple[int, int], Lines]:
+    """Return what a worker process has found, for `take_over` in the process that asked it."""
+    return {key: lines for key, one in list(_here.items()) if (lines := one._unreported())}
+
+
+def take_over(found: Mapping[tuple[int, int], Lines]) -> None:
+    """Keep what a worker process has found."""
+    for key, lines in found.items():
+        for column, line in lines.items():
+            if (changes := _here.get(key)) is not None:
+                changes.add(column, line)

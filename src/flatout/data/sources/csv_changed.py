@@ -1,0 +1,127 @@
+"""Values of CSV that become others: codes without their leading zeros, rounded whole numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from flatout.data.block import Numbers, offsets_of
+from flatout.data.changed import Changes
+from flatout.data.decoder import Bytes, Encoded
+from flatout.data.sources.arrow_columns import ROUNDED, exact_up_to, rounded_words
+from flatout.data.sources.csv_split import Dialect
+from flatout.data.sources.csv_text import in_one_piece, read_text
+
+_ZEROS = "leading zeros"
+_CODE = re.compile(r"0\d+")
+_WHOLE = re.compile(r"[+-]?\d+")
+# What may stand before a field has a lower code than signs within numbers; digits have higher ones.
+_MINUS, _SLASH = b"-/"
+
+
+class CsvChanges:
+    """Finds, in rows that are decoded, the first value of each column that becomes another.
+
+    Args:
+        changes: keeps the lines.
+        names: of all columns of the files.
+        numeric: those that are read as numbers.
+        dialect: how rows are written.
+    """
+
+    def __init__(
+        self, changes: Changes, names: Sequence[str], numeric: Sequence[str], dialect: Dialect
+    ) -> None:
+        self.changes = changes
+        self._names, self._numeric, self._dialect = list(names), list(numeric), dialect
+
+    def look_for_zeros(self, rows: Encoded, text: Any) -> None:
+        """Note columns of codes.
+
+        Args:
+            rows: as a file has them.
+            text: the same, with line ends between them, as `in_one_piece` gives it.
+        """
+        watched = [name for name in self._numeric if self.changes.watches(name, _ZEROS)]
+        content = np.frombuffer(text, np.uint8)
+        delimiter = ord(self._dialect.delimiter)
+        if not watched or not len(zeros := _zeros_before_digits(content, delimiter)):
+            return
+        sizes = rows.ends - rows.starts
+        gathered = isinstance(text, bytes)
+        starts = offsets_of(sizes + 1)[:-1] if gathered else rows.starts - rows.starts[0]
+        row = np.searchsorted(starts, zeros, side="right") - 1
+        delimiters = self._delimiters(content, delimiter)
+        column = np.searchsorted(delimiters, zeros) - np.searchsorted(delimiters, starts[row])
+        for at, first in zip(*np.unique(column, return_index=True), strict=True):
+            if at < len(self._names) and (name := self._names[at]) in watched:
+                place, own = int(zeros[first]), int(row[first])
+                rest = content[place : starts[own] + sizes[own]].tobytes()
+                self._look_at(name, rest, rows.where(own, int(rows.starts[own])))
+
+    def _delimiters(self, content: Bytes, delimiter: int) -> Numbers:
+        """Return where the delimiters are that no quotes enclose."""
+        found = content == delimiter
+        if self._dialect.quote and (quotes := content == ord(self._dialect.quote)).any():
+            found &= np.cumsum(quotes, dtype=np.uint8) % 2 == 0
+        return np.flatnonzero(found)
+
+    def _look_at(self, name: str, rest: bytes, where: str) -> None:
+        """Look at the field with which the rest of a row begins."""
+        field = rest.split(self._dialect.delimiter.encode(), 1)[0].decode("latin-1")
+        field = field.strip(" \t" + self._dialect.quote)
+        if field in self._dialect.missing:
+            return
+        if _CODE.fullmatch(field):
+            self.changes.add(
+                name,
+                f"{where}: column {name!r}: {field} is read as the number {int(field)}, without "
+                f"its leading zeros: to read texts, pass categories=[{name!r}]",
+            )
+        else:
+            self.changes.expect(name, _ZEROS)
+
+    def look_for_rounding(self, rows: Encoded, name: str, values: npt.NDArray[Any]) -> None:
+        """Note a column in which a whole number was rounded, unless a fraction was too."""
+        if not self.changes.watches(name, ROUNDED):
+            return
+        size = np.abs(values)
+        near = np.flatnonzero((size >= exact_up_to(values.dtype)) & (size < np.inf))
+        if not len(near):
+            return
+        text = in_one_piece(rows.buffer, rows.starts[near], rows.ends[near])
+        types = {name: pa.string()}
+        texts = read_text(text, self._names, self._dialect, types, [name])[name].to_pylist()
+        for row, field in zip(near.tolist(), texts, strict=True):
+            if field is None:  # the value is a default
+                continue
+            whole, _, fraction = field.strip().partition(self._dialect.decimal)
+            if not _WHOLE.fullmatch(whole) or fraction.strip("0"):
+                if float(values[row]) != _number(field, self._dialect):
+                    self.changes.expect(name, ROUNDED)
+                    return
+            elif int(whole) != int(values[row]):
+                where = rows.where(row, int(rows.starts[row]))
+                line = rounded_words(name, values.dtype, str(int(whole)))
+                self.changes.add(name, f"{where}: {line}")
+                return
+
+
+def _number(field: str, dialect: Dialect) -> float:
+    return float(field.strip().replace(dialect.decimal, "."))
+
+
+def _zeros_before_digits(content: Bytes, delimiter: int) -> Numbers:
+    """Return where a zero begins a field that goes on; a few that are no field's begin as well."""
+    found = content[:-1] == ord("0")
+    found &= content[1:] > _SLASH
+    before = content[:-2] < _MINUS
+    if delimiter >= _MINUS:
+        before |= content[:-2] == delimiter
+    found[1:] &= before
+    return np.flatnonzero(found) if found.any() else np.empty(0, np.int64)
