@@ -78,7 +78,7 @@ def test_what_the_user_chose_is_respected(options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_what_can_be_fused_gives_the_plain_result(kind, options, dtype, size):
-    """torch's fused SGD does not, for half precision on the CPU."""
+    """torch 2.13's fused SGD does not, for half precision on the CPU."""
     found = []
     for fused in (False, True):
         torch.manual_seed(0)
@@ -100,6 +100,17 @@ def test_what_can_be_fused_gives_the_plain_result(kind, options, dtype, size):
     half = dtype in (torch.bfloat16, torch.float16)
     tolerance = {"rtol": 0.02, "atol": 0.01} if half else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(*found, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sgd_of_half_precision_is_fused_where_its_kernel_is_right(dtype):
+    weight = nn.Parameter(torch.ones(100, dtype=dtype))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    can = can_fuse(optimizer)
+    weight.grad = torch.ones_like(weight)
+    fuse(optimizer)
+    optimizer.step()
+    assert can == bool((weight == 0.5).all())
 
 
 def test_only_known_classes_are_fused():

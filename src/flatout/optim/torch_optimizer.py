@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -175,6 +176,27 @@ class TorchOptimizer:
 def _has_kernel(kind: type[torch.optim.Optimizer], parameter: torch.Tensor) -> bool:
     if not parameter.is_floating_point() or parameter.layout != torch.strided:
         return False
-    # torch 2.13's fused SGD for the CPU leaves half of a bf16 or fp16 tensor as it is.
-    wrong = kind is torch.optim.SGD and parameter.is_cpu and parameter.element_size() == 2
-    return not wrong
+    is_half = parameter.is_cpu and parameter.element_size() == 2
+    return not (is_half and kind is torch.optim.SGD) or _steps_half(parameter.dtype)
+
+
+@cache
+def _steps_half(dtype: torch.dtype) -> bool:
+    """Whether torch's fused SGD steps all of a bf16 or fp16 tensor on the CPU.
+
+    The kernel of torch 2.13 leaves whole vectors unchanged, that of torch 2.14 none.
+    """
+    weight = torch.ones(32, dtype=dtype, device="cpu")
+    torch._fused_sgd_(
+        [weight],
+        [torch.ones_like(weight)],
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=0.5,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+    )
+    return bool((weight == 0.5).all())
