@@ -97,6 +97,12 @@ def _umask():
     return oct(mask)
 
 
+def _autocast_depth(torch):
+    """Return how many contexts are open; only the end of the outermost one empties the cache."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 def _of_torch(torch):
     found = {
         "torch's default type": torch.get_default_dtype(),
@@ -105,6 +111,7 @@ def _of_torch(torch):
             (torch.is_autocast_enabled(one), torch.get_autocast_dtype(one))
             for one in ("cpu", "cuda")
         ],
+        "torch's autocast cache": (torch.is_autocast_cache_enabled(), _autocast_depth(torch)),
         "torch's deterministic algorithms": (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -22,6 +22,7 @@ LEAKS = {
     "torch's default type": "torch.set_default_dtype(torch.float64)",
     "torch's grad mode": "torch.set_grad_enabled(False)",
     "torch's autocast": "torch.set_autocast_enabled('cpu', True)",
+    "torch's autocast cache": "torch.autocast('cpu', enabled=False).__enter__()",
     "torch's deterministic algorithms": "torch.use_deterministic_algorithms(True)",
     "torch's precision of matmul": "torch.set_float32_matmul_precision('medium')",
     "torch's modes": "torch.overrides.BaseTorchFunctionMode().__enter__()",

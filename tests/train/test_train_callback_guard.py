@@ -27,11 +27,11 @@ class Net(nn.Module):
         return self.last(self.drop(self.norm(self.first(x))).relu())
 
 
-def fitted(callback, epochs=3):
+def fitted(callback, epochs=3, **options):
     torch.manual_seed(0)
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
     model, said = Net(), []
-    trainer = flatout.Trainer(model, allow="exact", say=said.append)
+    trainer = flatout.Trainer(model, allow="exact", say=said.append, **options)
     history = trainer.fit(
         (x, (x[:, 0] > 0).long()), batch_size=32, epochs=epochs, verbose=0, callbacks=[callback]
     )
@@ -111,6 +111,26 @@ def test_flags_of_torch_are_put_back(event, act, words, is_as_before):
     assert torch.equal(weights(model), weights(plain))
     assert said == [f"Show.{event} changed {words}: put back for the next step"]
     assert said[0] in history.notes
+
+
+BF16 = flatout.Recipe(compute={"precision": "bf16"})
+
+
+@pytest.mark.parametrize("event", ["on_fit_start", "on_step"])
+def test_an_autocast_that_a_callback_leaves_open_keeps_no_weights_of_earlier_steps(event):
+    plain, _, _ = fitted(on("on_epoch_end", lambda state: None), recipe=BF16)
+    act = on(event, lambda state: torch.autocast("cpu", torch.bfloat16).__enter__())
+    model, _, said = fitted(act, recipe=BF16)
+    assert torch.equal(weights(model), weights(plain))
+    assert said == [f"Show.{event} changed autocast: put back for the next step"]
+
+
+@pytest.mark.parametrize("recipe", [None, BF16], ids=["fp32", "bf16"])
+def test_a_fit_within_an_open_autocast_keeps_no_weights_of_earlier_steps(recipe):
+    plain, _, _ = fitted(on("on_epoch_end", lambda state: None), recipe=BF16)
+    with torch.autocast("cpu", torch.bfloat16):
+        model, _, _ = fitted(on("on_epoch_end", lambda state: None), recipe=recipe)
+    assert torch.equal(weights(model), weights(plain))
 
 
 @pytest.mark.parametrize(

@@ -33,17 +33,28 @@ def _set_cudnn(value: tuple[bool, bool]) -> None:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = value
 
 
-def _set_autocast(value: tuple[Any, ...]) -> None:
-    for kind, enabled, dtype in value:
+def _set_autocast(value: tuple[int, Any]) -> None:
+    depth, kinds = value
+    for kind, enabled, dtype in kinds:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
+    while (now := _autocast_depth()) != depth:
+        (torch.autocast_decrement_nesting if now > depth else torch.autocast_increment_nesting)()
 
 
-def _autocast() -> tuple[Any, ...]:
-    return tuple(
+def _autocast() -> tuple[int, Any]:
+    kinds = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
-    )
+    ]
+    return _autocast_depth(), kinds
+
+
+def _autocast_depth() -> int:
+    """Return how many contexts are open; only the end of the outermost one empties the cache."""
+    torch.autocast_increment_nesting()
+    depth: int = torch.autocast_decrement_nesting()
+    return depth
 
 
 # By the name of a flag: a function that reads it, and a function that sets it.

@@ -144,6 +144,8 @@ class Switch:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which forward runs."""
+        # An autocast that is open around the fit has cast the weights of an earlier step.
+        torch.clear_autocast_cache()
         dtype = _DTYPES.get(self.now.precision)
         within: AbstractContextManager[Any] = nullcontext()
         if dtype is not None:

@@ -400,6 +400,7 @@ class Stepper:
             with self.switch.autocast():
                 value = compute(piece)
         else:  # entering one that does nothing takes time, too
+            torch.clear_autocast_cache()
             value = compute(piece)
         if not piece.samples and not isinstance(value, tuple):
             return value * 0.0, 0.0  # a mean over rows that only fill a batch up
