@@ -198,6 +198,28 @@ def test_callbacks_of_a_fit_get_what_keras_gives_them(stops):
     assert dict(here.params) == there.params
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Batches of which nobody knows the number before the last one has come."""
+
+    def __iter__(self):
+        x, y = points()
+        return iter([(x[at : at + 8], y[at : at + 8]) for at in (0, 8, 16)])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_callbacks_hear_only_of_batches_that_come(accumulate):
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=None)
+    theirs, ours = Log(), Log()
+    if accumulate == 1:
+        compiled().fit(loader, epochs=2, verbose=0, callbacks=[theirs])
+    else:
+        x, y = points()
+        compiled().fit(x, y, **FIT | {"batch_size": 16}, callbacks=[theirs])
+    fitting = quiet(compiled(), accumulate=accumulate)
+    fitting.fit(loader, epochs=2, verbose=0, callbacks=[ours])
+    assert [event[:3] for event in ours.events[1:]] == [event[:3] for event in theirs.events[1:]]
+
+
 def test_callbacks_of_an_evaluation_and_a_prediction_get_what_keras_gives_them():
     x, y = points()
     for stops in ((), [("on_test_batch_end", 1), ("on_predict_batch_end", 1)]):

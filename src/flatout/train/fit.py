@@ -553,6 +553,8 @@ class Fit:
         """
         loop, compute, stepper = self.loop, self.compute, self.loop.stepper
         batches = loop.batches(self.source)
+        for callback in self.callbacks:
+            batches = callback.watched_batches(self.state, batches)
         while True:
             batch, before = None, loop.step_count
             if stepper.capture is not None and self._count is None:

@@ -142,16 +142,27 @@ class KerasCallbacks(Callback):
             )
         check_replicas(self._model, self._world, "after the callbacks' on_train_begin")
 
+    def watched_batches(self, state: FitState, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Begin a batch of Keras once the first batch of a step has come: there may be no other."""
+        return self._begun(state, batches) if self._watching else batches
+
+    def _begun(self, state: FitState, batches: Iterator[Batch]) -> Iterator[Batch]:
+        stepper = state.trainer.loop.stepper
+        for batch in batches:
+            if not stepper.joint.gathered:
+                for callback in self._watching:
+                    callback.on_train_batch_begin(state.step_in_epoch, logs={})
+            yield batch
+            del batch  # not held while the next one is made
+
     def on_epoch_start(self, state: FitState) -> None:
-        """Begin an epoch, and its first batch."""
+        """Begin an epoch."""
         if not state.step_in_epoch:
             self._model.reset_metrics()
         self._callbacks.on_epoch_begin(state.epoch)
-        for callback in self._watching:
-            callback.on_train_batch_begin(state.step_in_epoch, logs={})
 
     def on_step(self, state: FitState) -> None:
-        """End a batch and begin the next."""
+        """End a batch."""
         number = state.step_in_epoch - 1
         logs = LazyLogs(self._read)
         if self._reads_batches:
@@ -160,9 +171,6 @@ class KerasCallbacks(Callback):
             callback.on_train_batch_end(number, logs=logs)
         if self._wants_to_stop(self._reads_batches):
             state.stop(_STOPPED)
-        elif state.step_in_epoch != state.steps_per_epoch:
-            for callback in self._watching:
-                callback.on_train_batch_begin(number + 1, logs={})
 
     def on_epoch_end(self, state: FitState) -> None:
         """End an epoch; what the callbacks add to the logs stays there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.errors import ModelError
 
 if TYPE_CHECKING:
+    from flatout.data import Batch
     from flatout.train.state import FitState
 
 
@@ -55,6 +57,10 @@ class Callback:
 
     def check(self, state: FitState, figures: Figures) -> None:
         """Called before the first epoch: raise here what would fail only at the end of one."""
+
+    def watched_batches(self, state: FitState, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return the batches of an epoch as the steps take them."""
+        return batches
 
     def on_fit_start(self, state: FitState) -> None:
         """Called before the first epoch."""
