@@ -203,7 +203,7 @@ def test_tables_that_are_not_read_by_rows_alone_are_named():
         "l2": "its regularizer reads all of it",
         "norm": "its constraint changes all of it after each step",
         "frozen": "it is frozen",
-        "half": "it is not float32 on a CPU or GPU",
+        "half": "it is not float32 on a CPU",
         "lora": "LoRA trains factors beside it",
         "int8": "it is quantized to int8",
         "both": "the call of ReversibleEmbedding is not Keras' own",

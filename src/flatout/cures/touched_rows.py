@@ -201,7 +201,7 @@ def _may_be_table(torch: Any, parameter: Any) -> bool:
     return (
         type(parameter) is torch.nn.Parameter
         and parameter.requires_grad
-        and (parameter.is_cpu or parameter.is_cuda)
+        and parameter.is_cpu
         and parameter.dtype is torch.float32
         and parameter.dim() == 2
         and len(parameter) >= _FEWEST_ROWS

@@ -41,10 +41,6 @@ from flatout.kernels.table import joined as joined
 from flatout.kernels.table_rows import Change as Change
 from flatout.kernels.table_rows import Groups as Groups
 from flatout.kernels.table_rows import GroupsByRank as GroupsByRank
-from flatout.kernels.table_rows import Read as Read
 from flatout.kernels.table_rows import Step as Step
 from flatout.kernels.table_rows import Steps as Steps
 from flatout.kernels.table_rows import in_float32 as in_float32
-from flatout.kernels.table_rows import sum_tables as sum_tables
-from flatout.kernels.table_rows_operators import compacted as compacted
-from flatout.kernels.table_rows_operators import known_ids as known_ids

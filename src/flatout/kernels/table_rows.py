@@ -13,9 +13,8 @@ state and the steps' learning rates alone:
 A table of bfloat16 with lower halves beside it (Split-SGD of Kalamkar et al. 2020) is stepped as
 the float32 numbers that both make, bit for bit.
 
-Tables on a CPU are stepped by the C extension, others by Triton kernels, or by torch's operators
-where there is no Triton or it fails. There nothing that is done as rows are read waits for the
-device. Where the extension is absent, `available` says no, and the optimizer takes all rows.
+Tables on a CPU are stepped by the C extension. Where the extension is absent, `available` says no,
+and the optimizer takes all rows. Tables on a GPU are stepped whole: that is faster there.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from flatout.kernels import absent, table_rows_operators, triton_rows
+from flatout.kernels import absent
 from flatout.kernels.openmp import team
 from flatout.kernels.table import Table
 
@@ -49,20 +48,6 @@ def available() -> bool:
     """Whether the extension is there; the first time that it is not, a warning says so."""
     absent.warn_without(_c)
     return _c is not None and absent.WANTED
-
-
-def _by_extension(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu
-
-
-def is_deferred(table: torch.Tensor) -> bool:
-    """Whether what is read of a table is known to its device alone, for which no one waits."""
-    return not _by_extension(table)
-
-
-def is_fast_on(device: torch.device) -> bool:
-    """Whether kernels step rows there, and not torch's operators one after another."""
-    return device.type == "cpu" or triton_rows.kernels_for(device) is not None
 
 
 class Groups(NamedTuple):
@@ -89,8 +74,6 @@ def group(ids: torch.Tensor, size: int) -> Groups:
     Raises:
         IndexError: an id is not in 0..size-1.
     """
-    if not _by_extension(ids):
-        return Groups(*table_rows_operators.group(ids, size))
     ids = ids.detach().reshape(-1).contiguous()
     rows, places = torch.empty_like(ids), torch.empty_like(ids)
     starts = torch.empty(len(ids) + 1, dtype=torch.int64)
@@ -165,8 +148,6 @@ def sum_rows(values: torch.Tensor, groups: Groups) -> torch.Tensor:
     """
     if values.dtype is torch.bfloat16:
         return sum_rows(values.float(), groups).to(values.dtype)
-    if not _by_extension(values):
-        return _sums(values, groups.places, groups.starts)
     values = values.contiguous()
     out = torch.empty(len(groups.rows), values.shape[1])
     _c.sum_rows(
@@ -179,69 +160,6 @@ def sum_rows(values: torch.Tensor, groups: Groups) -> torch.Tensor:
         *team(),
     )
     return out
-
-
-class Read(NamedTuple):
-    """A gradient of a table on a device, as it was read.
-
-    Attributes:
-        ids: int64 of shape (places,), of which several may be the same.
-        values: of shape (places, width).
-        size: how many rows the table has.
-    """
-
-    ids: torch.Tensor
-    values: torch.Tensor
-    size: int
-
-
-def sum_tables(
-    reads: Sequence[Read], bad: torch.Tensor
-) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], bool]:
-    """The rows of several tables on one device, rising, and the sum of the values of each.
-
-    One sort does for all of them, and the host waits for the device once.
-
-    Args:
-        reads: of which several may have the same ids.
-        bad: of `known_ids`.
-
-    Returns:
-        rows and values of each table, and whether an id was bad.
-    """
-    sorted_reads = table_rows_operators.SortedReads([(read.ids, read.size) for read in reads], bad)
-    sums: list[tuple[torch.Tensor, torch.Tensor]] = [(bad, bad)] * len(reads)
-    alike: dict[tuple[int, torch.dtype], list[int]] = {}
-    for number, item in enumerate(reads):
-        alike.setdefault((item.values.shape[1], item.values.dtype), []).append(number)
-    for (_, dtype), numbers in alike.items():
-        # In the order of the lists of ids, of which each is read once, all are one.
-        lists = [sorted_reads.numbers[number] for number in numbers]
-        if lists == list(range(len(sorted_reads.rows))):
-            values = [reads[number].values for number in numbers]
-            whole = values[0] if len(values) == 1 else torch.cat(values)
-            joint = _sums(whole, sorted_reads.places, sorted_reads.starts).to(dtype)
-            parts = list(torch.split(joint, sorted_reads.counts))
-        else:
-            parts = [
-                _sums(reads[number].values, *sorted_reads.own(of)).to(dtype)
-                for number, of in zip(numbers, lists, strict=True)
-            ]
-        for number, of, part in zip(numbers, lists, parts, strict=True):
-            sums[number] = sorted_reads.rows[of], part
-    return sums, sorted_reads.is_bad
-
-
-def _sums(values: torch.Tensor, places: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """float32 sums on a device."""
-    kernels = triton_rows.kernels_for(values.device)
-    if kernels is not None and kernels.takes(values.shape[1]):
-        try:
-            sums: torch.Tensor = kernels.sum_rows(values, places, starts)
-            return sums
-        except Exception as error:
-            triton_rows.give_up(error)
-    return table_rows_operators.sum_rows(values.float(), places, starts)
 
 
 def in_float32(number: float) -> float:
@@ -294,8 +212,6 @@ class Steps:
     def __init__(self, rule: str, base: int, room: int) -> None:
         self.rule, self._room = RULES[rule], room
         self._followed: tuple[tuple[int, int, Step], Steps] | None = None
-        self._mirrors: dict[torch.device, _Mirror] = {}
-        self._told: dict[int, tuple[Table, torch.Tensor]] = {}
         self._steps = torch.zeros(room + 1, _COLUMNS, dtype=torch.float64)
         self._missed = torch.zeros(room + 1, _OF_MISSED, dtype=torch.float64)
         self.restart(base)
@@ -325,7 +241,6 @@ class Steps:
         self._horizon = max(self._horizon, self._horizon_of(step))
         numbers = (*step[:6], *self._logs_then, *map(float, step[6:]))
         self._steps[self.now + 1 - self.base] = torch.tensor(numbers, dtype=torch.float64)
-        self._changed(self.now + 1)
 
     def _horizon_of(self, step: Step) -> int:
         if self.rule == RULES["sgd"] and step.decay:
@@ -343,7 +258,6 @@ class Steps:
         if self._followed is None or self._followed[0] != made:
             result = copy(self)
             result._steps, result._missed = self._steps.clone(), self._missed.clone()
-            result._mirrors, result._told = {}, {}
             result.write(step)
             result.advance()
             self._followed = made, result
@@ -358,12 +272,6 @@ class Steps:
     def _pass(self) -> None:
         addresses = (self._steps.data_ptr(), self._missed.data_ptr())
         _c.pass_step(*addresses, self.base, self.now, self._horizon, self.rule)
-        self._changed(max(self.base, self.now - self._horizon))
-
-    def _changed(self, step: int) -> None:
-        """Numbers of this step, or of those behind it, are others."""
-        for mirror in self._mirrors.values():
-            mirror.first = min(mirror.first, step - self.base)
 
     def bring(self, table: Table, rows: torch.Tensor | None) -> None:
         """Bring rows to `now`.
@@ -372,108 +280,11 @@ class Steps:
             table: whose rows.
             rows: int64, each once; None for all.
         """
-        if _by_extension(table.weights):
-            self._call([_addresses(table, rows, None)])
-        else:
-            self._on_device([Change(table, rows, None)])
-
-    def bring_ids(self, table: Table, ids: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
-        """Bring the rows of ids to `now`, on a device.
-
-        Args:
-            table: whose rows.
-            ids: whole numbers of shape (places,), of which several may be the same.
-            bad: as that of `known_ids`.
-
-        Returns:
-            as `known_ids`.
-        """
-        device = table.weights.device
-        kernels = triton_rows.kernels_for(device)
-        if len(ids) and kernels is not None and kernels.takes(table.weights.shape[1]):
-            ids = ids.contiguous()
-            known = torch.empty(ids.shape, dtype=torch.int64, device=device)
-            try:
-                there = self._described(kernels, table)
-                mirror = self._on(device)
-                kernels.bring_ids(table, there, ids, known, bad, *mirror, **self._numbers())
-                return known
-            except Exception as error:
-                triton_rows.give_up(error)
-        known = table_rows_operators.known_ids(ids, len(table.last), bad)
-        self._by_operators(device).bring(table, known)
-        return known
-
-    def _described(self, kernels: Any, table: Table) -> torch.Tensor:
-        """What kernels are told of a table that is read."""
-        address = table.weights.data_ptr()
-        result = self._told.get(address)
-        if result is None or result[0] is not table:
-            result = self._told[address] = table, kernels.describe(table)
-        return result[1]
+        self._call([_addresses(table, rows, None)])
 
     def apply(self, changes: Sequence[Change]) -> None:
         """Bring rows of tables to `now`, and make the step that was written."""
-        self._call(
-            [_addresses(*change) for change in changes if _by_extension(change.table.weights)]
-        )
-        others = [change for change in changes if not _by_extension(change.table.weights)]
-        for device in dict.fromkeys(item.table.weights.device for item in others):
-            self._on_device([item for item in others if item.table.weights.device == device])
-
-    def _on_device(self, changes: Sequence[Change]) -> None:
-        """On one device, all with gradients or none."""
-        device = changes[0].table.weights.device
-        kernels = triton_rows.kernels_for(device)
-        left = list(changes)
-        if kernels is not None:
-            for own in kernels.launches(changes):
-                try:
-                    kernels.step_rows(own, *self._on(device), **self._numbers())
-                except Exception as error:
-                    triton_rows.give_up(error)
-                    break
-                done = set(map(id, own))
-                left = [item for item in left if id(item) not in done]
-        for table, rows, gradients in left:
-            if gradients is None:
-                self._by_operators(device).bring(table, rows)
-            else:
-                assert rows is not None
-                step = self._steps[self.now + 1 - self.base]
-                self._by_operators(device).apply(table, rows, gradients, step)
-
-    def _numbers(self) -> dict[str, Any]:
-        """Of the steps, as kernels take them."""
-        is_stepwise = not self._nothing_decays and self.rule != RULES["sgd"]
-        numbers = {"rule": self.rule, "base": self.base, "now": self.now}
-        return {**numbers, "is_stepwise": is_stepwise}
-
-    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The steps, with that which was written, and those behind each, on a device."""
-        mirror = self._mirrors.get(device)
-        if mirror is None:
-            both = (torch.empty_like(item, device=device) for item in (self._steps, self._missed))
-            mirror = self._mirrors[device] = _Mirror(*both)
-        end = min(self.now + 2 - self.base, len(self._steps))
-        if mirror.first < end:
-            # The driver has taken them when it returns, and lets the device go on meanwhile.
-            for there, here in ((mirror.steps, self._steps), (mirror.missed, self._missed)):
-                there[mirror.first : end].copy_(here[mirror.first : end], non_blocking=True)
-            mirror.first = len(self._steps)
-        return mirror.steps, mirror.missed
-
-    def _by_operators(self, device: torch.device) -> table_rows_operators.Passed:
-        """What was made until now; the same object for all tables of a step."""
-        mirror, made = self._on(device), (self.now, self._nothing_decays)
-        held = self._mirrors[device]
-        if held.passed is None or held.passed[0] != made:
-            count = self.now - self.base + 1
-            passed = table_rows_operators.Passed(
-                self._steps[:count], self._missed[:count], *mirror, **self._numbers()
-            )
-            held.passed = made, passed
-        return held.passed[1]
+        self._call([_addresses(*change) for change in changes])
 
     def _call(self, tables: list[_Addresses]) -> None:
         addresses = (self._steps.data_ptr(), self._missed.data_ptr())
@@ -493,14 +304,6 @@ class Change(NamedTuple):
     table: Table
     rows: torch.Tensor | None
     gradients: torch.Tensor | None
-
-
-class _Mirror:
-    """Steps where a table is, of which those from `first` on are to be sent."""
-
-    def __init__(self, steps: torch.Tensor, missed: torch.Tensor) -> None:
-        self.steps, self.missed, self.first = steps, missed, 0
-        self.passed: tuple[tuple[int, bool], table_rows_operators.Passed] | None = None
 
 
 def _addresses(

@@ -80,11 +80,13 @@ def _why_not(module: nn.Module, readers: dict[int, list[str]], split: bool) -> s
         return "its gradients are sparse already"
     if module.max_norm is not None:
         return "max_norm changes rows where they are read"
-    is_placed = weight.device.type in ("cpu", "cuda") and weight.is_contiguous()
+    if weight.is_cuda:
+        return "on a GPU a dense step is faster"
+    is_placed = weight.is_cpu and weight.is_contiguous()
     if weight.dtype is torch.bfloat16 and is_placed and not split:
         return "bf16 rounds each of its steps; compute.bf16_tables=split steps it by rows"
     if weight.dtype not in (torch.float32, torch.bfloat16) or not is_placed:
-        return "it is not float32 or bfloat16 on a CPU or GPU"
+        return "it is not float32 or bfloat16 on a CPU"
     if id(weight) in readers:
         return f"{readers[id(weight)][0]} reads all of it"
     return ""

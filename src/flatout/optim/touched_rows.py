@@ -24,7 +24,6 @@ from flatout.kernels import Change, Groups, GroupsByRank, LowerBits, Step, Steps
 from flatout.models import Lookup, table_weight, unwatch_table, watch_table
 from flatout.optim.adapter import name_of, optimizer_adapter, rules_of, why_dense
 from flatout.optim.by_row import ByRow
-from flatout.optim.device_reads import DeviceReads, whole_gradient
 from flatout.optim.row_rules import RowRule, State
 from flatout.optim.row_shards import RowShards
 
@@ -79,7 +78,6 @@ class KeptTable:
             float32 numbers, of which the rule has the lower ones.
         rule: by which its optimizer steps it.
         grouped: of ids that were read since the last step, their rows.
-        reads: of ids of tables that are not on a CPU.
         shards: where rows lie on several ranks while they train; None where each has all.
     """
 
@@ -88,15 +86,12 @@ class KeptTable:
         weight: nn.Parameter,
         rule: RowRule,
         grouped: Grouped,
-        reads: DeviceReads,
         shards: RowShards | None = None,
     ) -> None:
         self.weight, self.rule, self.shards = weight, rule, shards
-        self.is_deferred = table_rows.is_deferred(weight)
         self.steps: Steps | None = None
         self.table: Table | None = None
-        self._grouped, self._reads = grouped, reads
-        self._size = len(weight)
+        self._grouped, self._size = grouped, len(weight)
         self._state: State = (None, None)  # of the optimizer, of all rows
         self._lower: LowerBits | None = None
         self._address = 0  # of the weights
@@ -139,8 +134,6 @@ class KeptTable:
         """Bring the rows of ids up to date; None of ids that are none: torch says it."""
         if ids.is_floating_point():
             return None
-        if self.is_deferred:
-            return self._reads.lookup(self, ids)
         dealt: GroupsByRank | None = None
         if self.shards is not None and self.is_spread:
             dealt = self.shards.predicted(self.weight, ids)
@@ -160,14 +153,6 @@ class KeptTable:
         """Whether rows may have missed steps."""
         steps = self.steps
         return steps is not None and self.table is not None and steps.now > self._settled
-
-    def pending_steps(self) -> tuple[Steps, Table] | None:
-        """Through which steps rows are to be brought before they are read; None: they are."""
-        if not self._is_behind:
-            return None
-        assert self.steps is not None
-        assert self.table is not None
-        return self.steps, self.table
 
     def _bring(self, rows: torch.Tensor) -> None:
         """Rows, each once, up to date."""
@@ -471,7 +456,7 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # it is to be differentiated itself
             options = (len(ctx.kept.weight), ctx.padding_idx, ctx.scale_grad_by_freq)
-            return whole_gradient(gradient, ctx.ids, *options), *[None] * 6
+            return _whole_gradient(gradient, ctx.ids, *options), *[None] * 6
         groups = ctx.groups
         rows = groups.rows
         values = table_rows.sum_rows(gradient.reshape(-1, gradient.shape[-1]), groups)
@@ -482,6 +467,21 @@ class _Gathered(torch.autograd.Function):
             rows, values = rows[others], values[others]
         gradient = ctx.kept.gradient(rows, values, rise=not ctx.kept.is_spread)
         return gradient, None, None, None, None, None, None
+
+
+def _whole_gradient(
+    gradient: torch.Tensor,
+    ids: torch.Tensor,
+    rows: int,
+    padding_idx: int | None,
+    scale_grad_by_freq: bool,
+) -> torch.Tensor:
+    """Return a table's dense gradient as torch makes it, which can be differentiated."""
+    padding = -1 if padding_idx is None else padding_idx
+    result: torch.Tensor = torch.ops.aten.embedding_dense_backward(
+        gradient, ids, rows, padding, scale_grad_by_freq
+    )
+    return result
 
 
 class _Compact(torch.autograd.Function):
@@ -535,10 +535,9 @@ class TouchedRows:
         shards = None if self.by_optimizer else shards
         self._optimizer, self.shards = optimizer, shards
         self.left: dict[torch.Tensor, str] = {}
-        self._grouped, self._reads = Grouped(), DeviceReads()
-        read = self._grouped, self._reads
+        self._grouped = grouped = Grouped()
         self._kept = [
-            KeptTable(weight, rule, *read, shards if shards and shards.takes(weight) else None)
+            KeptTable(weight, rule, grouped, shards if shards and shards.takes(weight) else None)
             for weight, rule in rules_of(optimizer, weights)
         ]
         self._undo: list[Callable[[], Any]] = []
@@ -584,19 +583,9 @@ class TouchedRows:
 
     def merge(self) -> None:
         """Make each sparse gradient one with every row once, before ranks add it up."""
-        self._gather(
-            [k for k in self._kept if k.weight.grad is not None and k.weight.grad.is_sparse]
-        )
-
-    def _gather(self, tables: Iterable[KeptTable]) -> None:
-        deferred = []
-        for kept in tables:
-            if kept.is_deferred:
-                deferred.append(kept)
-            else:
+        for kept in self._kept:
+            if kept.weight.grad is not None and kept.weight.grad.is_sparse:
                 kept.gather()
-        if deferred:
-            self._reads.gather(deferred)
 
     def gather(self) -> bool:
         """Make each table's gradient one with every row once.
@@ -609,11 +598,12 @@ class TouchedRows:
             kept.detach()
             self._kept.remove(kept)
             self.left[kept.weight] = self._why_left(kept)
-        self._gather(self._kept)
+        for kept in self._kept:
+            kept.gather()
         return bool(whole)
 
     def _why_left(self, kept: KeptTable) -> str:
-        read = (self._reads if kept.is_deferred else self._grouped).rows_of(len(kept.weight))
+        read = self._grouped.rows_of(len(kept.weight))
         return why_read_whole(self._optimizer, kept.weight, kept.weight.grad, read)
 
     def step(self) -> None:
@@ -622,7 +612,6 @@ class TouchedRows:
         A table without a gradient is left as it is, as torch's and Keras' optimizers do.
         """
         self._grouped.forget()
-        self._reads.forget()
         if self.shards is not None:
             self.shards.wait()
         if not self.by_optimizer:

@@ -21,7 +21,6 @@ from torch import nn
 from flatout.data import NO_ROWS, Batch
 from flatout.devices import allocator
 from flatout.errors import OutOfMemory
-from flatout.kernels import table_rows
 from flatout.measure import ROUGH, TrialResult, fingerprint, known_rates, machine_rates, usable_cpus
 from flatout.models import (
     find_rewrites,
@@ -557,14 +556,13 @@ def _rows_at_once(requested: Recipe, stepper: Stepper, batch: Batch, allow: Pari
     Not one dense gradient of such a table is made, nor waited for.
     """
     field = "compute.touched_rows"
-    device = stepper.switch.device
     is_open = requested.get(field) == "auto" and allow >= Parity.TOLERANT
-    if not is_open or not table_rows.is_fast_on(device):
+    if not is_open or stepper.switch.device.type != "cpu":
         return {}
     if stepper.switch.now.touched_rows == "on":  # another job of the same run
         return {field: _choice("on", "as before", Parity.TOLERANT)}
     tables = Tables.of(stepper.switch.model, stepper.switch.optimizers)
-    if not tables.outgrow(batch, surely=True, on_gpu=device.type == "cuda"):
+    if not tables.outgrow(batch, surely=True):
         return {}
     return {field: _choice("on", tables.share_words(batch), Parity.TOLERANT)}
 
@@ -574,7 +572,6 @@ class _Job:
 
     def __init__(self, switch: Switch, batch: Batch) -> None:
         device = switch.device
-        # On a GPU steps by rows wait for the device, and pay for very large tables alone.
         may_step_rows = device.type == "cpu" and switch.now.touched_rows == "off"
         self.has_large_tables = may_step_rows and Tables.of(
             switch.model, switch.optimizers

@@ -19,9 +19,6 @@ from flatout.words import counted
 # Tables of fewer numbers in all are stepped whole sooner than by rows; from this many on, steps by
 # rows need no trial where a batch reads but a small part.
 _FEW, _MANY = 1 << 16, 1 << 21
-# On a GPU so many: steps by rows keep the host busy (5 ms of DeepFM's on an H200), in which a dense
-# one walks through a third of that, and more where it runs as a CUDA graph.
-_MANY_ON_GPU = 1 << 30
 # Of the numbers that a batch reads at most, tables have so many times as many: then steps by rows
 # are tried, or taken. A dense step moves 40 bytes of each number, one by rows about twice that.
 _TRIED, _TAKEN = 2, 8
@@ -107,17 +104,16 @@ class Tables:
         by_rows = {optimizer: own for optimizer, own in others.items() if own}
         return replace(self, by_rows=by_rows, names=names, whole=whole)
 
-    def outgrow(self, batch: Batch, *, surely: bool = False, on_gpu: bool = False) -> bool:
+    def outgrow(self, batch: Batch, *, surely: bool = False) -> bool:
         """Whether steps by rows could be faster than those of a dense optimizer.
 
         Args:
             batch: of its inputs, each number may be an id.
             surely: whether they are, without a trial, however its ids are spread over the tables.
-            on_gpu: whether the tables are on a GPU.
         """
         sizes = [self.sizes[name] for name in self.names if name in self.sizes]
         ids = most_ids(batch) if surely else _likely_ids(batch, len(sizes))
-        return _outgrow(sizes, ids, surely=surely, on_gpu=on_gpu)
+        return _outgrow(sizes, ids, surely=surely)
 
     def are_whole_though_large(self, batch: Batch) -> bool:
         """Whether there are large tables that cannot be stepped by rows."""
@@ -177,11 +173,8 @@ def _likely_ids(batch: Batch, tables: int) -> int:
     return math.ceil(sum(tensor.numel() for tensor in whole or inputs) / max(1, tables))
 
 
-def _outgrow(
-    sizes: Sequence[tuple[int, int]], ids: int, *, surely: bool, on_gpu: bool = False
-) -> bool:
+def _outgrow(sizes: Sequence[tuple[int, int]], ids: int, *, surely: bool) -> bool:
     there = sum(rows * width for rows, width in sizes)
     read = sum(min(rows, ids) * width for rows, width in sizes)
     least, times = (_MANY, _TAKEN) if surely else (_FEW, _TRIED)
-    least = _MANY_ON_GPU if on_gpu else least
     return there >= least and there >= times * read

@@ -151,10 +151,9 @@ def ends_the_device(batch: Batch) -> bool:
 
 @contextmanager
 def device_asserts_explained(model: nn.Module) -> Iterator[None]:
-    """Say in words that a kernel of a GPU has found an index that is outside.
+    """Explain the error of a GPU kernel that found an index outside of its tensor.
 
-    Of tables that are stepped by rows ids are looked at before (optim/device_reads.py). Where a
-    kernel of torch's finds one, the process can use the GPU no more, and it tells not which.
+    torch does not report which index it was, and the process can no longer use the GPU.
 
     Raises:
         DataError: in the place of torch's error.

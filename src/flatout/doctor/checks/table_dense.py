@@ -34,7 +34,8 @@ def look(observation: Observation) -> Findings:
         return
     for optimizer in sparse:
         package, _, name = optimizer.kind.rpartition(".")
-        steps_rows = package.startswith("torch.optim") and name in _STEPPED
+        is_on_cpu = set(optimizer.devices) == {"cpu"}
+        steps_rows = is_on_cpu and package.startswith("torch.optim") and name in _STEPPED
         yield Finding(
             kind="slow",
             what=f"a batch touches {optimizer.sparse_share:.1%} of the embeddings, and {name} "

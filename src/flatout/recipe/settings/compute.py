@@ -125,9 +125,8 @@ class Compute(Section):
         "that the loss reads whole is stepped whole; where it does so for L2, a line names the "
         "`weight_decay` that is the same but for clipping. So is one whose gradient a hook "
         "may read, on the table or around the optimizer's step. "
-        "`auto`: on a CPU, taken where tables have many more rows than a batch has ids, tried "
-        "where they have more; on a GPU with Triton, taken for tables of a billion numbers and "
-        "more.",
+        "For tables on a CPU: on a GPU a dense step is faster. `auto`: taken where tables have "
+        "many more rows than a batch has ids, tried where they have more.",
         plain="off",
         parity=Parity.TOLERANT,
         words="touched rows only",
