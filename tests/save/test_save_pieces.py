@@ -96,7 +96,7 @@ def test_a_part_that_is_missing_or_damaged_is_named(saved, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(saved / "True", folder)
     newest = folder / "step-000000003"
-    part = newest / "model-00002-of-00003.safetensors"
+    part = newest / "model-00001-of-00003.safetensors"
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
     part.write_bytes(data)
@@ -143,6 +143,20 @@ def test_each_rank_writes_about_as_much():
         numels = [sum(tensors[name].numel() for name in names) for names in found]
         assert max(numels) - min(numels) < 60
     assert shares({"a": torch.zeros(3)}, 3) == [["a"], [], []]
+
+
+def test_a_large_table_and_its_moments_lie_on_different_ranks(saved):
+    weights, state = torch.load(saved / "expected.pt")
+    newest = saved / "True" / "step-000000003"
+    sizes = [
+        sum(file.stat().st_size for file in newest.glob(f"*-0000{n}-of-00003.safetensors"))
+        for n in (1, 2, 3)
+    ]
+    large = 4 * 30 * 40
+    assert len(weights) == len(state["optimizer"]) == 4
+    # Two tensors are large; no rank has both of them, which together are most of all bytes.
+    assert sum(size > large for size in sizes) == 2
+    assert max(sizes) < 1.5 * large
 
 
 def test_names_of_parts():

@@ -482,17 +482,17 @@ def _part_of(
     """What one rank writes of several; what is not replicated, the first."""
     weights, extra = _without_extra(model)
     tensors, common_tree = flatten({key: state[key] for key in replicated})
-    tensors = pieces.own(tensors)
+    own_weights, own_state = pieces.own(weights, tensors)
     own_tensors, own_tree = flatten(list(own), "own")
     if not pieces.is_first:
-        return _Content(pieces.own(weights), tensors | own_tensors, {"own": own_tree})
+        return _Content(own_weights, own_state | own_tensors, {"own": own_tree})
     rest = {key: value for key, value in state.items() if key not in replicated}
     content = _all_of(extra, rest, own)
     return _Content(
-        pieces.own(weights),
-        tensors | content.tensors,
+        own_weights,
+        own_state | content.tensors,
         {**content.trees, "replicated": common_tree},
-        pieces.index(weights),
+        pieces.index(weights, tensors),
     )
 
 

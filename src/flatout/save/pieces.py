@@ -6,8 +6,9 @@
     state-00001-of-00002.json           the rest, as in a checkpoint of one rank
     manifest.json                       written last, by the first rank, when all parts are on disk
 
-Replicas are equal, so that any rank may write any tensor: each gets about as many bytes. That a
-part is on disk, with its checksums, is told through the ranks' store.
+Replicas are equal, so that any rank may write any tensor: weights and optimizer state are shared
+out together, so that each rank gets about as many bytes. A tensor lies whole in one file, as the
+index demands. That a part is on disk, with its checksums, is told through the ranks' store.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -25,6 +26,8 @@ from flatout import unfinished
 from flatout.errors import CheckpointError
 from flatout.save.storage import Folder, Written
 from flatout.world import LostRank, World
+
+_Key = TypeVar("_Key")
 
 _PART = re.compile(r"(model|state)-(\d{5})-of-(\d{5})\.(safetensors|json)")
 
@@ -58,20 +61,27 @@ class Pieces:
         names: tuple[str, str] = self._world.by_first(claim)
         return names
 
-    def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those tensors that this rank writes."""
-        return {name: tensors[name] for name in shares(tensors, self._world.size)[self._world.rank]}
+    def own(
+        self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the weights and the tensors of the state that this rank writes."""
+        mine = shares(_together(weights, state), self._world.size)[self._world.rank]
+        return (
+            {name: weights[name] for kind, name in mine if kind == "model"},
+            {name: state[name] for kind, name in mine if kind == "state"},
+        )
 
     def file(self, kind: str, ending: str) -> str:
         """The name of this rank's file."""
         return file_of(kind, self._world.rank, self._world.size, ending)
 
-    def index(self, weights: Mapping[str, Tensor]) -> bytes:
-        """Which of all weights is in which file."""
+    def index(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> bytes:
+        """Return the text that names the file of each weight."""
         file_by_name = {
-            name: file_of("model", rank, self._world.size, "safetensors")
-            for rank, names in enumerate(shares(weights, self._world.size))
-            for name in names
+            name: file_of(kind, rank, self._world.size, "safetensors")
+            for rank, keys in enumerate(shares(_together(weights, state), self._world.size))
+            for kind, name in keys
+            if kind == "model"
         }
         total = sum(map(_bytes_of, weights.values()))
         text = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_by_name.items()))}
@@ -120,15 +130,23 @@ class Pieces:
         raise LostPiece(f"rank {rank} did not write its part of the checkpoint")
 
 
-def shares(tensors: Mapping[str, Tensor], ranks: int) -> list[list[str]]:
+def shares(tensors: Mapping[_Key, Tensor], ranks: int) -> list[list[_Key]]:
     """The names that each rank writes: the largest first, to the one with the fewest bytes."""
-    names_by_rank: list[list[str]] = [[] for _ in range(ranks)]
+    names_by_rank: list[list[_Key]] = [[] for _ in range(ranks)]
     bytes_of = [0] * ranks
     for name in sorted(tensors, key=lambda name: (-_bytes_of(tensors[name]), name)):
         rank = bytes_of.index(min(bytes_of))
         names_by_rank[rank].append(name)
         bytes_of[rank] += _bytes_of(tensors[name])
     return names_by_rank
+
+
+def _together(
+    weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> dict[tuple[str, str], Tensor]:
+    """Return the tensors of both by kind of file and name."""
+    both = (("model", weights), ("state", state))
+    return {(kind, name): t for kind, tensors in both for name, t in tensors.items()}
 
 
 def file_of(kind: str, rank: int, ranks: int, ending: str) -> str:
