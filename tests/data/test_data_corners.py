@@ -1,6 +1,7 @@
 """Stages in odd combinations: each row is itself, whatever stands around it."""
 
 import functools
+import io
 import operator
 import threading
 
@@ -30,6 +31,12 @@ def pairs(pipeline, epoch=0):
 
 def same(x, y):
     return x, y
+
+
+def array_file(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
 # -- what samples look like is learned from a row that takes part ----------------------------------
@@ -285,8 +292,57 @@ def test_a_rank_without_a_row_for_a_batch_gets_one_that_weighs_nothing():
         assert all(batch.size for batch in batches)
         weights = [1.0 if b.weight is None else float(b.weight.sum()) for b in batches]
         assert sum(weights) == 10 * (rank + 1) // 8 - 10 * rank // 8
-    with pytest.raises(DataError, match="no sample is left for this rank"):
-        flatout.data.arrays(X[:3]).shard(0, 8, by="rows").batch(2).peek(1)
+
+
+STAGES = {
+    "none": lambda data: data.batch(2),
+    "window": lambda data: data.shuffle(1, window=4).batch(2),
+    "cache": lambda data: data.map(same).cache("memory").shuffle(1).batch(2),
+    "disk": lambda data: data.map(same).cache("disk").batch(2),
+    "repeat": lambda data: data.repeat(2).batch(2),
+    "filter": lambda data: data.filter(lambda x, y: True).batch(2),
+    "mixup": lambda data: data.batch(2).mixup(0.2, classes=2).map(same),
+}
+
+
+@pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES)
+def test_a_rank_without_any_row_makes_as_many_batches_as_the_others(stages):
+    made = []
+    for rank in range(8):
+        whole = flatout.data.arrays(X[:3, None], X[:3].astype(np.int64) % 2)
+        data = stages(whole.shard(rank, 8, by="rows"))
+        batches = list(data.batches(0))
+        assert len(batches) == data.steps
+        assert data.targets().shape == (data.samples,)
+        weight = sum(b.size if b.weight is None else float(b.weight.sum()) for b in batches)
+        made.append((data.steps, weight))
+    assert len({steps for steps, _ in made}) == 1
+    assert sum(weight > 0 for _, weight in made) == 3
+
+
+def test_a_filter_that_leaves_no_rank_a_row_is_an_error_on_all():
+    data = flatout.data.arrays(X[:8]).shard(1, 2, by="rows").filter(lambda x: False).batch(2)
+    with pytest.raises(DataError, match="no sample is left for any rank"):
+        data.agreed(lambda own: [own, own])
+
+
+FORMATS = {
+    "svm": (b"1 1:2\n0 3:1\n", b"", lambda path: flatout.data.libsvm(path)),
+    "csv": (b"u,y\n1,0\n2,1\n", b"u,y\n", lambda path: flatout.data.csv(path, target="y")),
+    "npy": (array_file(X[:2]), array_file(X[:0]), lambda path: flatout.data.npy(path)),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_rank_whose_only_file_is_empty_gets_batches_that_weigh_nothing(tmp_path, kind):
+    full, empty, read = FORMATS[kind]
+    (tmp_path / f"a.{kind}").write_bytes(full)
+    (tmp_path / f"b.{kind}").write_bytes(empty)
+    data = read(str(tmp_path / f"*.{kind}")).batch(1)
+    own, other = (data.shard(rank, 2, by="files") for rank in range(2))
+    assert [batch.weight for batch in own.batches(0)] == [None, None]
+    assert [batch.weight.tolist() for batch in other.batches(0)] == [[0.0], [0.0]]
+    assert [batch.samples for batch in other.batches(0)] == [0, 0]
 
 
 def test_a_short_batch_that_is_filled_up_counts_each_row_once():

@@ -1,5 +1,6 @@
 """Ranks that have their own samples train one model, and count every sample once."""
 
+import numpy as np
 import pytest
 import torch
 from world_ranks import run
@@ -23,25 +24,31 @@ JOB = """
     found = {}
 
 
-    def train(name, data):
+    def train(name, data, frozen=False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5))
+        model[0].requires_grad_(not frozen)
         trainer = flatout.Trainer(
             model, loss="cross_entropy", optimizer="sgd", lr=0.1, metrics=["accuracy"]
         )
         history = trainer.fit(data, validation_data=data, epochs=4, progress=False)
         figures = [{k: v for k, v in logs.items() if k != "seconds"} for logs in history.epochs]
         weights = {key: value.clone() for key, value in model.state_dict().items()}
-        found[name] = {"weights": weights, "history": figures}
+        found[name] = {"weights": weights, "history": figures, "after": trainer.evaluate(data)}
         return trainer
 
 
     whole = flatout.data.arrays(x, y)
     # One step an epoch, so that the order of the samples does not matter.
     train("whole", whole.batch(47))
+    train("frozen whole", whole.batch(47), frozen=True)
     if size > 1:
         train("rows", whole.batch(47).shard(by="rows"))
         train("by hand", whole.batch(47).shard(rank, size))
+        files = [[folder / f"{part}-{name}.npy" for part in ("all", "none")] for name in "xy"]
+        one_empty = flatout.data.npy(*files).batch(47).shard(by="files")
+        train("one file is empty", one_empty)
+        train("frozen, one file is empty", one_empty, frozen=True)
         own = slice(0, 30) if rank == 0 else slice(30, 47)
         mine = flatout.data.arrays(x[own], y[own])
         trainer = train("presharded", mine.batch(47).shard(rank, size, presharded=True))
@@ -82,13 +89,22 @@ JOB = """
 
 @pytest.mark.slow
 def test_ranks_with_rows_of_their_own(tmp_path):
+    rng = np.random.default_rng(1)
+    for name, array in (
+        ("x", rng.normal(size=(47, 20)).astype(np.float32)),
+        ("y", rng.integers(0, 5, 47)),
+    ):
+        np.save(tmp_path / f"all-{name}.npy", array)
+        np.save(tmp_path / f"none-{name}.npy", array[:0])
     for size in (1, 2):
         run(JOB, size, tmp_path)
-    alone = torch.load(tmp_path / "found-1-0.pt")["whole"]
+    alone = torch.load(tmp_path / "found-1-0.pt")
     for rank in range(2):
         found = torch.load(tmp_path / f"found-2-{rank}.pt")
-        for name in ("whole", "rows", "by hand", "presharded"):
-            torch.testing.assert_close(found[name], alone, rtol=1e-4, atol=2e-6)
+        for name in ("whole", "rows", "by hand", "one file is empty", "presharded"):
+            torch.testing.assert_close(found[name], alone["whole"], rtol=1e-4, atol=2e-6)
+        frozen = found["frozen, one file is empty"]
+        torch.testing.assert_close(frozen, alone["frozen whole"], rtol=1e-4, atol=2e-6)
         assert found["steps"] == 5  # 47 samples of both in batches of 10
         assert found["several steps"]["history"][-1]["accuracy"] > 0
         assert "their own samples have no common order" in found["predict"]

@@ -68,6 +68,7 @@ from flatout.data.own_pipes import OwnPipe as OwnPipe
 from flatout.data.own_pipes import differs_by_rank as differs_by_rank
 from flatout.data.own_pipes import is_pipe as is_pipe
 from flatout.data.own_pipes import own_pipe as own_pipe
+from flatout.data.own_pipes import samples_of_all as samples_of_all
 from flatout.data.pipeline import Pipeline as Pipeline
 from flatout.data.randomness import random_state as random_state
 from flatout.data.randomness import same_state as same_state

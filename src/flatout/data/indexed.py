@@ -434,12 +434,13 @@ def _build(
                     reported = time.monotonic()
                     done = (base + place + piece.consumed) / max(1, held.size)
                     say(f"indexing {file.name}: {done:.0%} of {size_words(held.size)}")
-    names = parts[0].lengths if parts else {}
+    filled = [part for part in parts if len(part.starts)]
+    names = filled[0].lengths if filled else {}
     return Index(
         np.concatenate([part.starts for part in parts]),
         np.concatenate([part.sizes for part in parts]),
-        {name: np.concatenate([part.lengths[name] for part in parts]) for name in names},
-        _merged([part.facts for part in parts if len(part.starts)]),
+        {name: np.concatenate([part.lengths[name] for part in filled]) for name in names},
+        _merged([part.facts for part in filled]),
         policy.notes(),
     )
 

@@ -29,6 +29,17 @@ def differs_by_rank(source: Source) -> bool:
     return is_pipe(source) or (isinstance(source, Pipeline) and source.has_own_rows)
 
 
+def samples_of_all(source: Source) -> int | None:
+    """Return the samples of an epoch over all ranks, the same number on each of them.
+
+    Where ranks have their own rows, it is rounded up to whole batches.
+    """
+    if isinstance(source, Pipeline) and source.has_own_rows and source.seekable:
+        steps, size = source.steps, source.batch_size
+        return None if steps is None or size is None else steps * size
+    return source.samples
+
+
 def own_pipe(
     pipeline: Pipeline, rank: int, world_size: int, gather: Callable[[Any], list[Any]]
 ) -> Pipeline:

@@ -324,18 +324,25 @@ class Pipeline(Staged["Pipeline"]):
 
         Args:
             gather: gives the numbers of all ranks for this rank's own.
+
+        Raises:
+            DataError: on all ranks, none of them has a sample.
         """
         shard, size = self.sharded, self.batch_size
-        if shard is None or not shard.presharded or shard.steps is not None or size is None:
+        if shard is None or not shard.has_own_rows or shard.steps is not None or size is None:
             return self
         if not self.seekable:
             return self  # own_pipes.py
         stages = [stage for stage in self.stages if stage is not shard]
         turns = passes(stages)
-        own = self._of_shard(replace(shard, steps=turns)).samples
-        assert own is not None
-        steps = turns * -(-sum(gather(own)) // (turns * size))
-        return self._of_shard(replace(shard, steps=steps))
+        own = self._of_shard(replace(shard, steps=turns)) if shard.presharded else self
+        assert own.samples is not None
+        total = sum(gather(own.samples))
+        if not total:
+            raise DataError("no sample is left for any rank", do="filter less, or use more data")
+        if not shard.presharded:
+            return self
+        return self._of_shard(replace(shard, steps=turns * -(-total // (turns * size))))
 
     @property
     def seekable(self) -> bool:

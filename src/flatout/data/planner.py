@@ -319,7 +319,7 @@ def build_rows(
         if begun.order is None and len(chosen.numbers):
             chosen.base.probe = int(chosen.numbers[0])
     numbers = chosen.numbers
-    if not len(numbers):
+    if not len(numbers) and not chosen.everywhere:
         raise DataError("no sample is left for this rank", do="use fewer ranks, or more data")
     plan = _plan(origin, begun.samples, stages, options, say)
     plan.numbers, plan.everywhere, plan.labels = numbers, chosen.everywhere, chosen.labels
@@ -453,7 +453,7 @@ def _functions_draw(maker: Maker, cut: BatchSampler) -> bool:
     """Whether a user's function of whole batches draws from a global generator, by trying it."""
     start, stop = cut.bounds(0)
     order = cut.order(0)
-    before = [order[cut.before(0)]] if maker.functions.blends else []
+    before = [order[cut.before(0)]] if maker.functions.blends and len(order) else []
     state = random_state()
     try:
         maker(np.array([*before, *order[start:stop]], np.int64), cut.padding(0), 0, 0)

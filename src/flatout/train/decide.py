@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from flatout.data import Batch
+from flatout.data import Batch, samples_of_all
 from flatout.devices import PingPong, find_ping_pong, keep_matmul_precision
 from flatout.errors import FlatoutError, ModelError
 from flatout.models import adapter_of, facts_of
@@ -262,9 +262,10 @@ def _planned(loop: LoopState, first: list[Batch]) -> PlannedRun | None:
     if first[0].is_jagged or loop.lays_out or isinstance(named_rows.samples_of(source), str):
         return None
     may_keep = loop.requested.input.features != "off" and loop.allow >= Parity.TOLERANT
-    if not (may_keep and source.samples and adapter_of(loop.model).is_partly_frozen()):
+    samples = samples_of_all(source)
+    if not (may_keep and samples and adapter_of(loop.model).is_partly_frozen()):
         return None
-    return PlannedRun(source.samples, loop.planned_epochs)
+    return PlannedRun(samples, loop.planned_epochs)
 
 
 def asked_here(loop: LoopState) -> Recipe:

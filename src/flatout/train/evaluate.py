@@ -81,9 +81,10 @@ def evaluate(
     guard.check_state(objective.model, "evaluation")
     loop.be_ready(objective.model)
     world = loop.world
+    source = agreed(source, world)
     job = objective.job(loop, source, training=False)
     whole = loop.takes_whole_batches
-    part = part_of(agreed(source, world), world, loop.say, whole=whole)
+    part = part_of(source, world, loop.say, whole=whole)
     mean = RunningMean()
 
     def read() -> dict[str, float]:

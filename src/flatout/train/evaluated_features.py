@@ -22,6 +22,7 @@ from flatout.data import (
     RowPart,
     Source,
     sample_names,
+    samples_of_all,
     tensors_in,
 )
 from flatout.models import Cut, Cuts
@@ -113,14 +114,14 @@ class EvaluatedFeatures:
                 self._features.rows.hold(rows)
 
     def _may_have(self, source: Source) -> bool:
-        """Whether it is worth a look; all ranks say the same."""
+        """Return whether a look is worth it, the same on all ranks."""
         if self._loop.allow < Parity.TOLERANT or not self._features.may_keep:
             return False
         samples = samples_of(source)
         is_random = isinstance(samples, NamedSamples) and content_of(samples) in self._random
         if is_random and self._loop.world.size == 1:  # ranks notice it apart
             return False
-        return not isinstance(samples, str) and (source.samples or 0) >= _WORTH
+        return not isinstance(samples, str) and (samples_of_all(source) or 0) >= _WORTH
 
     def _content_of(self, source: Source) -> str:
         """What identifies data; of samples that are known by their bytes, how many."""

@@ -33,6 +33,7 @@ from flatout.data import (
     Source,
     drawn_of,
     sample_names,
+    samples_of_all,
     stays_with_rank,
     tensors_in,
 )
@@ -462,7 +463,8 @@ class FrozenFeatures:
                 sent_s=size / rate + 2 * costs.read if rate else inf,  # it is read there, kept here
             )
             options.append(option)
-        return choose(options, source.samples or samples.slots // samples.variants, left, step_s)
+        count = samples_of_all(source) or samples.slots // samples.variants
+        return choose(options, count, left, step_s)
 
     def _looked_at(self, source: Source, cut: Cut, batch: Batch) -> tuple[Rows, float, float]:
         """The rows at a cut, and seconds of a sample in the forward before and behind it."""

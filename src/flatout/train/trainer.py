@@ -436,8 +436,10 @@ class Trainer:
         )  # fmt: skip
         if figures is None:
             given = objective.to_evaluate(x, y, self.loop, batch_size, sample_weight, steps)
-            followed = objective.followed(callbacks, self.loop, given.steps, verbose)
-            with self.to_evaluate(given) as source, followed:
+            with (
+                self.to_evaluate(given) as source,
+                objective.followed(callbacks, self.loop, source.steps, verbose),
+            ):
                 self._know(objective.build(source, self.loop))
                 source = objective.cut(source, steps, self.loop, restarts=True)
                 figures = objective.evaluate(self.loop, source)
@@ -515,8 +517,10 @@ class Trainer:
         given = objective.to_predict(
             files_as_images(x, self.signature), self.loop, batch_size, steps
         )
-        followed = objective.followed(callbacks, self.loop, given.steps, verbose)
-        with self.to_evaluate(given) as source, followed:
+        with (
+            self.to_evaluate(given) as source,
+            objective.followed(callbacks, self.loop, source.steps, verbose),
+        ):
             if not getattr(self.model, "built", True):
                 self._know(objective.build(source, self.loop))
             source = objective.cut(source, steps, self.loop, restarts=True)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.block import Numbers
+from flatout.data.block import Numbers, rows_between
 from flatout.data.buffers import Buffers
-from flatout.data.execution.samples import Costs, Samples, known_targets
+from flatout.data.execution.samples import Costs, Samples, first_good, known_targets
 from flatout.data.form import Leaf
 from flatout.errors import DataError
 
@@ -33,8 +33,11 @@ def targets_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, 
         return numbers, known[numbers]
     kept, targets = [], []
     buffers, costs = Buffers(), Costs()
-    for start in range(0, len(numbers), _CHUNK):
-        block = samples.make(numbers[start : start + _CHUNK], buffers, 0, costs)
+    for start in range(0, max(1, len(numbers)), _CHUNK):
+        if len(numbers):
+            block = samples.make(numbers[start : start + _CHUNK], buffers, 0, costs)
+        else:  # other ranks have all rows: one of theirs has the form of the targets
+            block = rows_between(first_good(samples, buffers, 0, costs), 0, 0)
         target = samples.form.targets
         values = block.columns[target.column] if isinstance(target, Leaf) else None
         if not isinstance(values, np.ndarray):

@@ -314,7 +314,7 @@ class Program:
                 step, cut = claim.step, cuts[claim.part]
             start, stop = cut.bounds(step)
             numbers, own = order[start:stop], None if turns is None else turns[start:stop]
-            if self.maker.functions.blends:
+            if self.maker.functions.blends and len(order):
                 before = cut.before(step)
                 numbers = np.insert(numbers, 0, order[before])
                 own = None if turns is None else np.insert(turns[start:stop], 0, turns[before])

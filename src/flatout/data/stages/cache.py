@@ -31,6 +31,8 @@ class Cache(Stage):
         Behind a shuffle or a batch it would hold the same samples; before them it also holds for
         every later epoch. Behind a random function it would give every epoch the same draws.
         """
+        if not len(plan.numbers):  # other ranks have all of the rows
+            return
         kept, behind = constant_part(plan.samples, plan.numbers)
         if kept is None:
             plan.moved.append(

@@ -37,7 +37,7 @@ class Filter(Function):
 
     def choose(self, plan: Plan) -> None:
         """One pass over all rows."""
-        kept, total = [], len(plan.numbers)
+        kept, total = [plan.numbers[:0]], len(plan.numbers)
         buffers, costs, reported = Buffers(), Costs(), time.monotonic()
         for start in range(0, total, _CHUNK):
             block = plan.samples.make(plan.numbers[start : start + _CHUNK], buffers, 0, costs)
@@ -47,7 +47,7 @@ class Filter(Function):
                 looked_at = f"looked at {start + len(block):,} of {total:,}"
                 plan.say(f"filter {name_of(self.function)}: {looked_at}")
         plan.numbers = np.concatenate(kept)
-        if not len(plan.numbers):
+        if not len(plan.numbers) and not plan.everywhere:
             raise DataError(f"filter {name_of(self.function)} leaves none of {total:,} samples")
 
     def stream(self, plan: Plan) -> None:

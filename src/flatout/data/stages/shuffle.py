@@ -110,6 +110,8 @@ def shuffled_in_windows(inner: Order, seed: int, window: int) -> Order:
 
     def order(epoch: int) -> Numbers:
         numbers = inner(epoch)
+        if not len(numbers):
+            return numbers
         parts = [numbers[start : start + window] for start in range(0, len(numbers), window)]
         turn = drawn(len(parts), seed, epoch)
         return np.concatenate(
