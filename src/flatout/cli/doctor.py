@@ -183,7 +183,7 @@ def _check_script(script: str) -> None:
     name = Path(script).name
     if re.fullmatch(r"python[\d.]*", name):
         raise typer.BadParameter(f"{script}: give the script alone, without {name}")
-    if script != "torchrun" and not Path(script).is_file():
+    if script != "torchrun" and not os.path.isfile(script):
         raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
     if name.endswith(".ipynb"):
         raise typer.BadParameter(

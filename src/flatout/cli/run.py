@@ -114,7 +114,7 @@ def run(
     from flatout.world import SERVERS, asked_for
 
     is_auto, ranks = devices == "auto", _count(devices)
-    if not is_module and not Path(script).exists():
+    if not is_module and not os.path.exists(script):
         raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
     file = file_of(script, is_module=is_module)
     variables = {"FLATOUT_RUN": "1"} | keras_backend(file)

@@ -5,6 +5,7 @@ Hosts are reached as `flatout submit ssh` reaches them, by a job whose code is o
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -115,7 +116,7 @@ def measure_hosts(
         SubmitError: a host cannot be reached, or lacks something.
         FlatoutError: the ranks have failed there.
     """
-    given = str(Path(hosts).absolute()) if "," not in hosts and Path(hosts).is_file() else hosts
+    given = str(Path(hosts).absolute()) if "," not in hosts and os.path.isfile(hosts) else hosts
     with tempfile.TemporaryDirectory(prefix="flatout-network-") as folder:
         root = Path(folder)
         (root / _NAME).write_text(script(sizes, seconds))

@@ -219,7 +219,7 @@ class Profile:
             FlatoutError: there is none, it is of another version, or no Profile at all.
         """
         path = Path(run)
-        file = path / PROFILE_FILE if path.is_dir() else path
+        file = path / PROFILE_FILE if os.path.isdir(path) else path
         try:
             data = json.loads(file.read_bytes())
         except OSError as error:

@@ -22,7 +22,7 @@ def read_run(run: str | os.PathLike[str]) -> Explanation:
         FlatoutError: the file is missing, or is no whole file of a fit's figures.
     """
     path = Path(run)
-    file = path / "history.json" if path.is_dir() else path
+    file = path / "history.json" if os.path.isdir(path) else path
     try:
         history = json.loads(file.read_text())
         if not {"steps", "lanes_ms", "recipe"} <= history.keys():

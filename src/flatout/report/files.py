@@ -13,6 +13,7 @@ from flatout.measure import fingerprint
 from flatout.report.baseline import Baseline, Compared, compare
 from flatout.report.chrome_trace import trace
 from flatout.report.page import page
+from flatout.report.recipe_file import check_target
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,8 @@ class Files:
 
     def __post_init__(self) -> None:
         for path in (self.page, self.trace, self.baseline):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise FlatoutError(
-                    f"cannot write {path}: there is no such folder", do="make it, or name another"
-                )
+            if path is not None:
+                check_target(path)
 
     def write(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,10 +28,7 @@ def place(asked: Path | None, *, force: bool = False) -> Path:
         FlatoutError: the file is not the doctor's to replace, or has no folder.
     """
     path = asked or DEFAULT
-    if not path.absolute().parent.is_dir():
-        raise FlatoutError(
-            f"cannot write {path}: there is no such folder", do="make it, or name another"
-        )
+    check_target(path)
     if asked is None and not _is_free(path):
         path = path.with_name("flatout.doctor.toml")
     if not (force or _is_free(path)):
@@ -41,8 +39,26 @@ def place(asked: Path | None, *, force: bool = False) -> Path:
     return path
 
 
+def check_target(path: Path) -> None:
+    """Refuse a file that cannot be written where it is to be, before a script runs for it.
+
+    Raises:
+        FlatoutError: its folder is missing, or its name is longer than the file system takes.
+    """
+    if not os.path.isdir(path.absolute().parent):
+        raise FlatoutError(
+            f"cannot write {path}: there is no such folder", do="make it, or name another"
+        )
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise FlatoutError(f"cannot write {path}: {error.strerror}", do="name another") from error
+
+
 def _is_free(path: Path) -> bool:
-    if not path.exists():
+    if not os.path.exists(path):
         return True
     with path.open("rb") as file:
         return file.readline().decode(errors="replace").strip() == f"# {COMMENT}"

@@ -109,9 +109,9 @@ class SeenRun:
             FlatoutError: it is missing, or nothing in it is of a run.
         """
         folder = Path(path)
-        if folder.is_file() and folder.name == PROFILE_FILE:
+        if os.path.isfile(folder) and folder.name == PROFILE_FILE:
             folder = folder.parent
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise FlatoutError(
                 "expected the folder of a run, found none",
                 where=str(path),

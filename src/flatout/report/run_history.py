@@ -107,7 +107,7 @@ class RunHistory:
             FlatoutError: there is no such folder, or no run in it.
         """
         root = Path(folder)
-        if not root.is_dir():
+        if not os.path.isdir(root):
             raise FlatoutError(
                 "expected a folder with runs, found none",
                 where=str(folder),

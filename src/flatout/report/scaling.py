@@ -286,12 +286,12 @@ class Scaling:
 
 
 def _read(path: Path) -> ScalingRun:
-    file = path / "history.json" if path.is_dir() else path
+    file = path / "history.json" if os.path.isdir(path) else path
     try:
         data = json.loads(file.read_text())
         lanes = data["lanes_by_rank_ms"]
         run = ScalingRun(
-            name=path.name if path.is_dir() else path.stem,
+            name=path.name if os.path.isdir(path) else path.stem,
             world_size=data["world_size"],
             batch_size=data["batch_size"],
             step_ms=max(sum(of.values()) for of in lanes) if lanes else 0.0,

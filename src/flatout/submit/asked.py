@@ -177,7 +177,7 @@ def _script(asked: JobOptions, root: Path) -> str:
             )
         return asked.script
     path = (root / asked.script).absolute()
-    if not path.exists():
+    if not os.path.exists(path):
         raise SubmitError(f"{asked.script}: no such script (-m runs a module)", where=str(root))
     inside = os.path.relpath(os.path.normpath(path), root.absolute())
     if inside.startswith(".."):
@@ -192,7 +192,7 @@ def _script(asked: JobOptions, root: Path) -> str:
 def _free(name: str, base: Path) -> str:
     """A name whose folder is not there yet: a second job of the same minute gets a number."""
     names = [name, *(f"{name}-{count}" for count in range(2, 1000))]
-    return next((name for name in names if not (base / name).exists()), name)
+    return next((name for name in names if not os.path.exists(base / name)), name)
 
 
 def _measured_threads(recipe: Recipe | ResolvedRecipe | None) -> int | None:

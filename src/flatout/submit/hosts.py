@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 
@@ -21,7 +22,7 @@ def hosts_of(job: Job) -> list[str]:
     """
     given = job.options.get("hosts", "")
     path = job.root / given
-    if "," not in given and given and path.is_file():
+    if "," not in given and given and os.path.isfile(path):
         try:
             lines = path.read_text().splitlines()
         except (OSError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ def _status_of(entry: Entry, ledger: Ledger) -> JobStatus:
             return JobStatus(entry, None, "refused, so it was not sent")
         return JobStatus(entry, to.state(entry.id, Path(entry.folder)))
     except FlatoutError as error:
-        is_there = Path(entry.folder).is_dir()
+        is_there = os.path.isdir(entry.folder)
         return JobStatus(entry, None, error.what if is_there else f"{entry.folder} is gone")
 
 

@@ -266,6 +266,14 @@ def is_port(text: str) -> bool:
     return text.isascii() and text.isdecimal() and 0 < int(text) < 65536
 
 
+def _is_host(text: str) -> bool:
+    """Return whether a text can be a host's name or address; parts have 63 letters at most."""
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:
+        return False
+
+
 def checked(found: Nodes) -> Nodes:
     """Refuse what makes no sense.
 
@@ -279,7 +287,7 @@ def checked(found: Nodes) -> Nodes:
             where=found.origin,
         )
     host, colon, port = found.rendezvous.rpartition(":")
-    if found.count > 1 and not (host and colon and is_port(port)):
+    if found.count > 1 and not (_is_host(host) and colon and is_port(port)):
         raise WorldError(
             f"expected the first node's host and a port, such as host1:29500, for {found.count} "
             f"nodes to meet; found {found.rendezvous!r}",
