@@ -20,6 +20,7 @@ from flatout.data.order import order
 from flatout.errors import NumbersError
 from flatout.measure import finish_device, machine_rates
 from flatout.recipe import Compute, Recipe, Save, World
+from flatout.train.auto_terms import Terms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
@@ -722,16 +723,14 @@ def test_auto_waits_for_the_device_where_it_measures(device):
     assert done.query()
 
 
-def test_auto_tries_settings_of_a_gpu(device, tmp_path, monkeypatch):
+def test_auto_tries_settings_of_a_gpu(device, tmp_path):
     """A run that is long enough: what is tried is told, and none of it is a CPU's."""
-    monkeypatch.setattr("flatout.train.auto_budget._SHORT_SHARE", 1e6)
-    monkeypatch.setattr("flatout.train.auto_budget._BEFORE_SHARE", 1e6)
-    monkeypatch.setattr("flatout.train.auto_budget._FIXED_S", 1e6)
-    monkeypatch.setattr("flatout.train.auto_search._MOST_PAIRS", 2)
-    monkeypatch.setattr("flatout.train.auto_search._COMPILE_S", (1e9, 0.0))
     x, y = images(320)
     model = convnet()
     job = trainer(model, device, allow="tolerant", optimizer=adam(model))
+    job.terms = Terms(
+        short_share=1e6, before_share=1e6, fixed_s=1e6, most_pairs=2, compile_s=(1e9, 0.0)
+    )
     history = job.fit((x, y), batch_size=16, epochs=40, progress=False)
     known = {*history.tuning["dropped"]}
     for trial in history.tuning["trials"]:
@@ -746,7 +745,7 @@ def test_auto_tries_settings_of_a_gpu(device, tmp_path, monkeypatch):
         assert "compute.cudnn_benchmark" in known
 
 
-def test_the_rates_of_the_device(device, monkeypatch, tmp_path):
+def test_the_rates_of_the_device(device, tmp_path):
     rates = machine_rates(device.type)
     assert rates["seconds"] < 20
     flops = rates["flops_per_s"]

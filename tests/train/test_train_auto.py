@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import os
@@ -26,23 +27,25 @@ from flatout.models import Rewrite
 from flatout.recipe import FIELDS, PLAIN, Parity, Recipe, ResolvedRecipe, Trial, loads
 from flatout.train import auto, auto_check, auto_search
 from flatout.train.auto_budget import Budget
+from flatout.train.auto_terms import Terms
 from flatout.train.loop import Loop
 from flatout.train.settings import Settings
 from flatout.train.snapshot import random_state
-from flatout.train.tuner import Tuner
 from flatout.world import messages
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(auto_search, "NOISE", 1e9)  # tests run on busy machines
-    monkeypatch.setattr(auto, "machine_rates", lambda *machine: None)  # takes seconds
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two wait for one another where others compute, too
     yield
     allocator.default_memory()
     torch.set_num_threads(threads)
+
+
+# Tests run on busy machines; measuring the rates of one takes seconds.
+CALM = Terms(noise=1e9, machine_rates=lambda *machine: None)
 
 
 def small_net(seed: int = 0, dropout: float = 0.0) -> nn.Module:
@@ -68,30 +71,31 @@ class Clock:
     """Seconds that pass only where a model computes.
 
     Attributes:
-        waited_s: for which each step is said to have waited for its batches.
+        waited_s: for which each step is said to have waited for its batches; these come and are
+            copied in no time, as what that really takes is not of this clock.
+        terms: of the Loops that go by it.
     """
 
     def __init__(self) -> None:
         self.now = self.waited_s = 0.0
+        self.terms = CALM
+        self.set(clock=self, cpu_clock=self, input_s=lambda lanes: (self.waited_s, 0.0))
         self.lock = threading.Lock()  # a look puts back objects but those that threads share
 
     def __call__(self) -> float:
         return self.now
 
+    def set(self, **terms) -> None:
+        self.terms = dataclasses.replace(self.terms, **terms)
+
+
+def with_bf16(device):
+    return True
+
 
 @pytest.fixture
-def clock(monkeypatch):
-    made = Clock()
-    monkeypatch.setattr(auto, "clock", made)
-    monkeypatch.setattr(auto, "cpu_clock", made)
-    begin = functools.partialmethod(Tuner.__init__, clock=made, cpu_clock=lambda: auto.cpu_clock())
-    monkeypatch.setattr(Tuner, "__init__", begin)
-    step = Tuner.step
-    # Batches come and are copied in no time: what that really takes is not of this clock.
-    monkeypatch.setattr(
-        Tuner, "step", lambda self, *given: step(self, *given[:-2], made.waited_s, 0.0)
-    )
-    return made
+def clock():
+    return Clock()
 
 
 def job(
@@ -101,6 +105,7 @@ def job(
     """A prepared Loop whose passes take what a function from Settings to seconds per step says."""
     say = said.append if said is not None else lambda line: None
     loop = Loop(recipe, allow=allow, accumulate=accumulate, say=say)
+    loop.terms = CALM if clock is None else clock.terms
 
     def compute(batch):
         if seconds is not None:
@@ -265,8 +270,8 @@ def test_passes_that_are_compared_meet_the_same_weights(clock):
     assert loop.resolved.compute.memory_format == "channels_last"
 
 
-def test_options_are_kept_or_dropped_by_what_was_measured(clock, monkeypatch):
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+def test_options_are_kept_or_dropped_by_what_was_measured(clock):
+    clock.set(has_bf16_units=with_bf16)
 
     def seconds(s):
         # bf16 hurts, channels_last helps a lot, the fused optimizer hurts a little.
@@ -294,11 +299,11 @@ def test_options_are_kept_or_dropped_by_what_was_measured(clock, monkeypatch):
 
 
 @pytest.mark.parametrize("uses_cpu", [False, True], ids=["other work", "the option"])
-def test_far_slower_on_a_few_samples_is_what_takes_more_cpu_time(clock, monkeypatch, uses_cpu):
+def test_far_slower_on_a_few_samples_is_what_takes_more_cpu_time(clock, uses_cpu):
     """Before the first step other work can make any pass take many times as long by the clock."""
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    clock.set(has_bf16_units=with_bf16)
     if not uses_cpu:
-        monkeypatch.setattr(auto, "cpu_clock", lambda: 0.0)
+        clock.set(cpu_clock=lambda: 0.0)
     before_steps = True
 
     def seconds(s):
@@ -314,11 +319,9 @@ def test_far_slower_on_a_few_samples_is_what_takes_more_cpu_time(clock, monkeypa
 
 
 @pytest.mark.parametrize("uses_cpu", [False, True], ids=["other work", "the option"])
-def test_a_first_step_drops_a_setting_only_where_it_takes_more_cpu_time(
-    clock, monkeypatch, uses_cpu
-):
+def test_a_first_step_drops_a_setting_only_where_it_takes_more_cpu_time(clock, uses_cpu):
     """bf16 is twice as fast; other work holds up its first three steps, or it is slow itself."""
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    clock.set(has_bf16_units=with_bf16)
     delays: list[float] = []
     delayed_s = 0.0
 
@@ -330,7 +333,7 @@ def test_a_first_step_drops_a_setting_only_where_it_takes_more_cpu_time(
         delayed_s += 0.0 if uses_cpu else delay
         return 0.05 + delay
 
-    monkeypatch.setattr(auto, "cpu_clock", lambda: clock.now - delayed_s)
+    clock.set(cpu_clock=lambda: clock.now - delayed_s)
     others = dict.fromkeys(("fused_norms", "rewrites", "fused_optimizer"), "off")
     compute = {"memory_format": "contiguous", **others}
     recipe = Recipe(memory={"allocator": "default"}, compute=compute)
@@ -353,18 +356,18 @@ def test_nothing_faster_means_plain(clock):
     assert "nothing measured faster than plain" in said[0]
 
 
-def test_options_that_help_only_together_are_found(clock, monkeypatch):
+def test_options_that_help_only_together_are_found(clock):
     def seconds(s):
         both = s.precision == "bf16" and s.memory_format == "channels_last"
         return 0.03 if both else 0.15 if s.precision == "bf16" else 0.1
 
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    clock.set(has_bf16_units=with_bf16)
     loop = tuned(small_net(), seconds, clock)
     assert loop.resolved.compute.precision == "bf16"
     assert loop.resolved.compute.memory_format == "channels_last"
 
 
-def test_an_option_that_helps_another_is_tried_again(clock, monkeypatch):
+def test_an_option_that_helps_another_is_tried_again(clock):
     """All together lose by the fused optimizer; bf16 wins only once channels_last is there."""
 
     def seconds(s):
@@ -373,7 +376,7 @@ def test_an_option_that_helps_another_is_tried_again(clock, monkeypatch):
         of_pair *= 0.8 if s.memory_format == "channels_last" else 1
         return of_pair * (4 if s.fused_optimizer == "on" else 1)
 
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    clock.set(has_bf16_units=with_bf16)
     loop = tuned(small_net(), seconds, clock, steps=6_000)
     chosen = loop.resolved.compute
     assert (chosen.precision, chosen.memory_format) == ("bf16", "channels_last")
@@ -382,14 +385,14 @@ def test_an_option_that_helps_another_is_tried_again(clock, monkeypatch):
 
 @pytest.mark.parametrize("steps", [20, 60])
 @pytest.mark.parametrize("bf16", [0.5, 1.3])
-def test_of_long_steps_a_few_are_enough(bf16, steps, clock, monkeypatch):
+def test_of_long_steps_a_few_are_enough(bf16, steps, clock):
     """Of 0.6 s each; where a few samples run slower in bf16, no step is made under it first."""
 
     def seconds(s):
         layout = 0.6 if s.memory_format == "channels_last" else 1.0
         return 0.6 * layout * (bf16 if s.precision == "bf16" else 1.0)
 
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    clock.set(has_bf16_units=with_bf16)
     loop = tuned(small_net(), seconds, clock, steps=steps)
     chosen = loop.stepper.switch.now
     assert chosen.memory_format == "channels_last"
@@ -399,9 +402,9 @@ def test_of_long_steps_a_few_are_enough(bf16, steps, clock, monkeypatch):
     assert ("compute.precision" in first["settings"]) == (bf16 < 1)
 
 
-def test_of_small_batches_that_take_long_two_samples_are_looked_at(clock, monkeypatch):
+def test_of_small_batches_that_take_long_two_samples_are_looked_at(clock):
     """Four of sixteen would take as long as the time before the first step may."""
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    clock.set(has_bf16_units=with_bf16)
     seconds = lambda s: 6.0 * (0.5 if s.precision == "bf16" else 1.0)  # noqa: E731
     loop = tuned(small_net(), seconds, clock, steps=32, batch_size=16)
     assert loop.stepper.switch.now.precision == "bf16"
@@ -422,7 +425,7 @@ def searched(seconds, step_s, steps, cpu=None, **given):
         auto_search.Option(f"compute.{name}", Trial(value, bool, why="planted"))
         for name, value in values.items()
     ]
-    search = auto_search.Search(Settings(), options, Budget(steps), **given)
+    search = auto_search.Search(Settings(), options, Budget(steps, CALM), **given)
     follow(search, search.run(), seconds, step_s, cpu=cpu)
     return search
 
@@ -524,7 +527,7 @@ def test_other_work_that_meets_both_middle_blocks_drops_nothing():
             return 0.5 * next(blocks, 1.0) if s.precision == "bf16" else 1.0
 
         half = lambda s: cpu_s if s.precision == "bf16" else 1.0  # noqa: E731
-        search = auto_search.Search(Settings(), list(options), Budget(6_000))
+        search = auto_search.Search(Settings(), list(options), Budget(6_000, CALM))
         follow(search, search.run(), seconds, 0.1, cpu=half)
         return search
 
@@ -538,8 +541,7 @@ def result_of(ratio, low, high, floor):
     return TrialResult(ratio, low, high, floor, 8, 0.1, 0.1 / ratio, 1.0)
 
 
-def test_a_wide_interval_takes_nothing_back_that_was_proven(monkeypatch):
-    monkeypatch.setattr(auto_search, "NOISE", 0.2)
+def test_a_wide_interval_takes_nothing_back_that_was_proven():
     proven, wide = result_of(1.2, 1.15, 1.25, 0.02), result_of(0.9, 0.5, 1.3, 0.5)
     field = "compute.precision"
 
@@ -619,8 +621,8 @@ def _other_values(y):
 
 
 @pytest.mark.parametrize("spoil", [_fails, _nan, _other_values, _no_memory])
-def test_an_option_that_fails_or_changes_values_is_not_tried(spoil, clock, monkeypatch):
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+def test_an_option_that_fails_or_changes_values_is_not_tried(spoil, clock):
+    clock.set(has_bf16_units=with_bf16)
     model = _InHalf(spoil)
     loop = tuned(model, lambda s: 0.01 if s.precision == "bf16" else 0.1, clock)
     assert loop.resolved.compute.precision == "fp32"
@@ -630,9 +632,9 @@ def test_an_option_that_fails_or_changes_values_is_not_tried(spoil, clock, monke
 
 
 @pytest.mark.parametrize("spoil", [_fails, _nan, _no_memory])
-def test_a_step_that_an_option_spoils_is_made_again(spoil, clock, monkeypatch):
+def test_a_step_that_an_option_spoils_is_made_again(spoil, clock):
     """On a few samples all is well. The weights are those of the run without the option."""
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    clock.set(has_bf16_units=with_bf16)
     others = {
         "compute.fused_norms": "off",
         "compute.fused_optimizer": "off",
@@ -677,13 +679,13 @@ def test_a_rewrite_that_changes_the_result_is_rejected(clock, monkeypatch):
 
 
 @pytest.fixture
-def cold(monkeypatch):
+def cold(clock):
     """A device that loads kernels at their first use, as a GPU does."""
-    monkeypatch.setattr(auto_check, "_starts_cold", lambda device: True)
+    clock.set(starts_cold=lambda device: True)
 
 
-def test_what_loads_kernels_at_its_first_use_is_judged_by_the_next(clock, cold, monkeypatch):
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+def test_what_loads_kernels_at_its_first_use_is_judged_by_the_next(clock, cold):
+    clock.set(has_bf16_units=with_bf16)
     loaded: set[tuple[str, int]] = set()
 
     def job_of(loop_settings):
@@ -704,20 +706,32 @@ def test_what_loads_kernels_at_its_first_use_is_judged_by_the_next(clock, cold, 
     assert loop.resolved.compute.precision == "bf16"
 
 
+def gradients_off(model, off):
+    """Let the gradients be off by the share that a function gives in each backward."""
+
+    def spoil(module, inputs, output):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * (1 + off()))
+
+    model.register_forward_hook(spoil)
+
+
 @pytest.mark.parametrize("own", [0.02, 0.0])
-def test_rounding_is_told_by_what_plain_gradients_are_off_themselves(own, clock, cold, monkeypatch):
+def test_rounding_is_told_by_what_plain_gradients_are_off_themselves(own, clock, cold):
     """Convolutions in TF32 are off by some percent behind a BatchNorm."""
-    real = auto_check.FirstCheck._gradients
+    model, formats = small_net(), ["contiguous"]
 
-    def gradients(self, batch):
-        found = real(self, batch)
-        if self._stepper.switch.now.memory_format == "channels_last":
-            return [None if g is None else g * 1.03 for g in found]
-        off = own if torch.backends.cudnn.allow_tf32 else 0.0
-        return [None if g is None else g * (1 + off) for g in found]
+    def seconds(s):
+        formats[:] = [s.memory_format]
+        return 0.03 if s.memory_format != "contiguous" else 0.1
 
-    monkeypatch.setattr(auto_check.FirstCheck, "_gradients", gradients)
-    loop = tuned(small_net(), lambda s: 0.03 if s.memory_format != "contiguous" else 0.1, clock)
+    def off():
+        if formats == ["channels_last"]:
+            return 0.03
+        return own if torch.backends.cudnn.allow_tf32 else 0.0
+
+    gradients_off(model, off)
+    loop = tuned(model, seconds, clock)
     chosen = "channels_last" if own else "contiguous"
     assert loop.resolved.compute.memory_format == chosen
     if not own:
@@ -726,19 +740,20 @@ def test_rounding_is_told_by_what_plain_gradients_are_off_themselves(own, clock,
 
 
 @pytest.mark.parametrize("repeats", [True, False])
-def test_an_exact_rewrite_may_differ_as_plain_passes_do_among_themselves(
-    repeats, clock, cold, monkeypatch
-):
-    real, passes = auto_check.FirstCheck._gradients, itertools.count()
+def test_an_exact_rewrite_may_differ_as_plain_passes_do_among_themselves(repeats, clock, cold):
+    model, passes, rewrites = small_net(), itertools.count(), SimpleQueue()
 
-    def gradients(self, batch):
-        found, number = real(self, batch), next(passes)
-        is_plain = self._stepper.switch.now.rewrites == "off"
-        off = 0.0 if is_plain and repeats else 1e-6 * (1 + number % 2)
-        return [None if g is None else g * (1 + off) for g in found]
+    def seconds(s):
+        rewrites.put(s.rewrites)
+        return 0.03 if s.rewrites == "on" else 0.1
 
-    monkeypatch.setattr(auto_check.FirstCheck, "_gradients", gradients)
-    loop = tuned(small_net(), lambda s: 0.03 if s.rewrites == "on" else 0.1, clock)
+    def off():
+        number = next(passes)
+        is_plain = [rewrites.get() for _ in range(rewrites.qsize())][-1] == "off"
+        return 0.0 if is_plain and repeats else 1e-6 * (1 + number % 2)
+
+    gradients_off(model, off)
+    loop = tuned(model, seconds, clock)
     assert loop.resolved.compute.rewrites == ("off" if repeats else "on")
 
 
@@ -746,7 +761,7 @@ def test_what_there_was_no_time_to_look_at_is_looked_at_on_a_step(
     clock, cold, monkeypatch, tmp_path
 ):
     """A GPU's first passes take long, and a run may be short."""
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    clock.set(has_bf16_units=with_bf16)
     others = dict.fromkeys(("fused_norms", "rewrites", "fused_optimizer"), "off")
     open_ = Recipe(compute=others)
 
@@ -771,8 +786,8 @@ def test_what_there_was_no_time_to_look_at_is_looked_at_on_a_step(
     assert train(lambda y: y).resolved.compute.precision == "bf16"
 
 
-def test_options_that_are_right_alone_and_wrong_together_are_not_used_together(clock, monkeypatch):
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+def test_options_that_are_right_alone_and_wrong_together_are_not_used_together(clock):
+    clock.set(has_bf16_units=with_bf16)
     model = small_net()
     forward = model.forward
 
@@ -871,8 +886,8 @@ def planted(bf16_flops_per_s, calls, spread=1.1):
         (planted(4e9, 20, spread=9.0), "compute.precision", None),  # rough rates say nothing
     ],
 )
-def test_what_a_roofline_promises_most_of_comes_first(counts, first, skipped, clock, monkeypatch):
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+def test_what_a_roofline_promises_most_of_comes_first(counts, first, skipped, clock):
+    clock.set(has_bf16_units=with_bf16)
     # Nothing is faster, so each is compared with plain in turn.
     recipe = Recipe(compute={"rewrites": "off", "fused_norms": "off"})
     loop, compute, source = job(small_net(), lambda s: 0.1, clock, steps=2_000, recipe=recipe)
@@ -896,21 +911,21 @@ def test_a_fit_hands_what_its_first_step_computes_to_the_roofline(monkeypatch):
     }
     monkeypatch.setattr("flatout.train.counted.known_rates", lambda *machine: rates)
     monkeypatch.setattr("flatout.train.explanation.machine_rates", lambda *machine: rates)
-    monkeypatch.setattr(auto.Budget, "pays_before", lambda *of: True)
     ticks = functools.partial(next, itertools.count(step=0.01))
-    begin = functools.partialmethod(Tuner.__init__, clock=ticks, cpu_clock=ticks)
-    monkeypatch.setattr(Tuner, "__init__", begin)
     recipe = Recipe(memory={"allocator": "default"}, process={"threads": 1})
     trainer = flatout.Trainer(small_net(), recipe=recipe, say=lambda line: None)
+    trainer.terms = dataclasses.replace(
+        CALM, clock=ticks, cpu_clock=ticks, longest_s=1e9, before_share=1e9
+    )
     history = trainer.fit(small_data(), batch_size=4, epochs=1, progress=False)
     why = history.tuning["dropped"]
     assert why["compute.memory_format"] == "not tried: at most 0.0% to gain"
     assert "not tried: at most 0.0% to gain" in history.explain()
 
 
-def test_what_is_promised_to_lose_is_not_tried_together_with_the_others(clock, monkeypatch):
+def test_what_is_promised_to_lose_is_not_tried_together_with_the_others(clock):
     """Alone it is tried all the same: the roofline is a model."""
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    clock.set(has_bf16_units=with_bf16)
     loop, compute, source = job(
         small_net(), lambda s: 0.05 if s.precision == "bf16" else 0.1, clock, steps=6_000
     )
@@ -920,25 +935,27 @@ def test_what_is_promised_to_lose_is_not_tried_together_with_the_others(clock, m
     assert loop.resolved.compute.precision == "bf16"
 
 
-def test_the_rates_of_a_machine_are_measured_before_a_long_run_once(clock, monkeypatch):
+def test_the_rates_of_a_machine_are_measured_before_a_long_run_once(clock):
     asked = []
-    monkeypatch.setattr(auto, "machine_rates", lambda *machine: asked.append(machine))
+    clock.set(
+        known_rates=lambda *machine: None, machine_rates=lambda *machine: asked.append(machine)
+    )
     job(small_net(), lambda s: 0.1, clock, steps=2_000)
     assert not asked
     job(small_net(), lambda s: 0.1, clock, steps=6_000)
     assert asked == [("cpu", 1)]
-    monkeypatch.setattr(auto, "known_rates", lambda *machine: {"spread": 1.1})
+    clock.set(known_rates=lambda *machine: {"spread": 1.1})
     job(small_net(), lambda s: 0.1, clock, steps=6_000)
     assert len(asked) == 1
     # On a busy machine they were rough.
-    monkeypatch.setattr(auto, "known_rates", lambda *machine: {"spread": 2.0})
+    clock.set(known_rates=lambda *machine: {"spread": 2.0})
     job(small_net(), lambda s: 0.1, clock, steps=6_000)
     assert len(asked) == 2
 
 
-def test_what_was_measured_on_a_busy_machine_is_not_kept(clock, monkeypatch, tmp_path):
+def test_what_was_measured_on_a_busy_machine_is_not_kept(clock, tmp_path):
     times = random.Random(0)
-    monkeypatch.setattr(auto_search, "NOISE", 0.2)
+    clock.set(noise=0.2)
     said: list[str] = []
     tuned(small_net(), lambda s: 0.1 * (1 + 9 * times.random()), clock, said=said, steps=20_000)
     assert "busy" in said[0]
@@ -971,18 +988,15 @@ def test_a_cache_that_cannot_be_written_is_no_error(clock, monkeypatch, tmp_path
     assert tuned(small_net(), lambda s: 0.1, clock).tuning["done"]
 
 
-def test_a_short_run_tries_nothing(monkeypatch):
-    passes = []
-    real = auto_check.FirstCheck._passes
-    monkeypatch.setattr(
-        auto_check.FirstCheck, "_passes", lambda *args: passes.append(1) or real(*args)
-    )
+def test_a_short_run_tries_nothing():
+    model, passes = small_net(), SimpleQueue()  # a look puts back a list
+    model.register_forward_pre_hook(lambda *_: passes.put(torch.is_grad_enabled()))
     said: list[str] = []
-    loop, _, _ = job(small_net(), steps=39, said=said)
+    loop, _, _ = job(model, steps=39, said=said)
     assert loop.resolved.summary() == "as plain PyTorch"
     assert "too short" in said[0]
     assert loop.tuner is None
-    assert not passes
+    assert not any(passes.get() for _ in range(passes.qsize()))
 
 
 def frozen_job(clock, seconds, *, samples=320, epochs=2, allow="tolerant"):
@@ -994,6 +1008,7 @@ def frozen_job(clock, seconds, *, samples=320, epochs=2, allow="tolerant"):
     model, said = small_net(), []
     model[:4].requires_grad_(False).eval()
     loop = Loop(allow=allow, say=said.append)
+    loop.terms = clock.terms
     loop.planned_epochs = epochs
 
     def compute(batch):
@@ -1009,13 +1024,13 @@ def frozen_job(clock, seconds, *, samples=320, epochs=2, allow="tolerant"):
     source = as_source(small_data(samples), batch_size=32)
     optimizer = torch.optim.Adam(model[6].parameters())
     steps = epochs * source.steps
-    assert steps < auto.FEWEST_STEPS
+    assert steps < loop.terms.fewest_steps
     loop.prepare(model, optimizer, compute=compute, data=source, steps=steps)
     return loop, said
 
 
-def test_the_frozen_layers_tell_the_precision_of_a_short_run(clock, monkeypatch):
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+def test_the_frozen_layers_tell_the_precision_of_a_short_run(clock):
+    clock.set(has_bf16_units=with_bf16)
     seconds = {"fp32": (0.06, 0.002), "bf16": (0.03, 0.002)}
     frozen_job(clock, seconds, allow="exact")
     without = clock.now
@@ -1038,10 +1053,8 @@ def test_the_frozen_layers_tell_the_precision_of_a_short_run(clock, monkeypatch)
         ({"fp32": (0.06, 0.002), "bf16": (0.03, 0.002)}, {"allow": "exact"}),
     ],
 )
-def test_a_short_run_stays_in_full_precision_where_that_does_not_pay(
-    seconds, options, clock, monkeypatch
-):
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+def test_a_short_run_stays_in_full_precision_where_that_does_not_pay(seconds, options, clock):
+    clock.set(has_bf16_units=with_bf16)
     loop, said = frozen_job(clock, seconds, **options)
     assert loop.resolved.compute.precision == loop.stepper.switch.now.precision == "fp32"
     reasons = "too short to repay measuring", "what frozen layers give is kept from the start"
@@ -1171,8 +1184,8 @@ def test_a_machine_that_becomes_busy_is_measured_again(clock):
     assert all(b["first"] == a["last"] + 1 for a, b in itertools.pairwise(spans))
 
 
-def test_a_machine_that_stays_busy_keeps_what_was_chosen_before(clock, monkeypatch, tmp_path):
-    monkeypatch.setattr(auto_search, "NOISE", 0.2)
+def test_a_machine_that_stays_busy_keeps_what_was_chosen_before(clock, tmp_path):
+    clock.set(noise=0.2)
     others, busy = random.Random(1), []
 
     def seconds(s):
@@ -1355,6 +1368,7 @@ def of_lengths(seconds, clock, said=None):
     torch.manual_seed(0)
     model = nn.Linear(8, 3)
     loop = Loop(say=(said.append if said is not None else lambda line: None))
+    loop.terms = clock.terms
 
     def batches():
         for length in lengths:
@@ -1389,9 +1403,9 @@ def test_sequences_of_changing_length_are_compared_by_their_length(fixed, each, 
         assert trial["floor"] < off
 
 
-def test_short_and_long_sequences_may_run_under_settings_of_their_own(clock, monkeypatch, tmp_path):
+def test_short_and_long_sequences_may_run_under_settings_of_their_own(clock, tmp_path):
     """bf16 loses for short ones; what it costs to switch is in what the steps take."""
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    clock.set(has_bf16_units=with_bf16)
     switching, before = [0.0], []
 
     def seconds(s, length):
@@ -1612,9 +1626,9 @@ def test_what_is_taken_where_nothing_is_measured(monkeypatch):
             assert chosen[field] == special.get(field, (PLAIN.get(field), "plain"))
 
 
-def test_bf16_is_left_once_it_changes_gradients(clock, monkeypatch):
+def test_bf16_is_left_once_it_changes_gradients(clock):
     """As where they have become so small that they are mostly rounding."""
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
+    clock.set(has_bf16_units=with_bf16)
     model, said = _InHalf(_other_values, samples=1_000), []
     loop, compute, source = job(
         model, lambda s: 0.01 if s.precision == "bf16" else 0.1, clock, steps=4_000, said=said

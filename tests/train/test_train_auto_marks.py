@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import functools
 import json
 import os
 import resource
@@ -24,11 +23,11 @@ from flatout.cache_folder import MARK, cache_folder, kept_text, kind_folder, wit
 from flatout.data.source import as_source
 from flatout.devices import allocator
 from flatout.processes import state_and_start
-from flatout.train import auto, auto_marks, auto_search
+from flatout.train import auto_marks
 from flatout.train.auto_marks import EndsProcess, Marks
+from flatout.train.auto_terms import Terms
 from flatout.train.contained import Child
 from flatout.train.loop import Loop
-from flatout.train.tuner import Tuner
 from flatout.world import ONE
 
 PRECISION, FUSED = "compute.precision", "compute.fused_optimizer"
@@ -36,16 +35,9 @@ KEY = "0" * 24
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch):
+def clock():
     """Seconds that pass only where the model computes."""
     now = [0.0]
-    monkeypatch.setattr(auto_search, "NOISE", 1e9)  # tests run on busy machines
-    monkeypatch.setattr(auto, "machine_rates", lambda *machine: None)  # takes seconds
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
-    for name in ("clock", "cpu_clock"):
-        monkeypatch.setattr(auto, name, lambda: now[0])
-    begin = functools.partialmethod(Tuner.__init__, clock=lambda: now[0], cpu_clock=lambda: now[0])
-    monkeypatch.setattr(Tuner, "__init__", begin)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield now
@@ -100,6 +92,13 @@ def train(clock, is_faulty=False, before=lambda loop: None):
     torch.manual_seed(0)
     said = []
     loop, model = Loop(say=said.append), Net(is_faulty)
+    loop.terms = Terms(
+        clock=lambda: clock[0],
+        cpu_clock=lambda: clock[0],
+        noise=1e9,  # tests run on busy machines
+        machine_rates=lambda *machine: None,  # takes seconds
+        has_bf16_units=lambda device: True,
+    )
 
     def compute(batch):
         before(loop)
@@ -311,11 +310,8 @@ import os, signal, sys, resource
 import torch
 from torch import nn
 import flatout
-from flatout.train import auto, auto_budget
+from flatout.train.auto_terms import Terms
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-auto._has_bf16_units = lambda device: True
-auto_budget.Budget.pays_before = lambda budget, seconds: True
-auto_budget.Budget.pays_for = lambda budget, seconds: True
 torch.set_num_threads(1)
 class Faulty(torch.autograd.Function):
     @staticmethod
@@ -334,7 +330,10 @@ class Net(nn.Module):
         return self.last(Faulty.apply(self.first(x)))
 torch.manual_seed(0)
 x, y = torch.rand(1024, 32), torch.arange(1024) % 3
-history = flatout.Trainer(Net()).fit((x, y), batch_size=32, epochs=8)
+trainer = flatout.Trainer(Net())
+always = dict.fromkeys(("longest_s", "short_share", "before_share", "fixed_s"), 1e9)
+trainer.terms = Terms(has_bf16_units=lambda device: True, **always)
+history = trainer.fit((x, y), batch_size=32, epochs=8)
 print(history.explain())
 """
 

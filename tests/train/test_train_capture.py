@@ -4,7 +4,8 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial, partialmethod
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +18,10 @@ from train_jobs import CLASSES, Interpreted, data, network, quiet
 import flatout
 from flatout.errors import FlatoutError
 from flatout.recipe import Parity, Recipe
-from flatout.train import auto, auto_capture, auto_search, capture, capture_child, explanation
+from flatout.train import auto_capture, capture, capture_child, explanation
 from flatout.train import fit as fit_module
+from flatout.train.auto_terms import Terms
 from flatout.train.compute import ModelCompute
-from flatout.train.tuner import Tuner
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -43,7 +44,6 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(Interpreted, "graphs", [])
     monkeypatch.setattr(capture, "Compiling", Interpreted)
     monkeypatch.setattr(capture, "loaded", load)
-    monkeypatch.setattr(capture, "_ASK_EVERY", 1)
     return calls
 
 
@@ -70,7 +70,10 @@ def job(
         process={"threads": threads},
     )
     options = {"allow": "exact", "metrics": ["accuracy"], **options}
-    return flatout.Trainer(model, loss=loss, optimizer=optimizer, recipe=recipe, say=say, **options)
+    terms = options.pop("terms", Terms(ask_every=1))
+    made = flatout.Trainer(model, loss=loss, optimizer=optimizer, recipe=recipe, say=say, **options)
+    made.terms = terms
+    return made
 
 
 def fitted(model, epochs=10, samples=150, *, x_y=None, callbacks=(), **options):
@@ -492,7 +495,6 @@ def test_a_graph_that_fails_is_dropped_and_the_step_is_made(interpreted, monkeyp
 
 def test_a_child_that_fails_costs_nothing(monkeypatch, tmp_path):
     """The child is not Python here, and ends with a status."""
-    monkeypatch.setattr(capture, "_ASK_EVERY", 1)
     monkeypatch.setattr(capture.sys, "executable", "/bin/false")
     stop = Interrupt(lambda state: time.sleep(0.2), 1)
     plain, _ = fitted(net(), captured="off")
@@ -570,22 +572,23 @@ def clock(interpreted, monkeypatch):
     monkeypatch.setattr(capture, "loaded", slow)
     monkeypatch.setattr(capture, "Compiling", Later)
     monkeypatch.setattr(Later, "events", [])
-    monkeypatch.setattr(auto, "clock", read)
-    monkeypatch.setattr(auto, "cpu_clock", read)
-    monkeypatch.setattr(auto_search, "NOISE", 1e9)
-    made_step = Tuner.step
-    # Batches come and are copied in no time: what that really takes is not of this clock.
-    monkeypatch.setattr(Tuner, "step", lambda self, *given: made_step(self, *given[:-2], 0.0, 0.0))
-    for made in (Tuner, auto_capture.BackgroundCompile):
-        monkeypatch.setattr(made, "__init__", partialmethod(made.__init__, clock=read))
-    for name, seconds in (("_TRACE_S", 0), ("_COMPILE_S", 0.1), ("_BESIDE_S", 0.02)):
-        monkeypatch.setattr(auto_capture, name, seconds)
-    monkeypatch.setattr(auto_capture, "_ALONE_S", 0.008)
+    of.terms = Terms(
+        clock=read,
+        cpu_clock=read,
+        # Batches come and are copied in no time: what that really takes is not of this clock.
+        input_s=lambda lanes: (0.0, 0.0),
+        noise=1e9,
+        trace_s=0.0,
+        capture_s=0.1,
+        spells_s=(0.02, 0.008),
+        ask_every=1,
+    )
     return of
 
 
-def tuned(model=None, *, epochs=80, allow="tolerant", captured="auto", **options):
+def tuned(clock, model=None, *, epochs=80, allow="tolerant", captured="auto", **options):
     options = {"metrics": [], "samples": 160, **options}
+    options["terms"] = clock.terms
     return fitted(model or net(), epochs, allow=allow, captured=captured, **options)
 
 
@@ -595,8 +598,8 @@ def kept_answers(tmp_path):
 
 def test_auto_has_the_step_compiled_beside_the_run_and_measures_it(clock, interpreted, tmp_path):
     said = []
-    plain, _ = tuned(captured="off")
-    ours, history = tuned(say=said.append)
+    plain, _ = tuned(clock, captured="off")
+    ours, history = tuned(clock, say=said.append)
     check_alike(ours, plain, within=1e-3)
     assert len(Interpreted.graphs) == 1
     assert Later.events[:2] == [True, False]  # held up now and then
@@ -619,7 +622,7 @@ def test_auto_has_the_step_compiled_beside_the_run_and_measures_it(clock, interp
     assert 'capture = "on"' in kept
     # The next run begins with it.
     before = len(interpreted)
-    _, history = tuned(say=said.append)
+    _, history = tuned(clock, say=said.append)
     assert history.tuning is None
     assert "from the cache" in said[-2] + said[-1]
     assert len(interpreted) > before + 300
@@ -627,7 +630,7 @@ def test_auto_has_the_step_compiled_beside_the_run_and_measures_it(clock, interp
 
 def test_a_graph_that_is_not_faster_is_not_kept(clock, interpreted, tmp_path):
     clock.captured = 0.0045
-    _, history = tuned()
+    _, history = tuned(clock)
     assert history.recipe.compute.capture == "off"
     assert "not faster" in history.recipe.choices["compute.capture"].reason
     assert history.tuning["trials"][-1]["chosen"] == "a"
@@ -638,8 +641,8 @@ def test_a_graph_that_is_not_faster_is_not_kept(clock, interpreted, tmp_path):
 
 def test_a_compilation_that_fails_is_dropped_with_a_line(clock, monkeypatch, tmp_path):
     monkeypatch.setattr(Later, "fails", "no compiler")
-    plain, _ = tuned(captured="off")
-    ours, history = tuned()
+    plain, _ = tuned(clock, captured="off")
+    ours, history = tuned(clock)
     check_alike(ours, plain, within=0)
     assert history.tuning["dropped"] == {"compute.capture": "compiling failed: no compiler"}
     assert "compute.capture: compiling failed: no compiler" in history.explain()
@@ -650,7 +653,7 @@ def test_a_compilation_that_fails_is_dropped_with_a_line(clock, monkeypatch, tmp
 
 def test_a_run_that_ends_before_the_graph_is_there_keeps_no_answer(clock, monkeypatch, tmp_path):
     monkeypatch.setattr(Later, "asks", 10**6)
-    _, history = tuned()
+    _, history = tuned(clock)
     assert Later.events[-1] == "closed"
     why = "was not measured: the run ended while it was compiled"
     assert history.tuning["dropped"] == {"compute.capture": why}
@@ -661,7 +664,7 @@ def test_a_run_that_ends_before_the_graph_is_there_keeps_no_answer(clock, monkey
 def test_a_compilation_that_slows_the_steps_too_much_is_ended(clock, monkeypatch):
     monkeypatch.setattr(Later, "asks", 10**6)
     clock.beside = 0.02
-    _, history = tuned()
+    _, history = tuned(clock)
     assert "cost its steps" in history.tuning["dropped"]["compute.capture"]
     assert "closed" in Later.events
     (found,) = history.tuning["captures"]
@@ -675,8 +678,8 @@ def test_what_is_captured_by_choice_is_compiled_once(clock, interpreted):
     def change(state):
         state.trainer.model[1].momentum = 0.5
 
-    plain, _ = tuned(captured="off", callbacks=[Interrupt(change, 50)])
-    ours, history = tuned(callbacks=[Interrupt(change, 50)])
+    plain, _ = tuned(clock, captured="off", callbacks=[Interrupt(change, 50)])
+    ours, history = tuned(clock, callbacks=[Interrupt(change, 50)])
     check_alike(ours, plain, within=1e-3)
     assert 30 < len(interpreted) < 230
     assert len(Interpreted.graphs) == 1
@@ -694,10 +697,10 @@ def test_what_is_captured_by_choice_is_compiled_once(clock, interpreted):
         (net, {"few": 0.1}, "calls are little of a step"),
     ],
 )
-def test_what_auto_does_not_compile_says_why(model, options, why, clock, monkeypatch):
+def test_what_auto_does_not_compile_says_why(model, options, why, clock):
     clock.eager = options.get("eager", clock.eager)
-    monkeypatch.setattr(auto_capture, "_CALLS", 0.4 / options.get("few", 1))
-    _, history = tuned(model(), epochs=options.get("epochs", 30))
+    clock.terms = replace(clock.terms, calls=0.4 / options.get("few", 1))
+    _, history = tuned(clock, model(), epochs=options.get("epochs", 30))
     assert Interpreted.graphs == []
     assert why in history.recipe.choices["compute.capture"].reason
     assert history.recipe.compute.capture == "off"
@@ -710,13 +713,13 @@ def test_a_graph_that_is_asked_for_is_no_other_machine(clock, interpreted):
         clock.captured = 0.004
 
     torch.set_num_threads(1)  # then auto has no other number of threads to try
-    _, history = tuned(captured="on", threads="auto", epochs=90)
+    _, history = tuned(clock, captured="on", threads="auto", epochs=90)
     assert not any("settings are tried once more" in note for note in history.notes)
     assert history.tuning["step_s"]["chosen"] == pytest.approx(0.001, rel=0.1)
     calm = len(interpreted)
     interpreted.clear()
     changes = [Interrupt(slow, 60)]
-    _, history = tuned(captured="on", threads="auto", callbacks=changes, epochs=200)
+    _, history = tuned(clock, captured="on", threads="auto", callbacks=changes, epochs=200)
     (note,) = [note for note in history.notes if "settings are tried once more" in note]
     assert "steps take 4 times as long" in note
     assert len(Interpreted.graphs) == 2  # one for each run: the second's was only set aside
@@ -727,7 +730,7 @@ def test_a_graph_that_is_asked_for_is_no_other_machine(clock, interpreted):
 
 
 def test_exact_never_compiles(clock):
-    _, history = tuned(allow="exact")
+    _, history = tuned(clock, allow="exact")
     assert Interpreted.graphs == []
     assert history.recipe.compute.capture == "off"
 
@@ -735,7 +738,7 @@ def test_exact_never_compiles(clock):
 def test_after_a_thaw_the_step_is_compiled_again(clock, interpreted, tmp_path):
     def fit(captured):
         model, options = thawing(ADAM, 30)
-        return tuned(model, captured=captured, epochs=60, **options)
+        return tuned(clock, model, captured=captured, epochs=60, **options)
 
     plain, _ = fit("off")
     interpreted.clear()
@@ -767,7 +770,7 @@ def test_after_a_late_thaw_steps_run_as_ever(clock, interpreted):
 
     def fit(captured):
         model, options = thawing(ADAM, 55)
-        return tuned(model, captured=captured, epochs=60, **options)
+        return tuned(clock, model, captured=captured, epochs=60, **options)
 
     plain, _ = fit("off")
     for _ in range(2):
@@ -778,28 +781,26 @@ def test_after_a_late_thaw_steps_run_as_ever(clock, interpreted):
     assert any("too few steps are left" in note for note in history.notes)
 
 
-def endless(epochs, **options):
+def endless(clock, epochs, **options):
     """A fit over batches whose number is not known."""
+    options["terms"] = clock.terms
     trainer = job(net(), captured="auto", allow="tolerant", metrics=[], **options)
     x, y = data(samples=160)
     batches = lambda: zip(x.split(32), y.split(32), strict=True)  # noqa: E731
     return trainer, trainer.fit(batches, epochs=epochs, progress=False)
 
 
-def test_a_run_of_unknown_length_compiles_once_it_has_lasted(
-    clock, interpreted, monkeypatch, tmp_path
-):
+def test_a_run_of_unknown_length_compiles_once_it_has_lasted(clock, interpreted, tmp_path):
     """Taken to last as long again, it repays compiling after four times as long as that takes."""
-    monkeypatch.setattr(auto_search, "_SURE_S", 0.1)
-    monkeypatch.setattr(auto_capture, "_COMPILE_S", 0.25)
-    _, history = endless(30)  # 0.6 s
+    clock.terms = replace(clock.terms, sure_s=0.1, capture_s=0.25)
+    _, history = endless(clock, 30)  # 0.6 s
     assert Interpreted.graphs == []
     assert history.recipe.choices["compute.capture"].reason == auto_capture.NOT_YET
     assert auto_capture.NOT_YET in " ".join(history.explain().split())
     (kept,) = kept_answers(tmp_path)
     # What the next one finds in the cache is all but that.
     said = []
-    _, history = endless(90, say=said.append)
+    _, history = endless(clock, 90, say=said.append)
     assert "from the cache" in said[0]
     assert len(Interpreted.graphs) == 1
     (capture,) = history.tuning["captures"]
@@ -808,7 +809,7 @@ def test_a_run_of_unknown_length_compiles_once_it_has_lasted(
     assert [trial["b"] for trial in history.tuning["trials"]] == [{"compute.capture": "on"}]
     (now,) = kept_answers(tmp_path)
     assert now != kept
-    _, history = endless(10)
+    _, history = endless(clock, 10)
     assert history.tuning is None
     assert history.recipe.compute.capture == "on"
 

@@ -18,11 +18,15 @@ from flatout.data.sources.image_rows import ImageRows
 from flatout.errors import DataError
 from flatout.models import Contents, find_cuts
 from flatout.recipe import Recipe
-from flatout.train import auto, auto_budget, auto_check, feature_costs, frozen_precision
+from flatout.train import auto, auto_check, feature_costs
 from flatout.train import features as kept
+from flatout.train.auto_terms import Terms
 from flatout.train.capture_graph import ModuleWatch
 from flatout.train.explanation import Explanation
 from flatout.train.frozen_choice import Choice
+
+# A few samples are looked at, however short the first epoch is.
+LOOKS = Terms(has_bf16_units=lambda device: True, least_frozen_s=0)
 
 
 @pytest.fixture(autouse=True)
@@ -171,11 +175,10 @@ def test_another_head_finds_what_was_kept(tmp_path, made, monkeypatch):
     assert figures(history) == figures(expected)
 
 
-def test_settings_are_tuned_first(made, monkeypatch):
-    monkeypatch.setattr(frozen_precision, "_LEAST_S", 1e9)  # however busy the machine is
-    monkeypatch.setattr(auto_budget.Budget, "pays_before", lambda budget, seconds: True)
+def test_settings_are_tuned_first(made):
+    terms = Terms(least_frozen_s=1e9, longest_s=1e9, before_share=1e9)  # on a busy machine too
     x, y = images(200)
-    trainer, history = fitted("memory", (x, y), epochs=12, precision="auto")
+    trainer, history = fitted("memory", (x, y), epochs=12, precision="auto", terms=terms)
     assert history.features["kept"] is not None
     assert history.tuning["done"] or "features" in history.tuning["why"]
     assert trainer.resolved.input.features == "memory"
@@ -212,15 +215,15 @@ def test_settings_are_searched_again_at_a_thaw(layer, monkeypatch, made):
 def test_a_few_samples_choose_the_precision_of_rows_that_are_kept_from_the_start(
     epochs, monkeypatch, made
 ):
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
-    monkeypatch.setattr(frozen_precision, "_LEAST_S", 0)
     rates = {0: (1.0, 0.1), 1: (0.5, 0.1), 2: (0.6, 0.1)}  # by how many options are on
     monkeypatch.setattr(
         auto_check.FirstCheck,
         "frozen_rates",
         lambda check, tried, *given: {one: rates[len(one)] for one in ((), *tried)},
     )
-    trainer, history = fitted("memory", images(200), batch_size=20, epochs=epochs, precision="auto")
+    trainer, history = fitted(
+        "memory", images(200), batch_size=20, epochs=epochs, precision="auto", terms=LOOKS
+    )
     assert trainer.resolved.compute.precision == "bf16"
     assert " a sample in bf16" in history.features["line"]
     assert history.tuning is None
@@ -228,8 +231,6 @@ def test_a_few_samples_choose_the_precision_of_rows_that_are_kept_from_the_start
 
 
 def test_the_next_run_finds_the_rows_whatever_a_few_samples_tell_it(tmp_path, monkeypatch, made):
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
-    monkeypatch.setattr(frozen_precision, "_LEAST_S", 0)
     data = written(tmp_path, 200)
     for fast in ({0: (1.0, 0.1), 1: (0.5, 0.1), 2: (0.6, 0.1)}, {0: (1.0, 0.1), 1: (0.9, 0.1)}):
         monkeypatch.setattr(
@@ -239,29 +240,27 @@ def test_the_next_run_finds_the_rows_whatever_a_few_samples_tell_it(tmp_path, mo
                 one: fast[len(one)] for one in ((), *tried) if len(one) in fast
             },
         )
-        trainer, _ = fitted("disk", data, batch_size=20, epochs=4, precision="auto")
+        trainer, _ = fitted("disk", data, batch_size=20, epochs=4, precision="auto", terms=LOOKS)
         first, looked = made[0].computed, made[-1].computed
         assert trainer.resolved.compute.precision == "bf16"
     assert looked <= 2 + 2 + 1 < first
 
 
 def test_what_makes_the_forward_slower_is_not_chosen(monkeypatch):
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
-    monkeypatch.setattr(frozen_precision, "_LEAST_S", 0)
     rates = {0: (1.0, 0.9), 1: (1.1, 0.1), 2: (1.2, 0.1)}
     monkeypatch.setattr(
         auto_check.FirstCheck,
         "frozen_rates",
         lambda check, tried, *given: {one: rates[len(one)] for one in ((), *tried)},
     )
-    trainer, _ = fitted("memory", images(200), batch_size=20, epochs=2, precision="auto")
+    trainer, _ = fitted(
+        "memory", images(200), batch_size=20, epochs=2, precision="auto", terms=LOOKS
+    )
     assert trainer.resolved.compute.precision == "fp32"
 
 
 def test_samples_are_looked_at_once_for_the_precision(monkeypatch):
     """In a short run of short epochs, most of which is no forward of frozen layers."""
-    monkeypatch.setattr(auto, "_has_bf16_units", lambda device: True)
-    monkeypatch.setattr(frozen_precision, "_LEAST_S", 0)
     looks = []
 
     def rates(check, tried, *given):
@@ -269,7 +268,7 @@ def test_samples_are_looked_at_once_for_the_precision(monkeypatch):
         return dict.fromkeys(((), *tried), (1.0, 2.0))
 
     monkeypatch.setattr(auto_check.FirstCheck, "frozen_rates", rates)
-    fitted("memory", images(200), batch_size=20, epochs=2, precision="auto")
+    fitted("memory", images(200), batch_size=20, epochs=2, precision="auto", terms=LOOKS)
     assert len(looks) == 1
 
 
@@ -304,12 +303,11 @@ def test_what_is_random_is_not_kept_and_said_why(tmp_path):
 
 
 @pytest.mark.slow
-def test_settings_are_tried_where_samples_are_random(tmp_path, monkeypatch):
-    monkeypatch.setattr(frozen_precision, "_LEAST_S", 0)
-    monkeypatch.setattr(auto_budget.Budget, "pays_before", lambda budget, seconds: True)
+def test_settings_are_tried_where_samples_are_random(tmp_path):
+    terms = Terms(least_frozen_s=0, longest_s=1e9, before_share=1e9)
     said = []
     data = written(tmp_path, 100).map(noise)
-    _, history = fitted("auto", data, epochs=12, precision="auto", say=said.append)
+    _, history = fitted("auto", data, epochs=12, precision="auto", say=said.append, terms=terms)
     assert not any("kept from the start" in line for line in said)
     assert history.tuning is not None
 

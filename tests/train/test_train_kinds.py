@@ -4,7 +4,7 @@ import copy
 import io
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -12,13 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from train_jobs import quiet, same
+from train_jobs import ALWAYS_TUNED, quiet, same
 
 import flatout
 from flatout.devices import allocator
 from flatout.errors import ModelError
 from flatout.recipe import Compute, Recipe
-from flatout.train import auto_budget, auto_search
 from flatout.train.loop import Loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -214,15 +213,19 @@ def kind(request):
 
 
 @pytest.fixture(autouse=True)
-def always_measures(monkeypatch):
-    """However short the run, measuring pays, and all of it fits into these steps."""
-    monkeypatch.setattr(auto_budget, "_SHORT_SHARE", 1e6)
-    monkeypatch.setattr(auto_budget, "_BEFORE_SHARE", 1e6)
-    monkeypatch.setattr(auto_budget, "_FIXED_S", 1e6)
-    for name, value in {"_MOST_STEPS": 1, "_MOST_PAIRS": 2, "_SEARCHED": 1.0}.items():
-        monkeypatch.setattr(auto_search, name, value)
+def own_allocator():
     yield
     allocator.default_memory()
+
+
+# All of what is measured fits into these steps.
+TERMS = replace(ALWAYS_TUNED, most_steps=1, most_pairs=2, searched=1.0)
+
+
+def tuned_trainer(model: nn.Module, **options: Any) -> flatout.Trainer:
+    trainer = flatout.Trainer(model, **options)
+    trainer.terms = TERMS
+    return trainer
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -280,7 +283,7 @@ def given(kind: Kind) -> dict[str, Any]:
 
 def fitted(kind: Kind, model: nn.Module, allow: str, said: list[str]) -> flatout.Trainer:
     own = kind.loss if kind.loss is of_two else "cross_entropy"
-    trainer = flatout.Trainer(
+    trainer = tuned_trainer(
         model, loss=own, optimizer=kind.optimizer, allow=allow, say=said.append, recipe=SHORT
     )
     trainer.fit(**given(kind), shuffle=False, epochs=EPOCHS, progress=False)
@@ -335,7 +338,7 @@ def test_evaluate_and_predict_are_those_of_the_model(kind):
 
 
 def test_lazy_layers_without_a_shape_are_refused_with_what_to_do():
-    trainer = flatout.Trainer(lazy(), optimizer="sgd", lr=0.1, say=lambda line: None)
+    trainer = tuned_trainer(lazy(), optimizer="sgd", lr=0.1, say=lambda line: None)
     with pytest.raises(ModelError, match="lazy layer, which has no shape") as caught:
         trainer.fit(torch.randn(16, 4), labels(16), verbose=0)
     assert "call the model once on a batch" in caught.value.do
@@ -371,7 +374,7 @@ def test_a_backbone_that_thaws_in_mid_run(allow):
                 state.trainer.model[0].requires_grad_(True)
 
     optimizer = torch.optim.Adam(ours.parameters())
-    trainer = flatout.Trainer(ours, optimizer=optimizer, allow=allow, say=quiet, recipe=SHORT)
+    trainer = tuned_trainer(ours, optimizer=optimizer, allow=allow, say=quiet, recipe=SHORT)
     trainer.fit(
         (x, y), batch_size=8, epochs=EPOCHS, shuffle=False, progress=False, callbacks=[Thaw()]
     )
@@ -417,6 +420,7 @@ def test_a_dataclass_and_a_loss_of_ones_own_through_the_loop(allow):
         return F.cross_entropy(output.scores.float(), target) + 0.01 * output.hidden.float().mean()
 
     loop = Loop(SHORT, allow=allow, say=quiet)
+    loop.terms = TERMS
     model, optimizer = ours, torch.optim.Adam(ours.parameters())
     source = flatout.data.Arrays(*(joined(list(part)) for part in zip(*batches, strict=True)))
     source = flatout.data.as_source(source, batch_size=8, shuffle=False)
@@ -449,7 +453,7 @@ def test_keras_layers_with_seeds_of_their_own_draw_the_same_in_looks():
     layers = [keras.layers.Dense(64, "relu"), keras.layers.Dropout(0.5, seed=1)]
     model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(CLASSES)])
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    trainer = flatout.Trainer(model, say=quiet, recipe=SHORT)
+    trainer = tuned_trainer(model, say=quiet, recipe=SHORT)
     trainer.fit(torch.randn(STEPS * 8, 4), labels(STEPS * 8), batch_size=8, epochs=2, verbose=0)
     tuning = trainer.history.tuning
     assert tuning["trials"]
@@ -467,7 +471,7 @@ def test_keras_layers_that_assign_weights_train_the_same_bits():
         inner = keras.layers.SpectralNormalization(keras.layers.Dense(16, "relu"))
         model = keras.Sequential([keras.Input((4,)), inner, keras.layers.Dense(CLASSES)])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        trainer = flatout.Trainer(model, say=quiet, allow="exact") if exact else model
+        trainer = tuned_trainer(model, say=quiet, allow="exact") if exact else model
         trainer.fit(x, y, batch_size=8, shuffle=False, verbose=0)
         weights.append(model.get_weights())
     for theirs, ours in zip(*weights, strict=True):
@@ -495,7 +499,7 @@ def test_functions_of_the_users_own_are_compiled_for_whole_batches_alone():
 
     model = CallsCompiled(backend=backend)
     batches = [(torch.randn(32, 4), labels(32)) for _ in range(60)]
-    trainer = flatout.Trainer(model, say=quiet, allow="exact")
+    trainer = tuned_trainer(model, say=quiet, allow="exact")
     trainer.fit(batches, epochs=1, shuffle=False, progress=False)
     assert set(sizes) == {32}
     assert trainer.history.roofline is None  # a roofline would change the rounding
@@ -512,7 +516,7 @@ def test_what_another_job_has_compiled_changes_nothing(monkeypatch, tmp_path):
         """Return the sizes of all passes up to the first one of a few samples, and the counts."""
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
         model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, CLASSES))
-        trainer = flatout.Trainer(model, loss=loss, say=quiet, allow=allow)
+        trainer = tuned_trainer(model, loss=loss, say=quiet, allow=allow)
         batches = [(torch.randn(64, 4), labels(64)) for _ in range(60)]
         counts = trainer.fit(batches, epochs=1, shuffle=False, progress=False).roofline
         passed = [sizes.get() for _ in range(sizes.qsize())]
@@ -534,7 +538,7 @@ def test_functions_that_are_compiled_train_the_same_bits():
         models.append(model := CallsCompiled())
         optimizer = torch.optim.Adam(model.parameters())
         if exact:
-            trainer = flatout.Trainer(model, optimizer=optimizer, say=quiet, allow="exact")
+            trainer = tuned_trainer(model, optimizer=optimizer, say=quiet, allow="exact")
             trainer.fit(batches, epochs=1, shuffle=False, progress=False)
             continue
         for x, y in batches:

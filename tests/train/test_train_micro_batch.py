@@ -1,18 +1,22 @@
+import itertools
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from train_jobs import close, data, figures, trainer
+from train_jobs import ALWAYS_TUNED, close, data, figures, trainer
 
 import flatout
 from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
 from flatout.recipe import Memory, Recipe
 from flatout.train import evaluate_batch, micro_batch
+from flatout.train.auto_terms import TERMS
 from flatout.train.micro_batch import estimate_pieces, is_out_of_memory, pieces_for, smaller
 
 
@@ -227,7 +231,7 @@ class Hungry(nn.Module):
         return x
 
 
-def fitted(*layers, micro_batch="auto", **options):
+def fitted(*layers, micro_batch="auto", terms=TERMS, **options):
     torch.manual_seed(0)
     model = nn.Sequential(*layers, nn.Linear(12, 3))
     said = []
@@ -235,6 +239,7 @@ def fitted(*layers, micro_batch="auto", **options):
     trainer = flatout.Trainer(
         model, recipe=recipe, say=said.append, optimizer=torch.optim.SGD, metrics=["accuracy"]
     )
+    trainer.terms = terms
     history = trainer.fit(
         data(), batch_size=32, epochs=2, validation_data=data(), progress=False, **options
     )
@@ -292,11 +297,8 @@ def test_no_memory_to_measure_other_settings(monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr("flatout.train.auto_check.FirstCheck._passes", starve)
-    monkeypatch.setattr("flatout.train.auto_budget._SHORT_SHARE", 1e6)
-    monkeypatch.setattr("flatout.train.auto_budget._BEFORE_SHARE", 1e6)
-    monkeypatch.setattr("flatout.train.auto_budget._FIXED_S", 1e6)
-    monkeypatch.setattr("flatout.train.auto.FEWEST_STEPS", 1)
-    _, history, said = fitted()
+    ticks = partial(next, itertools.count(step=1e-3))  # however slow the machine is
+    _, history, said = fitted(terms=replace(ALWAYS_TUNED, fewest_steps=1, clock=ticks))
     assert len(history.epochs) == 2
     assert any("memory does not suffice to try other settings" in line for line in said)
 
@@ -305,6 +307,7 @@ LIMITED = """
     import resource, torch
     from torch import nn
     import flatout
+from flatout.train.auto_terms import TERMS
     from flatout.recipe import Memory, Recipe
 
     torch.set_num_threads(1)

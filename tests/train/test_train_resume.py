@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassF1Score
 from train_jobs import (
+    ALWAYS_TUNED,
     CLASSES,
     StopAt,
     convnet,
@@ -273,17 +275,13 @@ def test_with_every_kind_of_state(tmp_path, options, step):
     assert figures(resumed) == figures(history)
 
 
-def test_settings_are_kept_and_not_measured_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("flatout.train.auto_budget._SHORT_SHARE", 1e6)
-    monkeypatch.setattr("flatout.train.auto_budget._BEFORE_SHARE", 1e6)
-    monkeypatch.setattr("flatout.train.auto_budget._FIXED_S", 1e6)
-    monkeypatch.setattr("flatout.train.auto_search.BLOCK_S", 1e-4)
-    monkeypatch.setattr("flatout.train.auto_search._MOST_PAIRS", 1)
+def test_settings_are_kept_and_not_measured_again(tmp_path):
 
     def job():
         said = []
         recipe = Recipe(compute=Compute(compile="off"))
         made = flatout.Trainer(convnet(), recipe=recipe, run=tmp_path / "run", say=said.append)
+        made.terms = replace(ALWAYS_TUNED, block_s=1e-4, most_pairs=1)
         return made, said
 
     x, y = images(160)
@@ -302,14 +300,13 @@ def test_settings_are_kept_and_not_measured_again(tmp_path, monkeypatch):
     assert not Path(os.environ["FLATOUT_CACHE"], "auto").exists()
 
 
-def test_what_was_still_being_measured_is_measured_on_resume(tmp_path, monkeypatch):
-    monkeypatch.setattr("flatout.train.auto_budget._SHORT_SHARE", 1e6)
-    monkeypatch.setattr("flatout.train.auto_budget._BEFORE_SHARE", 1e6)
-    monkeypatch.setattr("flatout.train.auto_budget._FIXED_S", 1e6)
+def test_what_was_still_being_measured_is_measured_on_resume(tmp_path):
     run, x = tmp_path / "run", images(160)
 
     def job():
-        return flatout.Trainer(convnet(), run=run, allow="exact", say=quiet)
+        made = flatout.Trainer(convnet(), run=run, allow="exact", say=quiet)
+        made.terms = ALWAYS_TUNED
+        return made
 
     stop = StopAt(9, lambda state: signal.raise_signal(signal.SIGINT))
     with pytest.raises(Interrupted):
@@ -340,7 +337,7 @@ def test_what_is_asked_for_by_name_holds_on_resume(tmp_path, monkeypatch):
     assert job.trainer.resolved.save.every == 3
 
 
-def test_on_another_machine_settings_are_decided_again_and_said(tmp_path, monkeypatch):
+def test_on_another_machine_settings_are_decided_again_and_said(tmp_path):
     run = tmp_path / "run"
     whole = Job().fit()
     Job(run).fit(1)

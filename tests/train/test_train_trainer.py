@@ -1,12 +1,25 @@
 """The Trainer against the loop that a user would write by hand, and its other verbs."""
 
+from dataclasses import replace
+
 import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
-from train_jobs import close, convnet, data, images, network, plain_fit, same, same_state, trainer
+from train_jobs import (
+    ALWAYS_TUNED,
+    close,
+    convnet,
+    data,
+    images,
+    network,
+    plain_fit,
+    same,
+    same_state,
+    trainer,
+)
 
 import flatout
 from flatout.errors import CheckpointError, ModelError
@@ -105,14 +118,8 @@ def test_a_convnet_with_rewrites_is_bit_identical():
     assert [type(m) for m in ours] == [type(m) for m in theirs]
 
 
-def test_steps_on_which_settings_are_tried_count(monkeypatch):
+def test_steps_on_which_settings_are_tried_count():
     """Exact settings are tried, as in a long run; the result is still the plain loop's."""
-    monkeypatch.setattr("flatout.train.auto_budget._SHORT_SHARE", 1e6)
-    monkeypatch.setattr("flatout.train.auto_budget._BEFORE_SHARE", 1e6)
-    monkeypatch.setattr("flatout.train.auto_budget._FIXED_S", 1e6)
-    monkeypatch.setattr("flatout.train.auto_search.BLOCK_S", 1e-4)
-    monkeypatch.setattr("flatout.train.auto_search._MOST_PAIRS", 1)
-    monkeypatch.setattr("flatout.train.auto_check._FAR_SLOWER", 1e6)
     x, y = images(160)
     ours, theirs = convnet(), convnet()
     ours_with, theirs_with = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (ours, theirs))
@@ -120,9 +127,9 @@ def test_steps_on_which_settings_are_tried_count(monkeypatch):
     plain_fit(theirs, theirs_with, x, y, batch_size=4, epochs=2)
     torch.manual_seed(7)
     said = []
-    history = trainer(ours, optimizer=ours_with, say=said.append, metrics=["accuracy"]).fit(
-        (x, y), batch_size=4, epochs=2, progress=False
-    )
+    job = trainer(ours, optimizer=ours_with, say=said.append, metrics=["accuracy"])
+    job.terms = replace(ALWAYS_TUNED, block_s=1e-4, most_pairs=1, few_far_slower=1e6)
+    history = job.fit((x, y), batch_size=4, epochs=2, progress=False)
     assert same(ours, theirs)
     assert same_state(ours_with, theirs_with)
     assert said[0].startswith("auto: ")

@@ -9,6 +9,7 @@ from train_jobs import quiet
 import flatout
 from flatout.recipe import Recipe
 from flatout.train import features
+from flatout.train.auto_terms import TERMS
 from flatout.train.frozen_choice import Choice
 
 
@@ -51,12 +52,15 @@ def images(samples=50):
     return x, torch.randint(0, 3, (samples,), generator=draw)
 
 
-def fitted(where, data=None, *, model=None, say=quiet, lr=0.01, precision="fp32", **options):
+def fitted(
+    where, data=None, *, model=None, say=quiet, lr=0.01, precision="fp32", terms=TERMS, **options
+):
     model = frozen() if model is None else model
     recipe = Recipe(input={"features": where}, compute={"precision": precision})
     trainer = flatout.Trainer(
         model, optimizer="sgd", lr=lr, metrics=["accuracy"], recipe=recipe, say=say
     )
+    trainer.terms = terms
     given = {"batch_size": 10, "epochs": 3, "progress": False, **options}
     return trainer, trainer.fit(images() if data is None else data, **given)
 

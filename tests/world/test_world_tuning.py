@@ -13,11 +13,11 @@ JOB = """
     from torch import nn
 
     import flatout
-    from flatout.train import auto_budget, auto_search
+    from flatout.train.auto_terms import Terms
 
     # However short the run, trying settings pays, and all of it fits into these steps.
-    auto_budget._SHORT_SHARE = auto_budget._FIXED_S = auto_budget._BEFORE_SHARE = 1e6
-    auto_search._MOST_STEPS, auto_search._MOST_PAIRS, auto_search._SEARCHED = 1, 2, 1.0
+    terms = Terms(short_share=1e6, fixed_s=1e6, before_share=1e6, most_steps=1, most_pairs=2,
+                  searched=1.0)
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
@@ -26,6 +26,7 @@ JOB = """
     x, y = torch.randn(1536, 1, 14, 14), torch.randint(0, 10, (1536,))
     recipe = flatout.Recipe(compute={"compile": "off"})
     trainer = flatout.Trainer(model, loss="cross_entropy", recipe=recipe, say=lambda line: None)
+    trainer.terms = terms
     history = trainer.fit(x, y, batch_size=16, epochs=6, progress=False)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()

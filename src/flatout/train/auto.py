@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter as clock
-from time import process_time as cpu_clock
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch import nn
 from flatout.data import NO_ROWS, Batch
 from flatout.devices import allocator
 from flatout.errors import OutOfMemory
-from flatout.measure import ROUGH, TrialResult, fingerprint, known_rates, machine_rates, usable_cpus
+from flatout.measure import ROUGH, TrialResult, fingerprint, usable_cpus
 from flatout.models import (
     find_rewrites,
     fused_norms_of,
@@ -41,12 +39,13 @@ from flatout.recipe import (
 )
 from flatout.strategies import others_to_try
 from flatout.train import auto_cache
-from flatout.train.auto_budget import LONGEST_S, Budget
+from flatout.train.auto_budget import Budget
 from flatout.train.auto_capture import FIELD as CAPTURE
 from flatout.train.auto_capture import NOT_YET, BackgroundCompile
 from flatout.train.auto_check import NOTHING_KNOWN, FirstCheck, KnownStep
 from flatout.train.auto_marks import Marks
 from flatout.train.auto_search import COUNT, Option, Search, is_faster
+from flatout.train.auto_terms import TERMS, Terms, is_ampere
 from flatout.train.frozen_precision import Found, PlannedRun, choose_precision, has_short_epochs
 from flatout.train.loss_value import Compute
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
@@ -56,8 +55,8 @@ from flatout.train.step import Stepper
 from flatout.words import duration
 from flatout.world import ONE, World, place
 
-# Fewer steps than this are over before anything is known; of long ones each tells.
-FEWEST_STEPS, _FEWEST_LONG = 40, 16
+# So many long steps are enough: each tells.
+_FEWEST_LONG = 16
 # What measuring the best rates of a machine takes at most; of a run it may take this share.
 _RATES_S, _RATES_SHARE = 3.0, 0.01
 # Why nothing is tried where steps are long, or others keep the machine busy.
@@ -115,6 +114,7 @@ def resolve(
     planned: PlannedRun | None = None,
     known: KnownStep = NOTHING_KNOWN,
     world: World | None = ONE,
+    terms: Terms = TERMS,
 ) -> Decision:
     """What this job on this machine starts with. All ranks call it.
 
@@ -131,7 +131,9 @@ def resolve(
             too short to try it.
         known: of a step, before it is looked at.
         world: of this rank; None where nothing is to be tried on the run's steps.
+        terms: clocks, facts of the machine, and limits.
     """
+    budget = Budget(steps, terms)
     machine = fingerprint().as_dict()
     plain = _plain_choices(requested, stepper, allow)
     if compute is not None and batches:
@@ -149,10 +151,8 @@ def resolve(
     cached = auto_cache.read(key)
     if cached is not None:
         say(_cached_line(cached, Settings.of(start)))
-        return Decision(cached.recipe, _settled(cached, start, stepper, steps), facts, key, True)
-    check = FirstCheck(
-        stepper, compute, batches[0], Settings.of(start), Budget(steps), clock, cpu_clock, marks
-    )
+        return Decision(cached.recipe, _settled(cached, start, stepper, budget), facts, key, True)
+    check = FirstCheck(stepper, compute, batches[0], Settings.of(start), budget, marks)
     given = (requested, stepper, batches[0], facts, allow, steps, say, planned, known)
     return _without_ended(_looked_at(check, plain, key, *given), requested, marks, say)
 
@@ -172,7 +172,7 @@ def _looked_at(
     known: KnownStep,
 ) -> Decision:
     """What a job starts with that was never decided: a few samples are looked at."""
-    machine, began = fingerprint().as_dict(), clock()
+    machine, began = fingerprint().as_dict(), check.budget.terms.clock()
     facts = check.facts(facts)
     if CAPTURE in plain and facts.draws_random:
         plain[CAPTURE] = _choice("off", _DRAWS, Parity.EXACT)
@@ -182,7 +182,7 @@ def _looked_at(
     found: Found | None = None
     try:
         if planned is not None and has_short_epochs(planned, batch.size):
-            options = _options(requested, stepper, batch, facts, allow)
+            options = _options(requested, stepper, batch, facts, allow, check.budget.terms)
             found = _precision(check, options, facts, planned)
             if found.is_frozen:
                 start = requested.resolve({**plain, **found.choices}, machine, facts)
@@ -201,7 +201,7 @@ def _looked_at(
     if search is None:
         if planned is not None and why_not in (_TOO_SLOW, _too_short(steps)):
             if found is None:
-                options = _options(requested, stepper, batch, facts, allow)
+                options = _options(requested, stepper, batch, facts, allow, check.budget.terms)
                 found = _precision(check, options, facts, planned)
             start = requested.resolve({**plain, **found.choices}, machine, facts)
             why_not = found.why or why_not
@@ -264,7 +264,7 @@ def _checked(
 ) -> tuple[Search | None, str]:
     """What to search, or why nothing."""
     budget, plain = check.budget, check.plain
-    options = _options(requested, stepper, batch, facts, allow)
+    options = _options(requested, stepper, batch, facts, allow, check.budget.terms)
     is_cpu = stepper.switch.device.type == "cpu"  # elsewhere threads compute next to nothing
     threads = requested.get("process.threads") == "auto" and allow >= Parity.TOLERANT and is_cpu
     # What is drawn by sample does not reach into compiled code.
@@ -286,18 +286,18 @@ def _checked(
     graphs = stepper.cuda_graphs
     if graphs is not None and (why := graphs.objection(check.compute, (batch,))):
         check.dropped[GRAPH] = why
-    check.dropped |= _redrawn(requested, stepper, batch, facts, allow)
+    check.dropped |= _redrawn(requested, stepper, batch, facts, allow, budget.terms)
     counts = _counts(requested, batch, facts, allow) if COUNT not in check.dropped else ((), ())
     if not (options or threads or compiles or captures or any(counts)):
         return None, ""
-    fewest = _FEWEST_LONG if check.may_be_slow else FEWEST_STEPS
+    fewest = _FEWEST_LONG if check.may_be_slow else budget.terms.fewest_steps
     if steps is not None and steps < fewest:
         return None, _too_short(steps)
     check.time_step(known)
-    budget.before_s += clock() - began
+    budget.before_s += budget.terms.clock() - began
     try:
         if not check.of(options, facts):
-            is_long = steps is not None and budget.before_limit_s == LONGEST_S
+            is_long = steps is not None and budget.before_limit_s == budget.terms.longest_s
             return None, _TOO_SLOW if is_long else _too_short(steps)
     except (RuntimeError, ValueError, TypeError) as error:
         if isinstance(error, OutOfMemory) or is_out_of_memory(error):
@@ -335,20 +335,20 @@ def _cached_line(cached: auto_cache.KeptSettings, plain: Settings) -> str:
 
 
 def _settled(
-    cached: auto_cache.KeptSettings, start: ResolvedRecipe, stepper: Stepper, steps: int | None
+    cached: auto_cache.KeptSettings, start: ResolvedRecipe, stepper: Stepper, budget: Budget
 ) -> Search | None:
     """A search that an earlier run has come to the end of, where steps still depend on it."""
     choice = cached.recipe.choices.get(CAPTURE)
-    captures = steps is None and choice is not None and choice.reason == NOT_YET
+    captures = budget.steps is None and choice is not None and choice.reason == NOT_YET
     if stepper.world.size > 1 or not (captures or cached.by_length is not None):
         return None
-    search = Search(Settings.of(start), [], Budget(steps), captures=captures, is_settled=True)
+    search = Search(Settings.of(start), [], budget, captures=captures, is_settled=True)
     search.best, search.by_length = Settings.of(cached.recipe), cached.by_length
     return search
 
 
-def seconds_of(run: Callable[[], object]) -> float:
-    """How long it takes."""
+def seconds_of(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    """How long it takes by a clock."""
     began = clock()
     run()
     return clock() - began
@@ -365,14 +365,13 @@ def know_machine(search: Search, device: torch.device) -> None:
 
     That is done once, and again where others kept the machine busy the time before.
     """
-    budget, threads = search.budget, torch.get_num_threads()
+    budget, terms, threads = search.budget, search.budget.terms, torch.get_num_threads()
     if budget.run_s * _RATES_SHARE < _RATES_S or not budget.pays_before(_RATES_S):
         return
-    known = known_rates(device.type, threads)
+    known = terms.known_rates(device.type, threads)
     if known is None or known["spread"] > ROUGH:
-        began = clock()
-        machine_rates(device.type, threads)
-        budget.before_s += clock() - began
+        run = partial(terms.machine_rates, device.type, threads)
+        budget.before_s += seconds_of(run, terms.clock)
 
 
 def agree(decision: Decision, world: World) -> None:
@@ -570,7 +569,7 @@ def _rows_at_once(requested: Recipe, stepper: Stepper, batch: Batch, allow: Pari
 class _Job:
     """What is trained as settings ask about it."""
 
-    def __init__(self, switch: Switch, batch: Batch) -> None:
+    def __init__(self, switch: Switch, batch: Batch, terms: Terms) -> None:
         device = switch.device
         may_step_rows = device.type == "cpu" and switch.now.touched_rows == "off"
         self.has_large_tables = may_step_rows and Tables.of(
@@ -579,9 +578,9 @@ class _Job:
         self.has_gpu = device.type == "cuda"
         # Autocast leaves float64 and complex numbers alone, and bf16 is bf16 already.
         is_fp32 = any(p.dtype is torch.float32 for p in switch.model.parameters())
-        self.could_use_bf16 = is_fp32 and _has_bf16_units(device)
+        self.could_use_bf16 = is_fp32 and terms.has_bf16_units(device)
         is_plain = switch.now.matmul_precision == "highest"
-        self.has_tf32_units = is_plain and self.has_gpu and _is_ampere(device)
+        self.has_tf32_units = is_plain and self.has_gpu and is_ampere(device)
         self.has_convolutions = uses_convolution(switch.model)
         self.has_cudnn_choices = (
             self.has_gpu and self.has_convolutions and switch.now.cudnn_benchmark == "off"
@@ -598,21 +597,26 @@ class _Job:
 
 
 def _options(
-    requested: Recipe, stepper: Stepper, batch: Batch, facts: ModelFacts, allow: Parity
+    requested: Recipe,
+    stepper: Stepper,
+    batch: Batch,
+    facts: ModelFacts,
+    allow: Parity,
+    terms: Terms,
 ) -> list[Option]:
     """Options that are open in the request, fit model and machine, and lie within `allow`.
 
     What earlier jobs on this machine have chosen comes first.
     """
     votes = auto_cache.chosen_here()
-    fitting = _fitting(requested, stepper, batch)
+    fitting = _fitting(requested, stepper, batch, terms)
     options = [one for one in fitting if _parity(one, facts) <= allow]
     return sorted(options, key=lambda option: (-votes[option.field], _ORDER.get(option.field, 9)))
 
 
-def _fitting(requested: Recipe, stepper: Stepper, batch: Batch) -> list[Option]:
+def _fitting(requested: Recipe, stepper: Stepper, batch: Batch, terms: Terms) -> list[Option]:
     """Options that are open in the request and fit model and machine."""
-    job = _Job(stepper.switch, batch)
+    job = _Job(stepper.switch, batch, terms)
     return [
         Option(field, trial)
         for field in _MEASURED
@@ -627,14 +631,19 @@ def _parity(option: Option, facts: ModelFacts) -> Parity:
 
 
 def _redrawn(
-    requested: Recipe, stepper: Stepper, batch: Batch, facts: ModelFacts, allow: Parity
+    requested: Recipe,
+    stepper: Stepper,
+    batch: Batch,
+    facts: ModelFacts,
+    allow: Parity,
+    terms: Terms,
 ) -> dict[str, str]:
     """Fields that are not tried because what is drawn at random would fall elsewhere, and why."""
     if allow is not Parity.TOLERANT:
         return {}
     fields = [
         option.field
-        for option in _fitting(requested, stepper, batch)
+        for option in _fitting(requested, stepper, batch, terms)
         if _parity(option, facts) is Parity.REDRAWN
     ]
     return dict.fromkeys(fields, _REDRAWS)
@@ -645,20 +654,8 @@ def _convolutions(model: nn.Module) -> int:
     return sum("Conv" in type(module).__name__ for module in model.modules())
 
 
-def _is_ampere(device: torch.device) -> bool:
-    """Or newer: with units for TF32 and bf16."""
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def _is_any_left(search: Search) -> bool:
     return any(option.field not in search.dropped for option in search.options)
-
-
-def _has_bf16_units(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return _is_ampere(device)
-    instructions = fingerprint().as_dict().get("instructions", ())
-    return any(name in instructions for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
 # -- what came of it -----------------------------------------------------------------------------

@@ -6,13 +6,11 @@ are slower than those under the best settings known by then, and what is done be
 
 from __future__ import annotations
 
-# Before the first step nothing takes longer, nor a larger share of the run.
-LONGEST_S, _BEFORE_SHARE = 6.0, 0.05
-# Of a short run, at most this share; of a longer one, this many seconds and this share. A run is
-# planned by plain steps: it lasts about half of that where it is tuned well, so that what tuning
-# takes is a larger share of it.
-_SHORT_SHARE = 0.036
-_FIXED_S, _SHARE = 0.3, 0.0125
+from flatout.train.auto_terms import TERMS, Terms
+
+# Of a longer run, at most some seconds and this share. A run is planned by plain steps: it lasts
+# about half of that where it is tuned well, so that what tuning takes is a larger share of it.
+_SHARE = 0.0125
 # With the time before the first step it is at most the first share of a run of up to so many
 # seconds, and the second one from so many on.
 _MOST = (0.04, 10.0), (0.02, 60.0)
@@ -25,9 +23,10 @@ class Budget:
 
     Args:
         steps: of the run, or None where they are not known.
+        terms: clocks, facts of the machine, and limits.
 
     Attributes:
-        steps: of the run.
+        steps, terms: as given.
         step_s: seconds of a step, as far as is known: at first the least that it can take.
         input_s: seconds for which a step waits for its batches, as far as is known.
         elapsed_s: since the first step.
@@ -36,8 +35,8 @@ class Budget:
         rehearsed_s: spent before the first step on steps that are not the run's.
     """
 
-    def __init__(self, steps: int | None) -> None:
-        self.steps = steps
+    def __init__(self, steps: int | None, terms: Terms = TERMS) -> None:
+        self.steps, self.terms = steps, terms
         self.step_s = self.input_s = self.elapsed_s = self.before_s = self.lost_s = 0.0
         self.rehearsed_s = 0.0
 
@@ -56,7 +55,8 @@ class Budget:
     @property
     def limit_s(self) -> float:
         """What slower steps may cost in all."""
-        return min(_SHORT_SHARE * self.run_s, _FIXED_S + _SHARE * self.run_s)
+        terms, run_s = self.terms, self.run_s
+        return min(terms.short_share * run_s, terms.fixed_s + _SHARE * run_s)
 
     @property
     def left_s(self) -> float:
@@ -78,4 +78,4 @@ class Budget:
     @property
     def before_limit_s(self) -> float:
         """What may be spent before the first step."""
-        return min(LONGEST_S, _BEFORE_SHARE * self.run_s)
+        return min(self.terms.longest_s, self.terms.before_share * self.run_s)

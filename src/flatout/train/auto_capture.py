@@ -7,13 +7,13 @@ keep all CPUs busy run on a thread less beside it, so that it comes to its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from time import perf_counter
+from collections.abc import Sequence
 from typing import Any
 
 from flatout.data import Batch
 from flatout.measure import usable_cpus
 from flatout.train.auto_search import Search
+from flatout.train.auto_terms import TERMS, Terms
 from flatout.train.capture import Capture, lends_cpu
 from flatout.words import duration
 
@@ -22,15 +22,10 @@ FIELD = "compute.capture"
 NOT_YET = "a run of unknown length repays compiling only once it has lasted some minutes"
 # Longer steps have operators that take longer than the calls of them.
 _SHORT_S = 0.005
-# So much of a step a few samples take where the calls are what takes long.
-_CALLS = 0.4
-# About what tracing a step takes, which training waits for, and compiling it, which it does not;
-# of that the steps beside it pay about this share where a CPU is left.
-_TRACE_S, _COMPILE_S, _SLOWED = 1.0, 40.0, 0.05
+# Of compiling, the steps beside it pay about this share where a CPU is left.
+_SLOWED = 0.05
 # What is left of the run has to last so many times as long as compiling.
 _REPAID = 4.0
-# Seconds in turn for which the child runs and is held up.
-_BESIDE_S, _ALONE_S = 1.5, 0.25
 
 
 def objection(search: Search) -> str:
@@ -53,7 +48,7 @@ def _unfit(search: Search) -> str:
         return "steps were not measured"
     if step_s > _SHORT_S:
         return f"steps take {duration(step_s)}, and calls are little of that"
-    if search.few_s < _CALLS * step_s:
+    if search.few_s < search.budget.terms.calls * step_s:
         return f"calls are little of a step: a few samples take {search.few_s / step_s:.0%} of it"
     return ""
 
@@ -64,11 +59,11 @@ def _too_short(search: Search) -> str:
     One of unknown length is taken to last as long again as it has lasted, so what is paid for
     nothing is never more than tuning's share of a run.
     """
-    budget = search.budget
+    budget, terms = search.budget, search.budget.terms
     is_known = budget.steps is not None
     left_s = budget.run_s - budget.elapsed_s if is_known else budget.elapsed_s
-    cost_s = _TRACE_S + _slowed(search) * _COMPILE_S
-    if left_s >= _REPAID * _COMPILE_S and budget.pays_for(cost_s):
+    cost_s = terms.trace_s + _slowed(search) * terms.capture_s
+    if left_s >= _REPAID * terms.capture_s and budget.pays_for(cost_s):
         return ""
     if is_known:
         return f"the run takes about {duration(budget.run_s)}, too short to repay compiling"
@@ -87,13 +82,17 @@ def _slowed(search: Search) -> float:
 class CompilePauses:
     """What is slower beside a child: it is held up for short spells, which tell.
 
+    Args:
+        terms: tell how long each spell lasts.
+
     Attributes:
         is_alone: whether the child is to be held up.
         cost_s: seconds that were lost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, terms: Terms = TERMS) -> None:
         self.is_alone, self.cost_s = False, 0.0
+        self._beside_s, self._alone_s = terms.spells_s
         # What was made in the present spell, and in the one before it beside the child.
         self._took, self._count = 0.0, 0
         self._before: tuple[float, int] | None = None
@@ -102,7 +101,7 @@ class CompilePauses:
         """Something was made in so many seconds; returns whether the spell is over."""
         self._took += seconds
         self._count += 1
-        if self._took < (_ALONE_S if self.is_alone else _BESIDE_S):
+        if self._took < (self._alone_s if self.is_alone else self._beside_s):
             return False
         mean, count = self._took / self._count, self._count
         self._took, self._count = 0.0, 0
@@ -120,7 +119,6 @@ class BackgroundCompile:
         capture: traces, compiles and runs it.
         compute: forward and loss of a batch.
         search: what has been found before, and whose budget pays.
-        clock: returns seconds.
 
     Attributes:
         is_open: whether the package is still to come.
@@ -132,21 +130,15 @@ class BackgroundCompile:
         steps: the numbers of the first and the last of them.
     """
 
-    def __init__(
-        self,
-        capture: Capture,
-        compute: Any,
-        search: Search,
-        clock: Callable[[], float] = perf_counter,
-    ) -> None:
-        self._capture, self._compute, self._clock = capture, compute, clock
-        self._search = search
+    def __init__(self, capture: Capture, compute: Any, search: Search) -> None:
+        self._capture, self._compute, self._search = capture, compute, search
+        self._clock = search.budget.terms.clock
         search.prefers_capture = lambda: not objection(search)
         self.is_open, self.waits = False, search.is_settled
         self.has_begun = self.is_there = False
         self.seconds = self.traced_s = 0.0
         self.steps = (0, 0)
-        self._spells = CompilePauses()
+        self._spells = CompilePauses(search.budget.terms)
 
     @property
     def cost_s(self) -> float:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from time import process_time
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -44,8 +43,6 @@ _ROUNDING, _HALF_ROUNDING = 0.01, 0.5
 _LONG_S = 0.5
 # A step takes about so many times its forward pass.
 _FORWARDS = 3
-# An option that is this many times slower on a few samples is not tried on whole batches.
-_FAR_SLOWER = 4.0
 # A first pass under settings takes up to so many times as long as later ones.
 _OF_FIRST = 2.0
 # What differs from plain gradients by so many times what these are off by themselves is rounding.
@@ -104,9 +101,7 @@ class FirstCheck:
         compute: forward and loss of a batch.
         batch: the first, on the device.
         plain: the settings to start from.
-        budget: counts what the check takes.
-        clock: returns seconds.
-        cpu_clock: returns seconds of CPU time of this process.
+        budget: counts what the check takes, by its clocks.
         marks: tell what has ended earlier runs of the job; None for none.
 
     Attributes:
@@ -129,12 +124,12 @@ class FirstCheck:
         batch: Batch,
         plain: Settings,
         budget: Budget,
-        clock: Callable[[], float],
-        cpu_clock: Callable[[], float] = process_time,
         marks: Marks | None = None,
     ) -> None:
         self._stepper, self.compute, self.plain = stepper, compute, plain
-        self.budget, self._clock, self._cpu_clock = budget, clock, cpu_clock
+        self.budget, terms = budget, budget.terms
+        self._clock, self._cpu_clock = terms.clock, terms.cpu_clock
+        self._far_slower = terms.few_far_slower
         self.marks = marks or Marks()
         self._whole = batch
         self._few = batch.first(max(min(_FEWEST, batch.size), batch.size // _PART))
@@ -144,7 +139,7 @@ class FirstCheck:
         self.unchecked: list[Option] = []
         self._looks: dict[frozenset[str], float] = {frozenset(): 1.0}
         self.few_s: float | None = None
-        self.starts_cold = _starts_cold(stepper.switch.device)
+        self.starts_cold = terms.starts_cold(stepper.switch.device)
         self._rounding: float | None = None
         self._loading_s = 0.0  # that plain passes took to load kernels
         self._first_s = 0.0  # of the first forward of the few samples
@@ -383,7 +378,7 @@ class FirstCheck:
             gradients, now = self._passes(self._under(some), taken)
         except Exception:
             return []  # each alone shows which
-        is_fine = now.over(taken) <= _FAR_SLOWER and all(map(_is_finite, gradients))
+        is_fine = now.over(taken) <= self._far_slower and all(map(_is_finite, gradients))
         if not is_fine or self._differ(some[0], plain, gradients, facts):
             return []
         self._keep(some, now, taken)
@@ -408,13 +403,13 @@ class FirstCheck:
             return
         try:
             gradients, now = self._passes(settings, taken)
-            if now.over(taken) > _FAR_SLOWER and self.budget.pays_before(2 * now.wall_s):
+            if now.over(taken) > self._far_slower and self.budget.pays_before(2 * now.wall_s):
                 now = now.least(self._passes(settings, taken)[1])
         except Exception as error:
             self.dropped[option.field] = failure(error)
             return
         times = self.slower[option.field] = self._keep([option], now, taken)
-        if times > _FAR_SLOWER:
+        if times > self._far_slower:
             self.dropped[option.field] = f"a few samples take {times:.1f} times as long with it"
         elif why := self._wrong([option], plain, gradients, facts):
             self.dropped[option.field] = why
@@ -677,11 +672,6 @@ class FirstCheck:
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
-
-
-def _starts_cold(device: torch.device) -> bool:
-    """A GPU loads kernels at their first use, and chooses among them, for up to a second."""
-    return device.type != "cpu"
 
 
 def _summed(gradient: torch.Tensor | None) -> torch.Tensor | None:

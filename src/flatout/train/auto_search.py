@@ -43,14 +43,12 @@ from flatout.train.auto_marks import Marks
 from flatout.train.lengths import ByLength, Lengths
 from flatout.train.settings import LIVE, Settings
 
-# A block of steps lasts about so long, and of a long run at least this share of it.
-BLOCK_S, _LONGER_BLOCK_S, _BLOCK_SHARE = 0.04, 0.25, 0.002
-_MOST_STEPS = 200
+# A block of steps lasts no longer than this; of a long run at least this share of it.
+_LONGER_BLOCK_S, _BLOCK_SHARE = 0.25, 0.002
 # Of batches of changing length a block has at least so many, and the first one under plain so many.
 _MIXED_STEPS, _FIRST_MIXED = 4, 24
-# The most quadruples of blocks in a trial. Where no difference shows they cost nothing, and a
-# difference that noise could hide is looked for until the floor is this low.
-_MOST_PAIRS, TIE_FLOOR = 16, 0.015
+# A difference that noise could hide is looked for until the floor is this low.
+TIE_FLOOR = 0.015
 # A loss below 10% has to be seen in so many: two agree by chance too often.
 _LOST_PAIRS, _SMALL = 4, 0.1
 # A smaller gain is none.
@@ -62,21 +60,13 @@ _FAR_SLOWER = 1.5
 # Of an option that was not measured yet a step may take so much longer than it should; where a few
 # samples took less than this share of the time with it, hardly so.
 _UNKNOWN, _CLEARLY_FASTER, _UNLIKELY = 0.3, 0.8, 0.1
-# Searching ends after this share of the run: what is found later pays for too few steps.
-_SEARCHED = 0.5
-# A run of unknown length that ends sooner is not tuned.
-_SURE_S = 1.0
 # About the seconds that a page fault takes, and the share of a step that is worth looking at.
 _FAULT_S, _WORTH = 2.5e-7, 0.01
 # Thread counts matter for small operators; long steps keep all CPUs busy.
 SHORT_STEP_S = 0.02
-# A/A noise above which an answer holds for this run only.
-NOISE = 0.2
 COUNT = "world.micro_batches"
 """The number of parts in which a batch passes through stages."""
 _BUSY = "stays as it was: the machine is too busy to measure"
-# A compilation may take so long, and so long for each module of the model.
-_COMPILE_S = (30.0, 1.0)
 # Of a run, what is tried late still pays where it was waited for.
 _LATE = 0.9
 
@@ -249,9 +239,10 @@ class Search:
 
     def __post_init__(self) -> None:
         self._is_again, self._trials_before = False, 0
+        self._terms = self.budget.terms
         self.best = self.plain
         self._at = 0
-        self._until = _SEARCHED
+        self._until = self._terms.searched
         self._now: Settings | ByLength | None = None
         self._cpu_s: dict[Settings | ByLength, float] = {}  # per step, as in `step_s`
         self._measured: dict[tuple[Settings | ByLength, ...], TrialResult] = {}
@@ -272,7 +263,7 @@ class Search:
     def disturbed(self) -> bool:
         """Whether other work on this machine made the measurements too coarse to keep."""
         floors = [trial.floor for trial in self._measured.values()]
-        return bool(floors) and statistics.median(floors) > NOISE
+        return bool(floors) and statistics.median(floors) > self._terms.noise
 
     @property
     def lacked_time(self) -> bool:
@@ -283,7 +274,7 @@ class Search:
         """The blocks in turn; `best` holds whenever it ends."""
         first = yield Block(self.plain, 1, 1 if self._is_slow(self.budget.step_s) else 2)
         self._keep_times(self.plain, first)
-        while self.budget.steps is None and self.budget.elapsed_s < _SURE_S:
+        while self.budget.steps is None and self.budget.elapsed_s < self._terms.sure_s:
             yield Block(self.plain, 1, 0)
         if self._is_slow(first.seconds) and not self.varied:
             seconds = self.budget.step_s = first.seconds
@@ -334,7 +325,7 @@ class Search:
                 self.best = before
             if self.best == before:
                 return
-        self._until = _SEARCHED
+        self._until = self._terms.searched
         while self._skipped:
             option = self._skipped.pop()
             self.options.append(option)
@@ -478,14 +469,14 @@ class Search:
             return
         if is_faster(self.whole) or self.whole.low > 1:
             return
-        if self.whole.floor > NOISE and not _gives_nothing(self.whole):
+        if self.whole.floor > self._terms.noise and not _gives_nothing(self.whole):
             self.whole = None  # noise hides it: what each has proven holds
         else:
             self.best = base
 
     def _is_hidden(self, field: str, trial: TrialResult) -> bool:
         """Whether noise hides if an earlier choice still is the faster one: then it stays."""
-        is_told = is_faster(trial) or trial.loses or trial.floor <= NOISE
+        is_told = is_faster(trial) or trial.loses or trial.floor <= self._terms.noise
         if is_told or not self._is_again:
             return False
         self.stays = True
@@ -532,7 +523,7 @@ class Search:
 
     def _compiled(self) -> _Steps:
         """torch.compile, where the run outlasts the compilation by far."""
-        field, (fixed, each) = "compute.compile", _COMPILE_S
+        field, (fixed, each) = "compute.compile", self._terms.compile_s
         most = fixed + each * self.modules
         if not self.budget.pays_for(most):
             run_s = self.budget.run_s
@@ -598,8 +589,8 @@ class Search:
         blocks = quadruples(
             off,
             on,
-            max_pairs=_MOST_PAIRS,
-            min_pairs=_MOST_PAIRS,  # `enough` alone ends it before
+            max_pairs=self._terms.most_pairs,
+            min_pairs=self._terms.most_pairs,  # `enough` alone ends it before
             floor=_LEAST_GAIN,
             enough=enough,
         )
@@ -719,9 +710,9 @@ class Search:
         return known and not self._affords_pair(settings)
 
     def _count(self, settings: Settings | ByLength) -> int:
-        block_s = max(BLOCK_S, min(_LONGER_BLOCK_S, _BLOCK_SHARE * self.budget.run_s))
+        block_s = max(self._terms.block_s, min(_LONGER_BLOCK_S, _BLOCK_SHARE * self.budget.run_s))
         fewest = _MIXED_STEPS if self.varied else 1
-        return max(fewest, min(_MOST_STEPS, round(block_s / self.step_s[settings])))
+        return max(fewest, min(self._terms.most_steps, round(block_s / self.step_s[settings])))
 
     def _account(self, done: BlockTimes, settings: Settings | ByLength) -> None:
         """Count what the steps under settings that are tried took beyond those under the best."""

@@ -34,6 +34,7 @@ from flatout.data import NO_ROWS, Batch
 from flatout.measure import fingerprint, usable_cpus
 from flatout.optim import scaled
 from flatout.recipe import SETTINGS
+from flatout.train.auto_terms import TERMS
 from flatout.train.capture_child import END, GO_ON, HOLD, OPTIONS
 from flatout.train.capture_graph import (
     STRAY,
@@ -58,8 +59,6 @@ _LONGEST_S = 600.0
 BEHIND, BESIDE = 19, 5
 # It is told to end, and killed where it has not after so long.
 _END_S = 1.0
-# The child is asked so many steps apart.
-_ASK_EVERY = 20
 # The graph runs beside an eager step again after so many steps.
 _CHECK_EVERY = 1000
 # The graph computes the same but for rounding where gradients, or losses, differ by this share; by
@@ -413,6 +412,7 @@ class Capture:
         is_asked: whether steps are to be captured; else what tries it calls `begin`, once.
         may_lend: whether steps may run on a thread less while the graph is compiled, where they
             would leave it no CPU.
+        ask_every: how many steps apart the child is asked whether it is done.
 
     Attributes:
         is_asked: as given.
@@ -427,8 +427,10 @@ class Capture:
         waits: Callable[[], bool],
         is_asked: bool = True,
         may_lend: bool = True,
+        ask_every: int = TERMS.ask_every,
     ) -> None:
         self._stepper, self._note, self._waits = stepper, note, waits
+        self._ask_every = ask_every
         self.is_asked, self._may_lend = is_asked, may_lend
         self.why = ""
         self._graph: Graph | None = None
@@ -508,7 +510,7 @@ class Capture:
     def _advance(self, compute: Any, batches: Sequence[Batch], step: int) -> None:
         """Do what comes next until the graph is there."""
         if self._compiling is not None:
-            if step % _ASK_EVERY == 0:
+            if step % self._ask_every == 0:
                 self._fetch(compute)
         elif not self.is_asked:
             raise Unfit("the model or its settings have changed since it was compiled")

@@ -179,7 +179,7 @@ def _check_first(loop: LoopState, compute: Compute, first: list[Batch]) -> float
         with suppress(FlatoutError, *MISFITS):
             stepper.look(first[0].rows(0, _CHECKED), check)
             return 0.0
-    return auto.seconds_of(partial(stepper.look, first[0], check))
+    return auto.seconds_of(partial(stepper.look, first[0], check), loop.terms.clock)
 
 
 def samples_of(batches: Sequence[Batch]) -> float:
@@ -229,6 +229,7 @@ def _decision(
         known,
         # A worker that comes back later decides alone.
         None if _has_spare_workers(loop) else loop.world,
+        loop.terms,
     )
 
 

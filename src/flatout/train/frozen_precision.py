@@ -18,8 +18,6 @@ from flatout.words import rounded
 
 # Looking takes as long as the forward of so many samples, of an epoch this share at most.
 _LOOKED_AT, _SHARE = 24, 0.25
-# A first epoch whose forward is over sooner is not looked at.
-_LEAST_S = 1.0
 # An epoch of fewer steps is over before settings are judged on them.
 _STEPS = 120
 # The run must take so much less time.
@@ -74,8 +72,9 @@ def choose_precision(
     tried: list[tuple[Option, ...]] = [] if precision is None else [(precision,)]
     if precision is not None and layout is not None:
         tried.append((precision, layout))
-    result = check.frozen_rates(tried, facts, _LEAST_S / planned.samples)
-    if planned.samples * result[()][0] < _LEAST_S:
+    least_s = check.budget.terms.least_frozen_s
+    result = check.frozen_rates(tried, facts, least_s / planned.samples)
+    if planned.samples * result[()][0] < least_s:
         return Found({})
     # A backward pass of all layers takes about twice as long as the forward.
     is_frozen = result[()][1] < result[()][0]

@@ -363,8 +363,7 @@ class Loop(LoopState):
                     done = self.stepper(run, batches, number, turn)
                 else:
                     make = partial(self.stepper, run, batches, number, turn)
-                    waited_s, prepared_s = (ns / 1e9 for ns in lanes[1:3])
-                    done = tuner.step(make, batches, turn, number, waited_s, prepared_s)
+                    done = tuner.step(make, batches, turn, number, *self.terms.input_s(lanes))
         except (IndexError, RuntimeError, ValueError) as error:
             explain_one_sample(error, batches, self.next_step)
             explain_kernel(error, self.stepper.switch.now.precision)

@@ -23,6 +23,7 @@ from flatout.measure import Timeline
 from flatout.optim import LrRule, LrScale
 from flatout.recipe import Choice, ModelFacts, Parity, Recipe, ResolvedRecipe
 from flatout.save import Checkpoints, LoadedCheckpoint
+from flatout.train.auto_terms import TERMS
 from flatout.train.checkpointing import Checkpointing, no_run_folder
 from flatout.train.evaluate_batch import EvaluateBatch
 from flatout.train.evaluate_graph import EvaluateGraph
@@ -59,6 +60,7 @@ class LoopState:
     """What a Loop knows, and asks of its ranks.
 
     Attributes:
+        terms: by which `auto` measures; set before `prepare`.
         epoch: number of the current epoch, from 0.
         step_count: optimizer steps done since training began (a resume goes on counting).
         step_in_epoch: optimizer steps done in this epoch.
@@ -110,6 +112,7 @@ class LoopState:
         if accumulate < 1:
             raise FlatoutError(f"accumulate must be at least 1, found {accumulate}")
         self.say = say
+        self.terms = TERMS
         self.why_device = ""
         self.largest_batch: dict[str, Any] | None = None
         self.requested, self._first_words = requested_here(recipe)

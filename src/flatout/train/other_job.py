@@ -97,6 +97,7 @@ class OtherJob:
             None,
             KnownStep(0.0, loop.batch_s, loop.accumulate),
             loop.world,
+            loop.terms,
         )
         is_known = bool(loop.world.from_first(decision.is_known))
         if loop.world.size > 1:
@@ -112,7 +113,7 @@ class OtherJob:
             loop.note("; ".join([OTHER, *said]))
             if decision.search is None and loop.tuner is not None:
                 # What it holds is of the job before.
-                decision.search = Search(self._plain, [], Budget(left), is_settled=True)
+                decision.search = Search(self._plain, [], Budget(left, loop.terms), is_settled=True)
                 decision.search.best = Settings.of(loop.resolved)
             if decision.search is not None:
                 self._search(decision, before)

@@ -56,7 +56,7 @@ def first_batches(loop: LoopState, data: Source | None, compute: Compute | None)
     # What a dataset of the user's own holds besides its data, as a generator or a count.
     held = HeldState(part, most_bytes=0)
     try:
-        peeked_s = seconds_of(lambda: first.extend(part.peek(2)))
+        peeked_s = seconds_of(lambda: first.extend(part.peek(2)), loop.terms.clock)
     finally:
         held.restore()
     loop.batch_s = peeked_s / max(1, len(first))

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 
 from flatout.data import Batch
-from flatout.train.auto_budget import LONGEST_S
 from flatout.train.loss_value import Compute
 from flatout.train.snapshot import Snapshot
 from flatout.train.step import Stepper
@@ -43,7 +42,7 @@ def rehearse(tuner: Tuner, stepper: Stepper, compute: Compute, batches: Sequence
             make = partial(stepper, compute, (batch,), number, turn)
             tuner.step(make, (batch,), turn, number, budget.input_s, 0.0)
             budget.rehearsed_s = budget.elapsed_s
-            if budget.elapsed_s > min(LONGEST_S, _SHARE * budget.run_s):
+            if budget.elapsed_s > min(budget.terms.longest_s, _SHARE * budget.run_s):
                 tuner.stop("the time before the first step was up")
     finally:
         snapshot.restore()

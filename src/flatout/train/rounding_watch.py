@@ -91,7 +91,7 @@ class RoundingWatch:
         loop, stepper = self._loop, self._loop.stepper
         stepper.turn = turn
         now = stepper.switch.now
-        check = FirstCheck(stepper, compute, batch, now.but(precision="fp32"), Budget(None), clock)
+        check = FirstCheck(stepper, compute, batch, now.but(precision="fp32"), Budget(None))
         samples = max(1, batch.size // (_PART * stepper.pieces))
         parts = [batch.first(max(min(_FEWEST, batch.size), samples))]
         if stepper.pieces == 1:

@@ -19,6 +19,7 @@ from flatout.optim import LrRule, optimizer_adapter
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.save import check_ending, check_fits, load_model_file, read_weights_of, save_model_file
 from flatout.train import guard
+from flatout.train.auto_terms import TERMS
 from flatout.train.callbacks import Progress
 from flatout.train.compiled import CompiledObjective
 from flatout.train.fit import Fit
@@ -113,6 +114,8 @@ class Trainer:
     # Where a fit goes on that has taken ranks back.
     _folder: str | None = None
     input_lines: Sequence[str] = ()
+    # By which its Loops measure.
+    terms = TERMS
 
     def __init__(
         self,
@@ -177,7 +180,12 @@ class Trainer:
         """Begin with nothing fitted."""
         self.history: History | None = None
         self._fit: Fit | None = None
-        self.loop = Loop(**self._loop_arguments)
+        self.loop = self._new_loop()
+
+    def _new_loop(self, **own: Any) -> Loop:
+        result = Loop(**self._loop_arguments | own)
+        result.terms = self.terms
+        return result
 
     @property
     def model(self) -> Any:
@@ -305,7 +313,7 @@ class Trainer:
         drops = drop_last and not is_auto
         folder, self._folder = self._folder, None
         own = {"run": folder, "resume": True} if folder else run_of_command(self._run, resume)
-        self.loop = Loop(**self._loop_arguments | own)
+        self.loop = self._new_loop(**own)
         objective.fits_before = objective.count_fits(self.loop, initial_epoch, bool(own["resume"]))
         source, validation = objective.to_fit(data, self.loop, drop_last=drops)
         if self.optimizer is None and isinstance(source, Pipeline) and source.id_columns:
@@ -360,7 +368,7 @@ class Trainer:
     def _in_largest_batches(self, data: FitData, source: Source, *, drop_last: bool) -> Source:
         """The same data in batches that are as large as memory allows, which is told."""
         loop, objective = self.loop, self.objective
-        trying = Loop(**{**self._loop_arguments, "run": None, "say": lambda line: None})
+        trying = self._new_loop(run=None, say=lambda line: None)
         trying.feed.inputs = loop.feed.inputs
         try:
             batch = largest_batch(objective, loop, trying, source)
@@ -385,7 +393,7 @@ class Trainer:
             return {}
         loop, random = self.loop, random_state()
         # What an evaluation decides for itself is not for the fit to know.
-        self.loop = Loop(**{**self._loop_arguments, "run": None, "say": lambda line: None})
+        self.loop = self._new_loop(run=None, say=lambda line: None)
         try:
             with self.to_evaluate(validation) as source:
                 source = self.objective.cut(source, steps, self.loop, restarts=True)

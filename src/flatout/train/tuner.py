@@ -15,7 +15,6 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from time import perf_counter, process_time
 from typing import Any
 
 from flatout.data import Batch, tensors_in
@@ -47,14 +46,12 @@ class Tuner:
     """Tunes a run while it goes on.
 
     Args:
-        search: what to try.
+        search: what to try; its budget has the clocks.
         stepper: makes the steps.
         feed: lays batches out.
         world: of this rank.
         settle: called with this Tuner when the search is over.
         note: gets what the user should know.
-        clock: returns seconds.
-        cpu_clock: returns seconds of CPU time of this process.
         changed: called where other parameters train than before.
         uncounted: within, metrics do not count batches.
 
@@ -77,8 +74,6 @@ class Tuner:
         world: World,
         settle: Callable[[Tuner], None],
         note: Callable[[str], None],
-        clock: Callable[[], float] = perf_counter,
-        cpu_clock: Callable[[], float] = process_time,
         changed: Callable[[], None] = lambda: None,
         uncounted: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -89,8 +84,10 @@ class Tuner:
         self.spans: list[tuple[int, int, Settings | ByLength]] = []
         self._look_at = 0
         self._stepper, self._feed, self._world = stepper, feed, world
-        self._settle, self._note, self._clock = settle, note, clock
-        self._cpu_clock, self._is_on_cpu = cpu_clock, stepper.switch.device.type == "cpu"
+        self._settle, self._note = settle, note
+        terms = search.budget.terms
+        self._clock, self._cpu_clock = terms.clock, terms.cpu_clock
+        self._is_on_cpu = stepper.switch.device.type == "cpu"
         self._changed_job, self._uncounted = changed, uncounted
         # Of the jobs before this one: their trials, and what they have cost before and in steps.
         self._trials: list[dict[str, Any]] = []

@@ -75,7 +75,9 @@ def capture_steps(loop: LoopState, compute: Compute | None, search: Search | Non
         stepper.capture = None
     if is_asked or tries:
         may_lend = loop.requested.process.threads == "auto"
-        capture = Capture(stepper, loop.note, loop.is_tuning, is_asked, may_lend)
+        capture = Capture(
+            stepper, loop.note, loop.is_tuning, is_asked, may_lend, loop.terms.ask_every
+        )
         stepper.capture = capture
         loop.undo.callback(capture.close)
         if loop.tuner is not None and search is not None and tries:
