@@ -12,7 +12,6 @@ from flatout.data.stages.shuffle import shuffled
 @pytest.fixture
 def made(monkeypatch):
     """Epochs in the order in which someone asked for their order."""
-    monkeypatch.setattr(orders, "_MANY", 10)
     monkeypatch.setattr(orders, "usable_cpus", lambda: 2)
     asked = []
 
@@ -21,7 +20,7 @@ def made(monkeypatch):
         return plain(epoch)
 
     plain = shuffled(lambda epoch: np.arange(100), 5)
-    return Orders(BatchSampler(100, 8, order)), asked, plain
+    return Orders(BatchSampler(100, 8, order), many=10), asked, plain
 
 
 def test_it_is_made_once(made):
@@ -42,13 +41,12 @@ def test_another_epoch_than_the_expected_one_has_its_own(made):
 
 
 def test_an_error_comes_where_the_order_is_wanted(monkeypatch):
-    monkeypatch.setattr(orders, "_MANY", 10)
     monkeypatch.setattr(orders, "usable_cpus", lambda: 2)
 
     def broken(epoch):
         raise MemoryError(f"epoch {epoch}")
 
-    ahead = Orders(BatchSampler(100, 8, broken))
+    ahead = Orders(BatchSampler(100, 8, broken), many=10)
     ahead.prepare(1)
     with pytest.raises(MemoryError, match="epoch 1"):
         ahead.of(1)
@@ -58,12 +56,13 @@ def test_what_costs_nothing_or_too_much_is_not_made_ahead(monkeypatch, made):
     ahead, asked, _ = made
     monkeypatch.setattr(orders, "available_bytes", lambda: 1000)
     ahead.prepare(1)
-    monkeypatch.setattr(orders, "_MANY", 101)
-    ahead.prepare(1)
+    monkeypatch.setattr(orders, "available_bytes", lambda: 1 << 40)
+    Orders(BatchSampler(100, 8, lambda epoch: asked.append(epoch)), many=101).prepare(1)
     monkeypatch.setattr(orders, "usable_cpus", lambda: 1)
     ahead.prepare(1)
+    monkeypatch.setattr(orders, "usable_cpus", lambda: 2)
     numbers = np.arange(100)
-    given = Orders(BatchSampler(100, 8, lambda epoch: numbers, shuffle=False))
+    given = Orders(BatchSampler(100, 8, lambda epoch: numbers, shuffle=False), many=10)
     given.prepare(1)
     assert asked == []
     assert given.of(1) is numbers

@@ -25,19 +25,18 @@ def text(tmp_path):
     return path
 
 
-def test_a_row_cache_of_a_sample(monkeypatch):
-    monkeypatch.setattr("flatout.data.inspection.rate._MAKING_ROWS", 8)
+def test_a_row_cache_of_a_sample():
     source = MadeUp(100)
     job = job_of(Pipeline(source), None, None)
     source.taken.clear()
-    with row_cache_of(job, seconds=60) as sample:
+    with row_cache_of(job, seconds=60, making_rows=8) as sample:
         assert sample.rows == 100
         assert sorted(source.taken) == list(range(100))
         (batch,) = rows(sample.folder).batch(100).batches(0)
         assert sorted(batch.inputs["x"][:, 0].tolist()) == list(range(100))
         place = sample.folder.parent
     assert not place.exists()
-    with row_cache_of(job, seconds=0) as sample:
+    with row_cache_of(job, seconds=0, making_rows=8) as sample:
         assert 8 <= sample.rows < 100
 
 

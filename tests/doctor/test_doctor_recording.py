@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flatout.doctor.trials import recording
 from flatout.doctor.trials.recording import Stepping, content_of
+from flatout.doctor.trials.step_sync import RECORDED
 from flatout.observe.lanes import AFTER, BACKWARD, EVALUATION, FORWARD, HOST
 from flatout.observe.watch import Watch
 
@@ -116,7 +117,7 @@ def test_waiting_for_the_other_side_is_no_evaluation(monkeypatch):
 
 def test_once_the_losses_are_recorded_only_steps_that_a_block_needs_are_looked_at(monkeypatch):
     asked = []
-    monkeypatch.setattr(recording, "_MOST", 6)
+    monkeypatch.setenv(RECORDED, "6")
     monkeypatch.setattr(recording, "at_step", lambda steps: asked.append(steps) or 40)
 
     def plain(*args):

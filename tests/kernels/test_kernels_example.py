@@ -375,11 +375,10 @@ def test_scan_goes_on_where_it_ended():
     assert (len(nothing.starts), nothing.consumed) == (0, 0)
 
 
-def test_scan_takes_more_records_than_fit_at_once(monkeypatch):
-    monkeypatch.setattr(example, "_AT_ONCE", 3)
+def test_scan_takes_more_records_than_fit_at_once():
     for count in (0, 1, 2, 3, 4, 6, 7):
         data, starts, _ = _file([b"x" * i for i in range(count)])
-        found = _same_scans(lambda data=data: example.scan(data))
+        found = _same_scans(lambda data=data: example.scan(data, at_once=3))
         assert found.starts.tolist() == starts.tolist()
         assert found.end == End.WHOLE
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import PIL
 
-from flatout.observe import other_threads
 from flatout.observe.observation import Loader, Observation
 from flatout.observe.other_threads import OtherThreads, _users
 from flatout.observe.sites import site_of
@@ -28,8 +27,7 @@ def _is_ours(thread):
     return thread.name in ("maker", "waiter")  # and not one that another test has left
 
 
-def test_the_line_of_a_busy_thread_is_told_and_one_that_waits_is_not(monkeypatch):
-    monkeypatch.setattr(other_threads, "_SHARE", 1.0)  # a look takes long on a busy machine
+def test_the_line_of_a_busy_thread_is_told_and_one_that_waits_is_not():
     end, given = threading.Event(), queue.Queue()
     threads = [
         # Those of libraries may be many.
@@ -39,7 +37,7 @@ def test_the_line_of_a_busy_thread_is_told_and_one_that_waits_is_not(monkeypatch
     ]
     watch, seen = Watch(), Observation(["train.py"])
     watch.lanes.thread = threading.get_ident()
-    others = OtherThreads(watch)
+    others = OtherThreads(watch, share=1.0)  # a look takes long on a busy machine
     for thread in threads:
         thread.start()
     try:

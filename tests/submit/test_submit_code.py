@@ -46,13 +46,12 @@ def test_gitignore_means_what_it_means_to_git(tree, within):
     assert list(code.collect(tree / within).files) == expected
 
 
-def test_secrets_and_data_stay_and_are_named(tree, monkeypatch):
+def test_secrets_and_data_stay_and_are_named(tree):
     for name in (".env", "package/.env.local", "server.key", ".aws/credentials", "id_rsa"):
         (tree / name).parent.mkdir(exist_ok=True)
         (tree / name).write_text("secret")
-    monkeypatch.setattr(code, "_LARGEST", 100)
     (tree / "weights.bin").write_bytes(bytes(101))
-    found = code.collect(tree)
+    found = code.collect(tree, largest=100)
     left = dict(found.left_out)
     assert left["weights.bin"] == "101 bytes: data, not code"
     assert {name for name, why in left.items() if "secret" in why} == {
@@ -80,10 +79,9 @@ def test_a_run_is_no_code_unless_the_script_is_told_of_it(tree):
         assert "runs/day/checkpoints/step-1/model.safetensors" in found.files
 
 
-def test_a_folder_of_data_is_refused(tree, monkeypatch):
-    monkeypatch.setattr(code, "_LARGEST_ARCHIVE", 20)
+def test_a_folder_of_data_is_refused(tree):
     with pytest.raises(SubmitError, match="expected a folder of code"):
-        code.collect(tree)
+        code.collect(tree, largest_archive=20)
 
 
 def test_the_archive_is_the_same_for_the_same_code(tree, tmp_path):

@@ -15,8 +15,8 @@ import flatout
 from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
 from flatout.recipe import Memory, Recipe
-from flatout.train import evaluate_batch, micro_batch
-from flatout.train.auto_terms import TERMS
+from flatout.train import micro_batch
+from flatout.train.auto_terms import TERMS, Terms
 from flatout.train.micro_batch import estimate_pieces, is_out_of_memory, pieces_for, smaller
 
 
@@ -248,10 +248,10 @@ def fitted(*layers, micro_batch="auto", terms=TERMS, **options):
 
 @pytest.mark.parametrize("worth_s", [1e9, 0.0])
 @pytest.mark.parametrize("micro_batch", ["auto", 8])
-def test_a_forward_pass_that_does_not_fit_runs_in_pieces(micro_batch, worth_s, monkeypatch):
+def test_a_forward_pass_that_does_not_fit_runs_in_pieces(micro_batch, worth_s):
     # Whether a few samples of an evaluation are looked at, too.
-    monkeypatch.setattr(evaluate_batch, "_WORTH_S", worth_s)
-    trainer, history, said = fitted(Hungry(), micro_batch=micro_batch)
+    terms = Terms(worth_s=worth_s)
+    trainer, history, said = fitted(Hungry(), micro_batch=micro_batch, terms=terms)
     plain, expected, _ = fitted(nn.Identity())
     assert close(trainer.model, plain.model)
     for ours, theirs in zip(figures(history), figures(expected), strict=True):
@@ -307,7 +307,7 @@ LIMITED = """
     import resource, torch
     from torch import nn
     import flatout
-from flatout.train.auto_terms import TERMS
+from flatout.train.auto_terms import TERMS, Terms
     from flatout.recipe import Memory, Recipe
 
     torch.set_num_threads(1)

@@ -20,14 +20,15 @@ from flatout.masked import masked
 from flatout.measure import LANES, Profile, profile_schema
 from flatout.measure.profile import QUANTILES
 from flatout.recipe import Recipe
-from flatout.train import step_times
+from flatout.train.auto_terms import TERMS, Terms
 from flatout.train.profiled import over_periods
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def fit(run, *, epochs=2, callbacks=(), **options):
+def fit(run, *, epochs=2, callbacks=(), terms=TERMS, **options):
     trainer = flatout.Trainer(network(), run=run, allow="exact", say=quiet, metrics=["accuracy"])
+    trainer.terms = terms
     given = {"epochs": epochs, "callbacks": callbacks, "progress": False, **options}
     return trainer, trainer.fit(data(), batch_size=32, **given)
 
@@ -276,9 +277,7 @@ def test_steps_are_measured_by_their_size_without_a_trace(tmp_path, monkeypatch)
     plain, _ = fit(tmp_path / "plain")
     drawn = torch.get_rng_state()
     monkeypatch.setenv("FLATOUT_PROFILE_BATCHES", "1")
-    monkeypatch.setattr(step_times, "_VISIT_S", 0.0)
-    monkeypatch.setattr(step_times, "_BESIDE_S", 0.0)
-    measured, history = fit(tmp_path / "run")
+    measured, history = fit(tmp_path / "run", terms=Terms(visit_s=0.0, ranks_s=0.0))
     assert torch.equal(torch.get_rng_state(), drawn)
     states = zip(
         plain.model.state_dict().values(), measured.model.state_dict().values(), strict=True

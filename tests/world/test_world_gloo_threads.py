@@ -9,9 +9,7 @@ from flatout.world import gloo_threads
 
 
 @pytest.fixture
-def tasks(tmp_path, monkeypatch):
-    monkeypatch.setattr(gloo_threads, "_TASKS", tmp_path)
-
+def tasks(tmp_path):
     def write(number, name, state):
         task = tmp_path / str(number)
         task.mkdir(exist_ok=True)
@@ -23,10 +21,10 @@ def tasks(tmp_path, monkeypatch):
     return write
 
 
-def test_it_waits_for_those_that_run_and_for_no_others(tasks):
+def test_it_waits_for_those_that_run_and_for_no_others(tasks, tmp_path):
     tasks(1, "python", "R")
     tasks(2, "pt_gloo_runloop", "S")
-    gloo_threads.wait_until_idle()
+    gloo_threads.wait_until_idle(tmp_path)
     tasks(3, "pt_gloo_runloop", "R")
     ended = []
 
@@ -36,13 +34,11 @@ def test_it_waits_for_those_that_run_and_for_no_others(tasks):
         tasks(3, "pt_gloo_runloop", "S")
 
     threading.Thread(target=end).start()
-    gloo_threads.wait_until_idle()
+    gloo_threads.wait_until_idle(tmp_path)
     assert ended
 
 
-def test_it_ends_where_they_do_not_or_cannot_be_seen(tasks, tmp_path, monkeypatch):
-    monkeypatch.setattr(gloo_threads, "_LONGEST_S", 0.05)
+def test_it_ends_where_they_do_not_or_cannot_be_seen(tasks, tmp_path):
     tasks(1, "pt_gloo_runloop", "R")
-    gloo_threads.wait_until_idle()
-    monkeypatch.setattr(gloo_threads, "_TASKS", tmp_path / "absent")
-    gloo_threads.wait_until_idle()
+    gloo_threads.wait_until_idle(tmp_path, 0.05)
+    gloo_threads.wait_until_idle(tmp_path / "absent", 0.05)

@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 
 from flatout.errors import WorldError
-from flatout.world import nodes as nodes_module
 from flatout.world import place, servers
 from flatout.world.choose import candidates
 from flatout.world.cpus import own_cpus
@@ -64,22 +63,21 @@ def test_sagemaker():
         nodes({**SAGEMAKER, "SM_HOSTS": "algo-1"})
 
 
-def test_a_container_of_sagemaker_without_its_toolkit(monkeypatch, tmp_path):
+def test_a_container_of_sagemaker_without_its_toolkit(tmp_path):
     """Its agent has written the hosts into a file."""
     file = tmp_path / "resourceconfig.json"
-    monkeypatch.setattr(nodes_module, "_RESOURCES", file)
     env = {"TRAINING_JOB_NAME": "job"}
-    assert nodes(env) == Nodes()
+    assert nodes(env, file) == Nodes()
     said = {"current_host": "algo-2", "hosts": ["algo-1", "algo-2", "algo-10"]}
     file.write_text(json.dumps({**said, "network_interface_name": "eth0"}))
-    found = nodes(env)
+    found = nodes(env, file)
     assert (found.count, found.rank, found.ranks) == (3, 2, None)
     assert found.rendezvous == "algo-1:29500"
-    assert nodes({}) == Nodes()  # on a machine that has such a file for other reasons
+    assert nodes({}, file) == Nodes()  # on a machine that has such a file for other reasons
     for wrong in ("{}", "[]", "{", '{"hosts": 3, "current_host": "algo-1"}'):
         file.write_text(wrong)
         with pytest.raises(WorldError, match="expected"):
-            nodes(env)
+            nodes(env, file)
 
 
 @pytest.mark.parametrize("launcher", ["LOCAL_RANK", "OMPI_COMM_WORLD_RANK"])

@@ -138,15 +138,14 @@ def test_two_servers_step_as_the_optimizer_itself(make):
 
 
 @pytest.mark.parametrize(("changes", "most"), [(3, 100), (12, 100), (3, 4), (3, 1)])
-def test_parts_that_are_joined_and_cut_are_stepped_as_ever(changes, most, monkeypatch):
+def test_parts_that_are_joined_and_cut_are_stepped_as_ever(changes, most):
     """While it changes which weights have gradients, and where states are asked for on the way."""
-    monkeypatch.setattr("flatout.strategies.server_runs._MOST_NUMBERS", most)
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(size)) for size in (3, 1, 4, 1, 5)]
     groups = [{"params": weights[:3]}, {"params": weights[3:], "weight_decay": 0.1}]
     optimizer = torch.optim.Adam(groups, lr=0.01)
     layout = Layout(weights, 1)
-    share = share_of(optimizer, layout, 0)
+    share = share_of(optimizer, layout, 0, most)
     share.values.copy_(layout.weights(0))
     for step in range(24):
         kind = step * changes // 24

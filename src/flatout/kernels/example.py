@@ -34,7 +34,6 @@ Values: TypeAlias = npt.NDArray[Any] | tuple[npt.NDArray[Any], Numbers]
 # Numbers of the fields of the message Feature.
 _KINDS = {"bytes": 1, "float": 2, "int64": 3}
 _KIND_OF = {np.dtype(np.uint8): 1, np.dtype(np.float32): 2, np.dtype(np.int64): 3}
-_AT_ONCE = 1 << 16
 
 
 class End(IntEnum):
@@ -178,7 +177,14 @@ def masked_crc32c(data: Any) -> int:
     return example_fallback.masked(crc32c(data))
 
 
-def scan(buffer: Any, start: int = 0, *, final: bool = True, most: int | None = None) -> Scan:
+def scan(
+    buffer: Any,
+    start: int = 0,
+    *,
+    final: bool = True,
+    most: int | None = None,
+    at_once: int = 1 << 16,
+) -> Scan:
     """Find the records of a TFRecord file by their frames; each length's checksum is compared.
 
     Args:
@@ -187,6 +193,7 @@ def scan(buffer: Any, start: int = 0, *, final: bool = True, most: int | None = 
         final: whether no more bytes follow. Otherwise a frame that is not whole is no problem:
             the caller goes on at `consumed` when there are more bytes.
         most: end after so many records.
+        at_once: the kernel is called for so many.
 
     Raises:
         ValueError: `start` is not in the buffer, or it is not C-contiguous.
@@ -195,7 +202,7 @@ def scan(buffer: Any, start: int = 0, *, final: bool = True, most: int | None = 
     columns: list[tuple[Numbers, Numbers]] = []
     at, total, end = start, 0, End.MOST
     while end == End.MOST and (most is None or total < most):
-        room = _AT_ONCE if most is None else min(_AT_ONCE, most - total)
+        room = at_once if most is None else min(at_once, most - total)
         starts, ends = np.empty(room, np.int64), np.empty(room, np.int64)
         count, at, code = (_c.scan if _use_c else example_fallback.scan)(buffer, at, starts, ends)
         end = End(code)

@@ -30,8 +30,6 @@ Column: TypeAlias = tuple[int, int, npt.NDArray[Any]]
 
 WHITE = b" \t\v\f\r"
 
-# Its own thread must be worth starting.
-_LEAST_PER_THREAD = 1 << 20
 _FIRST_ROOM = 1 << 12
 _WINDOW = 1 << 16
 # Kinds that the buffer protocol exports as plain numbers; all others go as bytes.
@@ -72,6 +70,7 @@ def index_lines(
     comment: bytes | None = b"#",
     white: bytes = WHITE,
     threads: int = 1,
+    least_per_thread: int = 1 << 20,
 ) -> Lines:
     r"""Where the lines of `buffer[start:stop]` are.
 
@@ -86,6 +85,7 @@ def index_lines(
         white: what may stand in a blank line. Where tabs separate fields that may be empty, a line
             of tabs is a row: pass b"" there.
         threads: look through as many parts of the buffer at the same time.
+        least_per_thread: bytes of a part that make its thread worth starting.
 
     Returns:
         Starts and ends as offsets in `buffer`, int64 of shape (lines,) each.
@@ -104,7 +104,7 @@ def index_lines(
         raise ValueError(f"comment: expected bytes of one line, or None; found {comment!r}")
     index = _index if _use_c else _index_fallback
     absent.warn_without(_c)
-    parts = max(1, min(threads, (stop - start) // _LEAST_PER_THREAD))
+    parts = max(1, min(threads, (stop - start) // least_per_thread))
     if parts == 1:
         return index(text, start, stop, skip_blank, comment, white)
     cuts = list(_cuts(text, start, stop, parts))

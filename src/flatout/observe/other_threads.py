@@ -16,8 +16,8 @@ from flatout.observe.observation import Observation, OtherThread, Site
 from flatout.observe.sites import is_users, line_of, read
 from flatout.observe.watch import Watch
 
-# From one look to the next, and longer where that would take more than this share of a CPU.
-_EVERY_S, _SHARE = 0.04, 0.002
+# From one look to the next, and longer where that would take more than a share of a CPU.
+_EVERY_S = 0.04
 # In these steps it is seen whether there are any.
 _ASKED = (1, 10, 100)
 # A thread that was looked at less often says little. So many of the user's are looked at.
@@ -46,12 +46,16 @@ class _Thread:
 class OtherThreads:
     """Looks at the threads that run code of the user's, but for the one that steps.
 
+    Args:
+        watch: of the steps.
+        share: of a CPU, that looking may take.
+
     Attributes:
         seconds: of a CPU, that looking has taken.
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, watch: Watch, share: float = 0.002) -> None:
+        self._watch, self._share = watch, share
         self._end = threading.Event()
         self._seen: dict[int, _Thread] = {}
         self._looker: threading.Thread | None = None
@@ -93,7 +97,7 @@ class OtherThreads:
                 self._note(thread, frame)
             took = time.thread_time() - began
             self.seconds += took
-            pause = max(_EVERY_S, took / _SHARE)
+            pause = max(_EVERY_S, took / self._share)
 
     def _of_user(self, stepping: int) -> list[tuple[threading.Thread, FrameType]]:
         """Threads in whose stacks there is code of the user's."""

@@ -28,6 +28,7 @@ def seconds_of_update(
     optimizer: torch.optim.Optimizer,
     by_rows: Collection[torch.Tensor] = (),
     clock: Callable[[], float] = perf_counter,
+    most: int = _MOST,
 ) -> float:
     """About the seconds that a dense update of all parameters that train takes.
 
@@ -35,6 +36,7 @@ def seconds_of_update(
         optimizer: left as it is.
         by_rows: parameters that it does not step whole.
         clock: returns seconds.
+        most: of so many numbers it is measured, and extended to all.
 
     Returns:
         0.0 where that is not known: of steps that take no dense gradients, and where someone is
@@ -54,7 +56,7 @@ def seconds_of_update(
     numbers: int = sum(p.numel() for own in trained for p in own)
     if not numbers:
         return 0.0
-    share = min(1.0, _MOST / numbers)
+    share = min(1.0, most / numbers)
     try:
         made = [[_like(p, share) for p in own] for own in trained]
         other = _second(optimizer, made)

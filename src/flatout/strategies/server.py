@@ -158,17 +158,20 @@ class Share:
         self._seen[worker] = self.version
 
 
-def share_of(optimizer: torch.optim.Optimizer, layout: Layout, server: int) -> Share:
+def share_of(
+    optimizer: torch.optim.Optimizer, layout: Layout, server: int, most: int | None = None
+) -> Share:
     """The share of a server, with what the optimizer knows of it by now; its weights are zeros.
 
     Args:
         optimizer: of the job.
         layout: of its parameters.
         server: whose share.
+        most: how many numbers are stepped as one tensor at most; None for as many as are fast.
     """
     lengths = layout.lengths(server)
     groups = groups_of(optimizer, layout)
-    share = Share(type(optimizer), groups, lengths, layout.parameters[0].dtype)
+    share = Share(type(optimizer), groups, lengths, layout.parameters[0].dtype, most)
     states = {
         n: optimizer.state[p] for n, p in enumerate(layout.parameters) if p in optimizer.state
     }

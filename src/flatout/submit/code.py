@@ -19,9 +19,6 @@ from flatout.measure import RUNS
 from flatout.words import counted, size_words
 
 ARCHIVE = "code.tar.gz"
-# A larger file is data, which is not copied for each job.
-_LARGEST = 10_000_000
-_LARGEST_ARCHIVE = 200_000_000
 # Never code, whatever .gitignore says; and where people keep what opens doors.
 _NEVER = ("__pycache__/", ".git/", ".hg/", ".svn/", ".venv/", "*.pyc")
 _SECRET = (
@@ -74,7 +71,12 @@ class CodeArchive:
 
 
 def collect(
-    root: Path, *, without: tuple[Path, ...] = (), named: tuple[Path, ...] = ()
+    root: Path,
+    *,
+    without: tuple[Path, ...] = (),
+    named: tuple[Path, ...] = (),
+    largest: int = 10_000_000,
+    largest_archive: int = 200_000_000,
 ) -> CodeArchive:
     """The code in a folder: all files but what .gitignore files name, links followed to files.
 
@@ -84,6 +86,8 @@ def collect(
         root: the folder.
         without: folders within it that are no code, such as that of the jobs.
         named: what the script reads; run folders among it travel.
+        largest: a file of more bytes is data, which is not copied for each job.
+        largest_archive: the most bytes that can all be code.
 
     Raises:
         SubmitError: it is so much that it cannot all be code.
@@ -97,14 +101,14 @@ def collect(
             left_out.append((name, "a run, no code"))
         elif secret.match_file(name):
             left_out.append((name, "may hold a secret"))
-        elif size > _LARGEST:
+        elif size > largest:
             left_out.append((name, f"{size_words(size)}: data, not code"))
         else:
             files.append(name)
             total += size
-        if total > _LARGEST_ARCHIVE:
+        if total > largest_archive:
             raise SubmitError(
-                f"expected a folder of code; found more than {size_words(_LARGEST_ARCHIVE)} in it",
+                f"expected a folder of code; found more than {size_words(largest_archive)} in it",
                 where=str(root),
                 do="name in .gitignore what is no code, or start from the folder of the script",
             )

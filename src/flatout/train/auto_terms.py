@@ -75,6 +75,9 @@ class Terms:
         trace_s: about what tracing a step takes, which training waits for.
         capture_s: about what compiling a step beside the run takes.
         ask_every: how many steps apart that child is asked whether it is done.
+        worth_s: how long an evaluation lasts before another size of batches is tried in it.
+        visit_s: after a fit, how long steps of one size are timed at a time.
+        ranks_s: after a fit, how long steps of ranks beside each other are timed.
         spells_s: seconds in turn for which a child that compiles runs and is held up.
     """
 
@@ -103,6 +106,9 @@ class Terms:
     trace_s: float = 1.0
     capture_s: float = 40.0
     ask_every: int = 20
+    worth_s: float = 0.2
+    visit_s: float = 0.15
+    ranks_s: float = 1.5
     spells_s: tuple[float, float] = (1.5, 0.25)
 
 

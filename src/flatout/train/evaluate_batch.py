@@ -17,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.data import Batch, map_tensors, named_tensors, tensors_in
 from flatout.measure import TrialResult, available_bytes, finish_device, quadruples
+from flatout.train.auto_terms import TERMS
 from flatout.train.micro_batch import is_out_of_memory
 
-# Evaluation that has taken less than this in all is over before anything could be gained.
-_WORTH_S = 0.2
 # Sizes are tried in such steps, within these limits.
 _STEP, _FEWEST, _MOST = 4, 8, 4096
 # Of the free memory, what all values that a forward makes may take together.
@@ -43,16 +42,20 @@ class EvaluateBatch:
     Args:
         tell: gets a line where another size was much faster.
         clock: returns seconds.
+        worth_s: an evaluation that is over sooner could not gain anything.
 
     Attributes:
         trials: what was measured, as plain data: sizes a and b, time a / time b with its interval.
     """
 
     def __init__(
-        self, tell: Callable[[str], None], clock: Callable[[], float] = perf_counter
+        self,
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = perf_counter,
+        worth_s: float = TERMS.worth_s,
     ) -> None:
         self.trials: list[dict[str, Any]] = []
-        self._tell, self._clock = tell, clock
+        self._tell, self._clock, self._worth_s = tell, clock, worth_s
         self._searches: dict[Any, _Search] = {}
         self._latest: _Search | None = None
 
@@ -95,7 +98,7 @@ class EvaluateBatch:
     ) -> None:
         if search.trials is None:
             search.spent_s += seconds
-            if search.spent_s >= _WORTH_S:
+            if search.spent_s >= self._worth_s:
                 search.begin(_bytes_where_it_fits(run, taken[0]))
         elif samples >= search.block:
             search.send(seconds / samples)

@@ -68,7 +68,6 @@ class LoopState:
         resolved: how the steps run; None before `prepare`.
         lr_scale: what the learning-rate rule does, after `prepare`; None without a rule.
         parts: runs a batch of an evaluation, where memory runs out in parts.
-        evaluate_batch: chooses how many samples an evaluation takes at a time.
         evaluate_graph: runs an evaluation's forward as one compiled graph.
         batch_s: about the seconds in which a batch is made, after `prepare`.
         pace: of several ranks, what this one's steps take without waiting for others.
@@ -164,7 +163,6 @@ class LoopState:
         self.pace = Pace(ONE.collectives)
         self.parts = Parts(lambda line: self.say(line))
         self.tables_reported = ""
-        self.evaluate_batch = EvaluateBatch(self.tell)
         self.evaluate_graph = EvaluateGraph(self.tell, self._may_compile)
 
     @cached_property
@@ -340,6 +338,11 @@ class LoopState:
         if self.tuner is not None:
             self.tuner.back()
         return nullcontext() if self._stepper is None else self._stepper.switch.autocast()
+
+    @cached_property
+    def evaluate_batch(self) -> EvaluateBatch:
+        """Chooses how many samples an evaluation takes at a time."""
+        return EvaluateBatch(self.tell, worth_s=self.terms.worth_s)
 
     @cached_property
     def checkpointing(self) -> Checkpointing:

@@ -34,13 +34,12 @@ ASKED = "FLATOUT_PROFILE_BATCHES"
 """Set where a user has asked for them."""
 
 _PARTS = (1, 2, 4, 8)
-# Each visit of a size makes so many steps, and more while it is shorter than that.
-_FEWEST, _VISIT_S = 2, 0.15
+# Each visit of a size makes so many steps at least.
+_FEWEST = 2
 _WARM, _VISITS = 2, 4
 # No visit begins after so long.
 _LONG_S, _PATIENCE_S = 20.0, 300.0
-# Of all ranks together; and so long all of them make steps at the same time.
-_BESIDE_S = 1.5
+# Ranks that make steps at the same time start within so long.
 _STARTS_S = 0.3
 _MOST_SECONDS = 200
 
@@ -166,7 +165,7 @@ class _Steps:
                 for _ in range(_WARM):
                     self._step(stepper, batch)
                 first = self._step(stepper, batch)
-                end = begin + max(_BESIDE_S, 5 * first)
+                end = begin + max(self._loop.terms.ranks_s, 5 * first)
                 result: list[float] = []
                 while time.monotonic() < end or not result:
                     counts = time.monotonic() >= begin
@@ -196,7 +195,7 @@ class _Steps:
     def _visit(self, stepper: Stepper, batch: Batch) -> list[float]:
         self._step(stepper, batch)  # another size was in the caches
         result: list[float] = []
-        while len(result) < _FEWEST or sum(result) < _VISIT_S:
+        while len(result) < _FEWEST or sum(result) < self._loop.terms.visit_s:
             result.append(self._step(stepper, batch))
         return result
 

@@ -12,23 +12,25 @@ from pathlib import Path
 from time import monotonic, sleep
 
 _NAME = "pt_gloo_runloop"
-_TASKS = Path("/proc/self/task")
 # They are idle if they sleep so often in a row, looked at after so many seconds each.
 _TIMES, _EVERY_S = 3, 0.002
-_LONGEST_S = 2.0
 
 
-def wait_until_idle() -> None:
-    """Until none of them has anything left to do; where that cannot be seen, for a moment."""
-    until, times = monotonic() + _LONGEST_S, 0
+def wait_until_idle(tasks: Path = Path("/proc/self/task"), longest_s: float = 2.0) -> None:
+    """Until none of them has anything left to do; where that cannot be seen, for a moment.
+
+    Args:
+        tasks: has a folder for each thread of this process.
+        longest_s: seconds after which it ends in any case.
+    """
+    until, times = monotonic() + longest_s, 0
     while times < _TIMES and monotonic() < until:
         sleep(_EVERY_S)  # without the GIL
-        times = times + 1 if _are_idle() else 0
+        times = times + 1 if _are_idle(tasks) else 0
 
 
-def _are_idle() -> bool:
-    tasks = list(_TASKS.iterdir()) if _TASKS.is_dir() else []
-    return all(_is_idle(task) for task in tasks)
+def _are_idle(tasks: Path) -> bool:
+    return not tasks.is_dir() or all(_is_idle(task) for task in list(tasks.iterdir()))
 
 
 def _is_idle(task: Path) -> bool:

@@ -175,10 +175,14 @@ def device_asked() -> str:
     return effective().world.device
 
 
-def nodes(environ: Mapping[str, str] | None = None) -> Nodes:
+def nodes(environ: Mapping[str, str] | None = None, resources: Path = _RESOURCES) -> Nodes:
     """What a cluster has set for this node; one node alone where it has set nothing.
 
     A process that torchrun or mpirun has started in its container is a rank already.
+
+    Args:
+        environ: has the variables; None for those of this process.
+        resources: the file in which SageMaker names the hosts.
 
     Raises:
         WorldError: the variables are incomplete, or contradict each other.
@@ -190,8 +194,8 @@ def nodes(environ: Mapping[str, str] | None = None) -> Nodes:
         return checked(_kubeflow(env))
     if "SM_HOSTS" in env:
         return checked(_sagemaker(env))
-    if "TRAINING_JOB_NAME" in env and _RESOURCES.is_file():
-        return checked(_sagemaker(_resources(_RESOURCES)))
+    if "TRAINING_JOB_NAME" in env and resources.is_file():
+        return checked(_sagemaker(_resources(resources)))
     return Nodes()
 
 

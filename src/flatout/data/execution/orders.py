@@ -21,10 +21,11 @@ class Orders:
 
     Args:
         cut: gives the order of an epoch.
+        many: an order of fewer rows is made at once.
     """
 
-    def __init__(self, cut: BatchSampler) -> None:
-        self._cut = cut
+    def __init__(self, cut: BatchSampler, many: int = _MANY) -> None:
+        self._cut, self._many = cut, many
         self._thread: threading.Thread | None = None
         self._made: tuple[int, Numbers] | None = None
 
@@ -38,7 +39,9 @@ class Orders:
     def prepare(self, epoch: int) -> None:
         """Begin to make the order of an epoch that is likely to come next."""
         rows = self._cut.samples
-        if not self._cut.shuffle or rows < _MANY or usable_cpus() < 2 or self._thread is not None:
+        if not self._cut.shuffle or rows < self._many or usable_cpus() < 2:
+            return
+        if self._thread is not None:
             return
         if rows * _ROW_BYTES > _ROOM * available_bytes():
             return

@@ -60,7 +60,9 @@ class Sample:
 
 
 @contextmanager
-def row_cache_of(job: Conversion, seconds: float = _SAMPLE_S) -> Iterator[Sample]:
+def row_cache_of(
+    job: Conversion, seconds: float = _SAMPLE_S, making_rows: int = _MAKING_ROWS
+) -> Iterator[Sample]:
     """A row cache of as many rows as are made in some seconds, drawn from all of them.
 
     Rows that cost more out of their order are taken from the begin.
@@ -68,14 +70,15 @@ def row_cache_of(job: Conversion, seconds: float = _SAMPLE_S) -> Iterator[Sample
     Args:
         job: makes them.
         seconds: to make them in, at most.
+        making_rows: how many are made at a time.
     """
     numbers = job.numbers
     if job.samples.random:
         numbers = numbers[order(len(numbers), 0, 0)]
     each = row_bytes(job.probe)
-    most = int(min(len(numbers), _SAMPLE_ROWS, max(_MAKING_ROWS, _SAMPLE_BYTES // each)))
+    most = int(min(len(numbers), _SAMPLE_ROWS, max(making_rows, _SAMPLE_BYTES // each)))
     pieces = [
-        Piece(0, start, min(start + _MAKING_ROWS, most)) for start in range(0, most, _MAKING_ROWS)
+        Piece(0, start, min(start + making_rows, most)) for start in range(0, most, making_rows)
     ]
     blocks: list[Block] = []
     until = time.perf_counter() + seconds
