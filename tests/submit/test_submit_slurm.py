@@ -169,6 +169,24 @@ def test_a_canceled_job_writes_its_checkpoint_and_stays_away(flatout, tmp_path):
     assert state_of(flatout, sent["id"])["state"] == "canceled"
 
 
+def test_a_job_canceled_by_scancel_is_canceled_after_slurm_has_forgotten_it(
+    flatout, cluster, monkeypatch
+):
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, cluster.environment[name])
+    sent = submit(flatout, "train.py", "none", "--pause=0.5")
+    until_step(sent, 3)
+    cluster.ask("scancel", sent["id"])
+    until(lambda: state_of(flatout, sent["id"])["state"] == "canceled")
+    found = target_of("slurm").state("4000000000", Path(sent["folder"]))  # a number it never knew
+    assert found.state == "canceled", (found, Path(sent["folder"], "job.log").read_text())
+    waiting = submit(flatout, "--option", "begin=now+1hour", "train.py", "none")
+    cluster.ask("scancel", waiting["id"])
+    found = target_of("slurm").state("4000000000", Path(waiting["folder"]))
+    assert found.state == "ended"
+    assert "sacct -j 4000000000" in found.words
+
+
 def test_a_hundred_nasty_arguments_and_a_run_for_each_seed(flatout, cluster, tmp_path):
     (tmp_path / "root/tell.py").write_text(TELL.replace("'TOLD'", "'SLURM_ARRAY_TASK_ID'"))
     sent = submit(flatout, "--seeds", "1,2", "--option", "partition=all", "tell.py", *NASTY)
@@ -240,25 +258,3 @@ def test_one_yes_is_one_job_though_slurm_does_not_answer(cluster, tmp_path, monk
     jobs = cluster.ask("squeue", "-h", "--states=all", f"--name={made.name}", "-o", "%A").split()
     assert jobs == [sent.id]
     assert Ledger().find(sent.id).status == "sent"
-
-
-def test_a_job_that_was_canceled_and_forgotten_is_not_lost(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for name, text in (("scancel", "exit 0"), ("scontrol", "echo Invalid job id >&2; exit 1")):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    slurm = target_of("slurm")
-    assert slurm.state("7", tmp_path).state == "lost"
-    slurm.cancel("7", tmp_path)
-    assert slurm.state("7", tmp_path).state == "canceled"
-    assert slurm.state("7_1", tmp_path).state == "canceled"
-
-
-def test_memory_is_requested_or_explained(tmp_path):
-    given = target_of("slurm").artifacts(job(tmp_path, options=("mem=16G",)))[0].text
-    assert given.count("--mem=") == 1
-    left = target_of("slurm").artifacts(job(tmp_path))[0].text
-    assert "--option mem=16G" in left
-    assert "#SBATCH --mem" not in left
-    whole = target_of("slurm").artifacts(job(tmp_path, devices=None, threads=None))[0].text
-    assert "#SBATCH --mem=0" in whole

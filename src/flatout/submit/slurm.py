@@ -33,6 +33,13 @@ _UNANSWERED = re.compile(
     r"timed out|Zero Bytes|Unexpected message|Communication|Message (send|receive) failure", re.I
 )
 _NOT_REACHED = re.compile(r"connect failure|Unable to contact slurm controller|Connection refused")
+# A line that SLURM itself writes into the log of a job that it ends, and where to look for it.
+_ENDED = re.compile(
+    rb"^slurmstepd\S* error: \*\*\* JOB \d+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+))? \*\*\*",
+    re.MULTILINE,
+)
+_END_OF_LOG = 1 << 18
+_FORGOTTEN = "SLURM does not know it any more"
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 # Those that Flatout writes itself: a second would contradict it.
 _OURS = frozenset(
@@ -160,7 +167,7 @@ class Slurm:
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
         """The file that the job prints into."""
         _, _, task = id.partition("_")
-        path = folder / (LOG.replace(".", f"-{task}.") if task else LOG)
+        path = _log(folder, task)
         if not task and not path.exists() and list(folder.glob("job-*.log")):
             paths = ", ".join(sorted(item.stem[4:] for item in folder.glob("job-*.log")))
             raise SubmitError(f"{id} runs once for each seed: {paths}", do=f"flatout logs {id}_1")
@@ -459,20 +466,39 @@ def _together(states: list[JobState]) -> JobState:
 
 
 def _remembered(folder: Path, id: str) -> JobState:
-    """Where SLURM has forgotten a job: what its script wrote last."""
+    """Return what a job that SLURM has forgotten has left in its folder."""
     _, _, task = id.partition("_")
     name = f"{EXIT_CODE}.{task}" if task else EXIT_CODE
-    try:
+    with suppress(OSError, ValueError):
         code = int((folder / name).read_text())
         began = (folder / name.replace(EXIT_CODE, "started")).stat().st_mtime
         ran = (folder / name).stat().st_mtime - began
-    except (OSError, ValueError):
-        marks = (CANCELED, name.replace(EXIT_CODE, CANCELED))
-        is_canceled = any((folder / mark).exists() for mark in marks)
-        state = State.canceled if is_canceled else State.lost
-        return JobState(state, "SLURM does not know it any more")
-    state = State.failed if code else State.succeeded
-    return JobState(state, "SLURM does not know it any more", exit_code=code, since_s=ran)
+        if ran >= 0:  # else an earlier start has left it
+            state = State.failed if code else State.succeeded
+            return JobState(state, _FORGOTTEN, exit_code=code, since_s=ran)
+    marks = (CANCELED, name.replace(EXIT_CODE, CANCELED))
+    is_canceled = any((folder / mark).exists() for mark in marks)
+    why = "" if is_canceled else _why_slurm_ended_it(folder, task)
+    if why == "":
+        return JobState(State.canceled, _FORGOTTEN)
+    if why == "TIME LIMIT":
+        return JobState(State.failed, f"TIMEOUT; {_FORGOTTEN}")
+    return JobState(State.ended, f"SLURM no longer knows how; its accounts may: sacct -j {id}")
+
+
+def _log(folder: Path, task: str) -> Path:
+    return folder / (LOG.replace(".", f"-{task}.") if task else LOG)
+
+
+def _why_slurm_ended_it(folder: Path, task: str) -> str | None:
+    """Return the reason in a job's log: "" for a cancellation, None where the log has none."""
+    try:
+        with _log(folder, task).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _END_OF_LOG))
+            reasons = _ENDED.findall(file.read())
+    except OSError:
+        return None
+    return reasons[-1].decode() if reasons else None
 
 
 def _seconds(text: str) -> float | None:

@@ -17,12 +17,17 @@ class State(StrEnum):
     succeeded = "succeeded"
     failed = "failed"
     canceled = "canceled"
+    ended = "ended"
     lost = "lost"
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing comes after it. A lost job is one that its cluster does not know."""
-        return self in (State.succeeded, State.failed, State.canceled, State.lost)
+        """Return whether nothing comes after it.
+
+        Of a job that has ended its cluster does not tell how. A lost job is one that its cluster
+        does not know.
+        """
+        return self in (State.succeeded, State.failed, State.canceled, State.ended, State.lost)
 
 
 @dataclass(frozen=True)

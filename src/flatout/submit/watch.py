@@ -99,7 +99,7 @@ class JobStatus:
         """The traceback of the rank that failed, or else the last lines of a job that did not end
         well.
         """
-        if self.state is None or self.state.state not in (State.failed, State.lost):
+        if self.state is None or self.state.state not in (State.failed, State.ended, State.lost):
             return []
         try:
             text = "".join(_target_logs(self.entry, follow=False))
