@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from flatout.measure import Interval, bootstrap_ratio
-from restarts import Peer, PeerFailed, absence, run_once, versions
+from restarts import Peer, PeerFailed, absence, run_once, tell, versions
 from results import Key, Results, add_arguments, finish, interval_words, positive
 
 STAGES = ("flip", "turns", "resized_crop", "color", "cutout", "mixup", "all")
@@ -47,8 +47,8 @@ def measure(a: argparse.Namespace) -> tuple[Rates, dict[str, str]]:
             try:
                 found[arm].append(run_once(peers[arm])["images_per_s"])
             except PeerFailed as error:
-                left[arm] = f"failed: {error}"
-            print(f"{turn + 1}/{a.restarts} {arm}", file=sys.stderr, flush=True)
+                left.update({} if found[arm] else {arm: f"failed: {error}"})
+            tell(f"{turn + 1}/{a.restarts} {arm}")
     return {arm: runs for arm, runs in found.items() if arm not in left}, left
 
 

@@ -25,7 +25,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
@@ -33,7 +33,9 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from results import Key, Results, add_arguments, finish
+import restarts
+from restarts import PROGRESS, PeerFailed, each, tell
+from results import Key, Results, add_arguments, finish, over_rows
 
 PEERS = Path(__file__).parent / "peers"
 IMAGES = ("convnet", "resnet", "depthwise", "unet", "vit", "autoencoder", "mixer")
@@ -81,21 +83,18 @@ def start(
     if turns:
         arguments += ["--turns", *map(str, turns)]
     job = [sys.executable, str(PEERS / "breadth_job.py"), "--out", f"{folder}/out.json"]
-    return subprocess.Popen(
-        [*job, "--family", family, "--arm", arm, *arguments],
-        env={**os.environ, "FLATOUT_CACHE": f"{folder}/cache"},
-        cwd=folder,
-        stderr=subprocess.PIPE,
-        text=True,
-        pass_fds=turns,
-    )
+    command = [*job, "--family", family, "--arm", arm, *arguments]
+    return restarts.start(command, folder, {"FLATOUT_CACHE": f"{folder}/cache"}, turns)
 
 
 def result_of(job: subprocess.Popen[str]) -> dict[str, Any]:
     _, errors = job.communicate()
+    restarts.end(job)
     if job.returncode:
-        raise RuntimeError(f"{shlex.join(map(str, job.args))}: {errors.strip().splitlines()[-1]}")
+        last = errors.strip().splitlines()[-1:]
+        raise PeerFailed(f"{shlex.join(job.args)}: {last or job.returncode}")
     found: dict[str, Any] = json.loads(Path(job.args[3]).read_text())
+    PROGRESS.keep(job=job.args[5:], found=found)
     return found
 
 
@@ -156,23 +155,24 @@ def measure(family: str, a: argparse.Namespace) -> dict[str, Any]:
         row["losses"] = {"plain": seeds, "default": loss}
         reach = T_OF_TWO * stdev(seeds) * math.sqrt(1 + 1 / len(seeds))
         row["within"] = abs(loss - mean(seeds)) <= reach
-    print(*line(row), sep="  ", file=sys.stderr, flush=True)
+    tell("  ".join(line(row)))
     return row
 
 
 def measure_all(families: Sequence[str], a: argparse.Namespace) -> list[dict[str, Any]]:
     """So many families at a time as asked for, each on CPUs of its own."""
     if a.at_once == 1:
-        return [measure(family, a) for family in families]
+        return each(families, lambda family: measure(family, a))
     cpus = sorted(os.sched_getaffinity(0))
     pairs = iter([cpus[2 * at : 2 * at + 2] for at in range(a.at_once)])
     if len(cpus) < 2 * a.at_once:
         raise SystemExit(f"--at-once {a.at_once} needs {2 * a.at_once} CPUs: this has {len(cpus)}")
     # Of the thread alone, and of the processes that it starts.
-    with ThreadPoolExecutor(
-        a.at_once, initializer=lambda: os.sched_setaffinity(0, next(pairs))
-    ) as pool:
-        return list(pool.map(lambda family: measure(family, a), families))
+    pool = ThreadPoolExecutor(a.at_once, initializer=lambda: os.sched_setaffinity(0, next(pairs)))
+    running = {family: pool.submit(measure, family, a) for family in families}
+    rows = each(families, lambda family: running[family].result())
+    pool.shutdown(wait=False, cancel_futures=True)
+    return rows
 
 
 def most_tuning(seconds: float) -> float:
@@ -182,38 +182,53 @@ def most_tuning(seconds: float) -> float:
 
 def keys(rows: list[dict[str, Any]], a: argparse.Namespace) -> list[Key]:
     steady = "the last third of the steps"
-    tuned = max(rows, key=lambda r: r["lost_share"] / most_tuning(r["fit_s"]))
+
+    def of(what: Callable[[Iterable[float]], float], name: str) -> float | str:
+        return over_rows(what, rows, lambda row: row[name])
+
     found = [
-        Key("default_vs_best_by_hand", median(r["vs_hand"] for r in rows), at_least=1.0),
-        Key("default_vs_best_worst", min(r["vs_hand"] for r in rows), at_least=0.95),
-        Key("default_vs_plain", median(r["vs_plain"] for r in rows), at_least=1.5),
-        Key("default_vs_plain_worst", min(r["vs_plain"] for r in rows), at_least=1.0),
-        Key("steady_vs_best_by_hand", median(r["steady_vs_hand"] for r in rows), note=steady),
-        Key("steady_vs_best_worst", min(r["steady_vs_hand"] for r in rows), note=steady),
-        Key("steady_vs_plain", median(r["steady_vs_plain"] for r in rows), note=steady),
-        Key(
-            "tuning_share",
-            tuned["lost_share"],
-            at_most=most_tuning(tuned["fit_s"]),
-            note=f"slower steps of {tuned['family']}, of {tuned['fit_s']:.0f} s: nearest to what "
-            "a run of its length may take",
-        ),
+        Key("default_vs_best_by_hand", of(median, "vs_hand"), at_least=1.0),
+        Key("default_vs_best_worst", of(min, "vs_hand"), at_least=0.95),
+        Key("default_vs_plain", of(median, "vs_plain"), at_least=1.5),
+        Key("default_vs_plain_worst", of(min, "vs_plain"), at_least=1.0),
+        Key("steady_vs_best_by_hand", of(median, "steady_vs_hand"), note=steady),
+        Key("steady_vs_best_worst", of(min, "steady_vs_hand"), note=steady),
+        Key("steady_vs_plain", of(median, "steady_vs_plain"), note=steady),
+        tuning_key(rows),
         Key(
             "all_lost_share",
-            max(r["all_lost_share"] for r in rows),
+            of(max, "all_lost_share"),
             note="of a run, with the time before the first step",
         ),
-        Key("seconds_before_first_step", max(r["before_s"] for r in rows), at_most=6.0),
+        Key("seconds_before_first_step", of(max, "before_s"), at_most=6.0),
         Key(
             "share_before_first_step",
-            max(r["before_s"] / (r["steps"] * r["plain_s"]) for r in rows),
+            over_rows(max, rows, lambda row: row["before_s"] / (row["steps"] * row["plain_s"])),
             at_most=0.1,
         ),
     ]
     if a.losses:
-        within = sum(r["within"] for r in rows) / len(rows)
-        found.append(Key("loss_within_spread", within, at_least=1.0))
+        found.append(
+            Key(
+                "loss_within_spread",
+                over_rows(mean, rows, lambda row: float(row["within"])),
+                at_least=1.0,
+            )
+        )
     return found
+
+
+def tuning_key(rows: list[dict[str, Any]]) -> Key:
+    if not rows:
+        return Key("tuning_share", PROGRESS.reason)
+    tuned = max(rows, key=lambda r: r["lost_share"] / most_tuning(r["fit_s"]))
+    return Key(
+        "tuning_share",
+        tuned["lost_share"],
+        at_most=most_tuning(tuned["fit_s"]),
+        note=f"slower steps of {tuned['family']}, of {tuned['fit_s']:.0f} s: nearest to what "
+        "a run of its length may take",
+    )
 
 
 def line(row: dict[str, Any]) -> list[str]:

@@ -34,7 +34,8 @@ from breadth_models import FAMILIES, Family
 
 import flatout
 from flatout.recipe import World
-from results import Key, Results, add_json_argument, add_limits, finish
+from restarts import each, tell
+from results import Key, Results, add_json_argument, add_limits, finish, over_rows
 
 # Samples of a step, in the order in which they run.
 SIZES = {"mlp": 256, "resnet": 512, "depthwise": 512, "vit": 512, "gpt": 256, "lstm": 256}
@@ -204,6 +205,9 @@ def forked(what: Callable[..., Any], *arguments: Any) -> Any:
         found = ours.recv()
     except EOFError:
         found = RuntimeError(f"{what.__name__}{arguments} ended without a result")
+    except KeyboardInterrupt:
+        process.kill()
+        raise
     process.join()
     if isinstance(found, RuntimeError):
         raise found
@@ -226,7 +230,7 @@ def measure(name: str, a: argparse.Namespace) -> dict[str, Any]:
     fit = forked(by_default, name, max(48, round(a.seconds / step_s["fp32"])), a.device)
     hand = {arm: fit["steps"] * step + setup_s[arm] for arm, step in step_s.items()}
     best = min(hand, key=lambda arm: hand[arm])
-    return {
+    row = {
         "family": name,
         "batch": SIZES[name],
         "steps": fit["steps"],
@@ -244,19 +248,21 @@ def measure(name: str, a: argparse.Namespace) -> dict[str, Any]:
         "tuning_share": (fit["before_s"] + fit["lost_s"]) / fit["fit_s"],
         "fit": fit,
     }
+    tell("  ".join(line(row)))
+    return row
 
 
 def keys(rows: list[dict[str, Any]]) -> list[Key]:
     steady = "the last third of the steps"
     return [
-        Key("gpu_default_vs_best_by_hand", median(r["vs_hand"] for r in rows), at_least=1.0),
-        Key("gpu_default_vs_best_worst", min(r["vs_hand"] for r in rows), at_least=0.95),
-        Key("gpu_default_vs_plain", median(r["vs_plain"] for r in rows), at_least=1.5),
-        Key("gpu_default_vs_plain_worst", min(r["vs_plain"] for r in rows), at_least=1.0),
-        Key("gpu_steady_vs_best", median(r["steady_vs_hand"] for r in rows), note=steady),
-        Key("gpu_steady_vs_best_worst", min(r["steady_vs_hand"] for r in rows), note=steady),
-        Key("gpu_tuning_share", max(r["tuning_share"] for r in rows), at_most=0.05),
-        Key("gpu_seconds_before_first_step", max(r["before_s"] for r in rows), at_most=6.0),
+        Key("gpu_default_vs_best_by_hand", over_rows(median, rows, "vs_hand"), at_least=1.0),
+        Key("gpu_default_vs_best_worst", over_rows(min, rows, "vs_hand"), at_least=0.95),
+        Key("gpu_default_vs_plain", over_rows(median, rows, "vs_plain"), at_least=1.5),
+        Key("gpu_default_vs_plain_worst", over_rows(min, rows, "vs_plain"), at_least=1.0),
+        Key("gpu_steady_vs_best", over_rows(median, rows, "steady_vs_hand"), note=steady),
+        Key("gpu_steady_vs_best_worst", over_rows(min, rows, "steady_vs_hand"), note=steady),
+        Key("gpu_tuning_share", over_rows(max, rows, "tuning_share"), at_most=0.05),
+        Key("gpu_seconds_before_first_step", over_rows(max, rows, "before_s"), at_most=6.0),
     ]
 
 
@@ -293,10 +299,7 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="torch.compile by hand, too")
     parser.add_argument("--device", default="cuda:0", help="cpu tries the bench itself")
     a = parser.parse_args()
-    rows = []
-    for name in a.only or SIZES:
-        rows.append(measure(name, a))
-        print(*line(rows[-1]), sep="  ", file=sys.stderr, flush=True)
+    rows = each(a.only or SIZES, lambda name: measure(name, a))
     # Last: a process that has CUDA cannot fork one that uses it.
     name = torch.cuda.get_device_name() if a.device.startswith("cuda") else "a CPU"
     results = Results(

@@ -19,7 +19,8 @@ from typing import Any
 
 from breadth import FAMILIES, run
 from flatout.recipe import phrase
-from results import Key, Results, add_json_argument, add_limits, finish, positive
+from restarts import each, tell
+from results import Key, Results, add_json_argument, add_limits, finish, over_rows, positive
 
 QUICK = ("mlp", "autoencoder", "lstm", "textcnn", "graph")
 
@@ -30,7 +31,7 @@ def measure(family: str, seconds: float, runs: int) -> dict[str, Any]:
     steps = max(48, round(seconds / plain_s))
     fits = [run(family, "default", steps=steps) for _ in range(runs)]
     chosen = [one["chosen"] for one in fits]
-    return {
+    row = {
         "family": family,
         "plain_s": plain_s,
         "alike": alike(chosen),
@@ -38,6 +39,8 @@ def measure(family: str, seconds: float, runs: int) -> dict[str, Any]:
         "step_s": [one["last_s"] for one in fits],
         "trials": [list(map(trial_words, (one["tuning"] or {}).get("trials", ()))) for one in fits],
     }
+    tell(f"{family}  {share(row):.2f}  {words(row)}")
+    return row
 
 
 def trial_words(trial: Mapping[str, Any]) -> str:
@@ -86,10 +89,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="of the plain run")
     parser.add_argument("--only", nargs="*", choices=FAMILIES, default=QUICK)
     a = parser.parse_args()
-    rows = []
-    for family in a.only:
-        rows.append(measure(family, a.seconds, a.runs))
-        print(family, f"{share(rows[-1]):.2f}", words(rows[-1]), sep="  ", file=sys.stderr)
+    rows = each(a.only, lambda family: measure(family, a.seconds, a.runs))
     results = Results(
         title=f"{a.runs} runs of each, planned for {a.seconds:g} s of plain steps",
         headers=["family", "plain ms", "fastest .. slowest run", "alike", "chosen"],
@@ -105,8 +105,8 @@ def main() -> int:
         ],
         remarks=["fastest .. slowest: ms of a step in the last third of a run"],
         keys=[
-            Key("chosen_again", median(map(share, rows)), at_least=0.9),
-            Key("chosen_again_worst", min(map(share, rows))),
+            Key("chosen_again", over_rows(median, rows, share), at_least=0.9),
+            Key("chosen_again_worst", over_rows(min, rows, share)),
         ],
         data={"rows": rows},
     )

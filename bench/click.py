@@ -22,16 +22,15 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from convnet import tell
 from flatout.measure import usable_cpus
 from restarts import (
     Peer,
     PeerFailed,
     Row,
-    end_peers_on_sigterm,
     ratio,
     run_in_turn,
     run_once,
+    tell,
     versions,
 )
 from results import Key, Results, add_arguments, finish, lines_of, notes_of, positive, rows_as_data
@@ -262,7 +261,6 @@ def run_on_two_hosts(arguments: argparse.Namespace) -> dict[str, Row]:
 
 def main() -> int:
     arguments = read_arguments()
-    end_peers_on_sigterm()
     threads, wanted = usable_cpus(), set(arguments.only)
     passes = (arguments.steps, arguments.epochs, arguments.warm_up)
     keys = []

@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +30,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import flatout
 from flatout.recipe import World
-from results import Key, Results, add_json_argument, add_limits, finish, positive
+from restarts import each, tell
+from results import Key, Results, add_json_argument, add_limits, figure, finish, positive
 
 DEFAULT, DENSE, SPARSE = "flatout default", "fused Adam", "SparseAdam"
 ARMS = (DENSE, SPARSE, DEFAULT)
@@ -114,17 +115,20 @@ def measure(rows: int, a: argparse.Namespace) -> dict[str, float]:
         gc.collect()
         if a.device.startswith("cuda"):
             torch.cuda.empty_cache()
-        print(f"{rows:,} {arm}: {min(windows[arm]) * 1e3:.3f} ms", file=sys.stderr, flush=True)
+        tell(f"{rows:,} {arm}: {min(windows[arm]) * 1e3:.3f} ms")
     return {arm: median(sorted(own)[: len(own) // 2]) for arm, own in windows.items()}
 
 
-def keys(by_size: dict[int, dict[str, float]]) -> list[Key]:
+def keys(sizes: Sequence[int], by_size: dict[int, dict[str, float]]) -> list[Key]:
+    def times(rows: int, slower: str) -> float | str:
+        return figure(lambda: by_size[rows][slower] / by_size[rows][DEFAULT])
+
     made = []
-    for rows, step_s in by_size.items():
+    for rows in sizes:
         name = f"{rows // MILLION}m"
         made += [
-            Key(f"gpu_{name}_default_vs_fused_adam", step_s[DENSE] / step_s[DEFAULT]),
-            Key(f"gpu_{name}_default_vs_sparse_adam", step_s[SPARSE] / step_s[DEFAULT]),
+            Key(f"gpu_{name}_default_vs_fused_adam", times(rows, DENSE)),
+            Key(f"gpu_{name}_default_vs_sparse_adam", times(rows, SPARSE)),
         ]
     return made
 
@@ -146,8 +150,10 @@ def main() -> int:
     a.said, a.words = [], {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FLATOUT_CACHE"] = folder
-        by_size = {millions * MILLION: measure(millions * MILLION, a) for millions in a.rows}
-        made = keys(by_size)
+        sizes = [millions * MILLION for millions in a.rows]
+        by_size: dict[int, dict[str, float]] = {}
+        each(sizes, lambda rows: by_size.update({rows: measure(rows, a)}))
+    made = keys(sizes, by_size)
     name = torch.cuda.get_device_name() if a.device.startswith("cuda") else "a CPU"
     tables = "a table for each field" if a.fields_apart else "all fields in one table"
     results = Results(

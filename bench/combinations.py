@@ -9,67 +9,110 @@ The cases come from tests/combinations. Each failed case is printed in one line:
 `--only` accepts, and its first fault.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 import tempfile
-import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from combinations.axes import Case, cases
 from combinations.known import cause_of
+
+from combinations.axes import Case, cases
 from combinations.run import found
+from restarts import PROGRESS, each, tell
+from results import Key, Results, add_json_argument, add_limits, finish, positive
 
 
-def faults_of(case):
+def faults_of(case: Case) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
-        return found(case, Path(folder))
+        return list(found(case, Path(folder)))
 
 
-def report(case, lines):
-    """Print the first fault of a case, and return whether the case fails without a known cause."""
-    cause = cause_of(case)
-    if lines:
-        print(case, f"({cause})" if cause else "", lines[0].splitlines()[0], flush=True)
-    return bool(lines) and cause is None
+@dataclass(frozen=True)
+class Unit:
+    """A case that has been started."""
+
+    case: Case
+    faults: Future[list[str]]
+
+    def __str__(self) -> str:
+        return str(self.case)
 
 
-parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-parser.add_argument("--strength", type=int, default=2, help="number of axes to combine")
-parser.add_argument("--minutes", type=float, default=60, help="the longest time")
-parser.add_argument("--only", metavar="CASE", help="run this case alone, and print all its faults")
-parser.add_argument("--having", default="", help="run cases with these values, separated by commas")
-parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
-parser.add_argument("--list", action="store_true", help="print the names of the cases alone")
-given = parser.parse_args()
-if given.list:
-    print(*cases(given.strength), sep="\n")
-    sys.exit()
-if given.only:
-    lines = faults_of(Case.parse(given.only))
-    print(*(lines or ["right"]), sep="\n")
-    sys.exit(bool(lines))
-until = time.monotonic() + 60 * given.minutes
-wanted = set(given.having.split(",")) - {""}
-ran = failed = 0
-running = deque()
-with ThreadPoolExecutor(given.jobs) as pool:
-    try:
-        for case in cases(given.strength):
-            if time.monotonic() > until:
-                print(f"{given.minutes:g} minutes are over")
-                break
-            if not wanted <= set(map(str, case)):
-                continue
-            running.append((case, pool.submit(faults_of, case)))
-            ran += 1
-            if len(running) > given.jobs:
-                first, result = running.popleft()
-                failed += report(first, result.result())
-    except KeyboardInterrupt:
-        print("interrupted")
-    failed += sum(report(case, result.result()) for case, result in running)
-print(f"{ran} cases ran: {failed} failed without a known cause")
-sys.exit(failed > 0)
+def ahead(
+    chosen: Iterable[Case], jobs: int, start: Callable[[Case], Future[list[str]]]
+) -> Iterator[Unit]:
+    """Yield cases in order, and start `jobs` others before each is waited for."""
+    running: deque[Unit] = deque()
+    for case in chosen:
+        running.append(Unit(case, start(case)))
+        if len(running) > jobs:
+            yield running.popleft()
+    yield from running
+
+
+def row_of(case: Case, faults: list[str]) -> list[str]:
+    """Print the first fault of a case; return its name, fault and known cause."""
+    first = faults[0].splitlines()[0] if faults else ""
+    row = [str(case), first, (cause_of(case) or "") if faults else ""]
+    if faults:
+        tell("  ".join(row))
+    return row
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--strength", type=int, default=2, help="number of axes to combine")
+    parser.add_argument("--only", metavar="CASE", help="run this case alone, print all its faults")
+    parser.add_argument("--having", default="", help="run cases with these values, as A,B,...")
+    parser.add_argument("--jobs", type=positive, default=2, help="cases at a time")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases alone")
+    add_json_argument(parser)
+    add_limits(parser, minutes=60)
+    parser.set_defaults(check=True)
+    return parser.parse_args()
+
+
+def main() -> int:
+    given = read_arguments()
+    if given.list:
+        print(*cases(given.strength), sep="\n")
+        return 0
+    if given.only:
+        lines = faults_of(Case.parse(given.only))
+        print(*(lines or ["right"]), sep="\n")
+        return int(bool(lines))
+    wanted = set(given.having.split(",")) - {""}
+    chosen = (case for case in cases(given.strength) if wanted <= set(map(str, case)))
+    pool = ThreadPoolExecutor(given.jobs)
+    rows = each(
+        ahead(chosen, given.jobs, lambda case: pool.submit(faults_of, case)),
+        lambda unit: row_of(unit.case, unit.faults.result()),
+    )
+    pool.shutdown(cancel_futures=True)
+    bad = [row for row in rows if row[1]]
+    unknown = float(sum(not cause for _, _, cause in bad)) if rows else PROGRESS.reason
+    results = Results(
+        title=f"Cases with faults, of {len(rows)} that ran",
+        headers=["case", "first fault", "known cause"],
+        lines=bad,
+        remarks=[],
+        keys=[
+            Key("cases", float(len(rows))),
+            Key("failed_without_a_known_cause", unknown, at_most=0),
+        ],
+        data={},
+    )
+    return finish(results, given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -27,10 +27,10 @@ from restarts import (
     Peer,
     PeerFailed,
     Row,
-    end_peers_on_sigterm,
     ratio,
     run_in_turn,
     run_once,
+    tell,
     versions,
 )
 from results import Key, Results, add_arguments, finish, lines_of, positive, rows_as_data
@@ -174,13 +174,8 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main() -> int:
     arguments = read_arguments()
-    end_peers_on_sigterm()
     threads = usable_cpus()
     accuracy = Key("same_accuracy", "needs --data", at_most=0.002)
     accuracies: dict[str, list[float]] = {}

@@ -40,9 +40,8 @@ from remeasure import (
     as_it_is,
     epochs_within,
     remeasure,
-    run_to_end,
 )
-from restarts import end_peers_on_sigterm
+from restarts import PROGRESS, each, run_to_end, tell
 from results import Key, Results, add_arguments, finish, positive
 from screens import WIDTHS, lines_on_screens
 
@@ -324,14 +323,15 @@ def ask_all(
         shard: (k, n) asks about the k-th of every n rows.
         keep: a folder for what was answered.
     """
-    rows = []
-    for place, pitfall in enumerate(pitfalls):
-        seen = Seen(pitfall, absence(pitfall))
-        rows.append(seen)
-        file = keep / f"{pitfall.name}.json" if keep else None
+    rows = [Seen(pitfall, absence(pitfall)) for pitfall in pitfalls]
+
+    def ask_about(place: int) -> Seen:
+        seen = rows[place]
+        name = seen.pitfall.name
+        file = keep / f"{name}.json" if keep else None
         if seen.reason or (file and take_kept(file, seen, asked)):
-            continue
-        if only and pitfall.name not in only:
+            return seen
+        if only and name not in only:
             seen.reason = "left out by --only"
         elif place % shard[1] != shard[0] - 1:
             seen.reason = "left out by --shard"
@@ -339,7 +339,12 @@ def ask_all(
             ask_one(seen, asked)
             if file:
                 file.write_text(json.dumps({"asked": asdict(asked), **as_data(seen)}))
-            tell(f"{pitfall.name}: {words_of(seen)}")
+            tell(f"{name}: {words_of(seen)}")
+        return seen
+
+    each(range(len(rows)), ask_about)
+    for seen in rows:
+        seen.reason = seen.reason or ("" if seen.answers else PROGRESS.reason)
     return rows
 
 
@@ -562,10 +567,6 @@ def as_data(seen: Seen) -> dict[str, Any]:
     }
 
 
-def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def read_arguments(names: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -603,7 +604,6 @@ def shard_of(text: str) -> tuple[int, int]:
 def main() -> int:
     pitfalls = read_index()
     arguments = read_arguments([pitfall.name for pitfall in pitfalls])
-    end_peers_on_sigterm()
     asked = Asked(
         arguments.restarts,
         arguments.seconds,

@@ -22,8 +22,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from remeasure import BEFORE, FEWEST, FLATOUT, NotMeasured, as_it_is, cured, epoch_s, run_to_end
-from results import Key, Results, add_json_argument, add_limits, finish
+from remeasure import BEFORE, FEWEST, FLATOUT, NotMeasured, as_it_is, cured, epoch_s
+from restarts import each, run_to_end, tell
+from results import Key, Results, add_json_argument, add_limits, figure, finish
 
 SCRIPTS = Path(__file__).with_name("corpus_gpu")
 # Which findings are expected of each, one at least.
@@ -82,7 +83,7 @@ def visit(name: str, asked: argparse.Namespace) -> Told:
         except ValueError:
             told.reason = (err.strip().splitlines() or [f"exit code {code}"])[-1]
             return told
-        tell(told, said)
+        fill(told, said)
         together = (said.get("prescription") or {}).get("together")
         if together and together["trial"]:
             told.prescribed = together["words"]
@@ -92,10 +93,11 @@ def visit(name: str, asked: argparse.Namespace) -> Told:
                 told.gained = whole_runs(script, Path(folder), together, epochs)
             except NotMeasured as error:
                 told.reason = str(error)
+    tell("  ".join(line_of(told)))
     return told
 
 
-def tell(told: Told, said: Mapping[str, Any]) -> None:
+def fill(told: Told, said: Mapping[str, Any]) -> None:
     """Fills in what the doctor's JSON holds."""
     told.device = said["observations"][0]["device"] if said["observations"] else ""
     told.limit = (said["critical"] or {}).get("words", "")
@@ -123,7 +125,7 @@ def whole_runs(script: Path, folder: Path, cures: Mapping[str, Any], epochs: int
 def keys_of(rows: Sequence[Told]) -> list[Key]:
     errors = [row.error for row in rows if row.error is not None]
     worst: float | str = max(errors) if errors else "nothing prescribed was run to its end"
-    named = sum(bool(row.named) for row in rows) / len(rows)
+    named = figure(lambda: sum(bool(row.named) for row in rows) / len(rows))
     return [
         Key("recall", named, at_least=1.0, note=f"of {len(rows)} scripts"),
         Key("trial_error_worst", worst, at_most=0.15, note=f"of {len(errors)} scripts"),
@@ -146,7 +148,7 @@ def main() -> int:
     add_limits(parser)
     parser.add_argument("--check", action="store_true", help="exit 1 if a key is not met")
     arguments = parser.parse_args()
-    rows = [visit(name, arguments) for name in arguments.only]
+    rows = each(arguments.only, lambda name: visit(name, arguments))
     results = Results(
         "Scripts on a GPU, shown to the doctor",
         ["script", "promised", "gained", "doctor s", "what it said"],

@@ -29,11 +29,12 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 from pitfalls import Pitfall, absence, read_index
-from remeasure import FLATOUT, run_to_end
-from restarts import PEERS, end_peers_on_sigterm
+from remeasure import FLATOUT
+from restarts import PEERS, PROGRESS, each, run_to_end, tell
 from results import Key, Results, add_json_argument, add_limits, finish
 
 TIMEOUT_S = 600.0
@@ -281,12 +282,17 @@ TOOLS = {
 def ask_all(
     pitfalls: Sequence[Pitfall], budget: float, keep: Path | None
 ) -> dict[str, list[Judged]]:
-    rows = {}
-    for pitfall in pitfalls:
-        rows[pitfall.name] = [
-            ask(name, tool, pitfall, budget, keep) for name, tool in TOOLS.items()
-        ]
-    return rows
+    rows: dict[str, dict[str, Judged]] = {pitfall.name: {} for pitfall in pitfalls}
+
+    def ask_one(unit: tuple[Pitfall, str]) -> None:
+        pitfall, name = unit
+        rows[pitfall.name][name] = ask(name, TOOLS[name], pitfall, budget, keep)
+
+    each(product(pitfalls, TOOLS), ask_one)
+    return {
+        name: [row.get(tool) or Judged(tool, *[False] * 4, PROGRESS.reason) for tool in TOOLS]
+        for name, row in rows.items()
+    }
 
 
 def ask(name: str, tool: Tool, pitfall: Pitfall, budget: float, keep: Path | None) -> Judged:
@@ -300,7 +306,7 @@ def ask(name: str, tool: Tool, pitfall: Pitfall, budget: float, keep: Path | Non
         file = keep / f"{pitfall.name}, {name}.txt"
         file.write_text("\n".join([*said.first, *said.proved, "", said.whole]))
     found = judged(name, pitfall, said)
-    print(f"{pitfall.name}: {name}: {found.words}", file=sys.stderr, flush=True)
+    tell(f"{pitfall.name}: {name}: {found.words}")
     return found
 
 
@@ -331,7 +337,6 @@ def read_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = read_arguments()
-    end_peers_on_sigterm()
     if arguments.keep:
         arguments.keep.mkdir(parents=True, exist_ok=True)
     wanted = arguments.only or [*SCRIPTS]

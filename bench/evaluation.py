@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterable
+from itertools import product
 from statistics import median
 from typing import Any
 
-from restarts import Peer, run_once
-from results import Key, Results, add_arguments, finish
+from restarts import Peer, each, run_once, tell
+from results import Key, Results, add_arguments, finish, over_rows
 
 FAMILIES = ("mlp", "resnet", "lstm", "gpt", "textcnn", "vit")
 MORE = ("convnet", "depthwise", "unet", "autoencoder", "tables", "graph", "mixer")
@@ -44,7 +46,7 @@ def measure(family: str, verb: str, a: argparse.Namespace) -> dict[str, Any]:
     pass_s = {arm: median(one["pass_s"] for one in runs) for arm, runs in found.items()}
     plain = min(pass_s["no_grad"], pass_s["no_grad again"])
     values = [one["value"] for runs in found.values() for one in runs]
-    return {
+    row = {
         "family": family,
         "verb": verb,
         "pass_s": pass_s,
@@ -55,6 +57,8 @@ def measure(family: str, verb: str, a: argparse.Namespace) -> dict[str, Any]:
         "compile_s": median(one["compile_s"] for one in found["compile"]),
         "graphs": [one["graph"] for one in found["long"]],
     }
+    tell("  ".join(line(row)))
+    return row
 
 
 def line(row: dict[str, Any]) -> list[str]:
@@ -82,12 +86,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=FAMILIES + MORE, default=FAMILIES)
     parser.add_argument("--verbs", nargs="*", choices=VERBS, default=VERBS)
     a = parser.parse_args()
-    rows = []
-    for family in a.only:
-        for verb in a.verbs:
-            rows.append(measure(family, verb, a))
-            print(*line(rows[-1]), sep="  ", file=sys.stderr, flush=True)
-    ours = [row["vs_plain"]["flatout"] for row in rows]
+    rows = each(product(a.only, a.verbs), lambda unit: measure(*unit, a))
+
+    def times(what: Callable[[Iterable[float]], float], arm: str) -> float | str:
+        return over_rows(what, rows, lambda row: row["vs_plain"][arm])
+
     results = Results(
         title=f"A pass over {a.batches} batches; restarts of each: {a.restarts}",
         headers=[
@@ -100,21 +103,21 @@ def main() -> int:
             "compile s: of the first pass by hand, which does not count; beside s: of the child",
         ],
         keys=[
-            Key("evaluation_vs_plain", median(ours), at_least=1.0),
-            Key("evaluation_vs_plain_worst", min(ours), at_least=0.95),
-            Key("long_vs_plain", median(row["vs_plain"]["long"] for row in rows), at_least=1.0),
+            Key("evaluation_vs_plain", times(median, "flatout"), at_least=1.0),
+            Key("evaluation_vs_plain_worst", times(min, "flatout"), at_least=0.95),
+            Key("long_vs_plain", times(median, "long"), at_least=1.0),
             Key(
                 "long_vs_best_by_hand",
-                median(
-                    row["vs_plain"]["long"]
-                    / max(1.0, row["vs_plain"]["compile"], row["vs_plain"]["inference_mode"])
-                    for row in rows
+                over_rows(
+                    median,
+                    [row["vs_plain"] for row in rows],
+                    lambda of: of["long"] / max(1.0, of["compile"], of["inference_mode"]),
                 ),
             ),
-            Key("inference_mode_vs_plain", median(r["vs_plain"]["inference_mode"] for r in rows)),
+            Key("inference_mode_vs_plain", times(median, "inference_mode")),
             Key(
                 "apart",
-                max(r["apart"] for r in rows),
+                over_rows(max, rows, "apart"),
                 at_most=1e-4,
                 note="losses, and sums of outputs, as a share",
             ),

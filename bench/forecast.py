@@ -22,7 +22,6 @@ where the model has changed since.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -34,8 +33,8 @@ from typing import Any
 from flatout.forecast import Forecast, ForecastOptions, Network, network_in, script, sizes_of
 from flatout.measure import Profile
 from lab import Host, lab, on_host, why_not
-from restarts import PEERS, end_peers_on_sigterm
-from results import Key, Results, add_arguments, finish
+from restarts import PEERS, PeerFailed, each, end, start, tell
+from results import Key, Results, add_arguments, figure, finish
 
 HOSTS = (1, 2, 3, 4)
 LINKS = {
@@ -115,20 +114,16 @@ def run_on(hosts: Sequence[Host], command: Sequence[str]) -> list[str]:
         nodes = ["--nodes", str(len(hosts)), "--node-rank", str(number)]
         nodes += ["--rendezvous", f"{hosts[0].address}:{_PORT}"]
         started = [*on_host(host), *itself, "run", "--restarts", "0"]
-        processes.append(
-            subprocess.Popen(
-                [*started, *(nodes if len(hosts) > 1 else []), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            )
-        )
-    said = [process.communicate(timeout=_PATIENCE_S)[0] for process in processes]
+        more = nodes if len(hosts) > 1 else []
+        processes.append(start([*started, *more, *command], Path.cwd()))
+    try:
+        said = [process.communicate(timeout=_PATIENCE_S) for process in processes]
+    finally:
+        for process in processes:
+            end(process)
     if any(process.returncode for process in processes):
-        raise SystemExit("\n".join(said)[-2_000:])
-    return said[0].splitlines()
+        raise PeerFailed("\n".join(out + err for out, err in said)[-2_000:])
+    return said[0][0].splitlines()
 
 
 def train(hosts: Sequence[Host], job: str, width: int, folder: Path) -> Profile:
@@ -144,11 +139,12 @@ def train(hosts: Sequence[Host], job: str, width: int, folder: Path) -> Profile:
     return Profile.read(folder)
 
 
-def cases_of(
-    link: tuple[float, float], jobs: Sequence[str], restarts: int, folder: Path
-) -> list[Case]:
-    """All predictions for one kind of link."""
-    found: list[Case] = []
+def predict_all(
+    link: tuple[float, float], jobs: Sequence[str], restarts: int, folder: Path, found: list[Case]
+) -> None:
+    """Add all predictions for one kind of link."""
+    if why := why_not():
+        raise PeerFailed(why)
     width = 512 if link[0] > 100 else 256
     with lab(max(HOSTS), *link) as hosts:
         network: Network | None = None
@@ -169,7 +165,6 @@ def cases_of(
                 names = [runs[count, 0].run for count in range(1, measured + 1)]
                 found += _predicted(link, job, names, network, truth)
                 tell("\n".join("  ".join(case.line) for case in found[-max(HOSTS) + measured :]))
-    return found
 
 
 def network_of(hosts: Sequence[Host], run: Profile, folder: Path) -> Network:
@@ -213,7 +208,7 @@ def regret_of(cases: Sequence[Case]) -> float:
 
     The largest over all links and jobs, predicted from two ranks.
     """
-    found = [0.0]
+    found = []
     for key in {(case.link, case.job) for case in cases}:
         own = [c for c in cases if (c.link, c.job) == key and c.measured == 2]
         chosen = max(own, key=lambda case: case.middle)
@@ -232,37 +227,33 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main() -> int:
     arguments = read_arguments()
-    end_peers_on_sigterm()
-    if why := why_not():
-        raise SystemExit(why)
     cases: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
-        for link in arguments.links:
+
+        def measure(link: str) -> None:
             own = (arguments.keep or Path(folder)).absolute() / link
             own.mkdir(parents=True, exist_ok=True)
             jobs = [job for job in arguments.only if job in REDUCTIONS or link in STRATEGY_LINKS]
-            cases += cases_of(LINKS[link], jobs, arguments.restarts, own)
+            predict_all(LINKS[link], jobs, arguments.restarts, own, cases)
+
+        each(arguments.links, measure)
     results = Results(
         title=f"Samples per second on more hosts. Restarts of each: {arguments.restarts}",
         headers=["", "hosts", "measured", "predicted", "90% interval", "error", ""],
         lines=[case.line for case in cases],
         remarks=["links with a delay are carried by bench/delayed_links.py, the others by tbf"],
         keys=[
-            Key("lab_error", median(abs(case.error) for case in cases), at_most=0.06),
+            Key("lab_error", figure(lambda: median(abs(c.error) for c in cases)), at_most=0.06),
             Key(
                 "lab_covered",
-                sum(case.is_covered for case in cases) / len(cases),
+                figure(lambda: sum(case.is_covered for case in cases) / len(cases)),
                 at_least=0.85,
                 at_most=0.97,
                 note=f"of {len(cases)} predictions",
             ),
-            Key("decision_regret", regret_of(cases), at_most=0.05),
+            Key("decision_regret", figure(lambda: regret_of(cases)), at_most=0.05),
         ],
         data={"cases": [vars(case) for case in cases]},
     )

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -23,9 +24,10 @@ from torch import nn
 
 import flatout
 from flatout.forecast import Forecast, ForecastOptions
-from flatout.forecast.decisions import decisions
+from flatout.forecast.decisions import Decision, decisions
 from flatout.measure import Profile, Timeline, cuda_lanes
-from results import Key, Results, add_arguments, finish
+from restarts import PROGRESS, each, tell
+from results import Key, Results, add_arguments, figure, finish
 
 SETTINGS = {
     "compute": {"precision": "fp32", "memory_format": "contiguous", "rewrites": "off",
@@ -109,28 +111,38 @@ def main() -> int:
     add_arguments(parser, restarts=1)
     parser.add_argument("--device", default="cuda")
     asked = parser.parse_args()
-    if asked.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("there is no CUDA device here")
-    lines, off = [], []
+    lines: list[list[str]] = []
+    off: list[float] = []
+    decided: list[Decision] = []
+    factors: list[float] = []
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as temporary:
         folder = Path(temporary)
-        for name in JOBS:
-            for alone in (False, True):
-                with by_the_host(alone):
-                    profile = train(name, asked.device, folder / f"{name} {alone}")
-                truth = rate_of_epochs(profile)
-                error = told(profile) / truth - 1
-                off += [] if alone else [abs(error)]
-                how = "the host's clock" if alone else "the Profile"
-                lanes = profile.ranks[0].lanes_ms
-                parts = [f"{lanes[lane]:.3g}" for lane in ("forward", "backward", "optimizer")]
-                rates = [f"{truth:,.0f}", f"{told(profile):,.0f}", f"{error:+.1%}"]
-                lines.append([f"{name}, {how}", *rates, *parts])
-        on_cpu = train("large steps", "cpu", folder / "cpu", batches=BATCHES_ON_CPU)
-        on_gpu = folder / "large steps False"
-        forecast = Forecast.of([str(folder / "cpu"), str(on_gpu)], ForecastOptions())
-        decided = [one for one in decisions(forecast) if one.about == "device"]
-        factor = rate_of_epochs(Profile.read(on_gpu)) / rate_of_epochs(on_cpu)
+
+        def measure(unit: tuple[str, bool]) -> None:
+            name, alone = unit
+            with by_the_host(alone):
+                profile = train(name, asked.device, folder / f"{name} {alone}")
+            truth = rate_of_epochs(profile)
+            error = told(profile) / truth - 1
+            off.extend([] if alone else [abs(error)])
+            how = "the host's clock" if alone else "the Profile"
+            lanes = profile.ranks[0].lanes_ms
+            parts = [f"{lanes[lane]:.3g}" for lane in ("forward", "backward", "optimizer")]
+            rates = [f"{truth:,.0f}", f"{told(profile):,.0f}", f"{error:+.1%}"]
+            lines.append([f"{name}, {how}", *rates, *parts])
+            tell("  ".join(lines[-1]))
+
+        def compare(name: str) -> None:
+            on_cpu = train(name, "cpu", folder / "cpu", batches=BATCHES_ON_CPU)
+            on_gpu = folder / f"{name} False"
+            forecast = Forecast.of([str(folder / "cpu"), str(on_gpu)], ForecastOptions())
+            decided.extend(one for one in decisions(forecast) if one.about == "device")
+            factors.append(rate_of_epochs(Profile.read(on_gpu)) / rate_of_epochs(on_cpu))
+
+        each(product(JOBS, (False, True)), measure)
+        each(["large steps"], compare)
+        lanes = each([torch.device(asked.device)], lanes_us)
+    factor: float | str = figure(lambda: factors[0])
     said = decided[0].number if decided else None
     results = Results(
         title="Samples per second of epochs, and as told; ms of lanes",
@@ -138,14 +150,21 @@ def main() -> int:
         lines=lines,
         remarks=[one.words for one in decided],
         keys=[
-            Key("gpu_rate_error", max(off), at_most=0.06, note="of the Profile, the larger"),
+            Key(
+                "gpu_rate_error",
+                figure(lambda: max(off)),
+                at_most=0.06,
+                note="of the Profile, the larger",
+            ),
             Key(
                 "gpu_factor_error",
-                "one kind of machine" if said is None else abs(max(said, 1 / said) / factor - 1),
+                PROGRESS.reason or "one kind of machine"
+                if said is None or isinstance(factor, str)
+                else abs(max(said, 1 / said) / factor - 1),
                 at_most=0.1,
                 note="of what the forecast says of the GPU beside the CPU",
             ),
-            Key("gpu_lanes_us_per_step", lanes_us(torch.device(asked.device)), at_most=20),
+            Key("gpu_lanes_us_per_step", figure(lambda: lanes[0]), at_most=20),
         ],
         data={"factor": factor, "said": said},
     )

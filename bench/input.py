@@ -21,7 +21,6 @@ from statistics import median
 from typing import Any
 
 import input_data
-from convnet import tell
 from flatout.measure import Interval, usable_cpus
 from restarts import (
     PEERS,
@@ -29,10 +28,11 @@ from restarts import (
     PeerFailed,
     Row,
     absence,
-    end_peers_on_sigterm,
+    each,
     ratio,
     run_in_turn,
     run_once,
+    tell,
     versions,
 )
 from results import Key, Results, add_arguments, finish, interval_words, positive, rows_as_data
@@ -384,7 +384,6 @@ def make_data(data: Path, wanted: Iterable[Peer], counts: Mapping[str, int]) -> 
 
 def main() -> int:
     arguments = read_arguments()
-    end_peers_on_sigterm()
     rows = dict.fromkeys(("libsvm", "tfrecord", "criteo"), arguments.rows)
     counts = {**rows, "jpeg": arguments.images, "memory": arguments.samples}
     sets = cpu_sets()
@@ -394,7 +393,8 @@ def main() -> int:
         only = chosen_names(chosen, [one for one in arguments.only if one != VERIFYING.name])
         if arguments.only and not only:
             only = [VERIFYING.name]
-        make_data(data, [peer for peer in chosen if not only or peer.name in only], counts)
+        needed = [peer for peer in chosen if not only or peer.name in only]
+        each(["making the files"], lambda part: make_data(data, needed, counts))
         found = run_in_turn(chosen, restarts=arguments.restarts, only=only, tell=tell)
         psnr = Key("jpeg_psnr", "left out by --only", at_least=43)
         verifying = [_verifying_key("verifying_share", "left out by --only", "")]

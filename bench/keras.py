@@ -15,17 +15,17 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from convnet import HEADERS, HELD_OUT, IMAGES, images_per_second, made_up, of_matmul, tell
+from convnet import HEADERS, HELD_OUT, IMAGES, images_per_second, made_up, of_matmul
 from flatout.measure import compare_curves, usable_cpus
 from restarts import (
     PEERS,
     Peer,
     PeerFailed,
     Row,
-    end_peers_on_sigterm,
     ratio,
     run_in_turn,
     run_once,
+    tell,
     versions,
 )
 from results import Key, Results, add_arguments, finish, lines_of, notes_of, positive, rows_as_data
@@ -130,7 +130,6 @@ def read_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = read_arguments()
-    end_peers_on_sigterm()
     threads = usable_cpus()
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         images = Path(folder, "images.npz")

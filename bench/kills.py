@@ -1,6 +1,6 @@
 """Kills processes at random and by aim, more than a thousand, and looks at what is left.
 
-    python bench/kills.py [--kills N] [--minutes N] [--seed 1] [--only KIND ...] [--json [FILE]]
+    python bench/kills.py [--kills N] [--seed 1] [--only KIND ...] [--json [FILE]]
 
 Each series works in its own folder, is killed some times by SIGKILL, and goes on until its
 work is done. Nothing may be lost, hang, live on or be left. Only processes that this one has
@@ -10,7 +10,6 @@ started are killed. A seed replays the choices. The exit code is 1 where anythin
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import random
 import shutil
@@ -33,7 +32,8 @@ from killed.series import Kind, Outcome
 from killed.strategies import STRATEGIES
 from killed.tables import CACHES, CONVERTS
 from killed.workers import WORKERS
-from results import Key, Results, add_json_argument, finish, positive
+from restarts import each, tell
+from results import Key, Results, add_json_argument, add_limits, finish, positive
 
 KINDS = {
     kind.name: kind
@@ -69,29 +69,26 @@ class Tally:
             self.found[name] += getattr(outcome, name)
 
 
-def killed(kind: Kind, kills: int, minutes: float, seed: int, base: Path, keep: bool) -> Tally:
-    """Series of a kind until there were so many kills, or so many minutes have passed."""
-    tally, began = Tally(), time.monotonic()
+def killed(kind: Kind, kills: int, seed: int, base: Path, keep: bool, tally: Tally) -> None:
+    """Series of a kind until there were so many kills."""
+    began = time.monotonic()
     folder = base / kind.name
     folder.mkdir()
     known = kind.prepare(folder)
-    while tally.kills.total() < kills and time.monotonic() - began < 60 * minutes:
+    while tally.kills.total() < kills:
         own = f"{seed}.{kind.name}.{tally.series}"
         place = folder / own
         place.mkdir()
         outcome = one_series(kind, place, min(kind.each, kills - tally.kills.total()), own, known)
         tally.add(outcome)
+        tally.seconds = time.monotonic() - began
         bad = [f"{name}: {words}" for name in NOTHING for words in getattr(outcome, name)]
-        print(
-            f"{own}: {tally.kills.total()} of {kills} kills, {time.monotonic() - began:.0f} s"
-            + "".join(f"\n  {words}" for words in bad),
-            file=sys.stderr,
-            flush=True,
+        tell(
+            f"{own}: {tally.kills.total()} of {kills} kills, {tally.seconds:.0f} s"
+            + "".join(f"\n  {words}" for words in bad)
         )
         if not (bad and keep):
             shutil.rmtree(place)
-    tally.seconds = time.monotonic() - began
-    return tally
 
 
 def one_series(kind: Kind, place: Path, kills: int, own: str, known: object) -> Outcome:
@@ -153,19 +150,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=positive, default=ALL, metavar="N", help=f"default {ALL}")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=math.inf,
-        metavar="N",
-        help="begin no series of a kind after so many minutes",
-    )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="default 1")
     parser.add_argument("--only", nargs="+", choices=KINDS, metavar="KIND", default=list(KINDS))
     parser.add_argument(
         "--keep", action="store_true", help="keep folders in which there was a find"
     )
     add_json_argument(parser)
+    add_limits(parser)
     arguments = parser.parse_args()
     arguments.check = True
     torch.set_num_threads(1)  # no thread of torch's may be left behind by a fork
@@ -174,16 +165,17 @@ def main() -> int:
     share = arguments.kills / sum(kind.kills for kind in chosen.values())
     base = Path(tempfile.mkdtemp(prefix="flatout-kills-"))
     os.environ["OMP_NUM_THREADS"] = "1"
-    tallies = {}
-    try:
-        for name, kind in chosen.items():
-            kills = max(1, round(kind.kills * share))
-            tallies[name] = killed(
-                *(kind, kills, arguments.minutes, arguments.seed, base, arguments.keep)
-            )
-    finally:
-        if not (arguments.keep and any(any(t.found.values()) for t in tallies.values())):
-            shutil.rmtree(base, ignore_errors=True)
+    tallies = {name: Tally() for name in chosen}
+
+    def measure(name: str) -> Tally:
+        kind, tally = chosen[name], tallies[name]
+        kills = max(1, round(kind.kills * share))
+        killed(kind, kills, arguments.seed, base, arguments.keep, tally)
+        return tally
+
+    each(chosen, measure)
+    if not (arguments.keep and any(any(t.found.values()) for t in tallies.values())):
+        shutil.rmtree(base, ignore_errors=True)
     return finish(results(tallies, arguments.seed), arguments)
 
 

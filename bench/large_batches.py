@@ -14,6 +14,8 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from statistics import mean
 from typing import Any
 
@@ -23,7 +25,8 @@ from torch import nn
 import flatout
 from flatout import LrRule
 from flatout.data import Arrays, idx_split
-from results import Key, Results, add_arguments, finish, positive
+from restarts import each, tell
+from results import Key, Results, add_arguments, figure, finish, positive
 
 REFERENCE = 64
 LARGE = (512, 2048)
@@ -121,14 +124,19 @@ def main() -> int:
     torch.set_num_threads(1)
     whole, rest = idx_split(arguments.data)
     train, held_out = pixels(whole, arguments.images), pixels(rest, None)
-    found: dict[tuple[str, int], list[float]] = {}
-    for seed in range(arguments.restarts):
-        for way in ways(arguments.batches, warm_up=arguments.epochs / 5):
-            reached = accuracy(way, seed, train, held_out, arguments.epochs)
-            found.setdefault((way.name, way.batch), []).append(reached)
-            print(f"seed {seed}, {way.name}, {way.batch}: {reached:.2%}", file=sys.stderr)
+    chosen = ways(arguments.batches, warm_up=arguments.epochs / 5)
+    found: dict[tuple[str, int], list[float]] = {(way.name, way.batch): [] for way in chosen}
+
+    def measure(unit: tuple[int, Way]) -> None:
+        seed, way = unit
+        reached = accuracy(way, seed, train, held_out, arguments.epochs)
+        found[way.name, way.batch].append(reached)
+        tell(f"seed {seed}, {way.name}, {way.batch}: {reached:.2%}")
+
+    each(product(range(arguments.restarts), chosen), measure)
     lines = [
-        [name, f"{batch:,}", str(-(-len(train[1]) // batch)), f"{mean(reached):.2%}",
+        [name, f"{batch:,}", str(-(-len(train[1]) // batch)),
+         f"{mean(reached):.2%}" if reached else "",
          " ".join(f"{one:.2%}" for one in reached)]
         for (name, batch), reached in found.items()
     ]  # fmt: skip
@@ -139,7 +147,10 @@ def main() -> int:
         lines=lines,
         remarks=[],
         keys=[
-            Key(f"{name} at {batch}".replace(", ", "_").replace(" ", "_"), mean(reached))
+            Key(
+                f"{name} at {batch}".replace(", ", "_").replace(" ", "_"),
+                figure(partial(mean, reached)),
+            )
             for (name, batch), reached in found.items()
         ],
         data={"accuracy": {f"{name}, {batch}": one for (name, batch), one in found.items()}},

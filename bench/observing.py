@@ -14,7 +14,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from statistics import median
 
@@ -29,7 +28,8 @@ from flatout.observe.models import Models
 from flatout.observe.optimizers import StepFinder, watch_optimizers
 from flatout.observe.outputs import watch_torch
 from flatout.observe.watch import Watch
-from results import Key, Results, add_arguments, finish, interval_words, positive
+from restarts import each, tell
+from results import Key, Results, add_arguments, figure, finish, interval_words, over_rows, positive
 
 # Of a block, and before anything is measured: by then most looks at the model's inputs are done.
 STEPS, FIRST = 50, 2000
@@ -147,22 +147,29 @@ def main() -> int:
     add_arguments(parser, restarts=5)
     parser.add_argument("--quadruples", type=positive, default=150, metavar="N", help="of each")
     arguments = parser.parse_args()
-    runs = []
-    for _ in range(arguments.restarts):  # where things lie in memory differs between processes
-        with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            runs.append(process.submit(once, arguments.quadruples).result())
-    differences = {name: [one for run in runs for one in run[0][name]] for name in runs[0][0]}
+
+    def restart(number: int) -> tuple[dict[str, list[float]], float, float]:
+        with get_context("spawn").Pool(1) as process:
+            run = process.apply(once, (arguments.quadruples,))
+        tell(f"restart {number + 1}: {run[1]:.1f} us of {run[2]:.0f}, as the doctor counts")
+        return run
+
+    # Where things lie in memory differs between processes.
+    runs = each(range(arguments.restarts), restart)
+    names = runs[0][0] if runs else ()
+    differences = {name: [one for run in runs for one in run[0][name]] for name in names}
     found = {name: middle(values) for name, values in differences.items()}
-    counted, step_us = (median(run[place] for run in runs) for place in (1, 2))
+    counted, step_us = (over_rows(median, runs, lambda run, n=n: run[n]) for n in (1, 2))
     results = Results(
-        title=f"Microseconds that hooks in their places add to a step of {step_us:.0f}",
+        title="Microseconds that hooks in their places add to a step of "
+        + (step_us if isinstance(step_us, str) else f"{step_us:.0f}"),
         headers=["", "longer by", ""],
         lines=[[name, interval_words(one), ""] for name, one in found.items()],
         remarks=[],
         keys=[
-            Key("added_us_in_place", found["all hooks"], at_most=5),
+            Key("added_us_in_place", figure(lambda: found["all hooks"]), at_most=5),
             Key("added_us_counted", counted, note="as the doctor counts"),
-            Key("nothing_us", found["nothing"], note="A/A: what noise makes of 0"),
+            Key("nothing_us", figure(lambda: found["nothing"]), note="A/A: what noise makes of 0"),
         ],
         data={"step_us": step_us, "differences": differences},
     )

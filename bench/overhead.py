@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from flatout.measure import Interval
-from results import Key, Results, add_arguments, finish, positive
+from restarts import PROGRESS, each, report_of, tell
+from results import Key, Results, add_arguments, figure, finish, positive
 
 SCRIPT = Path(__file__).parent / "peers" / "overhead.py"
 # Model, samples, batch size, epochs: a few seconds each, and the last one about a minute.
@@ -43,17 +42,17 @@ def run(*arguments: str) -> dict[str, Any]:
     """What a fresh process found, which has an empty cache."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), "--out", str(out), *arguments],
-            cwd=folder,
-            env={**os.environ, "FLATOUT_CACHE": f"{folder}/cache"},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip().splitlines()[-1])
+        command = [sys.executable, str(SCRIPT), "--out", str(out), *arguments]
+        report_of(command, folder, {"FLATOUT_CACHE": f"{folder}/cache"})
         found: dict[str, Any] = json.loads(out.read_text())
         return found
+
+
+def share_of(name: str) -> dict[str, Any]:
+    found = run("--share", *map(str, SHARES[name]))
+    row = {"name": name, **found, "share": found["measuring_s"] / found["fit_s"]}
+    tell(f"{name}: {row['share']:.3f} of {row['fit_s']:.2f} s")
+    return row
 
 
 def middle(values: list[float]) -> Interval:
@@ -73,16 +72,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=positive, default=9, help="fits in each process")
     arguments = parser.parse_args()
     chosen = list(SHARES) if arguments.only is None else arguments.only
-    overheads = [
-        difference
-        for _ in range(arguments.restarts)
-        for difference in run("--overhead", str(arguments.rounds))["differences"]
-    ]
-    rows = []
-    for name in chosen:
-        for _ in range(arguments.restarts):
-            found = run("--share", *map(str, SHARES[name]))
-            rows.append({"name": name, **found, "share": found["measuring_s"] / found["fit_s"]})
+    turns = range(arguments.restarts)
+    runs = each(turns, lambda turn: run("--overhead", str(arguments.rounds))["differences"])
+    overheads = [difference for differences in runs for difference in differences]
+    rows = each([name for name in chosen for _ in turns], share_of)
     judged = [row["share"] for row in rows if 2 <= row["fit_s"] <= 60]
     results = Results(
         title=f"Measuring within a fit; restarts of each: {arguments.restarts}",
@@ -99,10 +92,10 @@ def main() -> int:
         ],
         remarks=[],
         keys=[
-            Key("fit_overhead_s", middle(overheads), at_most=0.02),
+            Key("fit_overhead_s", figure(lambda: middle(overheads)), at_most=0.02),
             Key(
                 "measuring_share",
-                max(judged) if judged else "no job lasted from 2 to 60 s",
+                max(judged) if judged else PROGRESS.reason or "no job lasted from 2 to 60 s",
                 at_most=0.1,
                 note="the largest",
             ),

@@ -24,7 +24,7 @@ from statistics import median
 import one_node
 from convnet import from_idx
 from flatout.data import idx_split
-from restarts import PEERS, Peer, Row, end_peers_on_sigterm, ratio, run_in_turn, versions
+from restarts import PEERS, Peer, Row, ratio, run_in_turn, tell, versions
 from results import Key, Results, add_arguments, finish, lines_of, positive, rows_as_data
 from two_nodes import two_nodes, why_not
 
@@ -136,13 +136,8 @@ def on_one_node(epochs: int, samples: int) -> list[Peer]:
     return [*one_node.step_peers(epochs, samples), *one_node.recover_peers()]
 
 
-def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main() -> int:
     arguments = read_arguments()
-    end_peers_on_sigterm()
     here = run_in_turn(
         on_one_node(arguments.epochs, arguments.samples),
         restarts=arguments.restarts,

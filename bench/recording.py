@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from results import Key, Results, add_arguments, finish, positive
+from restarts import each, report_of, tell
+from results import Key, Results, add_arguments, figure, finish, positive
 from startup import median_interval
 
 SCRIPT = Path(__file__).parent / "peers" / "recording.py"
@@ -32,14 +33,9 @@ LOOKS = 256 + 128 + 128 + 128
 def run(steps: int) -> dict[str, float]:
     """Microseconds of a comparison, a look and a write, in a fresh process."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), str(steps)],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        said = report_of([sys.executable, str(SCRIPT), str(steps)], folder)
+    found: dict[str, float] = json.loads(said.splitlines()[-1])
+    tell(", ".join(f"{name} {value:,.3g}" for name, value in found.items()))
     return found
 
 
@@ -56,17 +52,20 @@ def main() -> int:
     add_arguments(parser, restarts=5)
     parser.add_argument("--steps", type=positive, default=65_000, help="that a Profile holds")
     arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = [run(arguments.steps) for _ in range(arguments.restarts)]
-    steps = {ms: median_interval([per_step(row, ms) for row in rows]) for ms in STEPS_MS}
+    rows: list[dict[str, Any]] = each(range(arguments.restarts), lambda _: run(arguments.steps))
+    steps = {
+        ms: figure(partial(median_interval, [per_step(row, ms) for row in rows])) for ms in STEPS_MS
+    }
     results = Results(
         title=f"Microseconds; restarts: {arguments.restarts}",
         headers=["", "median", "low", "high", ""],
         lines=[
             [name, *(f"{end:,.3g}" for end in (found.mid, found.low, found.high)), ""]
             for name, found in (
-                *((part, median_interval([row[part] for row in rows])) for part in rows[0]),
+                *((part, median_interval([row[part] for row in rows])) for part in [*rows, {}][0]),
                 *((f"a step of {ms} ms", found) for ms, found in steps.items()),
             )
+            if not isinstance(found, str)
         ],
         remarks=[],
         keys=[

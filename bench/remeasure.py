@@ -13,10 +13,8 @@ torchrun with `flatout.cures.start`), changes of the script in a copy of it.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +28,7 @@ from typing import Any
 
 from flatout.measure.trial import run_trial
 from flatout.recipe import Recipe, toml
+from restarts import end, start
 
 FLATOUT = [sys.executable, "-c", "from flatout.cli.main import main; main()"]
 # The lengths that are tried until epochs take a second, and the fewest that are measured. Of those
@@ -167,7 +166,7 @@ def _timed(
     def hear(lines: Iterable[str]) -> None:
         told.extend(time.perf_counter() for line in lines if EPOCH.match(line))
 
-    process = _start(command, script.parent, {"PYTHONUNBUFFERED": "1", **(variables or {})})
+    process = start(command, script.parent, {"PYTHONUNBUFFERED": "1", **(variables or {})})
     assert process.stdout is not None
     assert process.stderr is not None
     words: list[str] = []
@@ -182,49 +181,10 @@ def _timed(
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        _end(process)
+        end(process)
     for reader in readers:
         reader.join()
     if code != 0:
         last = "".join(words).strip().splitlines() or ["it did not end"]
         raise NotMeasured(f"exit code {code}: {last[-1].strip()}")
     return told
-
-
-def run_to_end(
-    command: Sequence[str],
-    folder: Path | str,
-    timeout_s: float,
-    variables: Mapping[str, str] | None = None,
-) -> tuple[str, str, int | None]:
-    """Run a command to its end: what it wrote, and its exit code; None if it was ended here."""
-    process = _start(command, folder, variables)
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return "", "", None
-    finally:
-        _end(process)
-    return out, err, process.returncode
-
-
-def _start(
-    command: Sequence[str], folder: Path | str, variables: Mapping[str, str] | None
-) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**os.environ, **(variables or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

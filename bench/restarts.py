@@ -9,53 +9,79 @@ twice a round shows what the noise alone makes of a ratio (A/A).
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import partial
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from statistics import median
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
+
+import psutil
 
 from flatout.measure import Interval, bootstrap_ratio
 
 PEERS = Path(__file__).parent / "peers"
+T, U = TypeVar("T"), TypeVar("U")
 
 
 @dataclass
 class Progress:
-    """Limits from the command line, and the file that keeps results if the bench ends early.
+    """Limits from the command line, and what has been measured before the results are written.
 
     Attributes:
-        ends_at: by time.monotonic(); then no process is started, and a running one is ended.
+        ends_at: by time.monotonic(); then the running part is ended, and no other one begins.
         is_quick: whether the run has fewer rounds than a full one.
-        file: gets a line of JSON after each process, until the results are written.
+        file: gets a line of JSON after each process and part, until the results are written.
+        kept: the same lines.
+        over: why no part begins any more, or empty.
+        failures: a text for each part that failed.
+        code: for the exit of the bench, if its keys do not make it 1.
     """
 
     ends_at: float = inf
     is_quick: bool = False
     file: Path | None = None
+    kept: list[dict[str, Any]] = field(default_factory=list)
+    over: str = ""
+    failures: list[str] = field(default_factory=list)
+    code: int = 0
 
-    @property
-    def left_s(self) -> float | None:
-        """Remaining seconds, for `timeout`; None if there is no limit."""
-        return None if self.ends_at == inf else max(0.1, self.ends_at - monotonic())
-
-    def keep(self, line: Mapping[str, Any]) -> None:
-        """Add a line to the file."""
+    def keep(self, **line: Any) -> None:
+        """Remember a line, and add it to the file."""
+        self.kept.append(line)
         if self.file is not None:
             with self.file.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(line, default=plain) + "\n")
+
+    @property
+    def reason(self) -> str:
+        """Why results are missing, or an empty text."""
+        return "; ".join([*([self.over] if self.over else ()), *self.failures])
+
+
+def plain(value: Any) -> Any:
+    """Return a dataclass as a dict, and all else that JSON does not know as text."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 PROGRESS = Progress()
-OVER = "not measured: the time of --minutes was over"
+# Why a bench ends early and its exit code then, by signal. A time limit was asked for.
+ENDS = {
+    signal.SIGALRM: ("the time of --minutes was over", 0),
+    signal.SIGINT: ("interrupted", 130),
+    signal.SIGTERM: ("ended by SIGTERM", 143),
+}
 
 
 @dataclass(frozen=True)
@@ -102,7 +128,162 @@ class Row:
 
 
 class PeerFailed(Exception):
-    """A peer's process ended with an error; the text is the last line that it printed."""
+    """A peer's process ended with an error, or was ended; the text is the last line it printed."""
+
+
+def run_part(part: Callable[[], T]) -> T:
+    """Run a part of a bench, which Ctrl-C, SIGTERM and the time limit of --minutes end.
+
+    All processes that the bench has started are ended, too. Afterwards no part begins.
+
+    Raises:
+        PeerFailed: the part was ended, or did not begin.
+    """
+    if PROGRESS.over:
+        raise PeerFailed(PROGRESS.over)
+    try:
+        _PARTS.append(part)
+        with ended_by_signals():
+            return part()
+    except KeyboardInterrupt:
+        if not PROGRESS.over:  # a part with a handler of its own has raised it
+            PROGRESS.over, PROGRESS.code = ENDS[signal.SIGINT]
+        tell(f"{PROGRESS.over}; the results until then are shown")
+        raise PeerFailed(PROGRESS.over) from None
+    finally:
+        _PARTS.pop()
+
+
+_PARTS: list[object] = []  # the running one, and those around it
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Within the block a signal of `ENDS` ends the part that runs, and no other one begins."""
+    before = {number: signal.getsignal(number) for number in ENDS}
+    try:
+        for number in ENDS:
+            signal.signal(number, _end_bench)
+        _set_timer()
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if before[signal.SIGALRM] is _end_bench:
+            _set_timer()
+
+
+def _set_timer() -> None:
+    if PROGRESS.ends_at < inf and not PROGRESS.over:
+        signal.setitimer(signal.ITIMER_REAL, max(1e-3, PROGRESS.ends_at - monotonic()))
+
+
+def _end_bench(number: int, frame: object) -> None:
+    PROGRESS.over, PROGRESS.code = ENDS[signal.Signals(number)]
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            # multiprocessing's own tracker ends by itself, and is missed before.
+            if not any("resource_tracker" in word for word in process.cmdline()):
+                process.kill()
+    if _PARTS:
+        raise KeyboardInterrupt
+
+
+def each(units: Iterable[U], measure: Callable[[U], T]) -> list[T]:
+    """Measure one unit after the other, and return what was found.
+
+    Each result is kept in `PROGRESS` at once. A unit that fails costs the others nothing. After
+    Ctrl-C, SIGTERM or the time limit return the results until then.
+    """
+    found: list[T] = []
+    with ended_by_signals():
+        for unit in units:
+            if PROGRESS.over:
+                break
+            try:
+                found.append(run_part(partial(measure, unit)))
+                PROGRESS.keep(part=str(unit), found=found[-1])
+            except (Exception, SystemExit) as error:
+                if PROGRESS.over:
+                    break
+                if not isinstance(error, (PeerFailed, SystemExit)):
+                    traceback.print_exc()
+                PROGRESS.failures.append(f"{unit} failed: {error}")
+                tell(PROGRESS.failures[-1])
+    return found
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def start(
+    command: Sequence[str],
+    folder: Path | str,
+    variables: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[str]:
+    """Start a process in a session of its own."""
+    if PROGRESS.over:
+        raise PeerFailed(PROGRESS.over)
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, **(variables or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        pass_fds=pass_fds,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a process of `start`, and the others of its session."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run_to_end(
+    command: Sequence[str],
+    folder: Path | str,
+    timeout_s: float | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> tuple[str, str, int | None]:
+    """Run a command to its end: what it wrote, and its exit code; None if it was ended here."""
+    process = start(command, folder, variables)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return "", "", None
+    finally:
+        end(process)
+    return out, err, process.returncode
+
+
+def report_of(
+    command: Sequence[str], folder: Path | str, variables: Mapping[str, str] | None = None
+) -> str:
+    """Run a command in a part of its own to its end, and return its output.
+
+    Raises:
+        PeerFailed: it ended with an error, or was ended by Ctrl-C, SIGTERM or the time limit.
+    """
+    out, err, code = run_part(lambda: run_to_end(command, folder, variables=variables))
+    if code:
+        said = (out + err).strip().splitlines() or [f"exit code {code}"]
+        raise PeerFailed(said[-1].strip())
+    return out
+
+
+# -- peers ---------------------------------------------------------------------------------------
 
 
 def absence(peer: Peer) -> str:
@@ -115,32 +296,18 @@ def run_once(peer: Peer) -> dict[str, Any]:
     """Run a peer's process to its end, in its own folder, and return what it reported.
 
     Raises:
-        PeerFailed: if it ended with an error, or without a report.
-        subprocess.TimeoutExpired: the time limit of --minutes was reached.
+        PeerFailed: it ended with an error, or without a report, or was ended by Ctrl-C, SIGTERM or
+            the time limit.
     """
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         out = Path(folder, "result.json")
         command = [sys.executable, str(PEERS / peer.script), "--out", str(out), *peer.arguments]
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=PROGRESS.left_s,
-        )
-        if done.returncode or not out.exists():
-            said = done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
+        said = report_of(command, folder).strip().splitlines() or ["it has reported nothing"]
+        if not out.exists():
             raise PeerFailed(said[-1].strip())
         result: dict[str, Any] = json.loads(out.read_text())
+        PROGRESS.keep(peer=peer.name, arguments=peer.arguments, **result)
         return result
-
-
-def end_peers_on_sigterm() -> None:
-    """Make SIGTERM an exception, as Ctrl-C is one: the peer that runs is then ended first."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def run_in_turn(
@@ -153,7 +320,7 @@ def run_in_turn(
 ) -> dict[str, Row]:
     """Run every peer `restarts` times, a round after the other; returns the rows by name.
 
-    After Ctrl-C, or at the time limit of --minutes, return the rows measured until then.
+    After Ctrl-C, SIGTERM or the time limit of --minutes, return the rows measured until then.
 
     Args:
         peers: in the order of the table.
@@ -166,17 +333,10 @@ def run_in_turn(
     for name, row in rows.items():
         if only and name not in only:
             row.reason = "left out by --only"
-    try:
+    with ended_by_signals():
         _run_rounds(rows, restarts, tell, figure)
-        reason = ""
-    except KeyboardInterrupt:
-        reason = "not measured: interrupted"
-    except subprocess.TimeoutExpired:
-        reason = OVER
-    if reason:
-        tell(f"{reason.removeprefix('not measured: ')}; the results until then are shown")
     for row in rows.values():
-        row.reason = row.reason or ("" if row.seconds else reason)
+        row.reason = row.reason or ("" if row.seconds else PROGRESS.over)
     return rows
 
 
@@ -191,11 +351,11 @@ def _run_rounds(
         for row in in_order if turn % 2 == 0 else reversed(in_order):
             if row.reason:
                 continue
-            if monotonic() >= PROGRESS.ends_at:
-                raise subprocess.TimeoutExpired(row.peer.name, 0)
             try:
                 result = run_once(row.peer)
             except PeerFailed as error:
+                if PROGRESS.over:
+                    return
                 row.reason = f"failed: {error}"
                 tell(f"{turn + 1}/{restarts} {row.peer.name}: {row.reason}")
                 continue
@@ -205,7 +365,6 @@ def _run_rounds(
             if "first_seconds" in result:
                 row.first_seconds.append(result["first_seconds"] / result["steps"])
             row.notes.append(result["note"])
-            PROGRESS.keep({"peer": row.peer.name, "restart": turn + 1, **result})
             tell(f"{turn + 1}/{restarts} {row.peer.name}: {figure(row.seconds[-1])}")
 
 

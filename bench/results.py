@@ -1,9 +1,14 @@
 """What a bench ends with: a table, a line for each key, and the same as JSON.
 
-    python bench/trainer.py --json bench/results/trainer.json
+    python bench/trainer.py --json bench/results/trainer.json [--minutes 30] [--quick]
 
 The JSON also holds the command, the date, the commit and the hardware. `docs/measurements.py` makes
 a page of such files.
+
+Each bench ends so, also after Ctrl-C, SIGTERM or the time limit of `--minutes`: with what was
+measured until then, and with a reason in place of each figure that is missing. Until the JSON is
+written, `FILE.part` holds a line for each process. The exit code is 0, or after Ctrl-C 130, after
+SIGTERM 143, and 1 if a part has failed, or by `--check` if a key is not met.
 """
 
 from __future__ import annotations
@@ -13,14 +18,16 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
+from math import inf
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -28,7 +35,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from flatout.measure import Interval, fingerprint
-from restarts import PROGRESS, Row, ratio
+from restarts import PROGRESS, Row, plain, ratio
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,27 @@ class Key:
         }
 
 
+F = TypeVar("F")
+
+
+def figure(compute: Callable[[], F]) -> F | str:
+    """Return what is computed, or the reason why it cannot be."""
+    try:
+        return compute()
+    except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
+        return PROGRESS.reason or f"{type(error).__name__}: {error}"
+
+
+def over_rows(
+    what: Callable[[Iterable[float]], float],
+    rows: Iterable[Any],
+    value: str | Callable[[Any], float],
+) -> float | str:
+    """Return the median or the like of a value of all rows, given by its name or as a function."""
+    take = itemgetter(value) if isinstance(value, str) else value
+    return figure(lambda: what([take(row) for row in rows]))
+
+
 @dataclass(frozen=True)
 class Results:
     """All that a bench found, ready to be shown.
@@ -138,12 +166,13 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_limits(parser: argparse.ArgumentParser) -> None:
+def add_limits(parser: argparse.ArgumentParser, *, minutes: float = inf) -> None:
+    PROGRESS.ends_at = monotonic() + 60 * minutes
     parser.add_argument(
         "--minutes",
         type=float,
         action=_Minutes,
-        help="time limit: no process starts later, and the results until then are shown",
+        help="time limit: what runs then is ended, and the results until then are shown",
     )
     parser.add_argument(
         "--quick", nargs=0, action=_Quick, help="two minutes and one round, marked in the output"
@@ -167,7 +196,7 @@ class _Quick(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         namespace.quick, PROGRESS.is_quick = True, True
         PROGRESS.ends_at = min(PROGRESS.ends_at, monotonic() + 120)
-        for name in ("restarts", "runs", "seeds"):
+        for name in ("restarts", "runs", "seeds", "kills", "preemptions", "rounds"):
             if hasattr(namespace, name):
                 setattr(namespace, name, 1)
 
@@ -194,17 +223,23 @@ def finish(results: Results, arguments: argparse.Namespace) -> int:
     for line in results.lines:
         table.add_row(*map(escape, line))
     console.print(table)
-    for remark in results.remarks:
+    for remark in (*results.remarks, *_ended_early()):
         console.print(remark, markup=False, soft_wrap=True)
     for key in results.keys:
         console.print(key.words, markup=False, soft_wrap=True)
     if arguments.json:
         write_json(results, arguments.json)
-    return int(arguments.check and any(key.met is False for key in results.keys))
+    is_missed = arguments.check and any(key.met is False for key in results.keys)
+    return PROGRESS.code or int(is_missed or bool(PROGRESS.failures))
+
+
+def _ended_early() -> list[str]:
+    over = [f"{PROGRESS.over}: these are the results until then"] if PROGRESS.over else []
+    return [*over, *PROGRESS.failures]
 
 
 def write_json(results: Results, where: str) -> None:
-    text = json.dumps(as_data(results), indent=1)
+    text = json.dumps(as_data(results), indent=1, default=plain)
     if where == "-":
         sys.stdout.write(text + "\n")
     else:
@@ -229,9 +264,10 @@ def as_data(results: Results) -> dict[str, Any]:
                 "lines": [list(line) for line in results.lines],
             }
         ],
-        "remarks": list(results.remarks),
+        "remarks": [*results.remarks, *_ended_early()],
         "keys": {key.name: key.value for key in results.keys},
         "details": {key.name: key.as_dict() for key in results.keys},
+        **({"measured": PROGRESS.kept} if PROGRESS.reason else {}),
         **results.data,
     }
 

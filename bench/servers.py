@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from restarts import Peer, end_peers_on_sigterm, ratio, run_in_turn, versions
+from restarts import Peer, ratio, run_in_turn, tell, versions
 from results import Key, Results, add_arguments, finish, lines_of, rows_as_data
 
 SIZES = (1, 4, 16)
@@ -40,13 +40,8 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main() -> int:
     arguments = read_arguments()
-    end_peers_on_sigterm()
     rows = run_in_turn(
         peers(), restarts=arguments.restarts, only=arguments.only, tell=tell,
         figure=lambda seconds: f"{seconds * 1e6:,.0f} us",

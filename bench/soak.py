@@ -1,6 +1,6 @@
 """Resources that a job holds after many epochs and after a few: they must not grow.
 
-    python bench/soak.py [--minutes 10] [--quick] [--only loader dataset] [--json [FILE]]
+    python bench/soak.py [--minutes 10] [--only loader dataset] [--json [FILE]]
 
 The minutes are shared by jobs of one and two ranks that read a DataLoader, a Dataset, a pipeline
 with a process, and the arrays of a compiled Keras model. Each job validates and writes a checkpoint
@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from statistics import median
+from time import monotonic
 from typing import Any
 
-from results import Key, Results, add_json_argument, finish
+from restarts import PROGRESS, PeerFailed, each, run_to_end, tell
+from results import Key, Results, add_json_argument, add_limits, finish
 
 JOB = Path(__file__).parent / "peers" / "soak_job.py"
 KINDS = ("loader", "dataset", "pipeline", "keras")
@@ -29,6 +30,7 @@ HELD = ("processes", "descriptors", "threads", "shm")
 # A job's memory changes a little from epoch to epoch: a smaller growth does not count.
 _SHARE, _BYTES = 0.05, 16 << 20
 _PATIENCE_S = 300
+_TRAINING = 0.8  # of a job's time; the rest is for its start and end
 
 
 def soak(kind: str, ranks: int, seconds: float) -> list[list[dict[str, int]]]:
@@ -42,17 +44,14 @@ def soak(kind: str, ranks: int, seconds: float) -> list[list[dict[str, int]]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = [Path(sys.executable).with_name("flatout"), "run", "--devices", str(ranks)]
-        done = subprocess.run(
-            [*command, str(JOB), kind, str(seconds), name],
-            cwd=folder,
-            env={**os.environ, "FLATOUT_CACHE": str(folder / "cache"), "KERAS_BACKEND": "torch"},
-            capture_output=True,
-            text=True,
-            timeout=seconds + _PATIENCE_S,
-            check=False,
+        out, err, code = run_to_end(
+            [*map(str, command), str(JOB), kind, str(seconds), name],
+            folder,
+            seconds + _PATIENCE_S,
+            {"FLATOUT_CACHE": str(folder / "cache"), "KERAS_BACKEND": "torch"},
         )
-        if done.returncode:
-            raise RuntimeError(f"{kind} on {ranks} ranks has failed:\n{done.stdout}{done.stderr}")
+        if code != 0:
+            raise PeerFailed(f"{kind} on {ranks} ranks has failed:\n{out}{err}")
         files = sorted(folder.glob("rank*.jsonl"))
         return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
@@ -102,33 +101,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=10.0, help="for all jobs; default 10")
-    parser.add_argument("--quick", action="store_true", help="two minutes")
     parser.add_argument("--only", nargs="*", choices=KINDS, default=KINDS, help="kinds of input")
     add_json_argument(parser)
+    add_limits(parser, minutes=10)
     parser.add_argument("--check", action="store_true", help="exit 1 if a key is not met")
     arguments = parser.parse_args()
-    minutes = 2.0 if arguments.quick else arguments.minutes
-    jobs = [(kind, ranks) for kind in arguments.only for ranks in (1, 2)]
-    rows: list[dict[str, Any]] = []
-    stopped = ""
-    try:
-        for kind, ranks in jobs:
-            rows.append(row_of(kind, ranks, soak(kind, ranks, 60 * minutes / len(jobs))))
-            print(*line_of(rows[-1]), file=sys.stderr)
-    except KeyboardInterrupt:
-        stopped = "stopped by Ctrl-C before all jobs had run"
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        stopped = str(error)
+    jobs = [*product(arguments.only, (1, 2))]
+
+    def measure(job: tuple[str, int]) -> dict[str, Any]:
+        left = PROGRESS.ends_at - monotonic()
+        row = row_of(*job, soak(*job, _TRAINING * left / (len(jobs) - jobs.index(job))))
+        tell("  ".join(line_of(row)))
+        return row
+
+    rows = each(jobs, measure)
     known = [row for row in rows if row["grown"]]
     bad = [row for row in known if any(row["grown"].values())]
     results = Results(
-        title=f"Held after the last epoch, rank 0; {minutes:g} minutes of all jobs",
+        title="Held after the last epoch, rank 0",
         headers=["job", "epochs", *HELD, "MiB", "grown"],
         lines=[line_of(row) for row in rows],
-        remarks=[stopped] if stopped else [],
-        keys=[Key("jobs_that_grow", len(bad) if known else "too few epochs", at_most=0)],
-        data={"rows": rows, "quick": arguments.quick},
+        remarks=[],
+        keys=[
+            Key(
+                "jobs_that_grow",
+                len(bad) if known else PROGRESS.reason or "too few epochs",
+                at_most=0,
+            )
+        ],
+        data={"rows": rows},
     )
     return finish(results, arguments)
 

@@ -9,7 +9,6 @@ same round; `flatout --help` is the time of the whole process.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import sysconfig
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from flatout.measure import Interval
+from restarts import PROGRESS, PeerFailed, each, report_of, tell
 from results import Key, Results, add_arguments, finish, interval_words
 
 PYTHON, AGAIN, IMPORT, HELP = "python", "python-again", "import flatout", "flatout --help"
@@ -36,7 +36,7 @@ def commands() -> dict[str, list[str]]:
 
 def milliseconds(command: Sequence[str]) -> float:
     began = time.perf_counter()
-    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    report_of(command, Path.cwd())
     return (time.perf_counter() - began) * 1e3
 
 
@@ -49,15 +49,18 @@ def time_in_turn(wanted: Mapping[str, list[str]], rounds: int) -> dict[str, list
             found[name] = []
         except FileNotFoundError:
             found[name] = f"absent: {Path(command[0]).name} is not installed"
-        except subprocess.CalledProcessError as error:
-            said = error.stderr.decode(errors="replace").strip().splitlines()
-            found[name] = f"failed: {said[-1] if said else error}"
-    for turn in range(rounds):
-        in_order = list(found.items())
-        for name, times in in_order if turn % 2 == 0 else reversed(in_order):
-            if isinstance(times, list):
-                times.append(milliseconds(wanted[name]))
-    return found
+        except PeerFailed as error:
+            found[name] = f"failed: {error}"
+    timed = [name for name, times in found.items() if isinstance(times, list)]
+    orders = [timed if turn % 2 == 0 else timed[::-1] for turn in range(rounds)]
+
+    def time_all(names: Sequence[str]) -> dict[str, float]:
+        once = {name: milliseconds(wanted[name]) for name in names}
+        tell(", ".join(f"{name} {once[name]:.1f} ms" for name in timed))
+        return once
+
+    rows = each(orders, time_all)
+    return found | {name: [row[name] for row in rows] or PROGRESS.reason for name in timed}
 
 
 def median_interval(values: Sequence[float]) -> Interval:

@@ -15,22 +15,31 @@ import sys
 from statistics import median
 from typing import Any
 
-from restarts import Peer, run_once
-from results import Key, Results, add_arguments, finish
+from restarts import Peer, each, run_once, tell
+from results import Key, Results, add_arguments, finish, over_rows
 
 KINDS = ("arrays", "waiting", "python", "numpy")
 WORKERS = ("0", "thread", "1", "2", "4", "auto")
 
 
-def run_all(kind: str, restarts: int) -> dict[str, list[dict[str, Any]]]:
+def measure(kind: str, restarts: int) -> dict[str, Any]:
     """Fits of a kind by who makes the batches, a round after the other."""
     found: dict[str, list[dict[str, Any]]] = {workers: [] for workers in WORKERS}
     for turn in range(restarts):
         for workers in WORKERS if turn % 2 == 0 else reversed(WORKERS):
             arguments = ("--kind", kind, "--workers", workers)
             found[workers].append(run_once(Peer(workers, "starved_job.py", arguments)))
-            print(f"{kind} {workers}: {found[workers][-1]['seconds']:.2f} s", file=sys.stderr)
-    return found
+            tell(f"{kind} {workers}: {found[workers][-1]['seconds']:.2f} s")
+    middle = {w: median(one["seconds"] for one in fits) for w, fits in found.items()}
+    return {
+        "kind": kind,
+        "seconds": middle,
+        "chosen": ", ".join(str(one["workers"]) for one in found["auto"]),
+        "fits": found,
+        "best": min(s for w, s in middle.items() if w != "auto") / middle["auto"],
+        "plain": middle["0"] / middle["auto"],
+        "equal": float(len({one["loss"] for fits in found.values() for one in fits}) == 1),
+    }
 
 
 def main() -> int:
@@ -40,15 +49,7 @@ def main() -> int:
     add_arguments(parser, restarts=3)
     parser.add_argument("--only", nargs="*", choices=KINDS, default=KINDS, help="kinds of Dataset")
     arguments = parser.parse_args()
-    rows, best, plain, equal = [], {}, {}, True
-    for kind in arguments.only:
-        found = run_all(kind, arguments.restarts)
-        middle = {w: median(one["seconds"] for one in fits) for w, fits in found.items()}
-        best[kind] = min(s for w, s in middle.items() if w != "auto") / middle["auto"]
-        plain[kind] = middle["0"] / middle["auto"]
-        equal = equal and len({one["loss"] for fits in found.values() for one in fits}) == 1
-        chosen = ", ".join(str(one["workers"]) for one in found["auto"])
-        rows.append({"kind": kind, "seconds": middle, "chosen": chosen, "fits": found})
+    rows = each(arguments.only, lambda kind: measure(kind, arguments.restarts))
     results = Results(
         title=f"Fits of a starved Dataset, seconds; restarts of each: {arguments.restarts}",
         headers=["Dataset", *WORKERS, "auto took"],
@@ -58,10 +59,15 @@ def main() -> int:
         ],
         remarks=[],
         keys=[
-            Key("auto_vs_best", min(best.values()), at_least=0.8, note="the worst"),
-            Key("auto_vs_plain", min(plain.values()), at_least=0.95, note="the worst"),
-            Key("auto_vs_plain_best", max(plain.values()), note="the largest gain"),
-            Key("equal", float(equal), at_least=1, note="1: the same loss, bit for bit"),
+            Key("auto_vs_best", over_rows(min, rows, "best"), at_least=0.8, note="the worst"),
+            Key("auto_vs_plain", over_rows(min, rows, "plain"), at_least=0.95, note="the worst"),
+            Key("auto_vs_plain_best", over_rows(max, rows, "plain"), note="the largest gain"),
+            Key(
+                "equal",
+                over_rows(min, rows, "equal"),
+                at_least=1,
+                note="1: the same loss, bit for bit",
+            ),
         ],
         data={"rows": rows},
     )

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from statistics import median
 
 from flatout.measure import Interval, bootstrap_ratio
-from restarts import PEERS, Peer, Row, end_peers_on_sigterm, ratio, run_in_turn, versions
+from restarts import PEERS, Peer, Row, ratio, run_in_turn, tell, versions
 from results import Key, Results, add_arguments, finish, lines_of, positive, rows_as_data
 
 sys.path.append(str(PEERS))
@@ -202,13 +202,8 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main() -> int:
     arguments = read_arguments()
-    end_peers_on_sigterm()
     rows = run_in_turn(
         peers_of(arguments.epochs, arguments.samples),
         restarts=arguments.restarts,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -27,7 +26,8 @@ from statistics import median
 import torch
 
 from flatout.save.model_file import load_model
-from results import Key, Results, add_arguments, finish, positive
+from restarts import PROGRESS, PeerFailed, each, run_to_end, tell
+from results import Key, Results, add_arguments, figure, finish, positive
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "world"))
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "submit"))
@@ -67,17 +67,10 @@ class Lab:
         self.environment = {**cluster.environment, "XDG_STATE_HOME": str(folder / "state")}
 
     def run(self, *command: str) -> str:
-        done = subprocess.run(
-            command,
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise SystemExit(f"{command[:6]}: {done.stdout}{done.stderr}")
-        return done.stdout
+        out, err, code = run_to_end(command, self.folder, variables=self.environment)
+        if code:
+            raise PeerFailed(f"{command[:6]}: {out}{err}")
+        return out
 
     def submit(self, *words: str) -> dict[str, object]:
         options = ("--yes", "--json", "--nodes", "2", "--threads", "1", "--shared", "/")
@@ -98,7 +91,7 @@ class Lab:
         until = time.monotonic() + seconds
         while not happened():
             if time.monotonic() > until:
-                raise SystemExit("the cluster does not come along")
+                raise PeerFailed("the cluster does not come along")
             time.sleep(0.05)
 
     def wait_for_steps(self, name: str, more: int) -> None:
@@ -155,9 +148,8 @@ def artifacts(cluster: Cluster, folder: Path) -> Key:
 
 
 def results(
-    hand: list[float], sent: list[float], times: int, lost: int, off: float, valid: Key
+    hand: list[float], sent: list[float], times: int, lost: list[tuple[int, float]], valid: Key
 ) -> Results:
-    overhead = median(sent) - median(hand)
     figures = [("srun by hand", hand), ("flatout submit slurm", sent)]
     return Results(
         title="Two nodes of one rank each, from the command to the first step",
@@ -165,12 +157,23 @@ def results(
         lines=[
             [name, f"{median(one):.1f}", f"{min(one):.1f}", f"{max(one):.1f}", ""]
             for name, one in figures
+            if one
         ],
         remarks=[f"Then a job of 200 steps was requeued {times} times while it trained."],
         keys=[
-            Key("overhead_s", overhead, at_most=3),
-            Key("requeue_lost_steps", float(lost), at_most=0, note="steps trained twice"),
-            Key("resubmit_same_weights", off, at_most=0, note="largest difference; 0 is bitwise"),
+            Key("overhead_s", figure(lambda: median(sent) - median(hand)), at_most=3),
+            Key(
+                "requeue_lost_steps",
+                figure(lambda: float(lost[0][0])),
+                at_most=0,
+                note="steps trained twice",
+            ),
+            Key(
+                "resubmit_same_weights",
+                figure(lambda: lost[0][1]),
+                at_most=0,
+                note="largest difference; 0 is bitwise",
+            ),
             valid,
         ],
         data={"by_hand_s": hand, "by_submit_s": sent, "preemptions": times},
@@ -185,28 +188,37 @@ def main() -> int:
     parser.add_argument("--preemptions", type=positive, default=3, metavar="N", help="default 3")
     parser.add_argument("--artifacts", action="store_true", help="only look at the matrix of jobs")
     arguments = parser.parse_args()
-    if missing() or os.getuid():
-        raise SystemExit(f"needs root and SLURM; not installed: {', '.join(missing()) or 'none'}")
-    with tempfile.TemporaryDirectory(prefix="flatout-bench-") as base:
-        (Path(base) / "slurm").mkdir()
-        (Path(base) / "jobs").mkdir()
-        cluster = Cluster(Path(base) / "slurm", "GresTypes=gpu\n")
+    hand: list[float] = []
+    sent: list[float] = []
+    lost: list[tuple[int, float]] = []
+    valid: list[Key] = []
+
+    def measure(base: Path) -> None:
+        for name in ("slurm", "jobs", "matrix"):
+            (base / name).mkdir()
+        cluster = Cluster(base / "slurm", "GresTypes=gpu\n")
         try:
-            (Path(base) / "matrix").mkdir()
-            valid = artifacts(cluster, Path(base) / "matrix")
+            valid.append(artifacts(cluster, base / "matrix"))
+            tell(valid[0].words)
             if arguments.artifacts:
-                print(valid.words)
-                return int(not valid.met)
-            lab = Lab(Path(base) / "jobs", cluster)
-            hand, sent = [], []
+                return
+            lab = Lab(base / "jobs", cluster)
             for n in range(arguments.restarts):
                 hand.append(by_hand(lab, f"hand{n}"))
                 sent.append(by_submit(lab, f"sent{n}"))
-            lost, off = preempted(lab, arguments.preemptions)
+                tell(f"{n + 1}/{arguments.restarts} by hand {hand[n]:.1f} s, sent {sent[n]:.1f} s")
+            lost.append(preempted(lab, arguments.preemptions))
         finally:
             cluster.stop()
-    found = results(hand, sent, arguments.preemptions, lost, off, valid)
-    return finish(found, arguments)
+
+    if missing() or os.getuid():
+        needed = f"needs root and SLURM; not installed: {', '.join(missing()) or 'none'}"
+        PROGRESS.failures.append(needed)
+    else:
+        with tempfile.TemporaryDirectory(prefix="flatout-bench-") as base:
+            each([Path(base)], measure)
+    checked = (valid or [Key("artefacts_valid", PROGRESS.reason)])[0]
+    return finish(results(hand, sent, arguments.preemptions, lost, checked), arguments)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import tempfile
 import torch
 
 import limits
-from restarts import PEERS, Peer, Row, end_peers_on_sigterm, ratio, run_in_turn, versions
+from restarts import PEERS, Peer, Row, ratio, run_in_turn, versions
 from results import Key, Results, add_arguments, finish, lines_of, positive, rows_as_data
 
 sys.path.append(str(PEERS))
@@ -78,7 +78,6 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=(), choices=names, metavar="PEER")
     arguments = parser.parse_args()
 
-    end_peers_on_sigterm()
     chosen = peers(arguments.epochs, arguments.samples)
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as cache:
         os.environ["FLATOUT_CACHE"] = cache  # the captured step is compiled once for all restarts

@@ -28,7 +28,6 @@ from typing import Any
 
 from sklearn.datasets import load_sample_images
 
-from convnet import tell
 from flatout.measure import bootstrap_ratio, compare_curves, fingerprint, usable_cpus
 from input_data import write_cut
 from limits import matmul_flops_per_s
@@ -37,10 +36,12 @@ from restarts import (
     Peer,
     PeerFailed,
     Row,
-    end_peers_on_sigterm,
+    each,
     ratio,
     run_in_turn,
     run_once,
+    run_part,
+    tell,
     versions,
 )
 from results import Key, Results, add_arguments, finish, lines_of, notes_of, positive, rows_as_data
@@ -237,7 +238,10 @@ def limit_key(rows: dict[str, Row], size: int) -> Key:
     name = "live_flops_vs_matmul"
     if not rows[FLATOUT].measured:
         return Key(name, rows[FLATOUT].reason)
-    most = matmul_flops_per_s(THREADS)
+    try:
+        most = run_part(lambda: matmul_flops_per_s(THREADS))
+    except PeerFailed as error:
+        return Key(name, str(error))
     flops = live_flops(size) * BATCH / median(rows[FLATOUT].seconds)
     note = f"{flops / 1e9:,.0f} of {most / 1e9:,.0f} GFLOP/s, whole steps"
     return Key(name, flops / most, note=note)
@@ -320,14 +324,13 @@ def remarks(rows: dict[str, Row]) -> Sequence[str]:
 
 def main() -> int:
     arguments = read_arguments()
-    end_peers_on_sigterm()
     on_gpu = arguments.device == "cuda"
     threads = usable_cpus() if on_gpu else THREADS
     keys: list[Key] = []
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         os.environ["FLATOUT_CACHE"] = f"{folder}/cache"  # the machine is measured now
         images = Path(folder, "images")
-        make_images(images, arguments.images)
+        each(["making the images"], lambda part: make_images(images, arguments.images))
         asked = (images, arguments.size, arguments.epochs, arguments.peer_epochs)
         chosen = peers_on_gpu(*asked, threads) if on_gpu else peers(*asked)
         rows = run_in_turn(chosen, restarts=arguments.restarts, only=arguments.only, tell=tell)

@@ -122,41 +122,6 @@ def test_a_ratio_to_what_was_not_measured_is_the_reason(make_peer):
     assert ratio(rows, "a", "b") == ratio(rows, "b", "a") == expected
 
 
-SLEEPER = """
-import os, sys, time
-from pathlib import Path
-Path(sys.argv[3]).write_text(str(os.getpid()))
-time.sleep(120)
-"""
-
-BENCH_OF_ONE = """
-import sys
-sys.path.append(sys.argv[1])
-from restarts import PEERS, Peer, end_peers_on_sigterm, run_in_turn
-end_peers_on_sigterm()
-run_in_turn([Peer("sleeper", sys.argv[2], (sys.argv[3],))], restarts=1, tell=print)
-"""
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_sigterm_ends_the_peer_that_runs(tmp_path):
-    sleeper, pid_file = tmp_path / "sleeper.py", tmp_path / "pid"
-    sleeper.write_text(SLEEPER)
-    bench = subprocess.Popen(
-        [sys.executable, "-c", BENCH_OF_ONE, str(PEERS.parent), str(sleeper), str(pid_file)]
-    )
-    wait_for(lambda: pid_file.exists() and pid_file.read_text())
-    bench.terminate()
-    assert bench.wait(timeout=60) == 143
-    assert not Path("/proc", pid_file.read_text()).exists()
-
-
 def test_versions_name_what_is_installed_and_nothing_else():
     found = versions([Peer("a", "a.py", needs=("numpy", "no_such_module_here", "torch"))])
     assert list(found) == ["numpy", "torch"]
@@ -177,52 +142,114 @@ from restarts import Peer, run_in_turn
 from results import Key, Results, add_arguments, finish, lines_of
 parser = argparse.ArgumentParser()
 add_arguments(parser, restarts=3)
-script = sys.argv.pop(1)
+script, pid = sys.argv.pop(1), sys.argv.pop(1)
 given = parser.parse_args()
-peers = [Peer(name, script, (name,)) for name in ("fast", "slow")]
+peers = [Peer(name, script, (pid, name)) for name in ("fast", "slow")]
 rows = run_in_turn(peers, restarts=given.restarts, tell=lambda line: print(line, flush=True))
 lines = lines_of(rows, "fast", str)
 keys = [Key("fast", rows["fast"].seconds[0]), Key("slow", rows["slow"].reason or 1.0)]
-finish(Results("t", ["", "", "", "", "", ""], lines, [], keys, {}), given)
+sys.exit(finish(Results("t", ["", "", "", "", "", ""], lines, [], keys, {}), given))
 """
 PAIR = """
-import json, sys, time
+import json, os, sys, time
 name = sys.argv[-1]
-print(name)
 if name == "slow":
+    open(sys.argv[-2], "w").write(str(os.getpid()))
     time.sleep(600)
 report = {"epoch_seconds": [1.0], "steps": 1, "note": ""}
 open(sys.argv[sys.argv.index("--out") + 1], "w").write(json.dumps(report))
 """
 
 
-@pytest.mark.parametrize("how", ["minutes", "interrupt"])
-def test_what_was_measured_is_shown_and_written_where_a_bench_ends_early(tmp_path, how):
+def limited(folder, *options):
+    """Start a bench of a fast and a slow peer; the slow one writes its pid."""
+    bench, file = str(Path(PEERS).parent), folder / "found.json"
+    words = [bench, str(folder / "pair.py"), str(folder / "pid"), "--json", str(file), *options]
+    return subprocess.Popen(
+        [sys.executable, "-c", LIMITED, *words], stdout=subprocess.PIPE, text=True
+    ), file
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        pytest.param(None, 0, "the time of --minutes was over", marks=pytest.mark.slow),
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "ended by SIGTERM"),
+    ],
+)
+def test_what_was_measured_is_shown_and_written_where_a_bench_ends_early(
+    tmp_path, number, code, words
+):
     (tmp_path / "pair.py").write_text(PAIR)
-    bench = str(Path(PEERS).parent)
-    file = tmp_path / "found.json"
-    command = [sys.executable, "-c", LIMITED, bench, str(tmp_path / "pair.py"), "--json", str(file)]
-    command += ["--minutes", "0.15"] if how == "minutes" else []
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    running, file = limited(tmp_path, *([] if number else ["--minutes", "0.15"]))
+    pid = tmp_path / "pid"
     assert running.stdout.readline().startswith("1/3 fast: ")
     (kept,) = (tmp_path / "found.json.part").read_text().splitlines()
     assert json.loads(kept)["epoch_seconds"] == [1.0]
-    if how == "interrupt":
-        running.send_signal(signal.SIGINT)
+    wait_for(lambda: pid.exists() and pid.read_text())
+    if number:
+        running.send_signal(number)
     said, _ = running.communicate(timeout=120)
-    assert "the results until then are shown" in said
+    assert running.returncode == code
+    assert not Path("/proc", pid.read_text()).exists()
+    assert f"{words}: these are the results until then" in said
     assert "fast 1" in said
-    assert "slow not measured" in said
+    assert f"slow not measured ({words})" in said
     found = json.loads(file.read_text())
     assert found["keys"] == {"fast": 1.0, "slow": None}
+    assert [one["peer"] for one in found["measured"]] == ["fast"]
     assert not (tmp_path / "found.json.part").exists()
+
+
+PARTS = """
+import argparse, signal, sys
+sys.path.insert(0, sys.argv.pop(1))
+from statistics import median
+from restarts import each, tell
+from results import Key, Results, add_arguments, figure, finish, over_rows
+parser = argparse.ArgumentParser()
+add_arguments(parser, restarts=1)
+given = parser.parse_args()
+def measure(part):
+    tell(f"now {part}")
+    if part == "interrupted":
+        signal.raise_signal(signal.SIGINT)
+    return {"ms": 1 / (part != "failing")}
+parts = ["right", "failing", "right again", "interrupted", "never begun"]
+rows = each(parts, measure) + each(["nor this"], measure)
+keys = [Key("ms", over_rows(median, rows, "ms")), Key("none", over_rows(median, [], "ms"))]
+sys.exit(finish(Results("t", ["", ""], [], [], keys, {}), given))
+"""
+
+
+def test_a_part_that_fails_costs_the_others_nothing_and_a_figure_without_data_says_why(tmp_path):
+    file = tmp_path / "found.json"
+    command = [sys.executable, "-c", PARTS, str(Path(PEERS).parent), "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    begun = [line for line in done.stderr.splitlines() if line.startswith("now ")]
+    assert begun == ["now right", "now failing", "now right again", "now interrupted"]
+    found = json.loads(file.read_text())
+    assert found["keys"] == {"ms": 1.0, "none": None}
+    why = "interrupted; failing failed: division by zero"
+    assert found["details"]["none"]["note"] == why
+    assert [one["part"] for one in found["measured"]] == ["right", "right again"]
+    assert f"none not measured ({why})" in done.stdout
 
 
 def test_a_quick_bench_is_marked(tmp_path):
     (tmp_path / "pair.py").write_text(PAIR.replace("600", "0"))
-    bench, file = str(Path(PEERS).parent), tmp_path / "found.json"
-    command = [sys.executable, "-c", LIMITED, bench, str(tmp_path / "pair.py"), "--json", str(file)]
-    done = subprocess.run([*command, "--quick"], capture_output=True, text=True, check=True)
-    assert "1/1 slow" in done.stdout
-    assert "--quick: one round" in done.stdout
+    running, file = limited(tmp_path, "--quick")
+    said, _ = running.communicate(timeout=120)
+    assert running.returncode == 0
+    assert "1/1 slow" in said
+    assert "--quick: one round" in said
     assert json.loads(file.read_text())["quick"] is True
