@@ -289,21 +289,19 @@ def test_rows_are_cut_where_python_cuts_them(table, quoting, newline, window, da
     text = out.getvalue()
     content = text.encode()
     dialect = csv_split.Dialect()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(csv_split, "_WINDOW", window)
-        whole = csv_split.split_rows(np.frombuffer(content, np.uint8), True, dialect)
-        pieces = [content[a:b].decode() for a, b in zip(whole.starts, whole.ends, strict=True)]
-        assert [_by_python(piece)[0] for piece in pieces] == table
-        assert not whole.problem
-        assert whole.consumed == len(content)
-        # BatchSampler anywhere, the rest is what `consumed` says.
-        cut = data.draw(st.integers(0, len(content)))
-        first = csv_split.split_rows(np.frombuffer(content[:cut], np.uint8), False, dialect)
-        rest = content[first.consumed :]
-        then = csv_split.split_rows(np.frombuffer(rest, np.uint8), True, dialect)
-        starts = [*first.starts, *(then.starts + first.consumed)]
-        assert starts == whole.starts.tolist()
-        assert [*first.ends, *(then.ends + first.consumed)] == whole.ends.tolist()
+    whole = csv_split.split_rows(np.frombuffer(content, np.uint8), True, dialect, window)
+    pieces = [content[a:b].decode() for a, b in zip(whole.starts, whole.ends, strict=True)]
+    assert [_by_python(piece)[0] for piece in pieces] == table
+    assert not whole.problem
+    assert whole.consumed == len(content)
+    # BatchSampler anywhere, the rest is what `consumed` says.
+    cut = data.draw(st.integers(0, len(content)))
+    first = csv_split.split_rows(np.frombuffer(content[:cut], np.uint8), False, dialect, window)
+    rest = content[first.consumed :]
+    then = csv_split.split_rows(np.frombuffer(rest, np.uint8), True, dialect, window)
+    starts = [*first.starts, *(then.starts + first.consumed)]
+    assert starts == whole.starts.tolist()
+    assert [*first.ends, *(then.ends + first.consumed)] == whole.ends.tolist()
 
 
 @given(st.text(st.sampled_from('ab"\n,'), max_size=60))

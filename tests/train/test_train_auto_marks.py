@@ -81,13 +81,14 @@ class Net(nn.Module):
         return self.last(Faulty.apply(x) if self.is_faulty else x)
 
 
-def train(clock, is_faulty=False, before=lambda loop: None):
+def train(clock, is_faulty=False, before=lambda loop: None, may_fork=True):
     """A Loop that has trained until nothing was left to try; bf16 and fused steps are fast.
 
     Args:
         clock: counts their seconds.
         is_faulty: whether bf16 ends the process.
         before: called before each forward.
+        may_fork: whether a child may try what has ended a run.
     """
     torch.manual_seed(0)
     said = []
@@ -98,6 +99,7 @@ def train(clock, is_faulty=False, before=lambda loop: None):
         noise=1e9,  # tests run on busy machines
         machine_rates=lambda *machine: None,  # takes seconds
         has_bf16_units=lambda device: True,
+        may_fork=may_fork,
     )
 
     def compute(batch):
@@ -162,15 +164,10 @@ def test_what_ended_a_run_is_tried_in_a_child_and_no_more(clock, monkeypatch):
     assert why in later.resolved.choices[PRECISION].reason
 
 
-def test_where_no_child_can_try_it_two_runs_are_enough(clock, monkeypatch):
-    begin = Marks.__init__
-
-    def alone(self, *given, **named):
-        begin(self, *given, **{**named, "may_fork": False})
-
-    monkeypatch.setattr(Marks, "__init__", alone)
-    assert [ended(clock, is_faulty=True) for _ in range(2)] == ["ended by SIGSEGV"] * 2
-    loop = train(clock, is_faulty=True)
+def test_where_no_child_can_try_it_two_runs_are_enough(clock):
+    alone = {"is_faulty": True, "may_fork": False}
+    assert [ended(clock, **alone) for _ in range(2)] == ["ended by SIGSEGV"] * 2
+    loop = train(clock, **alone)
     assert dropped(loop)[PRECISION].startswith("ended 2 earlier runs of this job")
     assert loop.resolved.compute.precision == "fp32"
 

@@ -18,7 +18,7 @@ from keras import layers  # noqa: E402
 import flatout  # noqa: E402
 from flatout.errors import CheckpointError, DataError, ModelError, NumbersError  # noqa: E402
 from flatout.models import as_keras_source  # noqa: E402
-from flatout.models.keras import slow_metrics  # noqa: E402
+from flatout.train.auto_terms import Terms  # noqa: E402
 
 if keras.backend.backend() != "torch":
     pytest.skip("Keras is on another backend", allow_module_level=True)
@@ -1087,7 +1087,6 @@ class Own(keras.metrics.SparseCategoricalCrossentropy):
 
 
 def test_a_metric_slower_than_the_step_is_named_and_fed_less_often(monkeypatch):
-    monkeypatch.setattr(slow_metrics, "_SHARE", 0.0)  # whatever takes any time is slow
     updates = []
     real = keras.metrics.MeanIoU.update_state
 
@@ -1113,6 +1112,7 @@ def test_a_metric_slower_than_the_step_is_named_and_fed_less_often(monkeypatch):
     updates.clear()
     said = []
     trainer = flatout.Trainer(ours, allow="exact", say=said.append)
+    trainer.terms = Terms(slow_share=0.0)  # whatever takes any time is slow
     here = trainer.fit(x, y, **arguments)
     assert_same_history(here.history, there.history, 1e-5)
     assert any(line.startswith("metric iou takes") and "at once" in line for line in said)
@@ -1133,13 +1133,13 @@ def test_metrics_that_are_not_slow_stay_in_the_step():
     assert not any(line.startswith("metric") for line in said)
 
 
-def test_what_is_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr(slow_metrics, "_SHARE", 0.0)
-    monkeypatch.setattr(slow_metrics, "_KEPT_BYTES", 16 * (8 + 12))  # one batch
+def test_what_is_kept_is_bounded():
     x, y = points(320)
     ours, theirs = twins(lambda: compiled("sgd"))
     there = theirs.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
-    here = quiet(ours, allow="exact").fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    trainer = quiet(ours, allow="exact")
+    trainer.terms = Terms(slow_share=0.0, slow_bytes=16 * (8 + 12))  # one batch
+    here = trainer.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
     assert_same_history(here.history, there.history, 1e-5)
 
 

@@ -18,11 +18,11 @@ from flatout.world.rendezvous import Rendezvous
 FACTS = {"--devices": "1", "script": "train.py, sha256 12", "torch": "2.13.0"}
 
 
-def node(rank, port, facts=FACTS, count=2, wait_s=20.0, silent_s=20.0, is_open=False):
+def node(rank, port, facts=FACTS, count=2, wait_s=20.0, silent_s=20.0, is_open=False, **more):
     ranks = None if is_open else 1
     where = f"127.0.0.1:{port}"
     nodes = Nodes(count=count, rank=rank, rendezvous=where, ranks=ranks, is_open=is_open)
-    made.append(Rendezvous(nodes, facts, wait_s=wait_s, silent_s=silent_s))
+    made.append(Rendezvous(nodes, facts, wait_s=wait_s, silent_s=silent_s, **more))
     return made[-1]
 
 
@@ -65,10 +65,9 @@ def go_on(one):
         time.sleep(0.05)
 
 
-def test_nodes_that_agree_start_their_ranks_together(monkeypatch):
-    monkeypatch.setattr("flatout.world.rendezvous._LAST_WORDS_S", 0.3)
+def test_nodes_that_agree_start_their_ranks_together():
     port = free_port()
-    nodes = [node(rank, port) for rank in range(2)]
+    nodes = [node(rank, port, last_words_s=0.3) for rank in range(2)]
     assert meet(*nodes) == [None, None]
     found = [None, None]
 
@@ -179,10 +178,9 @@ def test_a_silent_node_is_named():
 
 
 def test_the_first_node_says_how_many_ranks_each_has(monkeypatch, capfd):
-    monkeypatch.setattr("flatout.world.rendezvous._LAST_WORDS_S", 0.3)
-    port = free_port()
-    first = node(0, port, facts={**FACTS, "--devices": "2"})
-    other = node(1, port, facts={**FACTS, "--devices": "auto"}, is_open=True)
+    quick, port = {"last_words_s": 0.3}, free_port()
+    first = node(0, port, facts={**FACTS, "--devices": "2"}, **quick)
+    other = node(1, port, facts={**FACTS, "--devices": "auto"}, is_open=True, **quick)
     with monkeypatch.context() as patch:
         patch.setattr("flatout.world.rendezvous.check_devices", lambda ranks: None)
         assert meet(first, other) == [None, None]
@@ -190,8 +188,8 @@ def test_the_first_node_says_how_many_ranks_each_has(monkeypatch, capfd):
     assert "2 ranks, as node 0 (" in capfd.readouterr().err
     # A node that has less says so, and the first one hears it.
     port = free_port()
-    first = node(0, port, facts={**FACTS, "--devices": "9999"})
-    other = node(1, port, facts={**FACTS, "--devices": "auto"}, is_open=True)
+    first = node(0, port, facts={**FACTS, "--devices": "9999"}, **quick)
+    other = node(1, port, facts={**FACTS, "--devices": "auto"}, is_open=True, **quick)
     heard = meet(first, other)
     assert heard[0] is None
     assert "9999 ranks were asked for" in heard[1]

@@ -149,10 +149,9 @@ def test_one_rank_fails_first(watches):
     assert [watch.is_first_to_fail() for watch in made] == [True, False, False]
 
 
-def test_without_a_store_nothing_is_watched(monkeypatch):
-    monkeypatch.setattr("flatout.world.watch._STORE_S", 0.2)
+def test_without_a_store_nothing_is_watched():
     place = Place(0, 2, 0, 2, address="127.0.0.1", port=free_port())
-    watch = RankWatch(place, CollectiveLog(), PATIENCE_S)
+    watch = RankWatch(place, CollectiveLog(), PATIENCE_S, store_s=0.2)
     watch.start()
     assert watch.is_first_to_fail()
     assert watch.blame() == ""

@@ -144,7 +144,7 @@ def resolve(
     key = auto_cache.key(requested, stepper, batches, allow, steps) if batches else ""
     # What is compiled would be compiled again in a child.
     switch = stepper.switch
-    may_fork = switch.device.type == "cpu" and not has_compiled(switch.model)
+    may_fork = terms.may_fork and switch.device.type == "cpu" and not has_compiled(switch.model)
     marks = Marks() if world is None else Marks.of(key, world, may_fork=may_fork)
     if not batches:
         return Decision(start)

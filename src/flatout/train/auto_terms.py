@@ -54,6 +54,7 @@ class Terms:
         starts_cold: whether a first pass on a device says nothing of the next.
         known_rates: the best rates of this machine, if they were measured.
         machine_rates: measures them, which takes seconds.
+        may_fork: whether a child of this process may try what has ended an earlier run.
         longest_s: what the time before the first step takes at most.
         before_share: likewise, as a share of the run.
         fewest_steps: a run of fewer is over before anything is known.
@@ -78,6 +79,8 @@ class Terms:
         worth_s: how long an evaluation lasts before another size of batches is tried in it.
         visit_s: after a fit, how long steps of one size are timed at a time.
         ranks_s: after a fit, how long steps of ranks beside each other are timed.
+        slow_share: a Keras metric is slow that takes more than this share of the rest of a step.
+        slow_bytes: what is kept for it before it is updated with many batches.
         spells_s: seconds in turn for which a child that compiles runs and is held up.
     """
 
@@ -88,6 +91,7 @@ class Terms:
     starts_cold: Callable[[torch.device], bool] = _starts_cold
     known_rates: Callable[[str, int], Mapping[str, Any] | None] = known_rates
     machine_rates: Callable[[str, int], Any] = machine_rates
+    may_fork: bool = True
     longest_s: float = 6.0
     before_share: float = 0.05
     fewest_steps: int = 40
@@ -109,6 +113,8 @@ class Terms:
     worth_s: float = 0.2
     visit_s: float = 0.15
     ranks_s: float = 1.5
+    slow_share: float = 0.5
+    slow_bytes: int = 64 << 20
     spells_s: tuple[float, float] = (1.5, 0.25)
 
 

@@ -323,7 +323,12 @@ class CompiledObjective(Objective):
         """The compiled loss and metrics, to train or to evaluate."""
         if training:
             metrics = compiled.compiled_metrics(self.model)
-            self._slow_metrics = SlowMetrics(metrics, lambda line: loop.say(line))
+            self._slow_metrics = SlowMetrics(
+                metrics,
+                lambda line: loop.say(line),
+                share=loop.terms.slow_share,
+                kept_bytes=loop.terms.slow_bytes,
+            )
         self._count = ConfusionCount() if self._counts and not training else None
         return KerasJob(
             self.model,

@@ -33,8 +33,6 @@ _LOOK_EVERY_S = 0.05
 _BEAT_EVERY_S = 0.1
 # After this long a node counts as silent, when the loss of a rank is to be explained.
 _SILENCE_S = 5.0
-# How long the first node stays so that the others hear why the job is over.
-_LAST_WORDS_S = 5.0
 # In the store, the signal with which the node of a server alone was stopped.
 _STOP = "stopped"
 
@@ -59,6 +57,7 @@ class Rendezvous(RendezvousHandler):
         facts: what must be the same on all nodes, by name.
         wait_s: how long nodes wait for one another, in seconds.
         silent_s: how long a node may be silent before the job ends, in seconds.
+        last_words_s: how long the first node stays so that the others hear why the job is over.
 
     Attributes:
         rounds: how often all nodes have met to start ranks.
@@ -67,12 +66,18 @@ class Rendezvous(RendezvousHandler):
     """
 
     def __init__(
-        self, nodes: Nodes, facts: Mapping[str, str], *, wait_s: float, silent_s: float
+        self,
+        nodes: Nodes,
+        facts: Mapping[str, str],
+        *,
+        wait_s: float,
+        silent_s: float,
+        last_words_s: float = 5.0,
     ) -> None:
         self.nodes = nodes
         self.rounds = 0
         self.stop = 0
-        self._silent_s = silent_s
+        self._silent_s, self._last_words_s = silent_s, last_words_s
         self._preflight = Preflight(nodes, facts, wait_s=wait_s, answer_s=silent_s)
         self._own = self._preflight.own
         self._hosts = {nodes.rank: self._own.host}
@@ -182,7 +187,7 @@ class Rendezvous(RendezvousHandler):
         if self._listening is not None and not self._over.is_set():
             self._last_words = f"node {self.nodes.rank} ({self._own.host}): {why}"
             self._over.set()
-            self._listening.join(_LAST_WORDS_S)
+            self._listening.join(self._last_words_s)
 
     def tell_stop(self, signum: int) -> None:
         """This node was given a stop signal; the first one hears of it where this has no rank."""
@@ -214,7 +219,7 @@ class Rendezvous(RendezvousHandler):
                     why = store.get("ended").decode()
                     store.add("heard", 1)
                     # Where all have agreed to stop, the ranks of this node are about to end too.
-                    self._over.wait(_LAST_WORDS_S)
+                    self._over.wait(self._last_words_s)
                     self._trouble = self._trouble or why
                     return
                 self._answered = time.monotonic()
@@ -291,6 +296,6 @@ class Rendezvous(RendezvousHandler):
         self._over.set()
         if self._listening is not None:
             # Python must not end while its own thread is about to leave the store's C++.
-            self._listening.join(_LAST_WORDS_S)
+            self._listening.join(self._last_words_s)
         self._preflight.close()
         return True

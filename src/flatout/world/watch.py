@@ -36,7 +36,6 @@ _LOOK_AFTER, _TELL_AFTER = 2, 5
 _LEAST_S = 1.0
 # Where the watch of a rank that does not come says nothing.
 _LEAST_PATIENCE_S = 30.0
-_STORE_S = 10.0
 _LATEST = 16
 
 
@@ -57,10 +56,14 @@ class RankWatch:
         here: the place of this rank.
         log: of this rank.
         patience_s: how long it may wait in one collective before that is looked into, in seconds.
+        store_s: how long the job's store may take to answer.
     """
 
-    def __init__(self, here: Place, log: CollectiveLog, patience_s: float) -> None:
+    def __init__(
+        self, here: Place, log: CollectiveLog, patience_s: float, store_s: float = 10.0
+    ) -> None:
         self._here, self._log, self._patience = here, log, patience_s
+        self._store_s = store_s
         self._beat = min(_BEAT_S, patience_s * _SHARE)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flatout-watch", daemon=True)
@@ -81,7 +84,7 @@ class RankWatch:
     def start(self) -> None:
         """Begin; without a store that can be reached nothing is watched."""
         with suppress(RuntimeError):
-            self._store = _store_of(self._here)
+            self._store = _store_of(self._here, self._store_s)
             # Known before anything can go wrong, also to those who look at it from outside.
             self._set(f"process/{self._here.rank}", asdict(self._process))
             self._tell_where_it_stands()
@@ -92,7 +95,7 @@ class RankWatch:
         was_over = self._over.is_set()
         self._over.set()
         if self._thread.is_alive():
-            self._thread.join(timeout=2 * _STORE_S)
+            self._thread.join(timeout=2 * self._store_s)
         if self._store is not None and not was_over:
             with suppress(RuntimeError):
                 self._leave()
@@ -288,9 +291,9 @@ def _is_same(waiting: Waiting, question: _Question) -> bool:
     )
 
 
-def _store_of(here: Place) -> Any:
+def _store_of(here: Place, longest_s: float) -> Any:
     """The job's store, by its own connection: one that waits would hold up the ranks'."""
     import torch.distributed as dist
 
-    store = connect(here, timedelta(seconds=_STORE_S))
+    store = connect(here, timedelta(seconds=longest_s))
     return dist.PrefixStore(f"flatout-watch-{restarts()}", store)  # type: ignore[attr-defined]

@@ -16,7 +16,6 @@ from flatout.kernels import lines
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "null", "None")
 
 _NEWLINE, _RETURN = b"\n\r"
-_WINDOW = 1 << 22
 
 
 class Dialect(NamedTuple):
@@ -61,27 +60,28 @@ def dialect_of(options: Mapping[str, Any]) -> Dialect:
     return dialect
 
 
-def split_rows(buffer: Bytes, final: bool, dialect: Dialect) -> Split:
+def split_rows(buffer: Bytes, final: bool, dialect: Dialect, window: int = 1 << 22) -> Split:
     """The rows in a buffer, without their line ends; blank lines are none.
 
     Args:
         buffer: begins with a row.
         final: whether no more bytes follow.
         dialect: how rows are written.
+        window: bytes that are split at a time, where they hold a row.
     """
     quote = ord(dialect.quote) if dialect.quote else None
-    windows = (buffer[at : at + _WINDOW] for at in range(0, len(buffer), _WINDOW))
-    if quote is None or not any((window == quote).any() for window in windows):
+    windows = (buffer[at : at + window] for at in range(0, len(buffer), window))
+    if quote is None or not any((part == quote).any() for part in windows):
         return _lines(buffer, final)
     splits = [Split(np.empty(0, np.int64), np.empty(0, np.int64), 0)]
-    at, size, at_end = 0, _WINDOW, False
+    at, size, at_end = 0, window, False
     while not at_end:
         at_end = at + size >= len(buffer)
         rows = _quoted_rows(buffer[at : at + size], final and at_end, dialect)
         splits.append(rows._replace(starts=rows.starts + at, ends=rows.ends + at))
         at += rows.consumed
         # A row that is longer than the window gets a larger one.
-        size = _WINDOW if rows.consumed else 2 * size
+        size = window if rows.consumed else 2 * size
     starts, ends = (np.concatenate([rows[i] for rows in splits]) for i in (0, 1))
     return Split(starts, ends, at, splits[-1].problem if final else "")
 

@@ -20,9 +20,6 @@ import torch
 
 # Updates that are not looked at, since things are built in them, and updates that are.
 _SKIPPED, _TIMED = 3, 5
-_SHARE = 0.5
-# What is kept of targets, outputs and weights before the metric is updated with it.
-_KEPT_BYTES = 64 << 20
 
 Update = Callable[..., Any]
 
@@ -34,6 +31,8 @@ class SlowMetrics:
         metrics: Keras metrics, built.
         say: gets a line for each metric that is slow.
         clock: gives seconds.
+        share: a metric is slow that takes more than this share of the rest of a step.
+        kept_bytes: of targets, outputs and weights before a metric is updated with them.
     """
 
     def __init__(
@@ -41,9 +40,12 @@ class SlowMetrics:
         metrics: list[Any],
         say: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
+        share: float = 0.5,
+        kept_bytes: int = 64 << 20,
     ) -> None:
         self._metrics = metrics
         self._say, self._clock = say, clock
+        self._share, self._kept_bytes = share, kept_bytes
         self._updates: dict[int, Update] = {n: m.update_state for n, m in enumerate(metrics)}
         self._times: dict[int, list[float]] = {n: [] for n in self._updates}
         self._steps: list[float] = []
@@ -92,7 +94,7 @@ class SlowMetrics:
             vars(metric).pop("update_state", None)
             times = self._times[number][_SKIPPED:]
             took = median(times) if times else 0.0
-            if took <= _SHARE * max(step - took, 0.0):
+            if took <= self._share * max(step - took, 0.0):
                 continue
             words = f"metric {metric.name} takes {took * 1e3:.2f} of a step's {step * 1e3:.2f} ms"
             if type(metric).__module__.startswith("keras."):
@@ -111,7 +113,7 @@ class SlowMetrics:
             return
         kept = self._kept[number]
         size = sum(part.nbytes for parts in kept for part in parts if part is not None)
-        if kept and (size > _KEPT_BYTES or not _alike(kept[0], given)):
+        if kept and (size > self._kept_bytes or not _alike(kept[0], given)):
             self.flush()
         # A copy: the source may write the next batch into the same memory.
         copied = tuple(None if part is None else part.detach().clone() for part in given)
