@@ -1,5 +1,7 @@
 """evaluate: each sample once, whatever the batches; nothing of the model changes."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,6 +50,17 @@ def test_a_label_that_is_no_class_is_named():
     with pytest.raises(DataError, match=rf"{CLASSES} is not in 0\.\.{CLASSES - 1}") as caught:
         trainer(network()).evaluate((x, y), batch_size=7)
     assert f"sample {SAMPLES - 2}" in str(caught.value)
+
+
+def test_a_nan_in_one_sample_is_named():
+    x, y = data()
+    x[3, 1] = float("nan")
+    said = []
+    alone = flatout.Trainer(network(), loss="cross_entropy", say=said.append)
+    assert math.isnan(alone.evaluate((x, y), batch_size=7)["loss"])
+    (line,) = [line for line in said if "not finite" in line]
+    assert line.startswith("loss of this evaluation is not finite: in the data")
+    assert "inputs: NaN or infinity in sample 3" in line
 
 
 @settings(max_examples=15)

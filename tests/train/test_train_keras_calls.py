@@ -502,6 +502,75 @@ def test_class_weight_of_dense_targets_is_a_weight_of_each_place(kind, given):
     quiet(tagger(loss)).fit(*data, class_weight="balanced", **FIT)
 
 
+def compiled_for_shares(loss):
+    model = compiled()
+    model.compile("sgd", loss, weighted_metrics=["accuracy"])
+    return model
+
+
+class Words(keras.utils.PyDataset):
+    def __init__(self, x, y):
+        super().__init__()
+        self.parts = x, y
+
+    def __len__(self):
+        return len(self.parts[0]) // FIT["batch_size"]
+
+    def __getitem__(self, at):
+        own = slice(at * FIT["batch_size"], (at + 1) * FIT["batch_size"])
+        return tuple(part[own] for part in self.parts)
+
+
+def read_by_keras(given, x, y):
+    """Return arguments of fit for the same batches as arrays have."""
+    words = Words(x, y)
+    if given == "PyDataset":
+        return words, {}
+    batches = (words[at % len(words)] for at in range(1000))
+    return batches, {"steps_per_epoch": len(words)}
+
+
+@pytest.mark.parametrize("given", ["generator", "PyDataset"])
+@pytest.mark.parametrize("kind", ["one class a sample", "a class a place"])
+def test_class_weight_of_shares_that_keras_reads_is_that_of_arrays(kind, given):
+    if kind == "a class a place":
+        x, y, _ = tags()
+        model = tagger
+    else:
+        x, y = points()
+        model = compiled_for_shares
+    y = np.eye(3, dtype="float32")[y.astype(int)]
+    weights = np.vectorize(WEIGHTS.get)(y.argmax(-1)).astype("float32")
+    whole = len(x) // FIT["batch_size"] * FIT["batch_size"]
+    x, y, weights = x[:whole], y[:whole], weights[:whole]
+    loss = "categorical_crossentropy"
+    there = model(loss).fit(x, y, sample_weight=weights, **FIT).history
+    batches, steps = read_by_keras(given, x, y)
+    options = {key: value for key, value in FIT.items() if key != "batch_size"} | steps
+    compare(quiet(model(loss)).fit(batches, class_weight=WEIGHTS, **options).history, there)
+
+
+def test_class_weight_of_several_targets_says_what_to_give():
+    x, y = points()
+    targets = {"one": y, "two": y}
+
+    class Two(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = layers.Dense(3), layers.Dense(3)
+
+        def call(self, x):
+            return {"one": self.one(x), "two": self.two(x)}
+
+    model = Two()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", {"one": loss, "two": loss})
+    batches = ((x[:8], {name: part[:8] for name, part in targets.items()}) for _ in range(9))
+    with pytest.raises(ModelError, match="class_weight needs targets that are one array") as caught:
+        quiet(model).fit(batches, steps_per_epoch=2, epochs=1, class_weight=WEIGHTS, verbose=0)
+    assert "give sample_weight" in caught.value.do
+
+
 def test_class_weight_and_sample_weight_of_arrays_are_one_weight():
     x, y, weight = tags()
     trainer = quiet(tagger("sparse_categorical_crossentropy"))
@@ -533,6 +602,17 @@ def test_a_nan_in_a_validation_is_named_once_with_its_sample():
     (line,) = [note for note in history.notes if "not finite" in note]
     assert "val_loss" in line
     assert "epoch 1" in line
+    assert "inputs: NaN or infinity in sample 17" in line
+
+
+def test_a_nan_in_an_evaluation_alone_is_named_with_its_sample():
+    x, y = points()
+    x[17, 2] = np.nan
+    said = []
+    trainer = flatout.Trainer(compiled(), allow="exact", say=said.append)
+    assert np.isnan(trainer.evaluate(x, y, **ONE_PASS)["loss"])
+    (line,) = [line for line in said if "not finite" in line]
+    assert "loss of this evaluation" in line
     assert "inputs: NaN or infinity in sample 17" in line
 
 

@@ -42,7 +42,7 @@ from flatout.train.confusion import ConfusionCount
 from flatout.train.evaluate import evaluate
 from flatout.train.history import History
 from flatout.train.job import Job
-from flatout.train.job_facts import Facts
+from flatout.train.job_facts import Facts, fact
 from flatout.train.keras_callbacks import KerasCallbacks, watched
 from flatout.train.loop import Loop
 from flatout.train.objective import FitData, Objective
@@ -168,9 +168,10 @@ class CompiledObjective(Objective):
             )
             if words := split_words(y, held_out[1]):
                 loop.say(words)
-        # Keras' adapters and arrays bring the weights of their samples.
-        brings_own = not isinstance(x, (Arrays, Pipeline)) and not _is_dense(self.model, y)
-        self._is_balanced = is_balanced(data.class_weight) and not brings_own
+        is_weighed_here = isinstance(x, (Arrays, Pipeline)) or _is_dense(self.model, y)
+        self._is_balanced = is_balanced(data.class_weight) and is_weighed_here
+        # Arrays bring the weights of their samples. Keras' adapters refuse weights of classes.
+        brings_own = are_arrays(x) and not is_weighed_here
         given = None if self._is_balanced else self._given_weights(data.class_weight, y, loop)
         weights = _class_weights(given, self.model, y)
         seed = loop.seed + self.fits_before
@@ -343,7 +344,11 @@ class CompiledObjective(Objective):
     def facts(self) -> Facts:
         """What the model was compiled with, for a resume to compare."""
         callbacks = [] if self._callbacks is None else self._callbacks.callbacks
-        return {**compiled_facts(self.model), **keras_callback_facts(callbacks)}
+        return {
+            **compiled_facts(self.model),
+            **keras_callback_facts(callbacks),
+            "class_weight": fact(str(self._class_weight or "none")),
+        }
 
     def split_callbacks(self, callbacks: Any) -> tuple[list[Callback], list[Any]]:
         """Flatout's callbacks, and Keras'."""

@@ -666,15 +666,12 @@ class Fit:
         return self.job.results(self.loop.world)
 
     def _report_not_finite(self, logs: dict[str, float]) -> None:
-        bad = [n for n, v in logs.items() if isinstance(v, float) and not math.isfinite(v)]
-        names = [name for name in bad if name not in self._reported]
+        names = [name for name in guard.not_finite(logs) if name not in self._reported]
         self._reported.update(names)
         if names and self.loop.world.is_first:
-            before = random_state()
             is_validated = any(name.startswith("val_") for name in names)
             source = self.validation if is_validated else None
-            self.loop.note(guard.not_finite_words(names, self.state.epoch + 1, source))
-            set_random_state(before)
+            self.loop.note(guard.not_finite_words(names, f"epoch {self.state.epoch + 1}", source))
 
     def _check_loss(self, loss: float) -> None:
         if math.isfinite(loss) or not self.loop.step_in_epoch:

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from flatout.data import Batch, Source, named_tensors, samples_of_items
+from flatout.data import Batch, Source, differs_by_rank, named_tensors, samples_of_items
 from flatout.errors import NumbersError
 from flatout.models import adapter_of, own_names, own_part, uncompiled
 from flatout.train.losses import Value
-from flatout.train.snapshot import untouched
+from flatout.train.snapshot import random_state, set_random_state, untouched
 from flatout.train.table_reads import TableReads
 from flatout.world import ONE, LostRank, World
 
@@ -321,20 +321,31 @@ def _bad_samples(batch: Batch) -> list[str]:
     return words
 
 
-def not_finite_words(names: Sequence[str], epoch: int, validation: Source | None) -> str:
-    """Return a line about figures of an epoch that are not finite.
+def not_finite(figures: Mapping[str, Any]) -> list[str]:
+    """Return the names of figures that are NaN or infinite."""
+    return [n for n, v in figures.items() if isinstance(v, float) and not math.isfinite(v)]
+
+
+def not_finite_words(names: Sequence[str], when: str, evaluated: Source | None) -> str:
+    """Return a line about figures that are not finite.
 
     Args:
         names: names of the figures.
-        epoch: number of the epoch, from 1.
-        validation: the data in which to search for the cause; None searches no data.
+        when: of which part of the run they are, such as "epoch 1".
+        evaluated: the data in which to search for the cause; None searches no data.
     """
-    words = f"{', '.join(names)} of epoch {epoch} {'is' if len(names) == 1 else 'are'} not finite"
-    if validation is not None and validation.seekable:
-        each = (_bad_samples(batch) for batch in validation.batches(0))
-        if bad := next((found for found in each if found), None):
-            return f"{words}: in the validation data, {'; '.join(bad)}"
-        words += ", though all validation data are finite"
+    words = f"{', '.join(names)} of {when} {'is' if len(names) == 1 else 'are'} not finite"
+    if evaluated is not None and evaluated.seekable:
+        before = random_state()
+        try:
+            each = (_bad_samples(batch) for batch in evaluated.batches(0))
+            bad = next((found for found in each if found), None)
+        finally:
+            set_random_state(before)
+        if bad:
+            return f"{words}: in the data that were evaluated, {'; '.join(bad)}"
+        if not differs_by_rank(evaluated):
+            words += ", though all data that were evaluated are finite"
     return f"{words}: one batch for which the model or the metric gives NaN is enough"
 
 

@@ -451,6 +451,9 @@ class Trainer:
                 self._know(objective.build(source, self.loop))
                 source = objective.cut(source, steps, self.loop, restarts=True)
                 figures = objective.evaluate(self.loop, source)
+                names = guard.not_finite(figures or {})
+                if names and self.world().is_first:
+                    self.loop.say(guard.not_finite_words(names, "this evaluation", source))
         assert figures is not None
         return figures if return_dict else objective.in_order(figures)
 

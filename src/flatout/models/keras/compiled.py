@@ -342,7 +342,11 @@ def _as_shares(y: Any, classes: int) -> Any:
 def _weighed(batch: Batch, class_weight: Mapping[int, float], numbers: bool) -> Batch:
     """Return the batch with each weight of a sample, or of a place, times its class weight."""
     y, own = targets_of(batch)
-    assert isinstance(y, torch.Tensor)
+    if not isinstance(y, torch.Tensor):
+        raise ModelError(
+            "class_weight needs targets that are one array, as in Keras",
+            do="give sample_weight, in the structure of the targets",
+        )
     classes = classes_of(y, numbers)
     weight = torch.ones(classes.shape, dtype=torch.float32, device=classes.device)
     for number, of_class in class_weight.items():
