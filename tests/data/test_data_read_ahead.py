@@ -240,3 +240,128 @@ def test_reading_ahead_leaves_the_generators_of_the_process_alone():
     epochs(source_of(plain(clock), clock, "thread"), clock)
     assert same_state(state, random_state())
     assert EpochReader(0, None).settled == 0
+
+
+# -- a DataLoader without workers, by processes ----------------------------------------------------
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Pure Python that a thread cannot make faster; the clock of this process pays for it."""
+
+    def __init__(self, clock, rows=80):
+        self.clock, self.rows = clock, rows
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, number):
+        self.clock.now += 0.1
+        return torch.full((1,), float(number)), number % 2
+
+
+class Draws(Numbers):
+    def __getitem__(self, number):
+        x, y = super().__getitem__(number)
+        return x + random.random(), y
+
+
+class DrawsOwn(Numbers):
+    def __init__(self, clock):
+        super().__init__(clock)
+        self.draw = random.Random(1)
+
+
+class DiffersInWorkers(Numbers):
+    def __getitem__(self, number):
+        x, y = super().__getitem__(number)
+        return x + (torch.utils.data.get_worker_info() is not None), y
+
+
+def read_by(kind, total=5, workers="auto", start=0, **options):
+    """Return who made each epoch's batches, the batches, the source, and what torch draws next."""
+    clock = Clock()
+    clock.now = 0.0
+    torch.manual_seed(3)
+    random.seed(3)
+    options = {"shuffle": True, **options}
+    source = from_loader(DataLoader(kind(clock), 4, **options), workers)
+    source.reader.clock = clock
+    source.expect_epochs(total)
+    settled, found = [], []
+    for epoch in range(total):
+        for batch in source.batches(epoch):
+            clock.now += 0.02
+            if not settled or len(settled) == epoch:
+                settled.append(source.reader.settled)
+            found.append(batch)
+    return settled, found, source, torch.rand(1)
+
+
+@pytest.mark.parametrize("generator", [False, True])
+def test_processes_make_the_same_batches_where_a_thread_gains_nothing(generator):
+    made = [
+        read_by(
+            Numbers,
+            workers=workers,
+            **({"generator": torch.Generator().manual_seed(5)} if generator else {}),
+        )
+        for workers in (0, "auto", 2)
+    ]
+    (plain, wanted, _, drawn), (tried, found, source, next_drawn), (asked, others, _, last) = made
+    assert plain == [0] * 5
+    assert tried[:3] == [0, "thread", 0]
+    assert tried[3] == tried[4] >= 1
+    assert "kept" in source.report.trials[-1]
+    assert asked == [2] * 5
+    assert len(found) == 5 * STEPS
+    assert all(map(same, found, wanted))
+    assert all(map(same, others, wanted))
+    assert drawn == next_drawn == last
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Draws, "random numbers"),
+        (DrawsOwn, "its own Random"),
+        (DiffersInWorkers, "the same samples came out different"),
+    ],
+)
+def test_processes_that_would_give_other_batches_make_none(kind, why):
+    _, wanted, _, drawn = read_by(kind, workers=0)
+    settled, found, source, next_drawn = read_by(kind)
+    assert settled[-1] == 0
+    assert why in source.report.trials[-1]
+    assert all(map(same, found, wanted))
+    assert drawn == next_drawn
+
+
+def test_an_iterable_dataset_and_a_loader_of_ones_own_are_read_by_no_process():
+    class Own(DataLoader):
+        pass
+
+    for loader in (Own(Squares(80), 4), DataLoader(Counted(), 4)):
+        source = from_loader(loader, 2)
+        assert len(list(source.batches(0))) == STEPS
+        assert source.reader.settled == 0
+
+
+class Counted(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return ((torch.ones(1), number % 2) for number in range(80))
+
+
+def test_a_resume_of_what_processes_make_goes_on_with_the_same_batches():
+    _, wanted, _, _ = read_by(Numbers, total=2, workers=0)
+    torch.manual_seed(3)
+    loader = DataLoader(Numbers(Clock()), 4, shuffle=True)
+    first = from_loader(loader, 2)
+    list(first.batches(0))
+    some = list(islice(first.batches(1), 7))
+    state = first.state_dict()
+    torch.manual_seed(99)
+    again = from_loader(DataLoader(Numbers(Clock()), 4, shuffle=True), 2)
+    again.load_state_dict(state)
+    rest = list(again.batches(1, 7))
+    assert all(map(same, some + rest, wanted[STEPS:]))
+    assert len(some + rest) == STEPS

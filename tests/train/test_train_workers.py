@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import flatout
 from flatout import Recipe
@@ -67,6 +67,20 @@ def test_a_short_fit_is_read_as_written():
     found, history = fit(Quick(), "auto", 2)
     check_equal(found, fit(Quick(), 0, 2)[0])
     assert history.recipe.input.workers == 0
+
+
+@pytest.mark.parametrize("workers", [2, "thread"])
+def test_a_loader_without_workers_trains_the_same_weights_however_it_is_read(workers):
+    def trained(workers):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+        recipe = Recipe(input={"workers": workers}).replace({"compute.precision": "fp32"})
+        trainer = flatout.Trainer(model, loss="cross_entropy", recipe=recipe, allow="exact")
+        loader = DataLoader(Quick(), BATCH, shuffle=True)
+        trainer.fit(loader, epochs=2, progress=False)
+        return model.state_dict()
+
+    check_equal(trained(workers), trained(0))
 
 
 def batches():

@@ -18,6 +18,7 @@ from flatout.data import (
     only,
     stages,
 )
+from flatout.words import counted
 
 # From this share of waiting for batches on, and of this many seconds, the user is told.
 _TOLD, _TOLD_S = 0.1, 1.0
@@ -75,10 +76,15 @@ def _advice(source: Any) -> str:
             "input.workers, makes them faster"
         )
     if isinstance(source, IterableSource):
-        is_ahead = source.reader is not None and source.reader.settled == "thread"
-        how = "one thread makes batches ahead" if is_ahead else "batches are made when asked for"
+        settled = 0 if source.reader is None else source.reader.settled
+        how = "batches are made when asked for"
+        if settled == "thread":
+            how = "one thread makes batches ahead"
+        elif settled:
+            how = f"{counted(settled, 'worker')} made batches ahead"
+        tried = [] if source.reader is None else source.reader.trials
         return (
             f"{how}: a DataLoader with (more) workers, workers= of a PyDataset, or flatout.data "
-            "makes more of them at once"
+            "makes more of them at once" + f"; tried: {'; '.join(tried)}" * bool(tried)
         )
     return ""

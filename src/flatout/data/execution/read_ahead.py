@@ -1,7 +1,8 @@
-"""An iterator's items, read ahead by one thread where that is faster."""
+"""An iterator's items, read ahead by one thread or made by processes where that is faster."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from time import perf_counter
@@ -9,7 +10,15 @@ from typing import Any, Literal, TypeVar
 
 from flatout.data.execution.parallel import Ahead, Tuner
 from flatout.data.execution.reach import bound_to_training
-from flatout.data.execution.worker_tuner import WAIT, WORTH, Workers, WorkerTrial, words_of
+from flatout.data.execution.worker_tuner import (
+    CERTAIN,
+    START_S,
+    WAIT,
+    WORTH,
+    Workers,
+    WorkerTrial,
+    words_of,
+)
 from flatout.data.randomness import random_state, same_state
 
 T = TypeVar("T")
@@ -43,18 +52,22 @@ def read_ahead(items: Iterator[T], depth: int = _DEPTH) -> Generator[T, None, No
 
 
 class EpochReader:
-    """Decides between epochs whether a thread reads an iterator's batches ahead.
+    """Decides between epochs who makes an iterator's batches.
 
     The first epoch is read when batches are asked for. Where these were waited for, a thread reads
-    the next one, and goes on with it if its steps took less time.
+    the next one, and goes on with it if its steps took less time. Where batches are waited for
+    still, and processes can make them, these are tried in the same way.
 
     Args:
-        workers: "auto" for that, "thread" for a thread where one may read; else none does.
+        workers: "auto" for that, "thread" for a thread where one may read, a number for so many
+            processes where these can make the batches; else none does.
         maker: what makes the batches: its code and attributes show whether a thread may.
         clock: returns seconds.
+        most: processes at most; 0 where none can make the batches.
+        against: says why these processes would make other batches; empty for no reason.
 
     Attributes:
-        settled: "thread" where one reads, or 0.
+        settled: "thread" where one reads, a number of processes, or 0.
         kept: what was measured of it; None where that is 0 or was asked for.
         trials: what was tried, and what came of it.
         notes: what the user should know of; the caller that shows them empties the list.
@@ -65,6 +78,8 @@ class EpochReader:
         workers: Workers | Literal["auto"],
         maker: Any,
         clock: Callable[[], float] = perf_counter,
+        most: int = 0,
+        against: Callable[[], str] = str,
     ) -> None:
         self.settled: Workers = 0
         self.kept: WorkerTrial | None = None
@@ -73,27 +88,38 @@ class EpochReader:
         self.epochs: int | None = None
         self.clock = clock
         self._maker = maker
-        self._is_open = workers == "auto"
-        self._is_asked = workers == "thread"
+        self._asked: Workers = 0
+        if workers == "thread" or (workers != "auto" and most):
+            self._asked = workers
+        self._most, self._against = most, against
+        # What is still to be tried, and what a candidate is compared with.
+        self._todo = ["thread", *(["processes"] if most else [])] if workers == "auto" else []
+        self._before: Workers = 0
+        self._before_s = self._plain_s = 0.0
         self._draws = False
-        self._plain_s = self._seconds = self._waited = self._last = 0.0
+        self._seconds = self._waited = self._start_s = self._last = 0.0
         self._batches = 0
 
-    def starts_ahead(self) -> bool:
-        """An epoch begins; returns whether a thread is to read it."""
-        self._begin()
-        if self._is_asked:
-            self._is_asked = False
-            if why := bound_to_training(self._maker):
+    @property
+    def is_asked(self) -> bool:
+        """Whether the user has chosen who makes the batches."""
+        return self._asked != 0
+
+    def starts(self) -> Workers:
+        """An epoch begins; returns who is to make its batches."""
+        self._batches, self._seconds, self._waited, self._start_s = 0, 0.0, 0.0, 0.0
+        self._last = self.clock()
+        if self._asked != 0 and self.settled == 0 and not self.trials:
+            if self._asked == "thread" and (why := bound_to_training(self._maker)):
+                self._asked = 0
                 self.notes.append(f"no thread reads ahead: {why}")
-            else:
-                self.settled = "thread"
-        return self.settled == "thread"
+            self.settled = self._before = self._asked
+        return self.settled
 
     def take(self, made: Iterator[T]) -> T | None:
         """The next batch, watched for random draws as long as that matters; None at the end."""
         # The first one opens what draws an order, while the thread that trains waits for it.
-        if not self._is_open or self.settled != 0 or not self._batches:
+        if not self._todo or self.settled != 0 or not self._batches:
             return next(made, None)
         before = random_state()
         batch = next(made, None)
@@ -107,47 +133,67 @@ class EpochReader:
         if self._batches > _NOT_COUNTED:
             self._seconds += now - self._last
             self._waited += waited_s
+        elif isinstance(self.settled, int) and self.settled:
+            self._start_s += waited_s  # processes start anew in each epoch
         self._last = now
 
     def refuse(self, why: str) -> None:
-        """No thread can read."""
-        self.settled, self.kept, self._is_open = 0, None, False
-        self.trials.append(f"a thread: {why}")
+        """Neither a thread nor processes can read."""
+        self.trials.append(f"{self._kind}: {why}")
         self.notes.append(f"batches are read when they are asked for again: {why}")
+        self.settled, self._before, self.kept, self._todo = 0, 0, None, []
 
     def ended(self, epoch: int) -> None:
         """An epoch was read as a whole."""
         counted = self._batches - _NOT_COUNTED
-        if counted < 1 or not self._seconds or not self._is_open:
+        if counted < 1 or not self._seconds or self.is_asked:
             return
-        step_s, waited = self._seconds / counted, self._waited / self._seconds
-        if self.settled == "thread":
+        step_s, waited = (self._seconds + self._start_s) / counted, self._waited / self._seconds
+        if self.settled != self._before:
             self._judge(step_s)
-        else:
+            return
+        if self.settled == 0:
             self._plain_s = step_s
-            self._look(epoch, waited)
+        elif self._plain_s < WORTH * step_s:
+            self._put_back(0, self._plain_s / step_s)
+            self._todo = []
+            return
+        self._before_s = step_s
+        self._look(epoch, waited)
 
     def _look(self, epoch: int, waited: float) -> None:
-        is_last = self.epochs is not None and epoch + 1 >= self.epochs
-        if waited <= WAIT or self._waited < _LEAST_S or is_last:
+        left = epoch + 1 if self.epochs is None else self.epochs - epoch - 1
+        if waited <= WAIT or self._waited < _LEAST_S or left < 1 or not self._todo:
+            return
+        is_thread = self._todo[0] == "thread"
+        if not is_thread and self._waited * left < CERTAIN * START_S:
             return
         why = "it draws random numbers" if self._draws else bound_to_training(self._maker)
+        if not why and not is_thread:
+            why = self._against()
         if why:
-            self._is_open = False
-            self.trials.append(f"a thread: {why}")
-        else:
-            self.settled = "thread"
+            self._todo = []
+            self.trials.append(f"{'a thread' if is_thread else 'workers'}: {why}")
+            return
+        del self._todo[0]
+        needed = math.ceil(waited / max(1e-9, 1 - waited))
+        self.settled = "thread" if is_thread else max(1, min(self._most, needed))
 
     def _judge(self, step_s: float) -> None:
-        ratio = self._plain_s / step_s
+        ratio = self._before_s / step_s
         if ratio < WORTH:
-            self.settled, self.kept, self._is_open = 0, None, False
-            self.trials.append(f"{words_of('thread')}: {ratio:.2f}x, put back")
-        elif self.kept is None:
-            self.kept = WorkerTrial(self._plain_s, step_s, 0.0)
-            self.trials.append(f"{words_of('thread')}: {ratio:.2f}x, kept")
-            self.notes.append(self.kept.words("thread"))
+            self._put_back(self._before, ratio)
+            return
+        self.kept = WorkerTrial(self._plain_s, step_s, 0.0)
+        self.trials.append(f"{words_of(self.settled)}: {ratio:.2f}x, kept")
+        self.notes.append(self.kept.words(self.settled))
+        self._before, self._before_s = self.settled, step_s
 
-    def _begin(self) -> None:
-        self._batches, self._seconds, self._waited = 0, 0.0, 0.0
-        self._last = self.clock()
+    def _put_back(self, to: Workers, ratio: float) -> None:
+        self.trials.append(f"{words_of(self.settled)}: {ratio:.2f}x, put back")
+        self.settled = self._before = to
+        self.kept = self.kept if to else None
+
+    @property
+    def _kind(self) -> str:
+        return "a thread" if self.settled == "thread" else "workers"

@@ -27,7 +27,7 @@ _BATCHES, _LONG_S, _SECONDS = 16, 4.0, 0.25
 # Where a candidate is so many times faster, the window after it takes so many batches.
 _CLEARLY, _FEW_BATCHES = 1.5, 4
 # What starting worker processes costs at most, and how many times that they must be able to save.
-_START_S, _CERTAIN = 2.0, 2.0
+START_S, CERTAIN = 2.0, 2.0
 # A trial takes two windows; it must be repaid by what comes behind it.
 _TRIALS_WINDOWS = 4
 # A candidate that makes steps so many times slower is given up within its window.
@@ -232,7 +232,7 @@ class WorkerTuner:
             return "thread"
         needed = self._needed(waited)
         saves_s = self.left * step_s * min(waited, 1 - 1 / (needed + 1))
-        if not self._processes or saves_s < _CERTAIN * _START_S:
+        if not self._processes or saves_s < CERTAIN * START_S:
             return None
         # More of them are tried where these win and are still waited for.
         self._processes = needed < self._most
@@ -253,7 +253,7 @@ class WorkerTuner:
         if not self.is_trying or self._trial is None:
             return False
         window = self._window
-        expected_s = _START_S + _HOPELESS * window.in_all * self._trial.before_s
+        expected_s = START_S + _HOPELESS * window.in_all * self._trial.before_s
         return window.in_all_s > expected_s
 
     def _put_back(self, step_s: float) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from itertools import islice
 from types import FunctionType
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from flatout.data.execution.batch_sampler import (
     DEFAULT_BATCH_SIZE,
@@ -17,14 +19,17 @@ from flatout.data.execution.batch_sampler import (
     check_batch_size,
     check_workers,
 )
+from flatout.data.execution.reach import own_generator, shared_by_fork
 from flatout.data.execution.read_ahead import EpochReader
 from flatout.data.execution.worker_tuner import Workers
 from flatout.data.order import batch_seed
 from flatout.data.sources.dataset_source import DatasetSource
 from flatout.data.sources.iterable import IterableSource, length_of, name_digest
-from flatout.data.sources.tuned_dataset import TunedDatasetSource
+from flatout.data.sources.tuned_dataset import SILENT_S, TunedDatasetSource
+from flatout.data.sources.whole_batches import same_batch
 from flatout.data.sources.worker_errors import named_faults
 from flatout.errors import DataError
+from flatout.measure import usable_cpus
 
 
 def dataset(
@@ -158,6 +163,16 @@ def from_loader(loader: DataLoader[Any], workers: Workers | Literal["auto"] = 0)
         _set_epoch(epoch, *samplers, *([loader.dataset] if iterable else []))
         return named_faults(loader)
 
+    reader = None
+    if not loader.num_workers:
+        most = usable_cpus() if _can_be_copied(loader) else 0
+        reader = EpochReader(workers, loader, most=most, against=lambda: _against_copies(loader))
+
+    def begin_apart(epoch: int, workers: int) -> Generator[Any, None, None]:
+        _set_epoch(epoch, *samplers)
+        compares = reader is not None and not reader.is_asked
+        return _made_by_processes(loader, workers, compares=compares)
+
     def peek(count: int) -> list[Any]:
         is_new = getattr(loader, "_iterator", None) is None
         with closing(begin(0)) as batches:
@@ -180,10 +195,65 @@ def from_loader(loader: DataLoader[Any], workers: Workers | Literal["auto"] = 0)
         samples=_samples_per_epoch(loader, steps),
         batch_size=loader.batch_size,
         generators=[g for g in generators.values() if isinstance(g, torch.Generator)],
-        reader=None if loader.num_workers else EpochReader(workers, loader),
+        reader=reader,
+        begin_apart=begin_apart,
         peek=peek,
         own_parts=[loader.dataset, loader.collate_fn, *samplers],
     )
+
+
+def _can_be_copied(loader: DataLoader[Any]) -> bool:
+    """Return whether processes can make the batches that a loader without workers makes."""
+    is_mapped = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
+    return is_mapped and type(loader) is DataLoader and sys.platform == "linux"
+
+
+def _against_copies(loader: DataLoader[Any]) -> str:
+    """Why copies of a loader's dataset would give other samples; empty for no reason."""
+    parts = (loader.dataset, loader.collate_fn)
+    return next((why for part in parts if (why := own_generator(part) or shared_by_fork(part))), "")
+
+
+def _made_by_processes(
+    loader: DataLoader[Any], workers: int, *, compares: bool
+) -> Generator[Any, None, None]:
+    """The batches of a map-style loader without workers, which draws their samples as it would.
+
+    Raises:
+        DataError: the first batch differs from that of this process.
+    """
+    assert loader.batch_sampler is not None
+    drawn = _Drawn(loader.batch_sampler)
+    apart: DataLoader[Any] = DataLoader(
+        loader.dataset,
+        batch_sampler=drawn,
+        num_workers=workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        generator=loader.generator,
+        multiprocessing_context="fork",
+        timeout=SILENT_S,
+    )
+    for step, batch in enumerate(named_faults(apart)):
+        if compares and step == 0:
+            here = _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, False)
+            if not same_batch(batch, here.fetch(drawn.first)):  # type: ignore[no-untyped-call]
+                raise DataError("the same samples came out different")
+        yield batch
+
+
+class _Drawn:
+    """A batch sampler that keeps the first batch that it draws."""
+
+    def __init__(self, batches: Iterable[list[int]]) -> None:
+        self._batches = batches
+        self.first: list[int] = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step, numbers in enumerate(self._batches):
+            if step == 0:
+                self.first = numbers
+            yield numbers
 
 
 def _samples_per_epoch(loader: DataLoader[Any], steps: int | None) -> int | None:

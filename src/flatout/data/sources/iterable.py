@@ -19,6 +19,7 @@ from flatout.data.execution.read_ahead import EpochReader, read_ahead
 from flatout.data.execution.worker_tuner import Workers
 from flatout.data.randomness import random_state, set_random_state
 from flatout.data.tensors import as_batch, is_array
+from flatout.data.waiting import WaitStopped
 from flatout.errors import DataError
 
 _END = object()
@@ -46,6 +47,7 @@ class IterableSource:
             None.
         reader: decides whether a thread reads ahead; none does where it is None.
         reopens: whether an epoch can be opened again.
+        begin_apart: gives the iterator of an epoch whose batches so many processes make.
         own_parts: what of the user's own is called, which a look at the first batches leaves as it
             is; none where opening an epoch goes on from there.
     """
@@ -65,6 +67,7 @@ class IterableSource:
         reader: EpochReader | None = None,
         reopens: bool = True,
         own_parts: Sequence[Any] = (),
+        begin_apart: Callable[[int, int], Iterator[Any]] | None = None,
     ) -> None:
         self.own_parts = own_parts
         self.seekable = seekable
@@ -75,7 +78,7 @@ class IterableSource:
         self.steps = steps
         self.batch_size = batch_size
         self._digest = digest
-        self._begin = begin
+        self._begin, self._begin_apart = begin, begin_apart
         self._name = name
         self._generators = generators
         self._peek = peek
@@ -142,10 +145,11 @@ class IterableSource:
         return self.reader
 
     def _tuned(self, reader: EpochReader, epoch: int, start_step: int) -> Iterator[Batch]:
-        step, made = start_step, self._read(epoch, start_step)
-        # What a resume reads again was not measured.
-        is_ahead = reader.starts_ahead() and not start_step
-        if is_ahead:
+        step, workers = start_step, reader.starts()
+        if start_step and (workers == "thread" or not reader.is_asked):
+            workers = 0  # what a resume reads again was not measured
+        made = self._read(epoch, start_step, workers if isinstance(workers, int) else 0)
+        if workers == "thread":
             made = read_ahead(made)
         try:
             while True:
@@ -153,11 +157,13 @@ class IterableSource:
                 try:
                     batch = reader.take(made)
                 except Exception as error:
-                    if not (is_ahead and self._reopens):
+                    if workers == 0 or not self._reopens or isinstance(error, WaitStopped):
                         raise
                     # It may be the thread that it does not like; if not, it comes again.
                     reader.refuse(first_line(error))
-                    is_ahead, made = False, self._read(epoch, step)
+                    if step == 0:
+                        self._begin_again()
+                    workers, made = 0, self._read(epoch, step)
                     continue
                 if batch is None:
                     break
@@ -170,8 +176,8 @@ class IterableSource:
         if not start_step:
             reader.ended(epoch)
 
-    def _read(self, epoch: int, start_step: int) -> Generator[Batch, None, None]:
-        iterator = self._open(epoch, start_step)
+    def _read(self, epoch: int, start_step: int, workers: int = 0) -> Generator[Batch, None, None]:
+        iterator = self._open(epoch, start_step, workers)
         value = next(iterator, _END)
         if value is _END and start_step == 0:
             raise DataError(f"no batches: epoch {epoch} is empty, expected at least 1 batch")
@@ -191,16 +197,18 @@ class IterableSource:
         self._is_jagged = self._is_jagged or batch.is_jagged
         return batch
 
-    def _open(self, epoch: int, start_step: int) -> Iterator[Any]:
+    def _open(self, epoch: int, start_step: int, workers: int) -> Iterator[Any]:
         """The iterator of an epoch, after its first `start_step` batches."""
         here = random_state()
         if start_step and self._start is not None and self._start["epoch"] == epoch:
-            set_random_state(self._start["random"])
-            self._set_generators(self._start["generators"])
+            self._begin_again()
         else:
             generators = self._generator_states()
             self._start = {"epoch": epoch, "random": here, "generators": generators}
-        iterator = self._begin(epoch)
+        if workers and self._begin_apart is not None:
+            iterator = self._begin_apart(epoch, workers)
+        else:
+            iterator = self._begin(epoch)
         for step in range(start_step):
             if next(iterator, _END) is _END:
                 raise DataError(
@@ -210,6 +218,12 @@ class IterableSource:
         if start_step:
             set_random_state(here)
         return iterator
+
+    def _begin_again(self) -> None:
+        """Draw what this epoch has drawn once more."""
+        assert self._start is not None
+        set_random_state(self._start["random"])
+        self._set_generators(self._start["generators"])
 
     def _generator_states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._generators]

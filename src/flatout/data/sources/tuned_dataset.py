@@ -40,7 +40,7 @@ _WATCHED = 32
 # Each worker process has so many batches on their way through /dev/shm; and what is to stay free.
 _ON_THEIR_WAY, _SHM_LEAST = 4, 100e6
 # A worker process that gives nothing for so many seconds, and so many batches' time, hangs.
-_SILENT_S, _SILENT_BATCHES = 30.0, 50.0
+SILENT_S, _SILENT_BATCHES = 30.0, 50.0
 
 
 class TunedDatasetSource(DatasetSource):
@@ -196,7 +196,7 @@ class TunedDatasetSource(DatasetSource):
             # The global generators are left alone: they are those of the thread that trains, too.
             return read_ahead(self.made(self.loader(0), epoch, step, seeded=False))
         # New ones in each pass see a Dataset that was changed in between.
-        timeout = max(_SILENT_S, _SILENT_BATCHES * self.tuner.plain_s)
+        timeout = max(SILENT_S, _SILENT_BATCHES * self.tuner.plain_s)
         loader = self.loader(workers, kind=_Loader, multiprocessing_context="fork", timeout=timeout)
         return self.made(loader, epoch, step)
 

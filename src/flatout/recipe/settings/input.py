@@ -15,7 +15,8 @@ class Input(Section):
         "`thread` a thread of it ahead, a number so many worker processes. `auto` begins "
         "with 0 and, where batches are waited for, keeps what is measured faster on the job's own "
         "steps. Generators, Keras' PyDatasets and DataLoaders without workers can be read ahead "
-        "by a thread.",
+        "by a thread. Processes can make the batches of such a DataLoader of a map-style Dataset; "
+        "`auto` leaves them out where samples draw random numbers.",
         plain=0,
         # The order is a function of seed, epoch and counter; only draws made in the workers move.
         parity=lambda facts: redrawn_if(facts.draws_random_in_input, Parity.EXACT),
