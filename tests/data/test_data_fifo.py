@@ -14,9 +14,9 @@ import torch
 from data_recordio import write_recordio
 
 import flatout
+from flatout.data import Pipeline
 from flatout.data.buffers import Buffers
 from flatout.data.schema import Column, Schema
-from flatout.data.sources import fifo as fifo_module
 from flatout.data.sources.fifo import FifoStream
 from flatout.errors import DataError
 from flatout.kernels import example
@@ -232,11 +232,10 @@ def test_criteo_goes_without_a_schema(made, write):
     assert ", 700 a pass" in data.describe()
 
 
-def test_rows_of_blocks_are_bounded_by_memory(made, write, monkeypatch):
-    monkeypatch.setattr(fifo_module, "_BLOCK_BYTES", 20 * 50)  # a row takes 20 bytes
+def test_rows_of_blocks_are_bounded_by_memory(made, write):
     fifo = made()
     write(libsvm_rows(), fifo)
-    stream = FifoStream([fifo], LIBSVM, timeout_s=LIMIT_S)
+    stream = FifoStream([fifo], LIBSVM, timeout_s=LIMIT_S, block_bytes=20 * 50)  # 20 bytes a row
     sizes = [len(block) for block in stream.blocks(0, Buffers())]
     assert max(sizes) == 50
     assert sum(sizes) == ROWS
@@ -367,8 +366,7 @@ def test_a_long_line_below_the_limit(made, write):
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
-def test_the_order_of_several_pipes_is_that_of_turns(slow, made, write, monkeypatch):
-    monkeypatch.setattr(fifo_module, "_TURN", 10)
+def test_the_order_of_several_pipes_is_that_of_turns(slow, made, write):
     fifos = [made(f"p{n}") for n in range(3)]
     counts = (95, 40, 130)
     expected = []
@@ -379,8 +377,8 @@ def test_the_order_of_several_pipes_is_that_of_turns(slow, made, write, monkeypa
     for n, (fifo, count) in enumerate(zip(fifos, counts, strict=True)):
         pause = 0.01 if n == slow else 0
         write(libsvm_rows(1000 * n, count), fifo, size=100, pause=pause)
-    data = read(fifos, rows=sum(counts))
-    batches = list(data.batch(32).batches(0))
+    stream = FifoStream(fifos, LIBSVM, rows=sum(counts), timeout_s=LIMIT_S, turn=10)
+    batches = list(Pipeline(stream).batch(32).batches(0))
     assert features(batches) == expected
     assert [n for b in batches for n in b.indices.tolist()] == list(range(sum(counts)))
 

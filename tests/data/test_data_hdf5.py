@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import flatout.data
+from flatout.data import Pipeline
 from flatout.data.buffers import Buffers
 from flatout.data.chunked import ChunkedRows
 from flatout.data.files import find
-from flatout.data.sources import hdf5 as module
 from flatout.data.sources.hdf5 import HDF5Chunks, hdf5_rows
 from flatout.data.sources.mapped import MappedRows
 from flatout.errors import DataError
@@ -74,9 +74,7 @@ def _take(rows, numbers):
 def test_any_array_in_any_order(tmp_path_factory, array, byte_order, layout, piece, data):
     path = tmp_path_factory.mktemp("hdf5") / "a.h5"
     _write(path, layout, x=array.astype(array.dtype.newbyteorder(byte_order)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_PIECE", piece)
-        rows = _rows(path, "x", None)
+    rows = _rows(path, "x", None, piece_bytes=piece)
     # Booleans are an enumeration in HDF5, of one byte each.
     assert isinstance(rows, MappedRows) == (layout == "contiguous")
     numbers = data.draw(st.lists(st.integers(0, len(array) - 1), max_size=12))
@@ -103,12 +101,11 @@ def test_inputs_targets_and_weights(tmp_path, layout):
 
 
 @pytest.mark.parametrize("layout", sorted(_LAYOUTS))
-def test_several_files_shuffled(tmp_path, layout, monkeypatch):
-    monkeypatch.setattr(module, "_PIECE", 100)
+def test_several_files_shuffled(tmp_path, layout):
     _write(tmp_path / "a.h5", layout, x=_X[:30], y=_Y[:30])
     _write(tmp_path / "b.h5", "contiguous", x=_X[30:31], y=_Y[30:31])
     _write(tmp_path / "c.h5", layout, x=_X[31:], y=_Y[31:])
-    pipeline = flatout.data.hdf5(tmp_path / "*.h5")
+    pipeline = Pipeline(hdf5_rows(find(tmp_path / "*.h5"), piece_bytes=100))
     seen = list(pipeline.shuffle(seed=2).batch(8).batches(0))
     order = torch.cat([batch.indices for batch in seen]).numpy()
     assert sorted(order) == list(range(100))
@@ -122,12 +119,11 @@ def test_several_files_shuffled(tmp_path, layout, monkeypatch):
     assert rows.describe().endswith(" 100 rows")
 
 
-def test_pieces_are_whole_chunks_of_the_file(tmp_path, monkeypatch):
+def test_pieces_are_whole_chunks_of_the_file(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=np.zeros((100, 4), np.float32), chunks=(7, 2))
         file.create_dataset("y", data=np.zeros(100), chunks=(5,))
-    monkeypatch.setattr(module, "_PIECE", 24 * 20)
-    chunks = hdf5_rows(find(tmp_path / "a.h5"))
+    chunks = hdf5_rows(find(tmp_path / "a.h5"), piece_bytes=24 * 20)
     assert chunks.sizes.tolist() == [14] * 7 + [2]
 
 
@@ -322,11 +318,10 @@ def test_a_chunk_whose_checksum_does_not_match(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "packed"])
-def test_a_file_that_vanishes_shrinks_or_changes(tmp_path, layout, monkeypatch):
-    monkeypatch.setattr(module, "_PIECE", 1)
+def test_a_file_that_vanishes_shrinks_or_changes(tmp_path, layout):
     values = np.random.default_rng(0).random((20_000, 4))
     path = _write(tmp_path / "a.h5", layout, x=values)
-    rows = _rows(path, "x", None)
+    rows = _rows(path, "x", None, piece_bytes=1)
     _take(rows, [1])
     os.truncate(path, 5000)  # touching what is gone of a map would end the process
     with pytest.raises(DataError, match="has changed while it was being read"):

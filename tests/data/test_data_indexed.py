@@ -30,18 +30,22 @@ def days(tmp_path):
     return tmp_path
 
 
-def rows_of(folder, *, budget=None, faults=None, pattern="*.tsv"):
+def rows_of(folder, *, budget=None, faults=None, pattern="*.tsv", **reading):
     decoder = CriteoDecoder(criteo_schema())
     return IndexedRows(
-        find(folder / pattern), decoder, faults or ErrorPolicy(), "Criteo", budget=budget
+        find(folder / pattern),
+        decoder,
+        faults or ErrorPolicy(),
+        "Criteo",
+        budget=budget,
+        reading=indexed.Reading(**reading),
     )
 
 
 @pytest.mark.parametrize("budget", [None, 0])
 @pytest.mark.parametrize("piece", [300, 1 << 20])
-def test_rows_are_found_in_any_order(days, monkeypatch, budget, piece):
-    monkeypatch.setattr(indexed, "_PIECE", piece)
-    rows = rows_of(days, budget=budget)
+def test_rows_are_found_in_any_order(days, budget, piece):
+    rows = rows_of(days, budget=budget, piece=piece)
     assert rows.rows == 65
     numbers = np.random.default_rng(0).permutation(65)
     block = rows.take(numbers, Buffers())
@@ -119,9 +123,8 @@ def test_bad_rows_are_skipped_counted_and_named(days):
 
 
 @pytest.mark.parametrize("how", ["shorter", "longer", "gone"])
-def test_a_file_that_changes_while_it_is_read_is_named(days, monkeypatch, how):
-    monkeypatch.setattr(indexed, "_QUIET_S", 0.0)
-    rows = rows_of(days, budget=0)
+def test_a_file_that_changes_while_it_is_read_is_named(days, how):
+    rows = rows_of(days, budget=0, quiet_s=0.0)
     rows.take(np.arange(5), Buffers())
     if how == "gone":
         (days / "a.tsv").unlink()
@@ -147,12 +150,10 @@ def test_no_rows_are_an_error(tmp_path):
         rows_of(tmp_path)
 
 
-def test_a_line_without_an_end_stays_within_bounds(tmp_path, monkeypatch):
-    monkeypatch.setattr(indexed, "_PIECE", 1 << 16)
-    monkeypatch.setattr(indexed, "_LONGEST_ROW", 1 << 18)
+def test_a_line_without_an_end_stays_within_bounds(tmp_path):
     (tmp_path / "a.tsv").write_bytes(line(1).encode() + b"7" * (1 << 20))
     with pytest.raises(DataError, match=r"no row ends within 262,144 bytes"):
-        rows_of(tmp_path, budget=0)
+        rows_of(tmp_path, budget=0, piece=1 << 16, longest_row=1 << 18)
 
 
 def test_ranks_get_whole_files_where_there_are_enough(days):

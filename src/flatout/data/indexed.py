@@ -42,12 +42,8 @@ from flatout.measure import available_bytes, usable_cpus
 from flatout.words import size_words
 
 _VERSION = 1
-_PIECE = 64 << 20
-# A row of which so many bytes were read, and no end found, is taken for damage.
-_LONGEST_ROW = 1 << 28
 _ENDS = 1 << 16
 _SURVEYED = 1 << 15
-_QUIET_S = 1.0
 # Of the free memory, what the files' bytes may take.
 _HELD = 0.25
 
@@ -70,6 +66,20 @@ class Index(NamedTuple):
     notes: list[str]
 
 
+class Reading(NamedTuple):
+    """How files are read.
+
+    Attributes:
+        piece: bytes at a time.
+        longest_row: a row of which so many bytes were read, and no end found, is damaged.
+        quiet_s: seconds for which nothing is said, and files are taken to be unchanged.
+    """
+
+    piece: int = 64 << 20
+    longest_row: int = 1 << 28
+    quiet_s: float = 1.0
+
+
 class IndexedRows(Rows):
     """Rows of indexed files. Follows `flatout.data.origins.Rows`.
 
@@ -81,6 +91,7 @@ class IndexedRows(Rows):
         kind: what the format is called.
         budget: bytes of memory for the files' bytes; None means a quarter of what is free.
         say: gets a line for what takes more than a second.
+        reading: how the files are read; None for the usual way.
     """
 
     random = True
@@ -94,12 +105,13 @@ class IndexedRows(Rows):
         *,
         budget: int | None = None,
         say: Callable[[str], None] = say_as_is,
+        reading: Reading | None = None,
     ) -> None:
         self.files = list(files)
         self.decoder = decoder
         self.schema: Schema = decoder.schema
         self._kind, self._say = kind, say
-        self._bytes = _FileBytes(self.files, budget)
+        self._bytes = _FileBytes(self.files, budget, reading)
         self._policy = ErrorPolicy()  # what the index holds is good
         look = decoder.needs_survey or policy.skip
         self.index = index_of(self._bytes, decoder, policy, look, say)
@@ -179,8 +191,10 @@ class IndexedRows(Rows):
 class _FileBytes:
     """The bytes of several files as if they were one after the other."""
 
-    def __init__(self, files: Sequence[File], budget: int | None) -> None:
-        self.files = list(files)
+    def __init__(
+        self, files: Sequence[File], budget: int | None, reading: Reading | None = None
+    ) -> None:
+        self.files, self.reading = list(files), reading or Reading()
         self.bases = offsets_of([file.size for file in files])
         self.size = int(self.bases[-1])
         room = int(available_bytes() * _HELD) if budget is None else budget
@@ -203,18 +217,18 @@ class _FileBytes:
         """All bytes, read when they are first wanted."""
         with self._lock:
             if self._held is None:
-                whole = np.empty(self.size, np.uint8)
+                whole, size = np.empty(self.size, np.uint8), self.reading.piece
                 pieces = [
                     (file, whole[base : base + file.size], start)
                     for file, base in zip(self.files, self.bases, strict=False)
-                    for start in range(0, max(1, file.size), _PIECE)
+                    for start in range(0, max(1, file.size), size)
                 ]
                 with Pool(usable_cpus()) as pool:
-                    list(pool.map(lambda piece: _read_piece(*piece), pieces))
+                    list(pool.map(lambda one: _read_piece(one[0], one[1], one[2], size), pieces))
                 for file in self.files:
                     file.check_unchanged()
                 for file, piece, start in pieces:
-                    self._compare(file, start, piece[start : start + _PIECE])
+                    self._compare(file, start, piece[start : start + size])
                 self._held = whole
             return self._held
 
@@ -278,7 +292,7 @@ class _FileBytes:
             return self._numbers[at]
 
     def _check_now_and_then(self) -> None:
-        if time.monotonic() - self._checked > _QUIET_S:
+        if time.monotonic() - self._checked > self.reading.quiet_s:
             self._checked = time.monotonic()
             for file in self.files:
                 file.check_unchanged()
@@ -294,7 +308,7 @@ class _FileBytes:
         place, rest = 0, np.empty(0, np.uint8)
         with open(file.path, "rb") as opened:
             while True:
-                new = np.empty(_PIECE, np.uint8)
+                new = np.empty(self.reading.piece, np.uint8)
                 count = opened.readinto(new)  # type: ignore[arg-type]
                 self._compare(file, place + len(rest), new[:count])
                 buffer = np.concatenate([rest, new[:count]])
@@ -307,9 +321,9 @@ class _FileBytes:
                     split = getattr(decoder, "split_rest", split)
                 place += result.consumed
                 rest = buffer[result.consumed :]
-                if len(rest) > _LONGEST_ROW:
+                if len(rest) > self.reading.longest_row:
                     raise DataError(
-                        f"no row ends within {_LONGEST_ROW:,} bytes",
+                        f"no row ends within {self.reading.longest_row:,} bytes",
                         where=f"{file.name}: byte {place:,}",
                     )
         file.check_unchanged()
@@ -334,10 +348,10 @@ class _FileBytes:
         file, offset = self.files[at], position - int(self.bases[at])
         if not text:
             return f"{file.name}: byte {offset:,}"
-        before = 0
+        before, size = 0, self.reading.piece
         with suppress(OSError), open(file.path, "rb") as opened:
-            for start in range(0, offset, _PIECE):
-                piece = opened.read(min(_PIECE, offset - start))
+            for start in range(0, offset, size):
+                piece = opened.read(min(size, offset - start))
                 before += piece.count(b"\n")
         return f"{file.name}:{before + 1} (byte {offset:,})"
 
@@ -362,10 +376,10 @@ def _open_one_more(path: str) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _read_piece(file: File, whole: Bytes, start: int) -> None:
+def _read_piece(file: File, whole: Bytes, start: int, size: int) -> None:
     with as_data_error("cannot be read", file.name), open(file.path, "rb", buffering=0) as opened:
         opened.seek(start)
-        view = memoryview(whole.data)[start : start + _PIECE]
+        view = memoryview(whole.data)[start : start + size]
         while view:
             count = opened.readinto(view)
             if not count:
@@ -430,7 +444,7 @@ def _build(
             for piece, buffer, place in held.pieces(at, decoder):
                 part = _part(held, decoder, policy, look, piece, buffer, base + place, pool)
                 parts.append(part)
-                if time.monotonic() - reported > _QUIET_S:
+                if time.monotonic() - reported > held.reading.quiet_s:
                     reported = time.monotonic()
                     done = (base + place + piece.consumed) / max(1, held.size)
                     say(f"indexing {file.name}: {done:.0%} of {size_words(held.size)}")

@@ -32,11 +32,8 @@ from flatout.world import Place, place
 PipePath: TypeAlias = "str | os.PathLike[str] | TextIO"
 Presharded: TypeAlias = Literal["rank", "local_rank", "node"] | None
 
-# Rows of one pipe before it is the next one's turn: many enough to be decoded together, few enough
-# that a batch holds rows of all pipes.
-_TURN = 256
-# What is decoded at a time, in rows and in bytes: dense rows may be far larger than their text.
-_BLOCK_ROWS, _BLOCK_BYTES = 4096, 16 << 20
+# Rows that are decoded at a time.
+_BLOCK_ROWS = 4096
 
 
 class PipePart(NamedTuple):
@@ -68,6 +65,10 @@ class FifoStream:
         timeout_s: the longest time without a byte.
         longest: bytes that a record may have.
         say: gets a line when something is waited for.
+        block_bytes: what is decoded at a time, at most: dense rows may be far larger than their
+            text.
+        turn: rows of one pipe before the next one's: many enough to be decoded together, few
+            enough that a batch holds rows of all pipes.
 
     Attributes:
         rows: of this reader in a pass, where that is known.
@@ -86,6 +87,8 @@ class FifoStream:
         timeout_s: float | None = None,
         longest: int = LONGEST_RECORD,
         say: Callable[[str], None] = say_as_is,
+        block_bytes: int = 16 << 20,
+        turn: int = 256,
     ) -> None:
         self.schema = schema
         # Of several pipes no one knows how many come in which of them.
@@ -95,9 +98,9 @@ class FifoStream:
         self._paths, self._wrap = list(paths), wrap
         self._on_error, self._max_errors = on_error, max_errors
         self._timeout_s, self._longest, self._say = timeout_s, longest, say
-        self._policy = ErrorPolicy(on_error, max_errors)
+        self._policy, self._turn = ErrorPolicy(on_error, max_errors), turn
         self._changes = Changes()
-        self._block = max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // max(1, _row_bytes(schema))))
+        self._block = max(1, min(_BLOCK_ROWS, block_bytes // max(1, _row_bytes(schema))))
         self._passes = 0
         self._open: list[Pipe] = []
         self._left: set[str] = set()
@@ -204,7 +207,7 @@ class FifoStream:
         decoder = decoder_of(self.schema, self._wrap, pipe.name, self._changes)
         text = getattr(decoder, "text", True)
         # Who is alone has its turn all the time.
-        turn = left = _TURN if len(self._paths) > 1 else sys.maxsize
+        turn = left = self._turn if len(self._paths) > 1 else sys.maxsize
         rows_seen = 0
         for piece in pieces(pipe, decoder.split, text=text, longest=self._longest):
             at = 0

@@ -39,8 +39,6 @@ from flatout.errors import DataError
 if TYPE_CHECKING:
     import h5py
 
-# What is read at a time, at least.
-_PIECE = 4 << 20
 _TOLD = 20
 
 
@@ -80,8 +78,10 @@ def hdf5_rows(
     targets: Names | None = "y",
     weight: str | None = None,
     schema: Given | None = None,
+    *,
+    piece_bytes: int = 4 << 20,
 ) -> MappedRows | HDF5Chunks:
-    """What `hdf5` reads: mapped if all of it can be."""
+    """What `hdf5` reads: mapped if all of it can be; else about so many bytes at a time."""
     wanted = wanted_columns(inputs, targets, weight)
     parts: list[Part] = []
     pieces = []
@@ -106,7 +106,7 @@ def hdf5_rows(
     for file in files:
         with open(file.path, "rb") as whole:
             seals.check_beside(file, [], reader(whole.fileno()))
-    return HDF5Chunks(parts, pieces, made)
+    return HDF5Chunks(parts, pieces, made, piece_bytes)
 
 
 def _unpack_nothing(place: StoredArray) -> Any:
@@ -128,12 +128,15 @@ class HDF5Chunks:
         parts: the datasets of each file, by the column's name.
         pieces: how many rows lie together in each file.
         schema: that fits them.
+        piece_bytes: about how many bytes are read at a time.
 
     Attributes:
         file_rows: where each file's rows begin, and at last where they end.
     """
 
-    def __init__(self, parts: Sequence[Part], pieces: Sequence[int], schema: Schema) -> None:
+    def __init__(
+        self, parts: Sequence[Part], pieces: Sequence[int], schema: Schema, piece_bytes: int
+    ) -> None:
         self.schema = schema
         self._parts = list(parts)
         self._used = [column for column in schema.columns if column.role != "unused"]
@@ -142,7 +145,7 @@ class HDF5Chunks:
             places = [part[column.name] for column in self._used]
             row_bytes = sum(p.dtype.itemsize * math.prod(p.shape[1:]) for p in places)
             # Whole pieces of the file, so that each is unpacked once.
-            step = piece * max(1, _PIECE // (piece * row_bytes))
+            step = piece * max(1, piece_bytes // (piece * row_bytes))
             rows = places[0].shape[0]
             self._ranges += [
                 _Range(at, start, min(rows, start + step)) for start in range(0, rows, step)
