@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from flatout.hooks import Hook, when_imported, wrap
+from flatout.observe.model_facts import unwrapped
 from flatout.observe.observation import SharedFolds, Site
 from flatout.observe.origins import parsed, users_code
 from flatout.observe.sites import users_frame
@@ -99,9 +100,9 @@ class Folds:
         if loop is None:
             return
         for model in self._watch.models:
-            module = model.ref()
-            if module is not None and model.is_stepped and id(module) not in self._made:
-                loop.model = type(module).__name__
+            modules = unwrapped(model.ref())
+            if modules and model.is_stepped and id(modules[-1]) not in self._made:
+                loop.model = type(modules[-1]).__name__
                 self.found.append(loop)
                 break
         self._end()

@@ -10,6 +10,8 @@ from flatout.models import two_mode_layers
 from flatout.observe.observation import Model
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+# Modules around a model, which hold it as `module` or `_orig_mod`.
+_HOLDERS = {*_WRAPPERS, "AveragedModel", "OptimizedModule"}
 # Numbers that are not finite are named up to here.
 _NAMED = 20
 # Parameters of a model that are kept, and how small they are.
@@ -22,7 +24,9 @@ def unwrapped(module: Any) -> list[Any]:
     while module is not None and len(result) < 4:
         result.append(module)
         inside = module.__dict__.get("_modules", {})
-        module = inside.get("module") or inside.get("_orig_mod")
+        is_holder = any(kind.__name__ in _HOLDERS for kind in type(module).__mro__)
+        names = ("module", "_orig_mod") if is_holder else ()
+        module = next((inside[name] for name in names if name in inside), None)
     return result
 
 

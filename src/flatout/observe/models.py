@@ -52,6 +52,7 @@ class SeenModel(Called):
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.ref: ref[Any] = ref(module)
+        self._innermost: ref[Any] = ref(unwrapped(module)[-1])
         self.has_parameters = next(module.parameters(), None) is not None
         self.facts = Model(f"{type(module).__module__}.{type(module).__qualname__}")
         self.facts.is_told = is_layer(module)
@@ -84,7 +85,9 @@ class SeenModel(Called):
         Where a call does not tell layers that compute otherwise in training, they do not.
         """
         if not self.facts.is_told:
-            return bool(module.training)
+            # A script may switch the model in a DistributedDataParallel alone.
+            innermost = self._innermost()
+            return bool((module if innermost is None else innermost).training)
         told = kwargs.get("training")
         return not two_mode_layers(module) if told is None else bool(told)
 

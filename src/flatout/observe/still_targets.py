@@ -14,7 +14,7 @@ from math import sqrt
 from typing import Any
 
 from flatout.hooks import is_anything_compiled
-from flatout.observe.model_facts import local
+from flatout.observe.model_facts import local, unwrapped
 from flatout.observe.models import SeenModel
 from flatout.observe.observation import StillTarget
 from flatout.observe.replicas import number_of
@@ -106,7 +106,7 @@ class StillTargets:
             module = seen.ref()
             if module is None or seen.facts.is_told or not seen.has_parameters:
                 continue
-            own = dict(module.named_parameters())
+            own = dict(unwrapped(module)[-1].named_parameters())
             if not any(id(tensor) in stepped for tensor in own.values()):
                 others.append((seen, module, own))
             elif all(id(tensor) in stepped for tensor in own.values()):

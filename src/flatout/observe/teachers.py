@@ -13,7 +13,7 @@ from typing import Any
 
 from flatout.hooks import after_forward, before_forward, is_anything_compiled
 from flatout.observe.inside import acts_in_training
-from flatout.observe.model_facts import local, some_of
+from flatout.observe.model_facts import local, some_of, unwrapped
 from flatout.observe.models import SeenModel
 from flatout.observe.observation import Teacher
 from flatout.observe.replicas import number_of
@@ -207,10 +207,10 @@ def _tensors(torch: Any, output: Any) -> Iterator[Any]:
 
 def _is_near(module: Any, other: Any) -> bool:
     """Whether it has the other one's weights, or had them a while ago."""
-    theirs = dict(other.named_parameters())
+    theirs = dict(unwrapped(other)[-1].named_parameters())
     apart = [
         _apart(tensor, theirs[name])
-        for name, tensor in module.named_parameters()
+        for name, tensor in unwrapped(module)[-1].named_parameters()
         if name in theirs and tensor.dim() > 1 and tensor.shape == theirs[name].shape
     ][:_MATRICES]
     return bool(apart) and median(apart) < _COPY

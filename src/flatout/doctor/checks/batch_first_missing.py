@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Layers that got batches of a loader that shuffles, or of texts whose targets are the next
     tokens, with the samples where they take steps."""

@@ -43,10 +43,30 @@ RANK_CHECKS: list[Check[Sequence[Observation]]] = []
 
 
 def check(
-    *, edit: Write | None = None, lane: str = ""
+    *, edit: Write | None = None, lane: str = "", hooks: bool = False
 ) -> Callable[[Callable[[Observation], Findings]], Callable[[Observation], list[Finding]]]:
-    """Registers a function of an Observation as the check that its file is named after."""
-    return partial(_register, CHECKS, edit, lane)
+    """Registers a function of an Observation as the check that its file is named after.
+
+    Args:
+        edit: as in a Check.
+        lane: as in a Check.
+        hooks: whether what it reads is seen by hooks on modules or functions of torch, which stay
+            away where a script compiles: they would compile it again.
+    """
+    if not hooks:
+        return partial(_register, CHECKS, edit, lane)
+    return lambda look: _register(CHECKS, edit, lane, _unless_compiled(look))
+
+
+def _unless_compiled(look: Callable[[Observation], Findings]) -> Callable[[Observation], Findings]:
+    @wraps(look)
+    def found(observation: Observation) -> Findings:
+        findings = list(look(observation))
+        if not findings and observation.compiles:
+            raise NoSignal("the script compiles, and hooks for this would compile it again")
+        return findings
+
+    return found
 
 
 def rank_check(

@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Whether frozen leading layers, or a frozen module before the model, take much of a step."""
     for backbone in observation.backbones:

@@ -24,7 +24,7 @@ _OF_PIECE_S = 3e-7
 """Seconds that torch or numpy takes for each tensor or array of those which it puts together."""
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Lines whose result is longer by as much with each step: their time grows likewise."""
     if observation.steps < _LOOKED:

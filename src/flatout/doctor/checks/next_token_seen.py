@@ -12,7 +12,7 @@ _LOOKED = 3
 _SHARED = ("DataParallel", "FullyShardedDataParallel")
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Models whose outputs change with the token that they are to tell."""
     if observation.steps < _LOOKED:

@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Cells whose inputs are parts of one tensor, and whose states go from step to step as they
     are."""

@@ -11,7 +11,7 @@ from flatout.observe import Observation
 _CALLS = 2
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Calls over the first dimension, which a shuffled batch of a loader has as its samples."""
     models(observation)

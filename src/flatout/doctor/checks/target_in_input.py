@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import LeakedTarget, Observation
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Whether the target was found in the input, as it is or in other units."""
     if not observation.loss_looks:

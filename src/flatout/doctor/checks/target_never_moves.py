@@ -12,7 +12,7 @@ _WHOLE, _STOPPED = 200, 20_000
 have been stopped before the first time."""
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Copies of a trained model that give its targets, and are as they were."""
     needed = _WHOLE if observation.ended == "done" else _STOPPED

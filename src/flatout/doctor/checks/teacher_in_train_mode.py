@@ -11,7 +11,7 @@ _LOOKED = 8
 """After fewer steps nothing was looked at."""
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Models that no optimizer steps, called in each step with layers in train mode."""
     if observation.steps < _LOOKED:

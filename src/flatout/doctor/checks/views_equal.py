@@ -11,7 +11,7 @@ _LOOKED = 8
 """After fewer steps nothing was looked at."""
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Models that get the same pictures twice in a step, in tensors of their own."""
     if observation.steps < _LOOKED:
