@@ -6,6 +6,8 @@ from torch import nn
 
 import flatout
 from flatout.errors import NumbersError
+from flatout.kernels import table_rows
+from flatout.recipe import Compute, Recipe
 
 
 def data(dtype=torch.float32):
@@ -134,6 +136,50 @@ def test_rows_that_no_later_step_reads_are_found_at_the_end_of_an_epoch():
         next(epochs)
     loop.close(caught.value)
     assert not torch.isfinite(model.rows.weight).all()
+
+
+class LastRowMasked(nn.Module):
+    """Its gradient of row 7 is 0, for which Adam with eps=0 divides by 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.out = nn.Embedding(8, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out(self.rows(x) * (x < 7)[:, None])
+
+
+def by_rows(epochs):
+    """Return a trainer of a table stepped by rows, and its fit of one step an epoch."""
+    torch.manual_seed(0)
+    model = LastRowMasked()
+    trainer = flatout.Trainer(
+        model,
+        optimizer=torch.optim.Adam(model.parameters(), eps=0.0),
+        recipe=Recipe(compute=Compute(touched_rows="on", precision="fp32")),
+        say=lambda line: None,
+    )
+    given = torch.arange(8), torch.arange(8) % 2
+    return trainer, lambda: trainer.fit(given, batch_size=8, epochs=epochs, verbose=0)
+
+
+needs_kernel = pytest.mark.skipif(not table_rows.available(), reason="the C extension is absent")
+
+
+@needs_kernel
+def test_a_damaged_row_that_no_batch_reads_again_is_found_before_saving(tmp_path):
+    trainer, fit = by_rows(epochs=1)
+    fit()
+    with pytest.raises(NumbersError, match=r"in weight rows\.weight"):
+        trainer.save(tmp_path / "model.safetensors")
+
+
+@needs_kernel
+def test_a_damaged_row_is_found_by_the_batch_that_reads_it():
+    _, fit = by_rows(epochs=2)
+    with pytest.raises(NumbersError, match=r"in weight rows\.weight") as caught:
+        fit()
+    assert "step 1 or earlier" in str(caught.value)
 
 
 def test_a_gradient_that_is_bad_still_leaves_the_weights_before_it():
