@@ -365,3 +365,20 @@ def test_a_resume_of_what_processes_make_goes_on_with_the_same_batches():
     rest = list(again.batches(1, 7))
     assert all(map(same, some + rest, wanted[STEPS:]))
     assert len(some + rest) == STEPS
+
+
+def test_processes_are_tried_after_a_thread_that_has_become_slow():
+    now = [0.0]
+    reader = EpochReader("auto", [], lambda: now[0], most=2)
+    reader.epochs = 10
+    steps_s = {0: 1.0, "thread": 0.8, 1: 0.5, 2: 0.5}
+    settled = []
+    for epoch in range(6):
+        settled.append(reader.starts())
+        step_s = 2.0 if epoch == 2 else steps_s[settled[-1]]
+        for _ in range(10):
+            now[0] += step_s
+            reader.used(step_s / 2)
+        reader.ended(epoch)
+    assert settled[:4] == [0, "thread", "thread", 0]
+    assert settled[4] == settled[5] >= 1

@@ -156,7 +156,6 @@ class EpochReader:
             self._plain_s = step_s
         elif self._plain_s < WORTH * step_s:
             self._put_back(0, self._plain_s / step_s)
-            self._todo = []
             return
         self._before_s = step_s
         self._look(epoch, waited)
