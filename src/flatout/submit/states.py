@@ -24,8 +24,7 @@ class State(StrEnum):
     def is_final(self) -> bool:
         """Return whether nothing comes after it.
 
-        Of a job that has ended its cluster does not tell how. A lost job is one that its cluster
-        does not know.
+        The cluster does not tell how an `ended` job ended, and it does not know a `lost` one.
         """
         return self in (State.succeeded, State.failed, State.canceled, State.ended, State.lost)
 
