@@ -230,6 +230,7 @@ NO_LOSS = {"loss_looks": 0, "in_losses": []}
 NO_STEPS = {"steps": 0, "step_ms": []}
 PINNED = {"in_training": True, "pin_memory": True}
 MADE = Site(HERE.file, HERE.line, "weights = torch.ones(10).to(device)")
+ON_CPU = {"devices": ["cpu"]}
 TABLE = {"layers": {"Embedding": 1}}
 SHAPES = {"inputs": [("[64, 31] float32", 40), ("[64, 32] float32", 30), ("[64, 33] float32", 30)]}
 KMP = {"KMP_AFFINITY": "compact", "KMP_INIT_AT_FORK": "FALSE"}
@@ -424,8 +425,8 @@ ROWS = {
         cost=6.0,  # samples that are kept are not read either
     ),
     "table_dense": Row(
-        job(model=TABLE, optimizer={"sparse_share": 0.01}, lanes={"optimizer": 3.0}),
-        job(model=TABLE, optimizer={"sparse_share": 0.9}, lanes={"optimizer": 3.0}),
+        job(model=TABLE, optimizer={**ON_CPU, "sparse_share": 0.01}, lanes={"optimizer": 3.0}),
+        job(model=TABLE, optimizer={**ON_CPU, "sparse_share": 0.9}, lanes={"optimizer": 3.0}),
         job(model=TABLE),
         cost=8.5 * 0.99,
     ),
