@@ -121,6 +121,30 @@ def test_a_model_of_the_users_is_no_wrapper_though_it_holds_a_module():
     assert unwrapped(compiled)[-1] is own
 
 
+ADDED_UP = """
+model = wrapped(make())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(24):
+    for batch in torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True):
+        functional.mse_loss(model(batch), torch.zeros(8, 4)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_means_that_are_added_up_undivided_are_found_or_not_counted_as_looked_for(
+    tmp_path, wrapper
+):
+    verdict = judge([seen(tmp_path, wrapper, ADDED_UP)], inventory())
+    name = "accumulation_undivided"
+    assert name not in verdict.passed
+    assert (name in [item.name for item in verdict.findings]) is not bool(wrapper)
+    unknown = dict(verdict.unknown)
+    assert (name in unknown) is bool(wrapper)
+    assert not wrapper or "DistributedDataParallel changes gradients" in unknown[name]
+
+
 HOOKED = {
     "batch_first_missing", "frozen_recomputed", "history_grows", "next_token_seen",
     "recurrent_by_step", "softmax_over_batch", "target_in_input", "target_never_moves",

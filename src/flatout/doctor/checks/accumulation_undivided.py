@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.doctor.checks.check import Findings, check
+from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, in_losses
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Optimizer
@@ -13,11 +13,21 @@ _SCALED = ("SGD", "ASGD", "LBFGS")
 _DECOUPLED = ("AdamW",)
 """Optimizers whose decay is no part of the gradient."""
 
+_SHARED = ("DistributedDataParallel", "FullyShardedDataParallel")
+"""What changes gradients in each backward pass."""
+
 
 @check()
 def look(observation: Observation) -> Findings:
     """Whether losses that are means were added up over batches of the loader."""
-    for loss in in_losses(observation, "undivided"):
+    losses = list(in_losses(observation, "undivided"))
+    shared = {model.wrapper for model in observation.models} & {*_SHARED}
+    if not losses and shared and any(item.backwards > 1 for item in observation.optimizers):
+        raise NoSignal(
+            f"{min(shared)} changes gradients itself: their division by the script is not told "
+            "apart from that"
+        )
+    for loss in losses:
         many = loss.detail["backwards"]
         optimizer = next(iter(observation.optimizers), None)
         name = "" if optimizer is None else optimizer.kind.rpartition(".")[2]
