@@ -11,7 +11,7 @@ from flatout.forecast.collectives import Link
 from flatout.forecast.interval import Spreading, conformal_factor
 from flatout.forecast.job import Job, Prior, ReductionTime, Shape, StepTime
 from flatout.forecast.overlap import Bucket, cut, exposed
-from flatout.forecast.step import MachineDraws, sending, step_terms
+from flatout.forecast.step import LINK_ERROR, MachineDraws, sending, step_terms
 from flatout.forecast.stragglers import Spread, expected_maximum, normal_maximum
 
 LINK = Link(np.array([1e-4]), np.array([1e-9]), np.array([1e-10]))
@@ -118,6 +118,33 @@ def test_a_step_is_the_sum_of_its_terms():
     assert sum(limited.values())[0] == pytest.approx(2.0)
     total = step_terms(job, Shape(4, 1, 64), known(total_input=64.0))
     assert sum(total.values())[0] == pytest.approx(4.0)
+
+
+def test_a_ring_through_all_ranks_leaves_each_host_once():
+    """With all the bytes on a host's link, but most of its hops within hosts."""
+    draws = known(rtt=2e-3, nic=1e9, summing=1e15, inside=1e12, hidden=0.0)
+    gathered = Job(buckets=(Bucket(1.0, 1.0),), batch=64, strategy="fsdp")
+    hops = 31 * (28 * 1e-4 + 4 * 1e-3) / 32
+    found = step_terms(gathered, Shape(4, 8, 64), draws)["gradient sync"][0]
+    assert found == pytest.approx(3 * hops, rel=1e-3)  # twice gathered, once scattered
+    summed = Job(buckets=(Bucket(100 * MB, 1.0),), batch=64, reduction="nccl")
+    hops = 2 * 7 * (6 * 1e-4 + 2 * 1e-3) / 8
+    found = step_terms(summed, Shape(2, 4, 64), draws)["gradient sync"][0]
+    assert found == pytest.approx(hops + 2 * 7 / 8 * 0.1, rel=1e-3)
+
+
+def test_links_are_less_certain_the_further_from_what_was_timed():
+    one = known(nic=1e8, summing=1e15, rtt=1e-9, hidden=0.0).take(np.zeros(4000, int))
+    job, shape = Job(buckets=cut(400 * MB), batch=64), Shape(4, 1, 64)
+    spread = [
+        float(np.std(np.log(step_terms(job, shape, one, growth=growth)["gradient sync"])))
+        for growth in (1.0, 2.0, 4.0)
+    ]
+    assert spread == pytest.approx([0.0, LINK_ERROR, 2 * LINK_ERROR], abs=0.01)
+    # What was hidden at the timed ranks may be more than backward hides at others.
+    hidden = replace(one, hidden=0 * one.hidden + 1, nic=0 * one.nic + 1.2e9)
+    syncs = [step_terms(job, shape, hidden, growth=n)["gradient sync"] for n in (1.0, 4.0)]
+    assert np.quantile(syncs[1], 0.95) > 3 * syncs[0][0]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from flatout.forecast.forecast import COVERED, Forecast, Point, Side, widenings
 from flatout.forecast.interval import Spreading
 from flatout.forecast.job import Job
 from flatout.forecast.profiled import BUSY, input_wait, use_of
+from flatout.forecast.step import step_terms
 from flatout.forecast.uncertain import MEASUREMENTS, shares
 from flatout.words import counted, duration, rounded
 
@@ -226,7 +227,9 @@ def _narrow(side: Side) -> Iterator[Decision]:
     point = side.points[-1]
     if point.rate.high / point.rate.low < 1.1:
         return
-    known = shares(side.draws, side.rates(point.shape))
+    # Without the model's own error, which no measurement of the machine makes less.
+    seconds = sum(step_terms(side.measured.job, point.shape, side.draws).values())
+    known = shares(side.draws, point.shape.samples / np.asarray(seconds))
     if side.measured.has_crossed or point.hosts == 1 or not isinstance(side.asked.network, float):
         known.pop("network")
     # What was measured and is still uncertain is noise.
@@ -236,7 +239,7 @@ def _narrow(side: Side) -> Iterator[Decision]:
         known.pop("host")
     best = max(known, key=lambda name: known[name])
     if known[best] >= _TELLS:
-        words = f"{MEASUREMENTS[best][1]} ({known[best]:.0%} of what is uncertain)"
+        words = f"{MEASUREMENTS[best][1]} ({known[best]:.0%} of what can be measured)"
         yield Decision("narrow", best, words, known[best])
 
 

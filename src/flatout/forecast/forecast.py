@@ -215,8 +215,8 @@ class Side:
 
     def rates(self, shape: Shape, job: Job | None = None) -> Floats:
         """Samples per second, a draw in each place."""
-        is_timed = shape.ranks <= self.measured.most_ranks
-        terms = step_terms(job or self.measured.job, shape, self.draws, is_timed=is_timed)
+        growth = shape.ranks / self.measured.most_ranks
+        terms = step_terms(job or self.measured.job, shape, self.draws, growth=growth)
         return shape.samples / np.asarray(sum(terms.values()))
 
     @property

@@ -25,7 +25,7 @@ class Job:
         batch: samples of one rank's step to which times refer.
         backward: what share of a step's computing it is.
         strategy: as `world.strategy`.
-        reduction: as `world.reduction`; "nccl" is its all-reduce, first within hosts.
+        reduction: as `world.reduction`; "nccl" is its all-reduce, in a ring.
         compression: as `world.compression`.
         powersgd_rank: of it.
         servers: how many parameter servers.

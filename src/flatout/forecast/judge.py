@@ -96,11 +96,12 @@ def judge(wanted: Iterable[Series] | None = None) -> list[Case]:
     for item in series() if wanted is None else wanted:
         count = len(item.shapes)
         for rows in range(min(2, count - 1), count):
-            cases += _predicted(item, rows)
+            cases += predicted(item, rows)
     return cases
 
 
-def _predicted(series: Series, rows: int) -> list[Case]:
+def predicted(series: Series, rows: int) -> list[Case]:
+    """Predict all rows after the first ones, so many of which calibrate the model."""
     known = [series.row(place) for place in range(rows)]
     prior = series.prior
     if series.reads_files:
@@ -115,7 +116,7 @@ def _predicted(series: Series, rows: int) -> list[Case]:
     rng = np.random.default_rng(1)
     for place in range(rows, len(series.shapes)):
         row = series.row(place)
-        seconds = total_seconds(series.job, row, draws, is_timed=False)
+        seconds = total_seconds(series.job, row, draws, growth=row.shape.ranks / largest)
         seconds = seconds * np.exp(row.noise * rng.standard_normal(len(seconds)))
         cases.append(
             Case(

@@ -22,10 +22,11 @@ TERMS = ("compute", "shared host", "stragglers", "gradient sync", "input")
 """What a step's time is made of."""
 # Rows go there, their gradients back, and both need the ids.
 _ROW_TRIPS = 2.1
-# By how much the model is wrong of what more ranks exchange than were timed: the standard deviation
-# of its logarithm. Without it a quarter of the lab's rates lie outside of their intervals of 90%,
-# with it 6%, see bench/forecast.py; published rates lie within them with and without.
-_EXCHANGE_ERROR = 0.1
+LINK_ERROR = 0.18
+"""How wrong the model is about links at twice the ranks that were timed.
+
+The standard deviation of the logarithm; as much again at each further doubling.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,20 @@ class MachineDraws:
         names = [item.name for item in fields(self) if item.name != "corrections"]
         return replace(self, **{name: getattr(self, name)[places] for name in names})
 
+    def beyond(self, growth: float) -> MachineDraws:
+        """With links as slow or fast as they may be for so many times the ranks that were timed."""
+        if growth <= 1:
+            return self
+        drawn = np.random.default_rng(4).standard_normal(len(self.seconds))
+        off = np.exp(LINK_ERROR * math.log2(growth) * drawn)
+        return replace(
+            self,
+            rtt=self.rtt * off,
+            nic=self.nic / off,
+            summing=self.summing / off,
+            inside=self.inside / off,
+        )
+
     def correction(self, ranks: int) -> float:
         """Return the factor by which the model's time of a step is multiplied."""
         if not self.corrections:
@@ -66,7 +81,7 @@ class MachineDraws:
 
 
 def step_terms(
-    job: Job, shape: Shape, draws: MachineDraws, *, is_timed: bool = True
+    job: Job, shape: Shape, draws: MachineDraws, *, growth: float = 1.0
 ) -> dict[str, Floats]:
     """Seconds of a step by term, `TERMS`; without limits by input where `seconds` says so.
 
@@ -74,9 +89,10 @@ def step_terms(
         job: that makes it.
         shape: its ranks.
         draws: of what the machine and the network may be.
-        is_timed: whether steps of as many ranks were timed; else the model's own error of what
-            they exchange is drawn, too.
+        growth: its ranks as a multiple of the most that were timed. Above 1 the model's own error
+            of what they exchange is drawn, too.
     """
+    draws = draws.beyond(growth)
     compute = computing(job, shape, draws)
     crowded = compute * crowding(shape, draws)
     busy = compute + crowded
@@ -86,9 +102,6 @@ def step_terms(
         "stragglers": busy * draws.spread * waiting(job, shape.ranks),
         "gradient sync": syncing(job, shape, draws, busy / shape.accumulated),
     }
-    if not is_timed:
-        drawn = np.random.default_rng(4).standard_normal(len(draws.seconds))
-        terms["gradient sync"] = terms["gradient sync"] * np.exp(_EXCHANGE_ERROR * drawn)
     factor = draws.correction(shape.ranks)
     terms = {name: factor * term for name, term in terms.items()}
     per_host = shape.samples / shape.hosts / draws.input
@@ -145,8 +158,9 @@ def syncing(job: Job, shape: Shape, draws: MachineDraws, busy: Floats) -> Floats
             takes = _reduced(job, shape, bytes / job.fragments, inner, outer)
             return rows + np.maximum(0.0, takes / apart - busy)
         case "fsdp":
+            hop = _mean_hop(shape, inner, outer)
             gathers = [
-                collectives.all_gather(bucket.bytes, shape.ranks, outer) for bucket in job.buckets
+                collectives.all_gather(bucket.bytes, shape.ranks, hop) for bucket in job.buckets
             ]
             scatters = [
                 gather + bucket.bytes * outer.gamma
@@ -232,10 +246,15 @@ def _reduced(job: Job, shape: Shape, bytes: float, inner: Link, outer: Link) -> 
             return collectives.shared(bytes, ranks, inner)
         case "to_one":
             return collectives.to_one(bytes, ranks, outer)
-        case "nccl" if hosts > 1:
-            return collectives.ring(bytes, per_host, inner) + collectives.ring(bytes, hosts, outer)
         case _:
-            return collectives.ring(bytes, ranks, outer)
+            return collectives.ring(bytes, ranks, _mean_hop(shape, inner, outer))
+
+
+def _mean_hop(shape: Shape, inner: Link, outer: Link) -> Link:
+    """Return the link of a ring through all ranks: it leaves each host once, with all the bytes."""
+    within = (shape.ranks - shape.hosts) / shape.ranks
+    alpha = within * inner.alpha + (1 - within) * outer.alpha
+    return Link(alpha, np.maximum(inner.beta, outer.beta), outer.gamma)
 
 
 def _compressed(job: Job, ranks: int, hosts: int, bytes: float, link: Link) -> Floats:
