@@ -344,11 +344,8 @@ class CompiledObjective(Objective):
     def facts(self) -> Facts:
         """What the model was compiled with, for a resume to compare."""
         callbacks = [] if self._callbacks is None else self._callbacks.callbacks
-        return {
-            **compiled_facts(self.model),
-            **keras_callback_facts(callbacks),
-            "class_weight": fact(str(self._class_weight or "none")),
-        }
+        weights = {"class_weight": fact(str(self._class_weight))} if self._class_weight else {}
+        return {**compiled_facts(self.model), **keras_callback_facts(callbacks), **weights}
 
     def split_callbacks(self, callbacks: Any) -> tuple[list[Callback], list[Any]]:
         """Flatout's callbacks, and Keras'."""
