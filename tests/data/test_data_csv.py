@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import fsspec
 import numpy as np
@@ -26,6 +27,7 @@ from flatout.errors import DataError
 
 pytest.importorskip("pyarrow")
 
+from flatout.data.indexed import IndexedRows, Reading
 from flatout.data.sources.arrow_schema import ColumnOptions
 from flatout.data.sources.csv_rows import csv_rows
 
@@ -509,7 +511,8 @@ def test_rows_like_the_header_stay_wherever_pieces_of_the_file_begin(tmp_path, m
     assert _rows(path).rows == 300
     monkeypatch.setattr("flatout.data.indexed._HELD", 0.0)
     for piece in (100, 3):
-        monkeypatch.setattr("flatout.data.indexed._PIECE", piece)
+        rows = partial(IndexedRows, reading=Reading(piece=piece))
+        monkeypatch.setattr("flatout.data.sources.csv_rows.IndexedRows", rows)
         monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / f"pieces of {piece}"))
         assert _rows(path).rows == 300
 
