@@ -8,9 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
+import numpy.typing as npt
+
 from flatout.data.origins import Gather, alone
 
 Lines = dict[str, str]
+
+# A change: floats hold a whole number rounded.
+ROUNDED = "rounded"
 
 _numbers = itertools.count()
 # By key: a copy in a worker process has that of the original.
@@ -72,3 +78,8 @@ def take_over(found: Mapping[tuple[int, int], Lines]) -> None:
         for column, line in lines.items():
             if (changes := _here.get(key)) is not None:
                 changes.add(column, line)
+
+
+def exact_up_to(dtype: npt.DTypeLike) -> int:
+    """Return the number up to which a dtype of floats holds every whole number."""
+    return 1 << int(np.finfo(dtype).nmant) + 1

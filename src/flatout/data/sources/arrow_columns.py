@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from flatout.data.block import Numbers, Ragged, Values, offsets_of
 from flatout.data.buffers import Buffers
-from flatout.data.changed import Changes
+from flatout.data.changed import ROUNDED, Changes, exact_up_to
 from flatout.data.schema import Column, Schema
 from flatout.data.sources.arrow_schema import (
     ISO_TYPES,
@@ -259,8 +259,6 @@ def _index_in(array: pa.Array, values: list[Any]) -> pa.Array:
     return pa.array(codes, pa.int32()).take(index.indices)
 
 
-# Changes of values.
-ROUNDED = "rounded"
 # Larger numbers are measures.
 _LARGEST_ID = 2.0**64
 # Times as many values as rows, from where looking each up is faster than hashing all of them.
@@ -295,11 +293,6 @@ def may_be_rounded(fields: Mapping[str, pa.DataType], schema: Schema) -> dict[st
 def _is_wider(type: pa.DataType) -> bool:
     is_whole = pa.types.is_integer(type) and type.bit_width > 16
     return bool(is_whole or pa.types.is_float64(type) or pa.types.is_decimal(type))
-
-
-def exact_up_to(dtype: npt.DTypeLike) -> int:
-    """Return the number up to which a dtype of floats holds every whole number."""
-    return 1 << int(np.finfo(dtype).nmant) + 1
 
 
 def note_rounding(

@@ -6,6 +6,8 @@ from typing import Any
 
 from flatout.data.block import Block, Values
 from flatout.data.buffers import Buffers
+from flatout.data.changed import Changes
+from flatout.data.changed_fields import note_rounded_fields
 from flatout.data.decoder import Bytes, Encoded, Errors, Lengths, Split, Survey, good_rows
 from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.files import Paths
@@ -27,8 +29,9 @@ class CriteoDecoder:
 
     needs_survey = False
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Schema, changes: Changes | None = None) -> None:
         self.schema = schema
+        self.changes = Changes() if changes is None else changes
         names = {column.name for column in schema.columns}
         if names - {"label"} != {"integers", "categories"}:
             raise DataError(
@@ -72,7 +75,11 @@ class CriteoDecoder:
         )
         columns: dict[str, Values] = {} if labels is None else {"label": labels}
         columns.update(integers=integers, categories=categories)
+        note_rounded_fields(self.changes, "integers", integers, rows, self._integer_fields)
         return errors.block(columns, bad)
+
+    def _integer_fields(self, row: bytes) -> list[bytes]:
+        return row.split(b"\t")[int(self.has_label) :][:INTEGERS]
 
 
 def _default_of(column: Column) -> float:

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from flatout.data.block import Numbers, offsets_of
-from flatout.data.changed import Changes
+from flatout.data.changed import ROUNDED, Changes, exact_up_to
 from flatout.data.decoder import Bytes, Encoded
-from flatout.data.sources.arrow_columns import ROUNDED, exact_up_to, rounded_words
+from flatout.data.sources.arrow_columns import rounded_words
 from flatout.data.sources.csv_split import Dialect
 from flatout.data.sources.csv_text import in_one_piece, read_text
 

@@ -71,13 +71,11 @@ def decoder_of(
         decoder: StreamDecoder = _Csv(schema, name, wrap is not None, changes or Changes())
     elif schema.format == "recordio":
         decoder = RecordioDecoder(schema)
+    elif schema.format == "tfrecord":
+        decoder = TfrecordDecoder(schema)
     else:
-        kinds: dict[str, Any] = {
-            "libsvm": LibsvmDecoder,
-            "tfrecord": TfrecordDecoder,
-            "criteo": CriteoDecoder,
-        }
-        decoder = kinds[schema.format](schema)
+        kinds: dict[str, Any] = {"libsvm": LibsvmDecoder, "criteo": CriteoDecoder}
+        decoder = kinds[schema.format](schema, changes=changes)
     return _Wrapped(decoder) if wrap else decoder
 
 

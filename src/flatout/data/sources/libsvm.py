@@ -9,6 +9,8 @@ import numpy as np
 
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
 from flatout.data.buffers import Buffers
+from flatout.data.changed import Changes
+from flatout.data.changed_fields import note_rounded_fields
 from flatout.data.decoder import Bytes, Encoded, Errors, Lengths, Split, Survey
 from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.files import Paths
@@ -38,8 +40,11 @@ class LibsvmDecoder:
     schema states what becomes of ids, nothing is taken away.
     """
 
-    def __init__(self, schema: Schema, notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, schema: Schema, notes: Sequence[str] = (), changes: Changes | None = None
+    ) -> None:
         self.schema, self.notes = schema, list(notes)
+        self.changes = Changes() if changes is None else changes
         names = {column.name for column in schema.columns}
         if names - {"qid"} not in ({"label", "features"}, {"label", "ids", "values"}):
             raise DataError(
@@ -133,6 +138,9 @@ class LibsvmDecoder:
             absent = (errors.status == 0) & (shared["qid"] < 0)
             errors.status[absent], errors.at[absent] = _NO_QID, rows.starts[absent]
             bad += int(absent.sum())
+        for name in columns.keys() - {"ids", "qid"}:
+            fields = _label if name == "label" else _values
+            note_rounded_fields(self.changes, name, columns[name], rows, fields)
         return errors.block(columns, bad)
 
     def _offsets(self, rows: Encoded, lengths: Lengths) -> Numbers:
@@ -143,6 +151,14 @@ class LibsvmDecoder:
             # Bad rows are reported when they are decoded, once.
             lengths = self.survey(rows, ErrorPolicy("skip", count)).lengths
         return offsets_of(lengths["ids"])
+
+
+def _label(row: bytes) -> list[bytes]:
+    return row.split(None, 1)[:1]
+
+
+def _values(row: bytes) -> list[bytes]:
+    return [pair.rpartition(b":")[2] for pair in row.partition(b"#")[0].split()[1:]]
 
 
 def _without_qid(row: int, code: int) -> tuple[str, str] | None:

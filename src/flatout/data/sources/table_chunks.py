@@ -15,14 +15,13 @@ from pyarrow import ipc
 
 from flatout.data.block import Block, offsets_of
 from flatout.data.buffers import Buffers
-from flatout.data.changed import Changes
+from flatout.data.changed import Changes, exact_up_to
 from flatout.data.files import File, files_words
 from flatout.data.indexed import files_digest
 from flatout.data.origins import Gather, alone
 from flatout.data.schema import Given, Schema
 from flatout.data.sources.arrow_columns import (
     BadValue,
-    exact_up_to,
     may_be_rounded,
     note_rounding,
     note_rounding_of,
