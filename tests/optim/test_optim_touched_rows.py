@@ -42,9 +42,9 @@ class Tables(nn.Module):
         return self.head(self.one(ids).sum(1) + self.bag(ids))
 
 
-def job(make, device="cpu"):
+def job(make):
     torch.manual_seed(0)
-    model = Tables().to(device)
+    model = Tables()
     return model, make(model.parameters())
 
 
@@ -57,10 +57,9 @@ def batches(steps=STEPS, seed=3):
 
 def train(model, optimizer, rows, steps=STEPS, clip=None, scheduler=None, seed=3):
     update = Update(optimizer, clip_norm=clip, rows=rows)
-    device = model.head.weight.device
     for ids, wanted in batches(steps, seed):
         update.begin()
-        ((model(ids.to(device)) - wanted.to(device)) ** 2).mean().backward()
+        ((model(ids) - wanted) ** 2).mean().backward()
         update()
         if scheduler is not None:
             scheduler.step()
@@ -85,24 +84,10 @@ def test_the_result_is_that_of_the_dense_optimizer(make, clip):
     compare(make, clip)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["adam", "adam, decay", "nesterov", "rmsprop, momentum"])
-def test_so_it_is_by_the_operators_that_a_gpu_takes(name, monkeypatch):
-    monkeypatch.setattr(table_rows, "_by_extension", lambda tensor: False)
-    compare(OPTIMIZERS[name], 0.05)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_so_it_is_on_a_gpu(make):
-    compare(make, 0.05, "cuda")
-    step_halves(make, "cuda")
-
-
-def compare(make, clip, device="cpu"):
+def compare(make, clip):
     found = []
     for touched in (False, True):
-        model, optimizer = job(make, device)
+        model, optimizer = job(make)
         start = copy.deepcopy(model.state_dict())
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         rows = attached(model, optimizer) if touched else {}
@@ -145,9 +130,9 @@ def test_rows_of_bf16_halves_are_stepped_as_their_float32_numbers(make):
     step_halves(make)
 
 
-def step_halves(make, device="cpu"):
+def step_halves(make):
     torch.manual_seed(0)
-    table = nn.Embedding(ROWS, 8, dtype=torch.bfloat16, device=device)
+    table = nn.Embedding(ROWS, 8, dtype=torch.bfloat16)
     start = table.weight.detach().clone()
     master = nn.Parameter(start.float())
     dense, optimizer = make([master]), make(table.parameters())
@@ -155,8 +140,8 @@ def step_halves(make, device="cpu"):
     rows = attached(table, optimizer, modules)
     draw = torch.Generator().manual_seed(5)
     for step in range(60):
-        ids = torch.randperm(ROWS // (1 + step % 3), generator=draw)[:20].to(device)
-        wanted = torch.randn(20, 8, generator=draw).bfloat16().to(device)
+        ids = torch.randperm(ROWS // (1 + step % 3), generator=draw)[:20]
+        wanted = torch.randn(20, 8, generator=draw).bfloat16()
         # The gradients do not depend on the weights: these are not pulled towards one another.
         update = Update(optimizer, clip_value=1.0, rows=rows)
         update.begin()
@@ -345,11 +330,8 @@ class Ways(nn.Module):
         return sum(one.square().sum() for one in found)[None, None]
 
 
-@pytest.mark.parametrize("operators", [False, True])
 @pytest.mark.parametrize("options", BAGS.values(), ids=BAGS)
-def test_a_table_is_read_in_every_way_as_by_torch(options, operators, monkeypatch):
-    if operators:
-        monkeypatch.setattr(table_rows, "_by_extension", lambda tensor: False)
+def test_a_table_is_read_in_every_way_as_by_torch(options):
     compare_ways(options, OPTIMIZERS["adam"])
 
 
@@ -386,10 +368,7 @@ def compare_ways(options, make, steps=12):
         torch.testing.assert_close(dict(ours.named_parameters())[name], value)
 
 
-@pytest.mark.parametrize("operators", [False, True])
-def test_a_gradient_that_is_differentiated_itself_is_that_of_torch(operators, monkeypatch):
-    if operators:
-        monkeypatch.setattr(table_rows, "_by_extension", lambda tensor: False)
+def test_a_gradient_that_is_differentiated_itself_is_that_of_torch():
     found = []
     for touched in (False, True):
         torch.manual_seed(0)
