@@ -1,12 +1,13 @@
-"""DeepFM on one GPU: the time of a step for small and large tables, against loops by hand.
+"""Time steps of DeepFM with small and large tables on one GPU, against loops written by hand.
 
     python bench/click_gpu.py [--rows 1 10] [--fields-apart] [--json [FILE]]
 
-The job is that of bench/click.py: 39 fields, 32 factors, layers 128-64-32, skewed ids, batches of
-4,096 in fp32. By hand the samples lie on the device and no step waits for it: a dense fused Adam,
-and sparse gradients with SparseAdam for the tables and a fused Adam for the rest, which learns
-something else. Flatout: a Trainer with nothing set. All in one process; each runs twice, in the
-order A B C C B A, and the faster half of its windows counts.
+The job is the job of bench/click.py: 39 fields, 32 factors, layers 128-64-32, skewed ids, batches
+of 4,096 in fp32. The samples of the two hand-written loops lie on the device, and no step waits for
+it. One loop has a dense fused Adam. The other has sparse gradients with SparseAdam for the tables
+and a fused Adam for the rest, and so learns other weights. Flatout is a Trainer with nothing set.
+All three run in one process, twice each, in the order A B C C B A. The faster half of the windows
+counts.
 """
 
 from __future__ import annotations

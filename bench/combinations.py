@@ -35,7 +35,7 @@ def faults_of(case: Case) -> list[str]:
 
 @dataclass(frozen=True)
 class Unit:
-    """A case that has been started."""
+    """A case whose process has been started."""
 
     case: Case
     faults: Future[list[str]]
@@ -47,7 +47,7 @@ class Unit:
 def ahead(
     chosen: Iterable[Case], jobs: int, start: Callable[[Case], Future[list[str]]]
 ) -> Iterator[Unit]:
-    """Yield cases in order, and start `jobs` others before each is waited for."""
+    """Yield cases in order, and start `jobs` further cases before waiting for each."""
     running: deque[Unit] = deque()
     for case in chosen:
         running.append(Unit(case, start(case)))

@@ -1,10 +1,10 @@
-"""Kills processes at random and by aim, more than a thousand, and looks at what is left.
+"""Kill more than a thousand processes at random and by aim, and check the results.
 
     python bench/kills.py [--kills N] [--seed 1] [--only KIND ...] [--json [FILE]]
 
-Each series works in its own folder, is killed some times by SIGKILL, and goes on until its
-work is done. Nothing may be lost, hang, live on or be left. Only processes that this one has
-started are killed. A seed replays the choices. The exit code is 1 where anything was found.
+Each series works in its own folder, is killed several times by SIGKILL, and goes on until its work
+is done. No work may be lost, and no process may hang or survive. The bench kills only processes
+that it has started. A seed repeats the choices. The exit code is 1 if a fault was found.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Tally:
 
 
 def killed(kind: Kind, kills: int, seed: int, base: Path, keep: bool, tally: Tally) -> None:
-    """Series of a kind until there were so many kills."""
+    """Run series of one kind until they have the wanted number of kills."""
     began = time.monotonic()
     folder = base / kind.name
     folder.mkdir()

@@ -154,7 +154,7 @@ def main() -> int:
         tell(f"restart {number + 1}: {run[1]:.1f} us of {run[2]:.0f}, as the doctor counts")
         return run
 
-    # Where things lie in memory differs between processes.
+    # Memory layouts differ between processes, so each restart is a new process.
     runs = each(range(arguments.restarts), restart)
     names = runs[0][0] if runs else ()
     differences = {name: [one for run in runs for one in run[0][name]] for name in names}

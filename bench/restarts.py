@@ -37,16 +37,18 @@ T, U = TypeVar("T"), TypeVar("U")
 
 @dataclass
 class Progress:
-    """Limits from the command line, and what has been measured before the results are written.
+    """The limits from the command line, and measurements that are not yet written as results.
 
     Attributes:
-        ends_at: by time.monotonic(); then the running part is ended, and no other one begins.
-        is_quick: whether the run has fewer rounds than a full one.
-        file: gets a line of JSON after each process and part, until the results are written.
-        kept: the same lines.
-        over: why no part begins any more, or empty.
+        ends_at: the time by time.monotonic() at which the running part is ended. No other part
+            begins after it.
+        is_quick: True if the run has fewer rounds than a full run.
+        file: the file that gets a line of JSON after each process and part, until the results are
+            written.
+        kept: the lines of JSON in `file`.
+        over: the reason why no further part begins, or an empty text.
         failures: a text for each part that failed.
-        code: for the exit of the bench, if its keys do not make it 1.
+        code: the exit code of the bench, unless its keys make it 1.
     """
 
     ends_at: float = inf
@@ -71,12 +73,13 @@ class Progress:
 
 
 def plain(value: Any) -> Any:
-    """Return a dataclass as a dict, and all else that JSON does not know as text."""
+    """Return a dataclass as a dict, and any other object that JSON does not support as text."""
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 PROGRESS = Progress()
-# Why a bench ends early and its exit code then, by signal. A time limit was asked for.
+# The reason and the exit code of an early end, by signal. The user requested the time limit, so its
+# exit code is 0.
 ENDS = {
     signal.SIGALRM: ("the time of --minutes was over", 0),
     signal.SIGINT: ("interrupted", 130),
@@ -128,13 +131,13 @@ class Row:
 
 
 class PeerFailed(Exception):
-    """A peer's process ended with an error, or was ended; the text is the last line it printed."""
+    """The error of a peer whose process failed or was ended. The text is its last printed line."""
 
 
 def run_part(part: Callable[[], T]) -> T:
-    """Run a part of a bench, which Ctrl-C, SIGTERM and the time limit of --minutes end.
+    """Run a part of a bench until it ends, or Ctrl-C, SIGTERM or the limit of --minutes ends it.
 
-    All processes that the bench has started are ended, too. Afterwards no part begins.
+    An early end also ends all processes that the bench has started. No part begins after it.
 
     Raises:
         PeerFailed: the part was ended, or did not begin.
@@ -146,7 +149,7 @@ def run_part(part: Callable[[], T]) -> T:
         with ended_by_signals():
             return part()
     except KeyboardInterrupt:
-        if not PROGRESS.over:  # a part with a handler of its own has raised it
+        if not PROGRESS.over:  # a handler of the part itself has raised the error
             PROGRESS.over, PROGRESS.code = ENDS[signal.SIGINT]
         tell(f"{PROGRESS.over}; the results until then are shown")
         raise PeerFailed(PROGRESS.over) from None
@@ -154,12 +157,12 @@ def run_part(part: Callable[[], T]) -> T:
         _PARTS.pop()
 
 
-_PARTS: list[object] = []  # the running one, and those around it
+_PARTS: list[object] = []  # the running part, and the parts around it
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Within the block a signal of `ENDS` ends the part that runs, and no other one begins."""
+    """Let a signal of `ENDS` within the block end the running part and prevent further parts."""
     before = {number: signal.getsignal(number) for number in ENDS}
     try:
         for number in ENDS:
@@ -183,7 +186,7 @@ def _end_bench(number: int, frame: object) -> None:
     PROGRESS.over, PROGRESS.code = ENDS[signal.Signals(number)]
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            # multiprocessing's own tracker ends by itself, and is missed before.
+            # The resource tracker of multiprocessing ends by itself, and must not be killed before.
             if not any("resource_tracker" in word for word in process.cmdline()):
                 process.kill()
     if _PARTS:
@@ -191,10 +194,10 @@ def _end_bench(number: int, frame: object) -> None:
 
 
 def each(units: Iterable[U], measure: Callable[[U], T]) -> list[T]:
-    """Measure one unit after the other, and return what was found.
+    """Measure one unit after the other, and return the results.
 
-    Each result is kept in `PROGRESS` at once. A unit that fails costs the others nothing. After
-    Ctrl-C, SIGTERM or the time limit return the results until then.
+    Each result is kept in `PROGRESS` at once. A failed unit does not affect other units. After
+    Ctrl-C, SIGTERM or the time limit, return the results up to that moment.
     """
     found: list[T] = []
     with ended_by_signals():
@@ -245,7 +248,7 @@ def start(
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End a process of `start`, and the others of its session."""
+    """End a process of `start`, and the other processes of its session."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -257,7 +260,7 @@ def run_to_end(
     timeout_s: float | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> tuple[str, str, int | None]:
-    """Run a command to its end: what it wrote, and its exit code; None if it was ended here."""
+    """Run a command to its end; return its output and its exit code, None after a forced end."""
     process = start(command, folder, variables)
     try:
         out, err = process.communicate(timeout=timeout_s)
@@ -271,10 +274,10 @@ def run_to_end(
 def report_of(
     command: Sequence[str], folder: Path | str, variables: Mapping[str, str] | None = None
 ) -> str:
-    """Run a command in a part of its own to its end, and return its output.
+    """Run a command to its end as a part of its own, and return its output.
 
     Raises:
-        PeerFailed: it ended with an error, or was ended by Ctrl-C, SIGTERM or the time limit.
+        PeerFailed: the command failed, or Ctrl-C, SIGTERM or the time limit ended it.
     """
     out, err, code = run_part(lambda: run_to_end(command, folder, variables=variables))
     if code:
@@ -293,16 +296,16 @@ def absence(peer: Peer) -> str:
 
 
 def run_once(peer: Peer) -> dict[str, Any]:
-    """Run a peer's process to its end, in its own folder, and return what it reported.
+    """Run a peer's process to its end, in its own folder, and return its report.
 
     Raises:
-        PeerFailed: it ended with an error, or without a report, or was ended by Ctrl-C, SIGTERM or
-            the time limit.
+        PeerFailed: the process failed or printed no report, or Ctrl-C, SIGTERM or the time limit
+            ended it.
     """
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as folder:
         out = Path(folder, "result.json")
         command = [sys.executable, str(PEERS / peer.script), "--out", str(out), *peer.arguments]
-        said = report_of(command, folder).strip().splitlines() or ["it has reported nothing"]
+        said = report_of(command, folder).strip().splitlines() or ["the process printed no report"]
         if not out.exists():
             raise PeerFailed(said[-1].strip())
         result: dict[str, Any] = json.loads(out.read_text())
@@ -318,15 +321,15 @@ def run_in_turn(
     tell: Callable[[str], None],
     figure: Callable[[float], str] = lambda seconds: f"{seconds * 1e6:,.0f} us/step",
 ) -> dict[str, Row]:
-    """Run every peer `restarts` times, a round after the other; returns the rows by name.
+    """Run every peer `restarts` times, one round after another, and return the rows by name.
 
-    After Ctrl-C, SIGTERM or the time limit of --minutes, return the rows measured until then.
+    After Ctrl-C, SIGTERM or the time limit of --minutes, return the rows up to that moment.
 
     Args:
         peers: in the order of the table.
-        restarts: rounds, and so processes for each peer.
-        only: names of the peers to run; none means all.
-        tell: gets a line after each process.
+        restarts: the number of rounds, each with one process for every peer.
+        only: names of the peers to run; an empty list means all.
+        tell: called with a line after each process.
         figure: words for its seconds per step.
     """
     rows = {peer.name: Row(peer, reason=absence(peer)) for peer in peers}

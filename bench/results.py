@@ -1,14 +1,14 @@
-"""What a bench ends with: a table, a line for each key, and the same as JSON.
+"""The output at the end of a bench: a table, a line for each key, and the same as JSON.
 
     python bench/trainer.py --json bench/results/trainer.json [--minutes 30] [--quick]
 
 The JSON also holds the command, the date, the commit and the hardware. `docs/measurements.py` makes
 a page of such files.
 
-Each bench ends so, also after Ctrl-C, SIGTERM or the time limit of `--minutes`: with what was
-measured until then, and with a reason in place of each figure that is missing. Until the JSON is
-written, `FILE.part` holds a line for each process. The exit code is 0, or after Ctrl-C 130, after
-SIGTERM 143, and 1 if a part has failed, or by `--check` if a key is not met.
+After Ctrl-C, SIGTERM or the time limit of `--minutes`, a bench shows the results up to that moment,
+and a reason in place of each missing figure. Until the JSON is written, `FILE.part` holds a line
+for each process. The exit code is 0, but 130 after Ctrl-C and 143 after SIGTERM. It is 1 if a part
+has failed or, with `--check`, if a key is not met.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ F = TypeVar("F")
 
 
 def figure(compute: Callable[[], F]) -> F | str:
-    """Return what is computed, or the reason why it cannot be."""
+    """Return a computed figure, or the reason why it cannot be computed."""
     try:
         return compute()
     except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
@@ -120,7 +120,7 @@ def over_rows(
     rows: Iterable[Any],
     value: str | Callable[[Any], float],
 ) -> float | str:
-    """Return the median or the like of a value of all rows, given by its name or as a function."""
+    """Return a summary, such as the median, of a value of all rows: its name or a function."""
     take = itemgetter(value) if isinstance(value, str) else value
     return figure(lambda: what([take(row) for row in rows]))
 

@@ -1,4 +1,4 @@
-"""Resources that a job holds after many epochs and after a few: they must not grow.
+"""Compare the resources of a job after few and after many epochs: they must not grow.
 
     python bench/soak.py [--minutes 10] [--only loader dataset] [--json [FILE]]
 
@@ -30,7 +30,7 @@ HELD = ("processes", "descriptors", "threads", "shm")
 # A job's memory changes a little from epoch to epoch: a smaller growth does not count.
 _SHARE, _BYTES = 0.05, 16 << 20
 _PATIENCE_S = 300
-_TRAINING = 0.8  # of a job's time; the rest is for its start and end
+_TRAINING = 0.8  # the share of a job's time for training; the rest is for its start and end
 
 
 def soak(kind: str, ranks: int, seconds: float) -> list[list[dict[str, int]]]:

@@ -91,7 +91,7 @@ class Lab:
         until = time.monotonic() + seconds
         while not happened():
             if time.monotonic() > until:
-                raise PeerFailed("the cluster does not come along")
+                raise PeerFailed("the cluster made no progress in time")
             time.sleep(0.05)
 
     def wait_for_steps(self, name: str, more: int) -> None:

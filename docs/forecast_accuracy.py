@@ -93,18 +93,18 @@ python docs/forecast_accuracy.py > docs/forecast_accuracy.md
     3. For sizes that were timed, the forecast is the measured time. The model predicts larger sizes
        from the last measured one. Before: errors 0.042 and 0.073, covered 0.904, widened by 1.38
        and 2.07.
-    4. NCCL's ring passes all ranks, so that a host's link carries (p - 1) / p of the bytes for p
-       ranks, where the model had a ring of hosts. Gradients are more often sent as soon as they are
-       ready than at the end. The error of links grows with each doubling beyond what was timed,
-       where it was one error at any size. Before: errors 0.038 and 0.068 (given: 0.043 and 0.081),
-       covered 0.913, widened by 1.32 and 2.06.
+    4. NCCL's ring passes all ranks, so a host's link carries (p - 1) / p of the bytes for p ranks.
+       The model had a ring of hosts. Gradients are more often sent as soon as they are ready than
+       at the end. The error of links grows with each doubling of the timed ranks; before, it was
+       the same at any size. Before: errors 0.038 and 0.068 (given: 0.043 and 0.081), covered
+       0.913, widened by 1.32 and 2.06.
 - One rule for all: the model is calibrated on each beginning of a series of two rows or more (of
   one, where there are but two), and predicts all rows after it. Nothing is fitted to more than one
   series.
 - Intervals are widened by the errors of all *other* series, never by the series' own. One error is
-  the same for all series: links are {error:.0%} slower or faster at twice the ranks that were
-  timed, and as much again at each further doubling. It was chosen so that intervals also hold on
-  the made-up series of `tests/forecast/unseen.py`, whose physics is not the model's.
+  the same for all series: links are {error:.0%} slower or faster at twice the timed ranks, and the
+  same again at each further doubling. This error was chosen so that intervals also hold on the
+  synthetic series of `tests/forecast/unseen.py`, whose physics is not the model's.
 - What a network reaches of its line rate is set by its kind: {bands}.
   Within a host it is 0.1 to 0.9. Gradients are taken to be sent in buckets of 25 MB, ready one
   after the other.

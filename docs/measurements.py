@@ -126,10 +126,10 @@ SECTIONS = (
     Section(
         "click_gpu",
         "Click-through models on a GPU",
-        "The same DeepFM on one GPU, in fp32 with Adam, beside loops written by hand whose samples "
-        "lie on the device. All in one process, in turn. At that commit the default stepped tables "
-        "of 134 million numbers and more by rows. Steps by rows were slower than a dense fused "
-        "Adam, so on a GPU all tables are stepped whole since then.",
+        "The same DeepFM on one GPU, in fp32 with Adam, compared with loops written by hand "
+        "whose samples lie on the device. All loops run in one process, in turn. At that commit "
+        "the default stepped tables of 134 million numbers and more by rows. Steps by rows were "
+        "slower than a dense fused Adam. Later commits step all tables on a GPU whole.",
     ),
     Section(
         "large_batches",

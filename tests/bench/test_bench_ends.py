@@ -1,4 +1,4 @@
-"""Every bench, started for seconds: it ends with figures or reasons, and its JSON is whole."""
+"""Tests that every bench, run for seconds, ends with figures or reasons and complete JSON."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 from flatout.data.sources.idx import write
 
 BENCH = Path(__file__).parents[2] / "bench"
-# Scripts of another bench, without options of their own.
+# Names of scripts that are part of another bench and have no options of their own.
 NO_BENCH = ["delayed_links.py"]
 SCRIPTS = sorted(
     file.name
@@ -29,7 +29,7 @@ MORE = {
 
 
 def run(script, *options, folder):
-    """Start a bench as a user does; return the process that has ended, and its JSON."""
+    """Run a bench as a user does, and return the ended process and its JSON."""
     if "--data" in options:
         (folder / "images").mkdir()
         write(folder / "images" / "train-images-idx3-ubyte", np.zeros((2400, 28, 28), np.uint8))

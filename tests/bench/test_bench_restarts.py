@@ -162,7 +162,7 @@ open(sys.argv[sys.argv.index("--out") + 1], "w").write(json.dumps(report))
 
 
 def limited(folder, *options):
-    """Start a bench of a fast and a slow peer; the slow one writes its pid."""
+    """Start a bench of a fast peer and a slow peer, of which the slow peer writes its pid."""
     bench, file = str(Path(PEERS).parent), folder / "found.json"
     words = [bench, str(folder / "pair.py"), str(folder / "pid"), "--json", str(file), *options]
     return subprocess.Popen(
@@ -185,9 +185,7 @@ def wait_for(condition):
         (signal.SIGTERM, 143, "ended by SIGTERM"),
     ],
 )
-def test_what_was_measured_is_shown_and_written_where_a_bench_ends_early(
-    tmp_path, number, code, words
-):
+def test_a_bench_that_ends_early_shows_and_writes_its_measurements(tmp_path, number, code, words):
     (tmp_path / "pair.py").write_text(PAIR)
     running, file = limited(tmp_path, *([] if number else ["--minutes", "0.15"]))
     pid = tmp_path / "pid"

@@ -1,4 +1,4 @@
-"""Names of 300 letters, which no file system and no network takes, at each command."""
+"""Tests that each command refuses names of 300 letters, which no file system or network accepts."""
 
 import sys
 
@@ -10,9 +10,9 @@ LONG = "n" * 300
 
 
 def refused(words, monkeypatch, capsys):
-    """Run a command that fails, and return what it printed for people."""
+    """Run a command that fails, and return its output without white space."""
     monkeypatch.setattr(sys, "argv", ["flatout", *words])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer sets another
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer replaces it
     with pytest.raises(SystemExit) as caught:
         main.main()
     printed = "".join(capsys.readouterr())

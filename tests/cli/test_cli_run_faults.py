@@ -198,7 +198,7 @@ def test_the_stack_of_a_rank_that_holds_its_interpreter(tmp_path):
 def test_a_rank_that_was_stopped_is_named_and_goes_on(tmp_path):
     job, said = stuck(tmp_path, "stop")
     pid = ranks_of(job)[1]
-    assert f"is stopped (SIGSTOP, or Ctrl-Z); kill -CONT {pid} lets it go on" in "".join(said)
+    assert f"is stopped (SIGSTOP, or Ctrl-Z); kill -CONT {pid} resumes the process" in "".join(said)
     os.kill(pid, signal.SIGCONT)
     assert job.wait(60) == 0
     wait_for(said, "all have come after")

@@ -1,4 +1,4 @@
-"""Values that a source changes are named, once for each column, wherever in a file they stand."""
+"""Tests that values changed by a source are reported once per column, anywhere in a file."""
 
 import os
 import threading
@@ -27,7 +27,7 @@ PLAIN = Recipe(
 )
 FIRST_ID = 2**24 + 1
 ROUNDED = "float32 rounds whole numbers above 16,777,216, such as"
-# More rows than the first look at a file takes in.
+# Text of more rows than the first read of a file covers.
 BEGIN = "12116,5.5,08:30\n" * 80_000
 
 
@@ -54,7 +54,7 @@ def written(tmp_path):
         ("\t02116,7,09:00", {}),
     ],
 )
-def test_a_code_behind_the_begin_of_a_file_is_named_once(written, row, options):
+def test_a_code_after_the_first_rows_of_a_file_is_reported_once(written, row, options):
     delimiter = options.get("delimiter", ",")
     path = written(row, head=f"zip{delimiter}user{delimiter}time\n",
                    begin=BEGIN.replace(",", delimiter))  # fmt: skip
@@ -81,7 +81,7 @@ def test_codes_that_stay_texts_and_fixed_widths_are_no_change(written):
 
 
 @pytest.mark.parametrize("text", [str(FIRST_ID), f"{FIRST_ID}.0", str(2**63 + 1)])
-def test_an_id_behind_the_begin_that_float32_rounds_is_named(written, text):
+def test_an_id_after_the_first_rows_that_float32_rounds_is_reported(written, text):
     data = flatout.data.csv(written(f"12116,{text},09:00"), unused=["time"])
     assert not any("rounds" in note for note in data.notes())
     assert read(data) == 80_003
@@ -97,7 +97,7 @@ def test_measures_and_numbers_that_float32_holds_are_no_ids(written, text):
     assert data.skipped() == []
 
 
-def test_a_bad_row_before_it_does_not_shift_the_place(written):
+def test_a_bad_row_does_not_shift_the_place_of_a_later_id(written):
     path = written("x,1,1", "02116,7,09:00")
     data = flatout.data.csv(path, unused=["time"], on_error="skip")
     assert read(data) == 80_003
@@ -142,7 +142,7 @@ def as_it_is(inputs):
 
 
 @pytest.mark.slow
-def test_what_worker_processes_find_is_said_here(written):
+def test_findings_of_worker_processes_are_reported_by_the_parent(written):
     data = flatout.data.csv(written("02116,7,09:00"), unused=["time"])
     batches = data.map(as_it_is).batch(20_000).options(processes=1)
     assert sum(batch.size for batch in batches.batches(0)) == 80_003
@@ -151,7 +151,7 @@ def test_what_worker_processes_find_is_said_here(written):
     assert "column 'zip': 02116" in line
 
 
-def test_rows_of_a_pipe_name_it_too(tmp_path):
+def test_changed_values_of_a_pipe_are_reported(tmp_path):
     path = tmp_path / "a.fifo"
     os.mkfifo(path)
     columns = [{"name": "zip", "dtype": "int64"}, {"name": "user", "dtype": "float32"}]
@@ -166,7 +166,7 @@ def test_rows_of_a_pipe_name_it_too(tmp_path):
     assert f"column 'user': {ROUNDED} {FIRST_ID}" in rounded
 
 
-def test_ranks_say_a_column_once():
+def test_ranks_report_a_column_once():
     mine, theirs = Changes(), Changes()
     mine.add("a", "a of 0")
     theirs.add("a", "a of 1")
@@ -182,7 +182,7 @@ def test_ranks_say_a_column_once():
 
 
 @pytest.mark.slow
-def test_a_fit_says_it_once(written, capsys):
+def test_a_fit_reports_a_changed_value_once(written, capsys):
     path = written("02116,7,1", begin="12116,5.5,0\n" * 80_000)
     data = flatout.data.csv(path, target="time", stack=True)
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))

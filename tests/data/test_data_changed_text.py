@@ -1,4 +1,4 @@
-"""Whole numbers of LibSVM and Criteo that float32 rounds are named once, wherever they stand."""
+"""Tests that whole numbers of LibSVM and Criteo rounded by float32 are reported once."""
 
 import os
 import threading

@@ -246,7 +246,7 @@ def test_reading_ahead_leaves_the_generators_of_the_process_alone():
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Pure Python that a thread cannot make faster; the clock of this process pays for it."""
+    """Samples made in pure Python, which a thread cannot make faster. They advance the clock."""
 
     def __init__(self, clock, rows=80):
         self.clock, self.rows = clock, rows
@@ -278,7 +278,7 @@ class DiffersInWorkers(Numbers):
 
 
 def read_by(kind, total=5, workers="auto", start=0, **options):
-    """Return who made each epoch's batches, the batches, the source, and what torch draws next."""
+    """Return each epoch's choice of workers, the batches, the source, and torch's next draw."""
     clock = Clock()
     clock.now = 0.0
     torch.manual_seed(3)
@@ -324,7 +324,7 @@ def test_processes_make_the_same_batches_where_a_thread_gains_nothing(generator)
     [
         (Draws, "random numbers"),
         (DrawsOwn, "its own Random"),
-        (DiffersInWorkers, "the same samples came out different"),
+        (DiffersInWorkers, "workers made other values of the same samples"),
     ],
 )
 def test_processes_that_would_give_other_batches_make_none(kind, why):

@@ -93,7 +93,7 @@ def test_a_worker_that_was_killed_for_lack_of_memory_is_named():
 
 
 class Hangs(torch.utils.data.Dataset):
-    """A worker comes to a sample at which it hangs in the given way."""
+    """A dataset with a sample at which a worker hangs in the given way."""
 
     def __init__(self, how, at=20):
         self.how, self.at = how, at
@@ -126,7 +126,7 @@ def sleeps_at_its_start(worker):
 
 
 def first_line_of(loader, words="worker 0"):
-    """Return the first line with certain words about a worker; the workers have ended then."""
+    """Return the first line about a worker that contains certain words, after the workers' end."""
     said = []
 
     def is_said():
@@ -145,7 +145,7 @@ def first_line_of(loader, words="worker 0"):
 @pytest.mark.parametrize(
     ("how", "persistent", "words"),
     [
-        ("stops", True, r"is stopped \(SIGSTOP, or Ctrl-Z\); kill -CONT \d+ lets it go on"),
+        ("stops", True, r"is stopped \(SIGSTOP, or Ctrl-Z\); kill -CONT \d+ resumes the process"),
         ("sleeps", True, "sleeps, or waits for a lock, a file or a network"),
         ("waits for a lock", False, "sleeps, or waits for a lock, a file or a network"),
         ("computes", False, "computes"),
@@ -224,14 +224,14 @@ def test_a_worker_that_others_stop_with_its_batches_on_their_way_is_named():
     batches = named_faults(loader, patience_s=0.5, say=said.append)
     next(batches)
     (worker,) = multiprocessing.active_children()
-    os.kill(worker.pid, signal.SIGSTOP)  # torch asks it for the memory of each batch
+    os.kill(worker.pid, signal.SIGSTOP)  # torch requests the memory of each batch from this worker
     with waits_end_when(lambda: bool(said)), pytest.raises(WaitStopped):
         list(batches)
     assert f"worker 0 (pid {worker.pid}), which is stopped" in said[0]
 
 
 class Marks(Hangs):
-    """A worker leaves a file before it hangs."""
+    """A dataset whose worker writes a file before it hangs."""
 
     def __init__(self, mark):
         super().__init__("sleeps")

@@ -121,7 +121,7 @@ def test_a_step_is_the_sum_of_its_terms():
 
 
 def test_a_ring_through_all_ranks_leaves_each_host_once():
-    """With all the bytes on a host's link, but most of its hops within hosts."""
+    """All bytes pass a host's link, but most hops stay within hosts."""
     draws = known(rtt=2e-3, nic=1e9, summing=1e15, inside=1e12, hidden=0.0)
     gathered = Job(buckets=(Bucket(1.0, 1.0),), batch=64, strategy="fsdp")
     hops = 31 * (28 * 1e-4 + 4 * 1e-3) / 32
@@ -141,7 +141,7 @@ def test_links_are_less_certain_the_further_from_what_was_timed():
         for growth in (1.0, 2.0, 4.0)
     ]
     assert spread == pytest.approx([0.0, LINK_ERROR, 2 * LINK_ERROR], abs=0.01)
-    # What was hidden at the timed ranks may be more than backward hides at others.
+    # Hidden sending at the timed ranks may exceed the sending that backward hides at other sizes.
     hidden = replace(one, hidden=0 * one.hidden + 1, nic=0 * one.nic + 1.2e9)
     syncs = [step_terms(job, shape, hidden, growth=n)["gradient sync"] for n in (1.0, 4.0)]
     assert np.quantile(syncs[1], 0.95) > 3 * syncs[0][0]

@@ -1,4 +1,4 @@
-"""The model against series of another physics, `unseen.py`: intervals, collapses, monotony."""
+"""Tests of the model on series of another physics, `unseen.py`: intervals, collapses, monotony."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,12 +12,12 @@ from flatout.forecast import judge as judging
 from flatout.forecast.forecast import widenings
 from flatout.forecast.judge import Case
 
-# Constants were chosen with seeds below 1,000.
+# Seeds of the series. The model's constants were chosen with seeds below 1,000.
 SEEDS = range(1000, 1100)
 
 
 def cases_of(rows, seeds, **kind):
-    """Predictions of what gets a number, from so many first rows."""
+    """Return the predictions that have a number, calibrated on the given number of first rows."""
     cases = [case for seed in seeds for case in judging.predicted(unseen(seed, **kind)[0], rows)]
     return [case for case in cases if case.is_number]
 
@@ -27,12 +27,12 @@ def factor(case: Case) -> float:
 
 
 def covered(cases: Sequence[Case]) -> float:
-    """The share of measured rates within the interval that a forecast prints."""
+    """Return the share of measured rates within the interval that a forecast prints."""
     return float(np.mean([case.score <= factor(case) for case in cases]))
 
 
 def width(cases: Sequence[Case]) -> float:
-    """The median interval's width, as a share of the rate."""
+    """Return the median width of the intervals as a share of the rate."""
     printed = [case.predicted.widened(factor(case)) for case in cases]
     return median((one.high - one.low) / one.middle for one in printed)
 
@@ -47,7 +47,7 @@ def test_a_series_is_the_same_each_time_and_slower_than_linear():
 
 @pytest.mark.parametrize("seed", [1, 7, 22])
 def test_twice_the_hosts_of_fsdp_are_not_forecast_to_be_slower(seed):
-    """128 ranks after 64, predicted from 32; in truth they are a quarter faster."""
+    """Predict 64 and 128 ranks from 32. In truth 128 ranks are a quarter faster than 64."""
     one, truth = unseen(seed, strategy="fsdp", is_strong=True, first=32)
     assert truth[2] > 1.2 * truth[1]
     two, four = judging.predicted(one, 1)[:2]
@@ -55,7 +55,7 @@ def test_twice_the_hosts_of_fsdp_are_not_forecast_to_be_slower(seed):
 
 
 def errors_with_a_row_more(*found: Sequence[Case]) -> tuple[float, float]:
-    """Median errors of the same rates, before and after one more row calibrates the model."""
+    """Return median errors of the same rates before and after one more row calibrates the model."""
     by_rate = [{(one.series.name, one.place): abs(one.error) for one in cases} for cases in found]
     pairs = [
         (before[rate], after[rate])

@@ -1,11 +1,11 @@
-"""Series of training speed whose physics is not the model's: other laws, other collectives.
+"""Series of training speed with a physics other than the model's: other laws and collectives.
 
-A step is played event by event: layers of uneven size and cost, gradients that are sent in buckets
-while layers are computed and slow these down, rings whose latency adds up hop by hop or trees,
-bandwidth that falls with small messages and with many hosts, the slowest of lognormal ranks on
-uneven hosts, devices that are no faster below some batch, input that a host reads no faster, and
-rates that are measured with 1 to 5% of noise. The model knows what it knows of a published series:
-bytes, the line rate of the network, sizes and rates.
+A step is simulated event by event. Layers have uneven sizes and costs. Gradients are sent in
+buckets while layers are computed, and slow them down. Collectives are trees, or rings whose latency
+adds up hop by hop. Bandwidth falls with small messages and with many hosts. The slowest rank on
+uneven hosts is lognormal. Devices get no faster below some batch, and hosts limit the rate of
+input. Rates are measured with 1 to 5% of noise. The model gets the same facts as of a published
+series: bytes, the line rate of the network, sizes and rates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Rng = np.random.Generator
 
 
 def between(rng: Rng, low: float, high: float) -> float:
-    """By size, so that each doubling is as likely as the next."""
+    """Draw a number whose logarithm is uniform, so that each doubling is equally likely."""
     return float(np.exp(rng.uniform(np.log(low), np.log(high))))
 
 
@@ -71,12 +71,12 @@ class System:
         )
 
     def bandwidth(self, hosts: int) -> float:
-        """Of a host's link, when so many send at once."""
+        """Return the bandwidth of a host's link while the given number of hosts send at once."""
         found = self.efficiency * self.line * float(hosts) ** -self.congestion
         return found * (self.beyond_rack if hosts > self.rack else 1.0)
 
     def gathers(self, bytes: float, hosts: int, per_host: int) -> float:
-        """Seconds in which parts on all ranks get to all of them, in one pipelined ring."""
+        """Return the seconds of an all-gather in one pipelined ring."""
         ranks = hosts * per_host
         if ranks == 1:
             return 0.0
@@ -89,11 +89,11 @@ class System:
         return float(latency + moved * (1 + self.half * ranks / max(bytes, 1.0)))
 
     def reduces(self, bytes: float, hosts: int, per_host: int) -> float:
-        """Seconds of an all-reduce."""
+        """Return the seconds of an all-reduce."""
         return 2 * self.gathers(bytes, hosts, per_host)
 
     def slowest(self, hosts: int, per_host: int, rng: Rng) -> float:
-        """A step's factor: the mean over steps of the slowest rank, on hosts that differ."""
+        """Return the mean over steps of the slowest rank's factor, on hosts that differ."""
         own = np.exp(self.uneven_hosts * rng.standard_normal((1, hosts, 1)))
         each = np.exp(self.uneven_ranks * rng.standard_normal((60, hosts, per_host)))
         return float((own * each).max(axis=(1, 2)).mean() / np.exp(self.uneven_ranks**2 / 2))
@@ -126,14 +126,14 @@ class Network:
         )
 
     def busy(self, share: float) -> float:
-        """Computing of such a share of the first batch, as a share of its time."""
+        """Return the computing time of a share of the first batch, relative to that batch."""
         power = self.sharpness
         law = (share**power + self.floor**power) / (1 + self.floor**power)
         return float(law ** (1 / power))
 
 
 def ddp(net: Network, system: System, busy: float, hosts: int, per_host: int) -> float:
-    """Seconds of a step: 25 MB are sent as soon as they are there, one bucket at a time."""
+    """Return the seconds of a step that sends buckets of 25 MB one by one once they are ready."""
     now, free, waiting = busy * (1 - net.backward), 0.0, 0.0
     for place, (bytes, share) in enumerate(zip(net.bytes, net.shares, strict=True)):
         took = busy * net.backward * share
@@ -147,7 +147,7 @@ def ddp(net: Network, system: System, busy: float, hosts: int, per_host: int) ->
 
 
 def fsdp(net: Network, system: System, busy: float, hosts: int, per_host: int) -> float:
-    """Layers are gathered one ahead, in both directions, and gradients scattered after each."""
+    """Return the seconds of a step that gathers each layer one ahead and scatters its gradients."""
     gathers = [system.gathers(bytes, hosts, per_host) for bytes in net.bytes]
     now = sending = 0.0
     for took, gather in zip(net.shares[::-1], gathers[::-1], strict=True):
@@ -167,13 +167,13 @@ def unseen(
     is_strong: bool | None = None,
     first: int | None = None,
 ) -> tuple[Series, tuple[float, ...]]:
-    """A series by its seed, and its rates without noise.
+    """Return the series of a seed, and its rates without noise.
 
     Args:
-        seed: of all that is drawn.
+        seed: the seed of all random draws.
         strategy: "ddp" or "fsdp"; None is either.
-        is_strong: whether all ranks share one batch; None is either.
-        first: ranks of the first row; None is any.
+        is_strong: True if all ranks share one batch, False if each has its own; None is either.
+        first: the ranks of the first row; None is any number.
     """
     rng = np.random.default_rng([seed, 20])
     system, net = System.drawn(rng), Network.drawn(rng)
@@ -188,7 +188,7 @@ def unseen(
         per_host = min(count, system.per_host)
         own = batch * counts[0] / count if is_strong else batch
         shapes.append(Shape(count // per_host, per_host, own, servers=1))
-    # What two hosts send is 2% to 150% of what they compute.
+    # Sending between two hosts takes 2% to 150% of the time of computing.
     ratio = between(rng, 0.02, 1.5)
     busy = system.reduces(float(net.bytes.sum()), 2, system.per_host) / ratio
     play = {"ddp": ddp, "fsdp": fsdp}[strategy]
@@ -209,7 +209,7 @@ def unseen(
         **({"summing": GPU_SUMS} if system.network == "rdma" else {}),
     )
     buckets = cut(float(net.bytes.sum()))
-    if strategy == "fsdp":  # a run tells how many layers are gathered at a time
+    if strategy == "fsdp":  # a run reports the number of layers that are gathered at a time
         count = len(net.bytes)
         buckets = tuple(Bucket(bytes, (n + 1) / count) for n, bytes in enumerate(net.bytes))
     job = Job(

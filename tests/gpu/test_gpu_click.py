@@ -1,4 +1,4 @@
-"""Click-through models on a GPU: tables stepped whole, days of ids, files, scripts."""
+"""Tests of click-through models on a GPU: tables stepped whole, days of ids, files, scripts."""
 
 import json
 import os

@@ -27,7 +27,7 @@ def _is_ours(thread):
     return thread.name in ("maker", "waiter")  # and not one that another test has left
 
 
-def test_the_line_of_a_busy_thread_is_told_and_one_that_waits_is_not():
+def test_a_busy_thread_is_reported_and_a_waiting_thread_is_not():
     end, given = threading.Event(), queue.Queue()
     threads = [
         # Those of libraries may be many.
@@ -37,7 +37,7 @@ def test_the_line_of_a_busy_thread_is_told_and_one_that_waits_is_not():
     ]
     watch, seen = Watch(), Observation(["train.py"])
     watch.lanes.thread = threading.get_ident()
-    others = OtherThreads(watch, share=1.0)  # a look takes long on a busy machine
+    others = OtherThreads(watch, share=1.0)  # a sample takes long on a busy machine
     for thread in threads:
         thread.start()
     try:

@@ -1,4 +1,4 @@
-"""What is seen of a model is seen of the same model in DistributedDataParallel and others."""
+"""Tests that the doctor finds the same in a model and in the model within a wrapper."""
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ def test_a_copy_of_what_is_trained_is_no_teacher(tmp_path, wrapper):
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("is_right", [True, False])
-def test_modes_are_those_of_the_model_within(tmp_path, wrapper, is_right):
+def test_modes_are_read_from_the_wrapped_model(tmp_path, wrapper, is_right):
     after = "model.train()" if is_right else "pass"
     models = seen(tmp_path, wrapper, EVALUATED.replace("{after}", after)).models
     assert not any(model.evaluated_in_train_mode for model in models)
@@ -133,9 +133,7 @@ for number in range(24):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_means_that_are_added_up_undivided_are_found_or_not_counted_as_looked_for(
-    tmp_path, wrapper
-):
+def test_undivided_sums_of_means_are_found_or_not_counted_as_checked(tmp_path, wrapper):
     verdict = judge([seen(tmp_path, wrapper, ADDED_UP)], inventory())
     name = "accumulation_undivided"
     assert name not in verdict.passed
@@ -156,9 +154,9 @@ def passed(seen):
     return {*judge([seen], inventory()).passed}
 
 
-def test_checks_whose_hooks_stay_away_from_what_is_compiled_do_not_pass():
+def test_checks_without_hooks_on_compiled_code_do_not_pass():
     seen = Observation(command=[], steps=24, models=[Model("Net")])
     counted = passed(seen)
-    assert len(counted & HOOKED) == 8  # two more want to know the time of a step
+    assert len(counted & HOOKED) == 8  # two more checks need the time of a step
     seen.compiles = [(24, 1, 0.5)]
     assert counted - passed(seen) == counted & HOOKED

@@ -77,7 +77,7 @@ def test_what_the_user_chose_is_respected(options):
 @pytest.mark.parametrize("size", [1, 7, 16, 54, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_what_can_be_fused_gives_the_plain_result(kind, options, dtype, size):
+def test_fused_optimizers_give_the_plain_result(kind, options, dtype, size):
     """torch 2.13's fused SGD does not, for half precision on the CPU."""
     found = []
     for fused in (False, True):

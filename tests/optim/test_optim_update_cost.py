@@ -51,7 +51,7 @@ def test_neither_weights_nor_the_optimizer_are_touched(make):
     assert torch.equal(torch.get_rng_state(), before[2])
 
 
-def test_what_many_numbers_take_is_extended_from_some():
+def test_the_time_of_many_values_is_scaled_up_from_few():
     model = nn.Sequential(nn.Embedding(10_000, 4), nn.Linear(4, 1))
     optimizer = torch.optim.Adam(model.parameters())
     assert told(optimizer, most=1_000) == pytest.approx(40_005 / 1_000, rel=0.02)

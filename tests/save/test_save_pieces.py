@@ -154,7 +154,7 @@ def test_a_large_table_and_its_moments_lie_on_different_ranks(saved):
     ]
     large = 4 * 30 * 40
     assert len(weights) == len(state["optimizer"]) == 4
-    # Two tensors are large; no rank has both of them, which together are most of all bytes.
+    # The two large tensors hold most of all bytes. No rank has both of them.
     assert sum(size > large for size in sizes) == 2
     assert max(sizes) < 1.5 * large
 

@@ -46,7 +46,7 @@ def test_gitignore_means_what_it_means_to_git(tree, within):
     assert list(code.collect(tree / within).files) == expected
 
 
-def test_secrets_and_data_stay_and_are_named(tree):
+def test_secrets_and_data_are_left_out_and_named(tree):
     for name in (".env", "package/.env.local", "server.key", ".aws/credentials", "id_rsa"):
         (tree / name).parent.mkdir(exist_ok=True)
         (tree / name).write_text("secret")

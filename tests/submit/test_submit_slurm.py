@@ -178,7 +178,7 @@ def test_a_job_canceled_by_scancel_is_canceled_after_slurm_has_forgotten_it(
     until_step(sent, 3)
     cluster.ask("scancel", sent["id"])
     until(lambda: state_of(flatout, sent["id"])["state"] == "canceled")
-    found = target_of("slurm").state("4000000000", Path(sent["folder"]))  # a number it never knew
+    found = target_of("slurm").state("4000000000", Path(sent["folder"]))  # an unknown number
     assert found.state == "canceled", (found, Path(sent["folder"], "job.log").read_text())
     waiting = submit(flatout, "--option", "begin=now+1hour", "train.py", "none")
     cluster.ask("scancel", waiting["id"])

@@ -1,4 +1,4 @@
-"""SLURM's batch script, and what is left of a job that SLURM has forgotten: without a cluster."""
+"""Tests without a cluster of SLURM's batch script, and of jobs that SLURM has forgotten."""
 
 import os
 import subprocess
@@ -52,7 +52,7 @@ BY_SLURM = "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-30T00:57:
         ("step 3\n", "ended"),
     ],
 )
-def test_the_log_of_a_forgotten_job_tells_how_slurm_ended_it(tmp_path, slurm, log, state):
+def test_the_log_of_a_forgotten_job_gives_the_reason_of_its_end(tmp_path, slurm, log, state):
     for name in ("job.log", "job-2.log"):
         (tmp_path / name).write_text(f"{'a line' * 100_000}\n{log}\xe9 last\n", encoding="latin-1")
     assert slurm.state("7", tmp_path).state == state
@@ -70,7 +70,7 @@ def test_the_exit_code_of_an_earlier_start_is_not_that_of_a_forgotten_job(tmp_pa
     assert (found.state, found.exit_code, found.since_s) == ("failed", 143, 100)
 
 
-# Bash's clock and what it waits with: 80 times half a minute pass at once.
+# Replacements of Bash's clock and sleep, in which 80 half minutes pass at once.
 CLOCK = """
 sleep() { SECONDS=$((SECONDS + 30)); ((++looks <= 80)); }
 scontrol() { echo "$SECONDS" >> told; }
@@ -80,7 +80,7 @@ echo '{"remaining_s": 5400}' > remaining
 """
 
 
-def test_the_controller_hears_of_a_job_once_in_five_minutes(tmp_path):
+def test_the_controller_is_called_once_in_five_minutes(tmp_path):
     text = target_of("slurm").artifacts(job(tmp_path))[0].text
     _, _, rest = text.partition("# What is left of it")
     loop, _, _ = rest.partition("trap ")

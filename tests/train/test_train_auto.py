@@ -44,7 +44,7 @@ def _own_cache(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-# Tests run on busy machines; measuring the rates of one takes seconds.
+# Terms that ignore noise, since tests run on busy machines, and skip measuring the machine.
 CALM = Terms(noise=1e9, machine_rates=lambda *machine: None)
 
 
@@ -68,19 +68,19 @@ def small_data(samples: int = 256):
 
 
 class Clock:
-    """Seconds that pass only where a model computes.
+    """A clock that advances only while a model computes.
 
     Attributes:
-        waited_s: for which each step is said to have waited for its batches; these come and are
-            copied in no time, as what that really takes is not of this clock.
-        terms: of the Loops that go by it.
+        waited_s: seconds that each step reports as waiting for its batches. Real fetching and
+            copying take no time by this clock.
+        terms: the Terms of the Loops that use this clock.
     """
 
     def __init__(self) -> None:
         self.now = self.waited_s = 0.0
         self.terms = CALM
         self.set(clock=self, cpu_clock=self, input_s=lambda lanes: (self.waited_s, 0.0))
-        self.lock = threading.Lock()  # a look puts back objects but those that threads share
+        self.lock = threading.Lock()  # a check restores all objects without a lock
 
     def __call__(self) -> float:
         return self.now
@@ -299,7 +299,7 @@ def test_options_are_kept_or_dropped_by_what_was_measured(clock):
 
 
 @pytest.mark.parametrize("uses_cpu", [False, True], ids=["other work", "the option"])
-def test_far_slower_on_a_few_samples_is_what_takes_more_cpu_time(clock, uses_cpu):
+def test_far_slower_options_are_found_by_cpu_time(clock, uses_cpu):
     """Before the first step other work can make any pass take many times as long by the clock."""
     clock.set(has_bf16_units=with_bf16)
     if not uses_cpu:
@@ -385,7 +385,7 @@ def test_an_option_that_helps_another_is_tried_again(clock):
 
 @pytest.mark.parametrize("steps", [20, 60])
 @pytest.mark.parametrize("bf16", [0.5, 1.3])
-def test_of_long_steps_a_few_are_enough(bf16, steps, clock):
+def test_few_long_steps_are_enough(bf16, steps, clock):
     """Of 0.6 s each; where a few samples run slower in bf16, no step is made under it first."""
 
     def seconds(s):
@@ -402,7 +402,7 @@ def test_of_long_steps_a_few_are_enough(bf16, steps, clock):
     assert ("compute.precision" in first["settings"]) == (bf16 < 1)
 
 
-def test_of_small_batches_that_take_long_two_samples_are_looked_at(clock):
+def test_two_samples_of_a_small_slow_batch_are_checked(clock):
     """Four of sixteen would take as long as the time before the first step may."""
     clock.set(has_bf16_units=with_bf16)
     seconds = lambda s: 6.0 * (0.5 if s.precision == "bf16" else 1.0)  # noqa: E731
@@ -541,7 +541,7 @@ def result_of(ratio, low, high, floor):
     return TrialResult(ratio, low, high, floor, 8, 0.1, 0.1 / ratio, 1.0)
 
 
-def test_a_wide_interval_takes_nothing_back_that_was_proven():
+def test_a_wide_interval_does_not_undo_a_proven_option():
     proven, wide = result_of(1.2, 1.15, 1.25, 0.02), result_of(0.9, 0.5, 1.3, 0.5)
     field = "compute.precision"
 
@@ -684,7 +684,7 @@ def cold(clock):
     clock.set(starts_cold=lambda device: True)
 
 
-def test_what_loads_kernels_at_its_first_use_is_judged_by_the_next(clock, cold):
+def test_an_option_that_loads_kernels_is_judged_by_its_next_pass(clock, cold):
     clock.set(has_bf16_units=with_bf16)
     loaded: set[tuple[str, int]] = set()
 
@@ -707,7 +707,7 @@ def test_what_loads_kernels_at_its_first_use_is_judged_by_the_next(clock, cold):
 
 
 def gradients_off(model, off):
-    """Let the gradients be off by the share that a function gives in each backward."""
+    """Change the gradients of each backward by the share that a function returns."""
 
     def spoil(module, inputs, output):
         if output.requires_grad:
@@ -717,7 +717,7 @@ def gradients_off(model, off):
 
 
 @pytest.mark.parametrize("own", [0.02, 0.0])
-def test_rounding_is_told_by_what_plain_gradients_are_off_themselves(own, clock, cold):
+def test_rounding_is_judged_by_the_errors_of_plain_gradients(own, clock, cold):
     """Convolutions in TF32 are off by some percent behind a BatchNorm."""
     model, formats = small_net(), ["contiguous"]
 
@@ -886,7 +886,7 @@ def planted(bf16_flops_per_s, calls, spread=1.1):
         (planted(4e9, 20, spread=9.0), "compute.precision", None),  # rough rates say nothing
     ],
 )
-def test_what_a_roofline_promises_most_of_comes_first(counts, first, skipped, clock):
+def test_the_option_with_the_largest_roofline_gain_comes_first(counts, first, skipped, clock):
     clock.set(has_bf16_units=with_bf16)
     # Nothing is faster, so each is compared with plain in turn.
     recipe = Recipe(compute={"rewrites": "off", "fused_norms": "off"})
@@ -923,7 +923,7 @@ def test_a_fit_hands_what_its_first_step_computes_to_the_roofline(monkeypatch):
     assert "not tried: at most 0.0% to gain" in history.explain()
 
 
-def test_what_is_promised_to_lose_is_not_tried_together_with_the_others(clock):
+def test_an_option_predicted_to_lose_is_not_tried_together_with_others(clock):
     """Alone it is tried all the same: the roofline is a model."""
     clock.set(has_bf16_units=with_bf16)
     loop, compute, source = job(
@@ -953,7 +953,7 @@ def test_the_rates_of_a_machine_are_measured_before_a_long_run_once(clock):
     assert len(asked) == 2
 
 
-def test_what_was_measured_on_a_busy_machine_is_not_kept(clock, tmp_path):
+def test_measurements_on_a_busy_machine_are_not_kept(clock, tmp_path):
     times = random.Random(0)
     clock.set(noise=0.2)
     said: list[str] = []
@@ -989,7 +989,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(clock, monkeypatch, tmp_path
 
 
 def test_a_short_run_tries_nothing():
-    model, passes = small_net(), SimpleQueue()  # a look puts back a list
+    model, passes = small_net(), SimpleQueue()  # a check restores a list
     model.register_forward_pre_hook(lambda *_: passes.put(torch.is_grad_enabled()))
     said: list[str] = []
     loop, _, _ = job(model, steps=39, said=said)
@@ -1029,7 +1029,7 @@ def frozen_job(clock, seconds, *, samples=320, epochs=2, allow="tolerant"):
     return loop, said
 
 
-def test_the_frozen_layers_tell_the_precision_of_a_short_run(clock):
+def test_frozen_layers_decide_the_precision_of_a_short_run(clock):
     clock.set(has_bf16_units=with_bf16)
     seconds = {"fp32": (0.06, 0.002), "bf16": (0.03, 0.002)}
     frozen_job(clock, seconds, allow="exact")
@@ -1184,7 +1184,7 @@ def test_a_machine_that_becomes_busy_is_measured_again(clock):
     assert all(b["first"] == a["last"] + 1 for a, b in itertools.pairwise(spans))
 
 
-def test_a_machine_that_stays_busy_keeps_what_was_chosen_before(clock, tmp_path):
+def test_a_machine_that_stays_busy_keeps_earlier_choices(clock, tmp_path):
     clock.set(noise=0.2)
     others, busy = random.Random(1), []
 
@@ -1477,7 +1477,7 @@ def test_a_compiled_model_is_measured_before_the_first_step(clock):
 
 @pytest.mark.parametrize(("plain_s", "forwards"), [(0.3, 2), (6.0, 1)])
 def test_a_batch_that_takes_long_runs_once_before_the_first_step(plain_s, forwards, clock):
-    model, sizes = small_net(), SimpleQueue()  # a look puts back a list
+    model, sizes = small_net(), SimpleQueue()  # a check restores a list
     model.register_forward_pre_hook(lambda module, inputs: sizes.put(len(inputs[0])))
     loop, _, _ = job(model, lambda s: plain_s, clock, steps=1_000)
     assert [sizes.get() for _ in range(sizes.qsize())].count(64) == forwards
@@ -1490,7 +1490,7 @@ def test_a_batch_that_takes_long_runs_once_before_the_first_step(plain_s, forwar
 def test_the_length_of_a_run_counts_its_updates(update_s, clock, monkeypatch):
     """Passes of 5 ms: 150 steps take 0.75 s of them, and 12 s with a dense update of tables."""
     monkeypatch.setattr(auto_check, "seconds_of_update", lambda *given: update_s)
-    passes = SimpleQueue()  # a look puts back a list
+    passes = SimpleQueue()  # a check restores a list
 
     def seconds(s):
         passes.put(1)

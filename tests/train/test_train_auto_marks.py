@@ -82,13 +82,13 @@ class Net(nn.Module):
 
 
 def train(clock, is_faulty=False, before=lambda loop: None, may_fork=True):
-    """A Loop that has trained until nothing was left to try; bf16 and fused steps are fast.
+    """Return a Loop that has tried all settings; bf16 and fused steps are fast.
 
     Args:
-        clock: counts their seconds.
-        is_faulty: whether bf16 ends the process.
+        clock: counts the seconds of the steps.
+        is_faulty: True if bf16 ends the process.
         before: called before each forward.
-        may_fork: whether a child may try what has ended a run.
+        may_fork: True if a child may try settings that ended a run.
     """
     torch.manual_seed(0)
     said = []
@@ -97,7 +97,7 @@ def train(clock, is_faulty=False, before=lambda loop: None, may_fork=True):
         clock=lambda: clock[0],
         cpu_clock=lambda: clock[0],
         noise=1e9,  # tests run on busy machines
-        machine_rates=lambda *machine: None,  # takes seconds
+        machine_rates=lambda *machine: None,  # measuring takes seconds
         has_bf16_units=lambda device: True,
         may_fork=may_fork,
     )
@@ -164,7 +164,7 @@ def test_what_ended_a_run_is_tried_in_a_child_and_no_more(clock, monkeypatch):
     assert why in later.resolved.choices[PRECISION].reason
 
 
-def test_where_no_child_can_try_it_two_runs_are_enough(clock):
+def test_two_runs_are_enough_if_no_child_can_try_a_setting(clock):
     alone = {"is_faulty": True, "may_fork": False}
     assert [ended(clock, **alone) for _ in range(2)] == ["ended by SIGSEGV"] * 2
     loop = train(clock, **alone)

@@ -139,7 +139,7 @@ def test_rows_that_no_later_step_reads_are_found_at_the_end_of_an_epoch():
 
 
 class LastRowMasked(nn.Module):
-    """Its gradient of row 7 is 0, for which Adam with eps=0 divides by 0."""
+    """A model whose gradient of row 7 is 0, so that Adam with eps=0 divides by 0."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ class LastRowMasked(nn.Module):
 
 
 def by_rows(epochs):
-    """Return a trainer of a table stepped by rows, and its fit of one step an epoch."""
+    """Return a trainer of a table stepped by rows, and its fit of one step per epoch."""
     torch.manual_seed(0)
     model = LastRowMasked()
     trainer = flatout.Trainer(

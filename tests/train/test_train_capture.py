@@ -575,7 +575,7 @@ def clock(interpreted, monkeypatch):
     of.terms = Terms(
         clock=read,
         cpu_clock=read,
-        # Batches come and are copied in no time: what that really takes is not of this clock.
+        # Fetching and copying take no time by this clock.
         input_s=lambda lanes: (0.0, 0.0),
         noise=1e9,
         trace_s=0.0,
@@ -699,7 +699,7 @@ def test_what_is_captured_by_choice_is_compiled_once(clock, interpreted):
         (net, {"few": 0.1}, "calls are little of a step"),
     ],
 )
-def test_what_auto_does_not_compile_says_why(model, options, why, clock):
+def test_auto_reports_why_it_does_not_compile(model, options, why, clock):
     clock.eager = options.get("eager", clock.eager)
     clock.terms = replace(clock.terms, calls=0.4 / options.get("few", 1))
     _, history = tuned(clock, model(), epochs=options.get("epochs", 30))

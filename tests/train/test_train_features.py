@@ -25,7 +25,7 @@ from flatout.train.capture_graph import ModuleWatch
 from flatout.train.explanation import Explanation
 from flatout.train.frozen_choice import Choice
 
-# A few samples are looked at, however short the first epoch is.
+# Terms by which frozen layers are examined after a first epoch of any length.
 LOOKS = Terms(has_bf16_units=lambda device: True, least_frozen_s=0)
 
 

@@ -239,7 +239,7 @@ def test_a_compiled_model_is_looked_into_without_compiling_it_again():
 
 
 def test_the_batch_is_run_in_as_many_pieces_as_it_needs():
-    sizes = SimpleQueue()  # a look puts back a list
+    sizes = SimpleQueue()  # a check restores a list
 
     class Watch(nn.Module):
         def forward(self, x):

@@ -1112,7 +1112,7 @@ def test_a_metric_slower_than_the_step_is_named_and_fed_less_often(monkeypatch):
     updates.clear()
     said = []
     trainer = flatout.Trainer(ours, allow="exact", say=said.append)
-    trainer.terms = Terms(slow_share=0.0)  # whatever takes any time is slow
+    trainer.terms = Terms(slow_share=0.0)  # a metric that takes any time is slow
     here = trainer.fit(x, y, **arguments)
     assert_same_history(here.history, there.history, 1e-5)
     assert any(line.startswith("metric iou takes") and "at once" in line for line in said)
@@ -1133,7 +1133,7 @@ def test_metrics_that_are_not_slow_stay_in_the_step():
     assert not any(line.startswith("metric") for line in said)
 
 
-def test_what_is_kept_is_bounded():
+def test_values_kept_for_a_slow_metric_are_bounded():
     x, y = points(320)
     ours, theirs = twins(lambda: compiled("sgd"))
     there = theirs.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)

@@ -199,7 +199,7 @@ def test_callbacks_of_a_fit_get_what_keras_gives_them(stops):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Batches of which nobody knows the number before the last one has come."""
+    """Batches whose number is unknown before the last batch."""
 
     def __iter__(self):
         x, y = points()
@@ -207,7 +207,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_callbacks_hear_only_of_batches_that_come(accumulate):
+def test_callbacks_are_called_only_for_batches_that_come(accumulate):
     loader = torch.utils.data.DataLoader(Stream(), batch_size=None)
     theirs, ours = Log(), Log()
     if accumulate == 1:
@@ -522,7 +522,7 @@ class Words(keras.utils.PyDataset):
 
 
 def read_by_keras(given, x, y):
-    """Return arguments of fit for the same batches as arrays have."""
+    """Return arguments of fit that give the same batches as arrays."""
     words = Words(x, y)
     if given == "PyDataset":
         return words, {}
@@ -532,7 +532,7 @@ def read_by_keras(given, x, y):
 
 @pytest.mark.parametrize("given", ["generator", "PyDataset"])
 @pytest.mark.parametrize("kind", ["one class a sample", "a class a place"])
-def test_class_weight_of_shares_that_keras_reads_is_that_of_arrays(kind, given):
+def test_class_weight_of_data_read_by_keras_is_that_of_arrays(kind, given):
     if kind == "a class a place":
         x, y, _ = tags()
         model = tagger

@@ -218,7 +218,7 @@ def own_allocator():
     allocator.default_memory()
 
 
-# All of what is measured fits into these steps.
+# Terms under which all measurements fit into the few steps of a test.
 TERMS = replace(ALWAYS_TUNED, most_steps=1, most_pairs=2, searched=1.0)
 
 

@@ -1,4 +1,4 @@
-"""Names of 300 letters, which no file system takes, in what a fit is given."""
+"""Tests of a fit with names of 300 letters, which no file system accepts."""
 
 import pytest
 import torch

@@ -294,14 +294,14 @@ def test_a_single_sample_that_cannot_be_evaluated():
 
 def test_no_memory_to_measure_other_settings():
     class Starved(nn.Module):
-        """As where a pass for the few samples that are looked at finds no memory."""
+        """A model whose pass over the few checked samples finds no memory."""
 
         def forward(self, x):
             if len(x) < 8 and torch.is_grad_enabled():
                 raise MemoryError
             return x
 
-    ticks = partial(next, itertools.count(step=1e-3))  # however slow the machine is
+    ticks = partial(next, itertools.count(step=1e-3))  # a clock that does not depend on the machine
     _, history, said = fitted(Starved(), terms=replace(ALWAYS_TUNED, fewest_steps=1, clock=ticks))
     assert len(history.epochs) == 2
     assert any("memory does not suffice to try other settings" in line for line in said)

@@ -132,7 +132,7 @@ def test_advice_knows_that_a_thread_reads_ahead():
     source = iterable(lambda: iter([(torch.zeros(4, 4), torch.zeros(4).long())]))
     lanes = {"input": 50.0, "forward": 50.0}
     told = waiting_words(source, lanes, 100, 4)
-    assert "batches are made when asked for" in told
+    assert "each batch is made when training asks for it" in told
     assert (
         "50% of the time was waiting; without waiting, training is up to 2.0 times as fast; "
         in told

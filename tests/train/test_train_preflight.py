@@ -266,7 +266,7 @@ def test_the_look_leaves_no_trace(given, monkeypatch):
 
 
 def test_a_look_costs_two_passes_of_a_training_batch_at_most():
-    seen = SimpleQueue()  # a look puts back a list
+    seen = SimpleQueue()  # a check restores a list
 
     class Sizes(nn.Module):
         def forward(self, x):

@@ -300,7 +300,7 @@ def test_settings_are_kept_and_not_measured_again(tmp_path):
     assert not Path(os.environ["FLATOUT_CACHE"], "auto").exists()
 
 
-def test_what_was_still_being_measured_is_measured_on_resume(tmp_path):
+def test_a_resume_goes_on_with_unfinished_measurements(tmp_path):
     run, x = tmp_path / "run", images(160)
 
     def job():
@@ -337,7 +337,7 @@ def test_what_is_asked_for_by_name_holds_on_resume(tmp_path, monkeypatch):
     assert job.trainer.resolved.save.every == 3
 
 
-def test_on_another_machine_settings_are_decided_again_and_said(tmp_path):
+def test_on_another_machine_settings_are_decided_again_and_reported(tmp_path):
     run = tmp_path / "run"
     whole = Job().fit()
     Job(run).fit(1)

@@ -83,7 +83,7 @@ def test_a_run_folder_that_was_lost_is_replaced_at_the_end(tmp_path, monkeypatch
     job = trainer(network(), run="run", say=quiet)
 
     def lose(state):
-        Path("run").rename("lost")  # at once: live files are written in it meanwhile
+        Path("run").rename("lost")  # in one call: live files are still written in it
         Path("run").write_text("no folder")
         signal.raise_signal(signal.SIGTERM)
 

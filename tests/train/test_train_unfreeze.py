@@ -267,7 +267,7 @@ def test_what_cannot_be_is_said_before_the_first_step():
         fit(2, [flatout.Unfreeze(2, lr=0.1)], made, optimizer=optimizer, scheduler=rates)
 
 
-def test_what_is_measured_once_more_does_not_count_in_the_metrics():
+def test_repeated_measurements_do_not_count_in_the_metrics():
     torch.manual_seed(0)
     layers = nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 3)
     made = nn.Sequential(*layers)
@@ -275,7 +275,7 @@ def test_what_is_measured_once_more_does_not_count_in_the_metrics():
     x, y = torch.randn(640, 8), torch.randint(0, 3, (640,))
     metrics = {"class": lambda outputs, targets: targets.float().mean()}
     trainer = flatout.Trainer(made, metrics=metrics, say=len)
-    trainer.terms = Terms(before_share=1e3)  # however busy the machine is
+    trainer.terms = Terms(before_share=1e3)  # enough time on a busy machine, too
     thaw = [flatout.Unfreeze(2, "0")]
     history = trainer.fit((x, y), batch_size=16, epochs=4, callbacks=thaw, progress=False)
     assert any("tried once more" in note for note in history.notes)

@@ -148,7 +148,7 @@ def same_state(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:
     )
 
 
-# However short the run, measuring pays.
+# Terms under which measuring pays in a run of any length.
 ALWAYS_TUNED = Terms(short_share=1e6, before_share=1e6, fixed_s=1e6)
 
 

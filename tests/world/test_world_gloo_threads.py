@@ -21,7 +21,7 @@ def tasks(tmp_path):
     return write
 
 
-def test_it_waits_for_those_that_run_and_for_no_others(tasks, tmp_path):
+def test_the_wait_ends_once_no_thread_of_gloo_runs(tasks, tmp_path):
     tasks(1, "python", "R")
     tasks(2, "pt_gloo_runloop", "S")
     gloo_threads.wait_until_idle(tmp_path)
@@ -38,7 +38,7 @@ def test_it_waits_for_those_that_run_and_for_no_others(tasks, tmp_path):
     assert ended
 
 
-def test_it_ends_where_they_do_not_or_cannot_be_seen(tasks, tmp_path):
+def test_the_wait_ends_if_threads_stay_busy_or_cannot_be_read(tasks, tmp_path):
     tasks(1, "pt_gloo_runloop", "R")
     gloo_threads.wait_until_idle(tmp_path, 0.05)
     gloo_threads.wait_until_idle(tmp_path / "absent", 0.05)

@@ -63,7 +63,7 @@ def test_sagemaker():
         nodes({**SAGEMAKER, "SM_HOSTS": "algo-1"})
 
 
-def test_a_container_of_sagemaker_without_its_toolkit(tmp_path):
+def test_hosts_of_a_sagemaker_container_without_its_toolkit_are_found(tmp_path):
     """Its agent has written the hosts into a file."""
     file = tmp_path / "resourceconfig.json"
     env = {"TRAINING_JOB_NAME": "job"}
@@ -73,7 +73,7 @@ def test_a_container_of_sagemaker_without_its_toolkit(tmp_path):
     found = nodes(env, file)
     assert (found.count, found.rank, found.ranks) == (3, 2, None)
     assert found.rendezvous == "algo-1:29500"
-    assert nodes({}, file) == Nodes()  # on a machine that has such a file for other reasons
+    assert nodes({}, file) == Nodes()  # the file may exist on machines outside of SageMaker
     for wrong in ("{}", "[]", "{", '{"hosts": 3, "current_host": "algo-1"}'):
         file.write_text(wrong)
         with pytest.raises(WorldError, match="expected"):

@@ -138,7 +138,7 @@ def test_two_servers_step_as_the_optimizer_itself(make):
 
 
 @pytest.mark.parametrize(("changes", "most"), [(3, 100), (12, 100), (3, 4), (3, 1)])
-def test_parts_that_are_joined_and_cut_are_stepped_as_ever(changes, most):
+def test_joined_and_cut_parts_are_stepped_like_whole_parts(changes, most):
     """While it changes which weights have gradients, and where states are asked for on the way."""
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(size)) for size in (3, 1, 4, 1, 5)]

@@ -1,4 +1,4 @@
-"""One of two ranks waits for a worker of its DataLoader that gives nothing."""
+"""Tests that name a silent DataLoader worker of one of two ranks."""
 
 import os
 import re
@@ -46,7 +46,7 @@ def test_the_rank_that_waits_names_the_worker_and_the_other_names_the_rank(tmp_p
         while not (tmp_path / "hangs").exists():
             assert time.monotonic() < until
             time.sleep(0.1)
-        time.sleep(30)  # twice the patience with a worker
+        time.sleep(30)  # twice the patience for a worker
         for rank in ranks:
             os.kill(rank.pid, signal.SIGTERM)
         (_, first), (_, second) = [rank.communicate(timeout=60) for rank in ranks]

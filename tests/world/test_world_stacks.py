@@ -53,7 +53,7 @@ def test_a_stopped_process(child):
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     state, stack = look_at(known)
-    assert state == f"is stopped (SIGSTOP, or Ctrl-Z); kill -CONT {process.pid} lets it go on"
+    assert state == f"is stopped (SIGSTOP, or Ctrl-Z); kill -CONT {process.pid} resumes the process"
     assert stack == []
 
 

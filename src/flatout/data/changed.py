@@ -1,4 +1,4 @@
-"""Values that reading changes: a line for each column in which that happens."""
+"""A report of values that reading has changed: one line for each such column."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from flatout.data.origins import Gather, alone
 
 Lines = dict[str, str]
 
-# A change: floats hold a whole number rounded.
+# The name of a change: a float holds a whole number only rounded.
 ROUNDED = "rounded"
 
 _numbers = itertools.count()
-# By key: a copy in a worker process has that of the original.
+# All objects by key. A copy in a worker process has the key of its original.
 _here: WeakValueDictionary[tuple[int, int], Changes] = WeakValueDictionary()
 
 
 class Changes:
-    """The columns in which reading has changed a value. Several threads may call at once."""
+    """The columns in which reading has changed a value. Several threads may call it at once."""
 
     def __init__(self) -> None:
         self._key = (os.getpid(), next(_numbers))
@@ -38,15 +38,15 @@ class Changes:
         _here[self._key] = self
 
     def watches(self, column: str, change: str) -> bool:
-        """Return whether such a change of the column is still to be found."""
+        """Return whether to search for this change: none is known in the column, or expected."""
         return column not in self._lines and (column, change) not in self._expected
 
     def expect(self, column: str, change: str) -> None:
-        """Take such a change for what the user expects of this column."""
+        """Report no such change of this column, because the user expects it."""
         self._expected.add((column, change))
 
     def add(self, column: str, line: str) -> None:
-        """Keep the line on a column, if it is the first."""
+        """Keep the first line about a column."""
         self._lines.setdefault(column, line)
 
     def notes(self) -> list[str]:
@@ -54,7 +54,7 @@ class Changes:
         return list(self._lines.values())
 
     def new_notes(self, gather: Gather = alone) -> list[str]:
-        """Return the lines that any rank has found since this was asked last; all ranks ask."""
+        """Return the lines that any rank has found since the last call. All ranks call it."""
         new: Lines = {}
         for found in gather(self._unreported()):
             new = {**found, **new}
@@ -68,12 +68,12 @@ class Changes:
 
 
 def found_here() -> dict[tuple[int, int], Lines]:
-    """Return what a worker process has found, for `take_over` in the process that asked it."""
+    """Return the lines that this worker process has found, for `take_over` in its parent."""
     return {key: lines for key, one in list(_here.items()) if (lines := one._unreported())}
 
 
 def take_over(found: Mapping[tuple[int, int], Lines]) -> None:
-    """Keep what a worker process has found."""
+    """Keep the lines that a worker process has found."""
     for key, lines in found.items():
         for column, line in lines.items():
             if (changes := _here.get(key)) is not None:
@@ -81,5 +81,5 @@ def take_over(found: Mapping[tuple[int, int], Lines]) -> None:
 
 
 def exact_up_to(dtype: npt.DTypeLike) -> int:
-    """Return the number up to which a dtype of floats holds every whole number."""
+    """Return the largest number up to which a dtype of floats holds every whole number."""
     return 1 << int(np.finfo(dtype).nmant) + 1

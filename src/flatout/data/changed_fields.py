@@ -1,4 +1,4 @@
-"""Whole numbers of text formats that floats hold rounded."""
+"""A search for whole numbers of text formats that floats hold only rounded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.data.block import Ragged, Values
 from flatout.data.changed import ROUNDED, Changes, exact_up_to
 from flatout.data.decoder import Encoded
 
-# Rows of a block whose text is searched for a whole number that was rounded.
+# Rows of a block in whose text a rounded whole number is searched for.
 _SEARCHED_ROWS = 64
 _WHOLE = re.compile(rb"[+-]?\d+(\.0*)?")
 
@@ -23,14 +23,14 @@ def note_rounded_fields(
     rows: Encoded,
     fields_of: Callable[[bytes], list[bytes]],
 ) -> None:
-    """Note a column in which a whole number was rounded, unless a fraction was too.
+    """Note a column in which a whole number was rounded, if no fraction was rounded.
 
     Args:
-        changes: keeps the line.
-        name: of the column.
-        values: of the column, decoded.
-        rows: with the text of these values.
-        fields_of: returns the column's fields of a row's text.
+        changes: keeps the line about the column.
+        name: the column's name.
+        values: the column's decoded values.
+        rows: the rows that hold the text of these values.
+        fields_of: returns the column's fields from the text of a row.
     """
     flat = values.values if isinstance(values, Ragged) else values.reshape(-1)
     if flat.dtype.kind != "f" or not flat.size or not changes.watches(name, ROUNDED):
@@ -62,5 +62,5 @@ def note_rounded_fields(
 def _is_large(field: bytes, most: int) -> bool:
     try:
         return abs(float(field)) >= most
-    except ValueError:  # of a bad row
+    except ValueError:  # the field of a bad row
         return False

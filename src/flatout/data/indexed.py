@@ -67,12 +67,12 @@ class Index(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How files are read.
+    """The limits for reading files.
 
     Attributes:
-        piece: bytes at a time.
-        longest_row: a row of which so many bytes were read, and no end found, is damaged.
-        quiet_s: seconds for which nothing is said, and files are taken to be unchanged.
+        piece: bytes that are read at a time.
+        longest_row: most bytes of a row. A row that does not end within them is damaged.
+        quiet_s: seconds within which no progress is printed and files are assumed to be unchanged.
     """
 
     piece: int = 64 << 20
@@ -84,14 +84,14 @@ class IndexedRows(Rows):
     """Rows of indexed files. Follows `flatout.data.origins.Rows`.
 
     Args:
-        files: as `files.find` gives them.
-        decoder: of their format.
-        policy: what to do about bad rows. Where they are skipped, all rows are looked at when the
-            index is built, so that those that remain can be counted.
-        kind: what the format is called.
-        budget: bytes of memory for the files' bytes; None means a quarter of what is free.
-        say: gets a line for what takes more than a second.
-        reading: how the files are read; None for the usual way.
+        files: the files that `files.find` returns.
+        decoder: the decoder of their format.
+        policy: the rule for bad rows. If it skips them, all rows are decoded when the index is
+            built, so that the remaining rows can be counted.
+        kind: the name of the format.
+        budget: bytes of memory for the files' bytes; None means a quarter of the free memory.
+        say: prints a line about work that takes more than a second.
+        reading: the limits for reading; None for the usual limits.
     """
 
     random = True
@@ -175,7 +175,7 @@ class IndexedRows(Rows):
         return self._bytes.where(position, text=getattr(self.decoder, "text", True))
 
     def skipped(self, gather: Gather = alone) -> list[str]:
-        """In which columns any rank has found a changed value since this was asked last."""
+        """Return lines about columns in which any rank found changed values since the last call."""
         changes = getattr(self.decoder, "changes", None)
         return [] if changes is None else list(changes.new_notes(gather))
 
@@ -401,7 +401,7 @@ def index_of(
         decoder: finds rows in them.
         policy: what to do about bad rows.
         look: whether every row is surveyed.
-        say: gets a line for what takes more than a second.
+        say: prints a line about work that takes more than a second.
     """
     words = [
         f"{_VERSION} {look} {policy.skip} {policy.max_errors}",

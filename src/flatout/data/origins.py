@@ -43,10 +43,10 @@ class Origin(Protocol):
         return []
 
     def skipped(self, gather: Gather = alone) -> list[str]:
-        """Which rows any rank has skipped, or values changed, since this was asked last.
+        """Return lines about rows that any rank has skipped or changed since the last call.
 
         Args:
-            gather: of the ranks that read these data, all of which ask.
+            gather: collects the values of all ranks that read these data. All of them call this.
         """
         return []
 

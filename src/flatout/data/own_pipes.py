@@ -30,9 +30,9 @@ def differs_by_rank(source: Source) -> bool:
 
 
 def samples_of_all(source: Source) -> int | None:
-    """Return the samples of an epoch over all ranks, the same number on each of them.
+    """Return the number of samples of an epoch over all ranks. All ranks get the same number.
 
-    Where ranks have their own rows, it is rounded up to whole batches.
+    If ranks have their own rows, the number is rounded up to whole batches.
     """
     if isinstance(source, Pipeline) and source.has_own_rows and source.seekable:
         steps, size = source.steps, source.batch_size

@@ -320,13 +320,13 @@ class Pipeline(Staged["Pipeline"]):
         return self.sharded is not None and self.sharded.has_own_rows
 
     def agreed(self, gather: Callable[[int], list[int]]) -> Pipeline:
-        """With the number of steps that presharded data make, where no one has said it.
+        """Return these data with a number of steps. The ranks agree on it if the user gave none.
 
         Args:
-            gather: gives the numbers of all ranks for this rank's own.
+            gather: returns the numbers of all ranks for the number of this rank.
 
         Raises:
-            DataError: on all ranks, none of them has a sample.
+            DataError: no rank has a sample. All ranks raise it.
         """
         shard, size = self.sharded, self.batch_size
         if shard is None or not shard.has_own_rows or shard.steps is not None or size is None:
@@ -447,10 +447,10 @@ class Pipeline(Staged["Pipeline"]):
         return self._built.targets()
 
     def skipped(self, gather: Gather = alone) -> list[str]:
-        """Which rows any rank has skipped, or values changed, since this was asked last.
+        """Return lines about rows that any rank has skipped or changed since the last call.
 
         Args:
-            gather: gives the values of all ranks for this rank's own; all of them ask.
+            gather: returns the values of all ranks for the value of this rank. All ranks call this.
         """
         return list(self.origin.skipped(gather)) if hasattr(self.origin, "skipped") else []
 

@@ -21,8 +21,8 @@ from flatout.forecast.step import MachineDraws, sending, step_terms
 # Enough for the quantiles of what is printed; so many of them are to have a say.
 _DRAWS, _KEPT, _FEWEST = 20_000, 4_000, 200
 _NO_LIMIT = np.inf
-# Most frameworks send gradients as soon as they are ready, so that much is hidden more often than
-# little: on the average 0.6 where all would be equally likely at 1.
+# The exponent of the hidden share of sending, without a unit: 1 makes all shares equally likely,
+# 0.7 gives a mean of 0.6. Most frameworks send gradients as soon as they are ready.
 _SOONER = 0.7
 # Errors have longer tails than normal ones: rows of one table were run on other days.
 _FREEDOM = 4.0

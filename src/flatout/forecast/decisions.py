@@ -223,11 +223,11 @@ def _servers(side: Side) -> Iterator[Decision]:
 
 
 def _narrow(side: Side) -> Iterator[Decision]:
-    """The one measurement that would tell most."""
+    """Yield the measurement that would make the forecast narrowest."""
     point = side.points[-1]
     if point.rate.high / point.rate.low < 1.1:
         return
-    # Without the model's own error, which no measurement of the machine makes less.
+    # The model's own error is left out: no measurement of the machine reduces it.
     seconds = sum(step_terms(side.measured.job, point.shape, side.draws).values())
     known = shares(side.draws, point.shape.samples / np.asarray(seconds))
     if side.measured.has_crossed or point.hosts == 1 or not isinstance(side.asked.network, float):
@@ -239,7 +239,7 @@ def _narrow(side: Side) -> Iterator[Decision]:
         known.pop("host")
     best = max(known, key=lambda name: known[name])
     if known[best] >= _TELLS:
-        words = f"{MEASUREMENTS[best][1]} ({known[best]:.0%} of what can be measured)"
+        words = f"{MEASUREMENTS[best][1]} ({known[best]:.0%} of the removable variance)"
         yield Decision("narrow", best, words, known[best])
 
 

@@ -18,30 +18,30 @@ GPU_SUMS: Range = (1e9, 1e11)
 
 @dataclass(frozen=True)
 class Job:
-    """What ranks compute and send in a step.
+    """The work of a step: the computing and the communication of the ranks.
 
     Attributes:
         buckets: gradients, in the order in which they are sent.
         batch: samples of one rank's step to which times refer.
-        backward: what share of a step's computing it is.
+        backward: the backward pass as a share of a step's computing.
         strategy: as `world.strategy`.
-        reduction: as `world.reduction`; "nccl" is its all-reduce, in a ring.
+        reduction: as `world.reduction`; "nccl" is the ring all-reduce of NCCL.
         compression: as `world.compression`.
-        powersgd_rank: of it.
-        servers: how many parameter servers.
-        served: how gradients reach the servers. "hosts": each host sends the sum of its ranks, as
-            gradients get ready; "ranks": each rank sends its own when its backward has ended, as
-            Flatout's asynchronous ones do; "reduced": then each server's share is reduced to it,
-            and its weights are broadcast, as Flatout's synchronous ones do. To servers on hosts of
-            their own: "towers" as "hosts", but when the backward has ended, as Flatout's
-            synchronous ones do, and "apart" as "ranks".
+        powersgd_rank: the rank of the matrices of PowerSGD.
+        servers: the number of parameter servers.
+        served: the way of gradients to the servers. "hosts": each host sends the sum of its ranks,
+            as gradients get ready. "ranks": each rank sends its own gradients after its backward
+            pass, as for Flatout's asynchronous servers. "reduced": after the backward pass each
+            server's share is reduced to the server, and its weights are broadcast, as for Flatout's
+            synchronous servers. Two ways lead to servers on hosts of their own. "towers" is "hosts"
+            after the backward pass, as for Flatout's synchronous servers, and "apart" is "ranks".
         largest: bytes of the largest tensor that a server holds whole; 0 where shares are equal.
-        row_bytes: of tables' rows that a rank uses, per sample.
+        row_bytes: bytes per sample of the table rows that a rank uses.
         tables: whether every rank holds these tables, as `world.tables`.
-        sync_every: of local SGD.
-        fragments: of local SGD, likewise.
+        sync_every: steps between two averages of local SGD.
+        fragments: the number of fragments of local SGD.
         averaged: bytes that local SGD averages at a time; 0 is as many as the gradients have.
-        spread: of a rank's steps.
+        spread: the spread of the times of a rank's steps.
     """
 
     buckets: tuple[Bucket, ...]

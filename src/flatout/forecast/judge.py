@@ -101,7 +101,7 @@ def judge(wanted: Iterable[Series] | None = None) -> list[Case]:
 
 
 def predicted(series: Series, rows: int) -> list[Case]:
-    """Predict all rows after the first ones, so many of which calibrate the model."""
+    """Calibrate the model on the first rows of a series, and predict the other rows."""
     known = [series.row(place) for place in range(rows)]
     prior = series.prior
     if series.reads_files:

@@ -19,13 +19,13 @@ from flatout.forecast.job import Job, ReductionTime, Shape
 from flatout.forecast.overlap import exposed
 
 TERMS = ("compute", "shared host", "stragglers", "gradient sync", "input")
-"""What a step's time is made of."""
+"""The terms that add up to a step's time."""
 # Rows go there, their gradients back, and both need the ids.
 _ROW_TRIPS = 2.1
 LINK_ERROR = 0.18
-"""How wrong the model is about links at twice the ranks that were timed.
+"""The model's error of links at twice the ranks that were timed.
 
-The standard deviation of the logarithm; as much again at each further doubling.
+The value is a standard deviation of the logarithm. Each further doubling of ranks adds it again.
 """
 
 
@@ -59,7 +59,7 @@ class MachineDraws:
         return replace(self, **{name: getattr(self, name)[places] for name in names})
 
     def beyond(self, growth: float) -> MachineDraws:
-        """With links as slow or fast as they may be for so many times the ranks that were timed."""
+        """Return draws with the error of links at `growth` times the ranks that were timed."""
         if growth <= 1:
             return self
         drawn = np.random.default_rng(4).standard_normal(len(self.seconds))
@@ -83,14 +83,14 @@ class MachineDraws:
 def step_terms(
     job: Job, shape: Shape, draws: MachineDraws, *, growth: float = 1.0
 ) -> dict[str, Floats]:
-    """Seconds of a step by term, `TERMS`; without limits by input where `seconds` says so.
+    """Return the seconds of a step by term of `TERMS`, without limits by input.
 
     Args:
-        job: that makes it.
-        shape: its ranks.
-        draws: of what the machine and the network may be.
-        growth: its ranks as a multiple of the most that were timed. Above 1 the model's own error
-            of what they exchange is drawn, too.
+        job: the job that makes the step.
+        shape: the ranks of the job.
+        draws: possible values of the machine and the network.
+        growth: the ranks divided by the most ranks that were timed. Above 1, the model's own error
+            of communication is drawn, too.
     """
     draws = draws.beyond(growth)
     compute = computing(job, shape, draws)
@@ -251,7 +251,7 @@ def _reduced(job: Job, shape: Shape, bytes: float, inner: Link, outer: Link) -> 
 
 
 def _mean_hop(shape: Shape, inner: Link, outer: Link) -> Link:
-    """Return the link of a ring through all ranks: it leaves each host once, with all the bytes."""
+    """Return the mean link of a ring of all ranks, which leaves each host once with all bytes."""
     within = (shape.ranks - shape.hosts) / shape.ranks
     alpha = within * inner.alpha + (1 - within) * outer.alpha
     return Link(alpha, np.maximum(inner.beta, outer.beta), outer.gamma)

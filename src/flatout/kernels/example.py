@@ -185,15 +185,15 @@ def scan(
     most: int | None = None,
     at_once: int = 1 << 16,
 ) -> Scan:
-    """Find the records of a TFRecord file by their frames; each length's checksum is compared.
+    """Find the records of a TFRecord file by their frames, and compare each length's checksum.
 
     Args:
         buffer: C-contiguous memory with the buffer protocol: bytes, a memory map, an array.
-        start: where a frame begins. A scan may go on where another one has ended.
-        final: whether no more bytes follow. Otherwise a frame that is not whole is no problem:
-            the caller goes on at `consumed` when there are more bytes.
-        most: end after so many records.
-        at_once: the kernel is called for so many.
+        start: the offset at which a frame begins. A scan may go on at the end of an earlier scan.
+        final: True if no more bytes follow. If False, an incomplete frame is no problem: the caller
+            goes on at `consumed` when there are more bytes.
+        most: the most records to find.
+        at_once: the most records for one call of the kernel.
 
     Raises:
         ValueError: `start` is not in the buffer, or it is not C-contiguous.

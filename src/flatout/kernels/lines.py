@@ -72,20 +72,20 @@ def index_lines(
     threads: int = 1,
     least_per_thread: int = 1 << 20,
 ) -> Lines:
-    r"""Where the lines of `buffer[start:stop]` are.
+    r"""Find the lines of `buffer[start:stop]`.
 
     A line ends before its "\n" and before a "\r" that stands there; the last may lack its newline.
 
     Args:
         buffer: C-contiguous memory with the buffer protocol: bytes, a memory map, an array.
-        start: where the first line begins.
-        stop: where the last ends; the end of the buffer where it is None.
+        start: the offset at which the first line begins.
+        stop: the offset at which the last line ends; None for the end of the buffer.
         skip_blank: leave out lines that are empty or consist of bytes in `white`.
         comment: leave out lines that begin with this, after bytes in `white`; None keeps all.
-        white: what may stand in a blank line. Where tabs separate fields that may be empty, a line
-            of tabs is a row: pass b"" there.
-        threads: look through as many parts of the buffer at the same time.
-        least_per_thread: bytes of a part that make its thread worth starting.
+        white: bytes that may stand in a blank line. If tabs separate fields that may be empty, pass
+            b"", so that a line of tabs is a row.
+        threads: the number of parts of the buffer that are searched at the same time.
+        least_per_thread: the fewest bytes of a part for which a thread is started.
 
     Returns:
         Starts and ends as offsets in `buffer`, int64 of shape (lines,) each.

@@ -1,20 +1,20 @@
 """A dense optimizer's step on the rows of a table that a batch has used.
 
-A row's missed steps have gradients of zero, so what they do to it follows from its weights, its
-state and the steps' learning rates alone:
+A row's missed steps have gradients of zero. Their effect on the row follows from its weights, its
+state and the learning rates of the steps:
 
 - SGD and RMSprop's momentum are linear: the missed steps are one 2x2 matrix.
-- Adam's are a sum of a_j / (b_j sqrt(v) + eps), in which the b_j fall slowly, or by the bias
-  correction quickly: a series of 16 terms, which leaves out at most 3e-7 of the sum. Where it would
-  leave out more, as with a beta2 far from one, the steps are made one by one. Behind `horizon`
-  steps the mean has decayed to nothing.
+- Adam's missed steps are a sum of a_j / (b_j sqrt(v) + eps). The b_j fall slowly, or quickly
+  through the bias correction. A series of 16 terms leaves out at most 3e-7 of the sum. If it would
+  leave out more, as with a beta2 far from one, the steps are made one by one. After `horizon` steps
+  the mean has decayed to nothing.
 - With weight decay in the gradient, Adam, RMSprop and Adagrad are taken step by step.
 
-A table of bfloat16 with lower halves beside it (Split-SGD of Kalamkar et al. 2020) is stepped as
-the float32 numbers that both make, bit for bit.
+A table of bfloat16 may have a second table of lower halves (Split-SGD of Kalamkar et al. 2020). The
+two together are stepped as float32 numbers, bit for bit.
 
-Tables on a CPU are stepped by the C extension. Where the extension is absent, `available` says no,
-and the optimizer takes all rows. Tables on a GPU are stepped whole: that is faster there.
+Tables on a CPU are stepped by the C extension. If the extension is absent, `available` returns
+False, and the optimizer steps all rows. Tables on a GPU are stepped whole, which is faster there.
 """
 
 from __future__ import annotations

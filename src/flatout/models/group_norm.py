@@ -1,10 +1,10 @@
 """GroupNorm whose input needs no gradient, in channels_last on a CPU.
 
-torch's backward of it (`native_group_norm_backward` with `channels_last`, in 2.11 to 2.13) writes
-the gradient of the input also where there is none, which ends the process: no probe can tell. So
-the input gets a gradient, which is computed and dropped; gradients of weight and bias are the same,
-bit for bit. Modules and `F.group_norm` both end in `torch.group_norm`, which is the one that is
-replaced.
+In torch 2.11 to 2.13 the backward pass (`native_group_norm_backward` with `channels_last`) writes
+the gradient of the input even if it has no memory. That ends the process, so no probe can detect
+it. Therefore the input gets a gradient, which is computed and dropped. Gradients of weight and bias
+are the same, bit for bit. Modules and `F.group_norm` both call `torch.group_norm`, the function
+that is replaced.
 """
 
 from __future__ import annotations

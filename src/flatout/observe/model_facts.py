@@ -10,7 +10,7 @@ from flatout.models import two_mode_layers
 from flatout.observe.observation import Model
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
-# Modules around a model, which hold it as `module` or `_orig_mod`.
+# Names of wrapper modules that hold the model as `module` or `_orig_mod`.
 _HOLDERS = {*_WRAPPERS, "AveragedModel", "OptimizedModule"}
 # Numbers that are not finite are named up to here.
 _NAMED = 20

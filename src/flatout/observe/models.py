@@ -85,7 +85,7 @@ class SeenModel(Called):
         Where a call does not tell layers that compute otherwise in training, they do not.
         """
         if not self.facts.is_told:
-            # A script may switch the model in a DistributedDataParallel alone.
+            # A script may switch the mode of the model inside a DistributedDataParallel only.
             innermost = self._innermost()
             return bool((module if innermost is None else innermost).training)
         told = kwargs.get("training")

@@ -16,14 +16,14 @@ from flatout.observe.observation import Observation, OtherThread, Site
 from flatout.observe.sites import is_users, line_of, read
 from flatout.observe.watch import Watch
 
-# From one look to the next, and longer where that would take more than a share of a CPU.
+# Seconds between two samples of the threads. Sampling slows down if it takes too much of a CPU.
 _EVERY_S = 0.04
-# In these steps it is seen whether there are any.
+# The numbers of the steps in which other threads are searched for.
 _ASKED = (1, 10, 100)
-# A thread that was looked at less often says little. So many of the user's are looked at.
+# The fewest samples of a thread to report it, and the most threads of the user to sample.
 _FEWEST, _MOST = 20, 16
 _OURS = "flatout-"
-# Where a thread stands that waits for another one.
+# Files in which a thread waits for another thread.
 _WAITS = (
     "threading.py",
     "queue.py",
@@ -44,14 +44,14 @@ class _Thread:
 
 
 class OtherThreads:
-    """Looks at the threads that run code of the user's, but for the one that steps.
+    """Sample the threads that run the user's code, except the thread that makes steps.
 
     Args:
-        watch: of the steps.
-        share: of a CPU, that looking may take.
+        watch: the watch over the steps.
+        share: the largest share of a CPU that sampling may take.
 
     Attributes:
-        seconds: of a CPU, that looking has taken.
+        seconds: CPU seconds that sampling has taken.
     """
 
     def __init__(self, watch: Watch, share: float = 0.002) -> None:

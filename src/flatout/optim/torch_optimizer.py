@@ -182,9 +182,9 @@ def _has_kernel(kind: type[torch.optim.Optimizer], parameter: torch.Tensor) -> b
 
 @cache
 def _steps_half(dtype: torch.dtype) -> bool:
-    """Whether torch's fused SGD steps all of a bf16 or fp16 tensor on the CPU.
+    """Return True if torch's fused SGD steps all of a bf16 or fp16 tensor on the CPU.
 
-    The kernel of torch 2.13 leaves whole vectors unchanged, that of torch 2.14 none.
+    The kernel of torch 2.13 leaves whole vectors unchanged. The kernel of torch 2.14 is right.
     """
     weight = torch.ones(32, dtype=dtype, device="cpu")
     torch._fused_sgd_(

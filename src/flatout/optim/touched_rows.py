@@ -476,7 +476,7 @@ def _whole_gradient(
     padding_idx: int | None,
     scale_grad_by_freq: bool,
 ) -> torch.Tensor:
-    """Return a table's dense gradient as torch makes it, which can be differentiated."""
+    """Return a table's dense gradient, made by torch so that it can be differentiated."""
     padding = -1 if padding_idx is None else padding_idx
     result: torch.Tensor = torch.ops.aten.embedding_dense_backward(
         gradient, ids, rows, padding, scale_grad_by_freq

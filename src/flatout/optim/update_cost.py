@@ -30,18 +30,17 @@ def seconds_of_update(
     clock: Callable[[], float] = perf_counter,
     most: int = _MOST,
 ) -> float:
-    """About the seconds that a dense update of all parameters that train takes.
+    """Return the approximate seconds of a dense update of all parameters that train.
 
     Args:
-        optimizer: left as it is.
-        by_rows: parameters that it does not step whole.
+        optimizer: the optimizer, which stays unchanged.
+        by_rows: parameters that the optimizer does not step whole.
         clock: returns seconds.
-        most: of so many numbers it is measured, and extended to all.
+        most: the most parameter values to measure. The result is scaled up to all values.
 
     Returns:
-        0.0 where that is not known: of steps that take no dense gradients, and where someone is
-        called around every optimizer's step. The least that it may be for classes that are neither
-        torch's nor Keras' nor Flatout's.
+        0.0 if the seconds are unknown: for steps without dense gradients, and if a hook runs around
+        every optimizer's step. For classes that are not of torch, Keras or Flatout, a lower bound.
     """
     is_watched = (
         torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks

@@ -40,10 +40,10 @@ def place(asked: Path | None, *, force: bool = False) -> Path:
 
 
 def check_target(path: Path) -> None:
-    """Refuse a file that cannot be written where it is to be, before a script runs for it.
+    """Refuse a path that cannot be written, before a script runs to fill it.
 
     Raises:
-        FlatoutError: its folder is missing, or its name is longer than the file system takes.
+        FlatoutError: the folder is missing, or the file name is too long for the file system.
     """
     if not os.path.isdir(path.absolute().parent):
         raise FlatoutError(

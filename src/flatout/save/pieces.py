@@ -1,14 +1,15 @@
-"""Checkpoints that all ranks write together, each its own part, in one folder that all see.
+"""Checkpoints that all ranks write together: each rank writes its part into a shared folder.
 
     model-00001-of-00002.safetensors    each rank's part of the weights
-    model.safetensors.index.json        which of them are in which file, as others write it too
-    state-00001-of-00002.safetensors    each rank's part of the optimizer, and what is its own
+    model.safetensors.index.json        the file of each weight, in the usual format
+    state-00001-of-00002.safetensors    each rank's part of the optimizer, and its own state
     state-00001-of-00002.json           the rest, as in a checkpoint of one rank
     manifest.json                       written last, by the first rank, when all parts are on disk
 
-Replicas are equal, so that any rank may write any tensor: weights and optimizer state are shared
-out together, so that each rank gets about as many bytes. A tensor lies whole in one file, as the
-index demands. That a part is on disk, with its checksums, is told through the ranks' store.
+Replicas are equal, so any rank may write any tensor. Weights and optimizer state are divided
+together, so that all ranks write about the same number of bytes. A tensor lies whole in one file,
+as the index demands. Each rank reports through the ranks' store that its part is on disk, with its
+checksums.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Pieces:
         return file_of(kind, self._world.rank, self._world.size, ending)
 
     def index(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> bytes:
-        """Return the text that names the file of each weight."""
+        """Return the JSON text that names the file of each weight."""
         file_by_name = {
             name: file_of(kind, rank, self._world.size, "safetensors")
             for rank, keys in enumerate(shares(_together(weights, state), self._world.size))
@@ -144,7 +145,7 @@ def shares(tensors: Mapping[_Key, Tensor], ranks: int) -> list[list[_Key]]:
 def _together(
     weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> dict[tuple[str, str], Tensor]:
-    """Return the tensors of both by kind of file and name."""
+    """Return the weights and the tensors of the state by kind of file and name."""
     both = (("model", weights), ("state", state))
     return {(kind, name): t for kind, tensors in both for name, t in tensors.items()}
 

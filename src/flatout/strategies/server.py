@@ -58,7 +58,7 @@ class Share:
         groups: its parameter groups, with numbers of parameters as "params".
         lengths: how many numbers of each parameter the server has.
         dtype: of all of them.
-        most: how many numbers are stepped as one tensor at most; None for as many as are fast.
+        most: the most parameter values to step as one tensor; None for the fastest size.
 
     Attributes:
         values: the weights of the share, in one piece of memory.
@@ -161,13 +161,13 @@ class Share:
 def share_of(
     optimizer: torch.optim.Optimizer, layout: Layout, server: int, most: int | None = None
 ) -> Share:
-    """The share of a server, with what the optimizer knows of it by now; its weights are zeros.
+    """Return the share of a server with its present optimizer state. Its weights are zeros.
 
     Args:
-        optimizer: of the job.
-        layout: of its parameters.
-        server: whose share.
-        most: how many numbers are stepped as one tensor at most; None for as many as are fast.
+        optimizer: the optimizer of the job.
+        layout: the layout of its parameters.
+        server: the number of the server.
+        most: the most parameter values to step as one tensor; None for the fastest size.
     """
     lengths = layout.lengths(server)
     groups = groups_of(optimizer, layout)

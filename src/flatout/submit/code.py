@@ -78,19 +78,19 @@ def collect(
     largest: int = 10_000_000,
     largest_archive: int = 200_000_000,
 ) -> CodeArchive:
-    """The code in a folder: all files but what .gitignore files name, links followed to files.
+    """Collect the code in a folder: all files that no .gitignore names, following links to files.
 
-    Run folders stay, or a job would go on from what they hold.
+    Run folders are left out, because a job would resume from their checkpoints.
 
     Args:
-        root: the folder.
-        without: folders within it that are no code, such as that of the jobs.
-        named: what the script reads; run folders among it travel.
-        largest: a file of more bytes is data, which is not copied for each job.
-        largest_archive: the most bytes that can all be code.
+        root: the folder of the code.
+        without: folders in `root` that are no code, such as the folder of the jobs.
+        named: paths that the script reads. Run folders among them are included.
+        largest: the most bytes of a file of code. Larger files are data, and are left out.
+        largest_archive: the most bytes of code in total.
 
     Raises:
-        SubmitError: it is so much that it cannot all be code.
+        SubmitError: the folder holds more than `largest_archive` bytes.
     """
     files: list[str] = []
     left_out: list[tuple[str, str]] = []

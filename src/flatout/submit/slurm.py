@@ -33,13 +33,13 @@ _UNANSWERED = re.compile(
     r"timed out|Zero Bytes|Unexpected message|Communication|Message (send|receive) failure", re.I
 )
 _NOT_REACHED = re.compile(r"connect failure|Unable to contact slurm controller|Connection refused")
-# A line that SLURM itself writes into the log of a job that it ends, and where to look for it.
+# The line that SLURM writes into the log of a job when it ends the job.
 _ENDED = re.compile(
     rb"^slurmstepd\S* error: \*\*\* JOB \d+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+))? \*\*\*",
     re.MULTILINE,
 )
 _END_OF_LOG = 1 << 18
-_FORGOTTEN = "SLURM does not know it any more"
+_FORGOTTEN = "SLURM no longer lists the job"
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 # Those that Flatout writes itself: a second would contradict it.
 _OURS = frozenset(
@@ -466,14 +466,14 @@ def _together(states: list[JobState]) -> JobState:
 
 
 def _remembered(folder: Path, id: str) -> JobState:
-    """Return what a job that SLURM has forgotten has left in its folder."""
+    """Return the state of a job that SLURM has forgotten, read from the job's folder."""
     _, _, task = id.partition("_")
     name = f"{EXIT_CODE}.{task}" if task else EXIT_CODE
     with suppress(OSError, ValueError):
         code = int((folder / name).read_text())
         began = (folder / name.replace(EXIT_CODE, "started")).stat().st_mtime
         ran = (folder / name).stat().st_mtime - began
-        if ran >= 0:  # else an earlier start has left it
+        if ran >= 0:  # a negative time means that an earlier start wrote the exit code
             state = State.failed if code else State.succeeded
             return JobState(state, _FORGOTTEN, exit_code=code, since_s=ran)
     marks = (CANCELED, name.replace(EXIT_CODE, CANCELED))
@@ -483,7 +483,7 @@ def _remembered(folder: Path, id: str) -> JobState:
         return JobState(State.canceled, _FORGOTTEN)
     if why == "TIME LIMIT":
         return JobState(State.failed, f"TIMEOUT; {_FORGOTTEN}")
-    return JobState(State.ended, f"SLURM no longer knows how; its accounts may: sacct -j {id}")
+    return JobState(State.ended, f"SLURM no longer lists the job; its accounts may: sacct -j {id}")
 
 
 def _log(folder: Path, task: str) -> Path:
@@ -491,7 +491,7 @@ def _log(folder: Path, task: str) -> Path:
 
 
 def _why_slurm_ended_it(folder: Path, task: str) -> str | None:
-    """Return the reason in a job's log: "" for a cancellation, None where the log has none."""
+    """Return the reason in a job's log: "" for a cancellation, None if the log has no reason."""
     try:
         with _log(folder, task).open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _END_OF_LOG))

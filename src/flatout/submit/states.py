@@ -22,9 +22,9 @@ class State(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Return whether nothing comes after it.
+        """True if no other state follows.
 
-        The cluster does not tell how an `ended` job ended, and it does not know a `lost` one.
+        The cluster does not report how an `ended` job ended. It does not know a `lost` job.
         """
         return self in (State.succeeded, State.failed, State.canceled, State.ended, State.lost)
 

@@ -55,7 +55,7 @@ from flatout.train.step import Stepper
 from flatout.words import duration
 from flatout.world import ONE, World, place
 
-# So many long steps are enough: each tells.
+# Steps that are enough for a decision if each step is long.
 _FEWEST_LONG = 16
 # What measuring the best rates of a machine takes at most; of a run it may take this share.
 _RATES_S, _RATES_SHARE = 3.0, 0.01
@@ -116,22 +116,22 @@ def resolve(
     world: World | None = ONE,
     terms: Terms = TERMS,
 ) -> Decision:
-    """What this job on this machine starts with. All ranks call it.
+    """Return the settings with which this job starts on this machine. All ranks call it.
 
     Args:
-        requested: fields that say `auto` are decided here.
-        stepper: holds model and optimizer; both are as before when this returns.
+        requested: the Recipe. Its `auto` fields are decided here.
+        stepper: holds model and optimizer. Both are unchanged at the return.
         compute: forward and loss of one batch; None decides without measuring.
         batches: the first batches, on the device; none decides without measuring.
         facts: of the model.
         allow: the farthest parity that a choice may have.
-        steps: planned optimizer steps, or None where that is not known.
+        steps: planned optimizer steps; None if their number is unknown.
         say: prints the one line about the decision.
-        planned: where frozen layers may be kept: then these decide the precision of a run that is
-            too short to try it.
-        known: of a step, before it is looked at.
-        world: of this rank; None where nothing is to be tried on the run's steps.
-        terms: clocks, facts of the machine, and limits.
+        planned: the planned run, if outputs of frozen layers may be kept. Then the frozen layers
+            decide the precision of a run that is too short to try it.
+        known: facts about a step that are known before it is measured.
+        world: the World of this rank; None if nothing is to be tried on the run's steps.
+        terms: the clocks, the facts of the machine and the limits of the search.
     """
     budget = Budget(steps, terms)
     machine = fingerprint().as_dict()
@@ -348,7 +348,7 @@ def _settled(
 
 
 def seconds_of(run: Callable[[], object], clock: Callable[[], float]) -> float:
-    """How long it takes by a clock."""
+    """Return the seconds that `run` takes by a clock."""
     began = clock()
     run()
     return clock() - began

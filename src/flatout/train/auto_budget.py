@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from flatout.train.auto_terms import TERMS, Terms
 
-# Of a longer run, at most some seconds and this share. A run is planned by plain steps: it lasts
-# about half of that where it is tuned well, so that what tuning takes is a larger share of it.
+# The share of a long run that tuning may take in addition to fixed seconds. The run's time is
+# planned from plain steps. A well tuned run lasts about half of that, so tuning takes a larger
+# share of its real time.
 _SHARE = 0.0125
 # With the time before the first step it is at most the first share of a run of up to so many
 # seconds, and the second one from so many on.
@@ -19,20 +20,20 @@ _UNKNOWN_S = 20.0
 
 
 class Budget:
-    """What tuning may cost.
+    """The time that tuning may take.
 
     Args:
-        steps: of the run, or None where they are not known.
-        terms: clocks, facts of the machine, and limits.
+        steps: steps of the run; None if their number is unknown.
+        terms: the clocks, the facts of the machine and the limits of the search.
 
     Attributes:
         steps, terms: as given.
         step_s: seconds of a step, as far as is known: at first the least that it can take.
         input_s: seconds for which a step waits for its batches, as far as is known.
-        elapsed_s: since the first step.
-        before_s: spent before the first step.
-        lost_s: lost since.
-        rehearsed_s: spent before the first step on steps that are not the run's.
+        elapsed_s: seconds since the first step.
+        before_s: seconds spent before the first step.
+        lost_s: seconds lost since the first step.
+        rehearsed_s: seconds spent before the first step on steps that are not part of the run.
     """
 
     def __init__(self, steps: int | None, terms: Terms = TERMS) -> None:

@@ -22,7 +22,7 @@ FIELD = "compute.capture"
 NOT_YET = "a run of unknown length repays compiling only once it has lasted some minutes"
 # Longer steps have operators that take longer than the calls of them.
 _SHORT_S = 0.005
-# Of compiling, the steps beside it pay about this share where a CPU is left.
+# The share of the time of compiling by which simultaneous steps slow down if a CPU is free.
 _SLOWED = 0.05
 # What is left of the run has to last so many times as long as compiling.
 _REPAID = 4.0
@@ -80,14 +80,14 @@ def _slowed(search: Search) -> float:
 
 
 class CompilePauses:
-    """What is slower beside a child: it is held up for short spells, which tell.
+    """A measurement of the time that steps lose to a compiling child, which is paused in spells.
 
     Args:
-        terms: tell how long each spell lasts.
+        terms: hold the seconds of each spell.
 
     Attributes:
-        is_alone: whether the child is to be held up.
-        cost_s: seconds that were lost.
+        is_alone: True if the child is to be paused.
+        cost_s: seconds that steps have lost.
     """
 
     def __init__(self, terms: Terms = TERMS) -> None:

@@ -94,27 +94,27 @@ class PassTimes(NamedTuple):
 
 
 class FirstCheck:
-    """Runs a few samples under settings, and compares.
+    """Run a few samples under settings, and compare results and times with plain settings.
 
     Args:
         stepper: holds model and optimizer.
-        compute: forward and loss of a batch.
-        batch: the first, on the device.
+        compute: runs forward and loss of a batch.
+        batch: the first batch, on the device.
         plain: the settings to start from.
-        budget: counts what the check takes, by its clocks.
-        marks: tell what has ended earlier runs of the job; None for none.
+        budget: counts the time of the check by its clocks.
+        marks: name the settings that ended earlier runs of the job; None for no marks.
 
     Attributes:
         compute, plain, budget: as given.
-        dropped: fields that cannot be used, and why.
-        slower: by field, how many times as long the few samples took; "together" for all at once,
-            or for `fastest`.
-        fastest: the fields of those options under which the few samples took least of all; None
-            where a step is so short that it tells more than they do.
-        unchecked: options that there was no time for, alone or beside the others: `of_step` looks
-            at them.
-        few_s: seconds that these took under plain settings; None where they were not timed.
-        starts_cold: whether a first pass says nothing of the next.
+        dropped: fields that cannot be used, with the reasons.
+        slower: the factor by field by which the few samples took longer; "together" for all fields
+            at once, or for `fastest`.
+        fastest: the fields of the options under which the few samples took least time. None if a
+            step is short enough to be measured in their place.
+        unchecked: options that were not checked for lack of time, alone or together. `of_step`
+            checks them.
+        few_s: seconds of the few samples under plain settings; None if they were not timed.
+        starts_cold: True if the time of a first pass does not predict the next pass.
     """
 
     def __init__(

@@ -43,11 +43,11 @@ from flatout.train.auto_marks import Marks
 from flatout.train.lengths import ByLength, Lengths
 from flatout.train.settings import LIVE, Settings
 
-# A block of steps lasts no longer than this; of a long run at least this share of it.
+# The most seconds of a block of steps, and the least share of a long run that a block takes.
 _LONGER_BLOCK_S, _BLOCK_SHARE = 0.25, 0.002
 # Of batches of changing length a block has at least so many, and the first one under plain so many.
 _MIXED_STEPS, _FIRST_MIXED = 4, 24
-# A difference that noise could hide is looked for until the floor is this low.
+# The noise floor, as a share of the time of a step, down to which small differences are searched.
 TIE_FLOOR = 0.015
 # A loss below 10% has to be seen in so many: two agree by chance too often.
 _LOST_PAIRS, _SMALL = 4, 0.1
@@ -590,7 +590,7 @@ class Search:
             off,
             on,
             max_pairs=self._terms.most_pairs,
-            min_pairs=self._terms.most_pairs,  # `enough` alone ends it before
+            min_pairs=self._terms.most_pairs,  # only `enough` ends the trial earlier
             floor=_LEAST_GAIN,
             enough=enough,
         )

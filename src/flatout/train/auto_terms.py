@@ -1,7 +1,7 @@
-"""By which clocks `auto` measures, which facts of the machine it goes by, and its limits.
+"""The clocks, the facts of the machine and the limits that `auto` uses.
 
-A Loop has them and hands them down with the Budget of a search. Users have no reason to change
-them: a test of a Loop or a Trainer gives it clocks, a machine and limits of its own.
+A Loop holds them and passes them on with the Budget of a search. Users have no reason to change
+them. A test of a Loop or a Trainer replaces clocks, facts of the machine and limits.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from flatout.measure import fingerprint, known_rates, machine_rates
 
 Lanes = tuple[int, int, int, int]
-"""When a step began, and its times of fetching, copying and waiting, in ns."""
+"""Four times of a step in nanoseconds: its begin, fetching, copying and waiting."""
 
 
 def is_ampere(device: torch.device) -> bool:
-    """Whether a GPU has units for TF32 and bf16."""
+    """Return True if a GPU has units for TF32 and bf16."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -32,7 +32,7 @@ def _has_bf16_units(device: torch.device) -> bool:
 
 
 def _starts_cold(device: torch.device) -> bool:
-    """A GPU loads kernels at their first use, and chooses among them, for up to a second."""
+    """Return True for a GPU, whose first use of kernels takes up to a second to load them."""
     return device.type != "cpu"
 
 
@@ -43,45 +43,48 @@ def _input_s(lanes: Lanes) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Terms:
-    """On which terms settings are tried.
+    """The clocks, the facts of the machine and the limits of a trial of settings.
 
     Attributes:
-        clock: returns seconds.
+        clock: returns seconds of wall time.
         cpu_clock: returns seconds of CPU time of this process.
-        input_s: of a step's lanes, seconds for which it waited for its batches, and in which these
-            were brought to the device.
-        has_bf16_units: whether a device has units for bf16.
-        starts_cold: whether a first pass on a device says nothing of the next.
-        known_rates: the best rates of this machine, if they were measured.
-        machine_rates: measures them, which takes seconds.
-        may_fork: whether a child of this process may try what has ended an earlier run.
-        longest_s: what the time before the first step takes at most.
-        before_share: likewise, as a share of the run.
-        fewest_steps: a run of fewer is over before anything is known.
-        few_far_slower: an option that is this many times slower on a few samples is not tried on
+        input_s: returns, for the lanes of a step, seconds of waiting for its batches and seconds of
+            copying them to the device.
+        has_bf16_units: returns True for a device with units for bf16.
+        starts_cold: returns True if the time of a first pass on a device does not predict the next
+            pass.
+        known_rates: returns the best rates of this machine, or None if they were not measured.
+        machine_rates: measures the best rates of this machine, which takes seconds.
+        may_fork: True if a child of this process may try settings that ended an earlier run.
+        longest_s: the most seconds of tuning before the first step.
+        before_share: the most time of tuning before the first step, as a share of the run.
+        fewest_steps: the fewest steps of a run that is tuned.
+        few_far_slower: the factor of slowness on a few samples from which an option is not tried on
             whole batches.
-        least_frozen_s: a first epoch whose forward is over sooner is not looked at.
-        short_share: of a short run, tuning may cost this share.
-        fixed_s: of a longer one, it may cost this many seconds beside a share.
-        block_s: about how long a block of steps lasts.
+        least_frozen_s: the fewest forward seconds of a first epoch for which frozen layers are
+            examined.
+        short_share: the most share of a short run that tuning may take.
+        fixed_s: seconds of a longer run that tuning may take in addition to a share.
+        block_s: the approximate seconds of a block of steps.
         most_steps: the most steps of a block.
-        most_pairs: the most quadruples of blocks in a trial. Where no difference shows they cost
-            nothing, and a difference that noise could hide is looked for until the floor is low.
-        searched: searching ends after this share of the run: what is found later pays for too few
+        most_pairs: the most quadruples of blocks in a trial. Blocks without a difference cost
+            nothing, so a difference that noise could hide is searched until the noise floor is low.
+        searched: the share of the run after which the search ends. A later find would serve too few
             steps.
-        sure_s: a run of unknown length that ends sooner is not tuned.
-        noise: A/A noise above which an answer holds for this run only.
-        compile_s: how long a compilation may take, and how long for each module of the model.
-        calls: the share of a step that a few samples take where calls are what takes long.
-        trace_s: about what tracing a step takes, which training waits for.
-        capture_s: about what compiling a step beside the run takes.
-        ask_every: how many steps apart that child is asked whether it is done.
-        worth_s: how long an evaluation lasts before another size of batches is tried in it.
-        visit_s: after a fit, how long steps of one size are timed at a time.
-        ranks_s: after a fit, how long steps of ranks beside each other are timed.
-        slow_share: a Keras metric is slow that takes more than this share of the rest of a step.
-        slow_bytes: what is kept for it before it is updated with many batches.
-        spells_s: seconds in turn for which a child that compiles runs and is held up.
+        sure_s: seconds that a run of unknown length must have lasted before it is tuned.
+        noise: the A/A noise above which a result is kept for this run only.
+        compile_s: the most seconds of a compilation, and the seconds added for each module of the
+            model.
+        calls: the share of a step's time that a few samples take if calls take most of it.
+        trace_s: the approximate seconds that training waits for the tracing of a step.
+        capture_s: the approximate seconds of compiling a step in a child process.
+        ask_every: steps between two checks if that child is done.
+        worth_s: seconds that an evaluation must last before another batch size is tried in it.
+        visit_s: seconds for which steps of one batch size are timed at a time after a fit.
+        ranks_s: seconds for which steps of simultaneous ranks are timed after a fit.
+        slow_share: the share of the rest of a step above which the time of a Keras metric is slow.
+        slow_bytes: the most bytes to keep before a slow metric is updated with many batches.
+        spells_s: seconds for which a compiling child runs, and seconds for which it is then paused.
     """
 
     clock: Callable[[], float] = perf_counter

@@ -51,7 +51,7 @@ def _autocast() -> tuple[int, Any]:
 
 
 def _autocast_depth() -> int:
-    """Return how many contexts are open; only the end of the outermost one empties the cache."""
+    """Return the number of open contexts. Only the end of the outermost one empties the cache."""
     torch.autocast_increment_nesting()
     depth: int = torch.autocast_decrement_nesting()
     return depth

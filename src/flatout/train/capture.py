@@ -403,21 +403,22 @@ class Program:
 
 
 class Capture:
-    """Makes steps by a compiled graph, once it is there.
+    """Make steps by a compiled graph, once it is compiled.
 
     Args:
-        stepper: makes all others.
-        note: gets what the user should know.
-        waits: whether settings are still being chosen, so that it is too soon to compile.
+        stepper: makes all other steps.
+        note: called with lines for the user.
+        waits: returns True while settings are still being chosen, because then it is too soon to
+            compile.
         is_asked: whether steps are to be captured; else what tries it calls `begin`, once.
         may_lend: whether steps may run on a thread less while the graph is compiled, where they
             would leave it no CPU.
-        ask_every: how many steps apart the child is asked whether it is done.
+        ask_every: steps between two checks if the child is done.
 
     Attributes:
         is_asked: as given.
-        why: why no step is captured; "" while it may be.
-        refused: a batch that is known to be none for the graph.
+        why: the reason why no step is captured; "" while steps may be captured.
+        refused: a batch that the graph is known to refuse.
     """
 
     def __init__(

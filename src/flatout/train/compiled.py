@@ -170,7 +170,7 @@ class CompiledObjective(Objective):
                 loop.say(words)
         is_weighed_here = isinstance(x, (Arrays, Pipeline)) or _is_dense(self.model, y)
         self._is_balanced = is_balanced(data.class_weight) and is_weighed_here
-        # Arrays bring the weights of their samples. Keras' adapters refuse weights of classes.
+        # Arrays carry the weights of their samples, because Keras' adapters refuse `class_weight`.
         brings_own = are_arrays(x) and not is_weighed_here
         given = None if self._is_balanced else self._given_weights(data.class_weight, y, loop)
         weights = _class_weights(given, self.model, y)

@@ -37,15 +37,16 @@ Run = Callable[[Batch], Any]
 
 
 class EvaluateBatch:
-    """Chooses the size of an evaluation's batches.
+    """Choose the batch size of evaluations.
 
     Args:
-        tell: gets a line where another size was much faster.
+        tell: called with a line if another size was much faster.
         clock: returns seconds.
-        worth_s: an evaluation that is over sooner could not gain anything.
+        worth_s: the fewest seconds of an evaluation for which other sizes are tried.
 
     Attributes:
-        trials: what was measured, as plain data: sizes a and b, time a / time b with its interval.
+        trials: the measurements as plain data: sizes a and b, and time a / time b with its
+            interval.
     """
 
     def __init__(

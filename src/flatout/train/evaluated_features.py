@@ -114,7 +114,7 @@ class EvaluatedFeatures:
                 self._features.rows.hold(rows)
 
     def _may_have(self, source: Source) -> bool:
-        """Return whether a look is worth it, the same on all ranks."""
+        """Return True if keeping features may pay. All ranks get the same answer."""
         if self._loop.allow < Parity.TOLERANT or not self._features.may_keep:
             return False
         samples = samples_of(source)

@@ -331,7 +331,7 @@ def not_finite_words(names: Sequence[str], when: str, evaluated: Source | None) 
 
     Args:
         names: names of the figures.
-        when: of which part of the run they are, such as "epoch 1".
+        when: the part of the run that they belong to, such as "epoch 1".
         evaluated: the data in which to search for the cause; None searches no data.
     """
     words = f"{', '.join(names)} of {when} {'is' if len(names) == 1 else 'are'} not finite"

@@ -143,7 +143,7 @@ class KerasCallbacks(Callback):
         check_replicas(self._model, self._world, "after the callbacks' on_train_begin")
 
     def watched_batches(self, state: FitState, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Begin a batch of Keras once the first batch of a step has come: there may be no other."""
+        """Call `on_train_batch_begin` once a step has a batch, since the data may end before."""
         return self._begun(state, batches) if self._watching else batches
 
     def _begun(self, state: FitState, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -153,7 +153,7 @@ class KerasCallbacks(Callback):
                 for callback in self._watching:
                     callback.on_train_batch_begin(state.step_in_epoch, logs={})
             yield batch
-            del batch  # not held while the next one is made
+            del batch  # release the batch while the next batch is made
 
     def on_epoch_start(self, state: FitState) -> None:
         """Begin an epoch."""

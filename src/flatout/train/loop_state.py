@@ -57,10 +57,10 @@ class Resumed(Protocol):
 
 
 class LoopState:
-    """What a Loop knows, and asks of its ranks.
+    """The state of a Loop, and the values that its ranks exchange.
 
     Attributes:
-        terms: by which `auto` measures; set before `prepare`.
+        terms: the clocks and limits of `auto`; set before `prepare`.
         epoch: number of the current epoch, from 0.
         step_count: optimizer steps done since training began (a resume goes on counting).
         step_in_epoch: optimizer steps done in this epoch.
@@ -341,7 +341,7 @@ class LoopState:
 
     @cached_property
     def evaluate_batch(self) -> EvaluateBatch:
-        """Chooses how many samples an evaluation takes at a time."""
+        """The object that chooses the batch size of evaluations."""
         return EvaluateBatch(self.tell, worth_s=self.terms.worth_s)
 
     @cached_property

@@ -144,7 +144,7 @@ class Switch:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which forward runs."""
-        # An autocast that is open around the fit has cast the weights of an earlier step.
+        # An autocast that is open around the fit still holds cast weights of an earlier step.
         torch.clear_autocast_cache()
         dtype = _DTYPES.get(self.now.precision)
         within: AbstractContextManager[Any] = nullcontext()

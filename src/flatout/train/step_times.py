@@ -34,12 +34,12 @@ ASKED = "FLATOUT_PROFILE_BATCHES"
 """Set where a user has asked for them."""
 
 _PARTS = (1, 2, 4, 8)
-# Each visit of a size makes so many steps at least.
+# The fewest steps in each visit of a batch size.
 _FEWEST = 2
 _WARM, _VISITS = 2, 4
-# No visit begins after so long.
+# Seconds after which no visit begins, and seconds to wait for the result of a child process.
 _LONG_S, _PATIENCE_S = 20.0, 300.0
-# Ranks that make steps at the same time start within so long.
+# Seconds that simultaneous ranks allow one another to reach their common start.
 _STARTS_S = 0.3
 _MOST_SECONDS = 200
 

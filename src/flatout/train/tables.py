@@ -151,12 +151,12 @@ def ends_the_device(batch: Batch) -> bool:
 
 @contextmanager
 def device_asserts_explained(model: nn.Module) -> Iterator[None]:
-    """Explain the error of a GPU kernel that found an index outside of its tensor.
+    """Explain the error of a GPU kernel that got an index outside of its tensor.
 
-    torch does not report which index it was, and the process can no longer use the GPU.
+    torch does not report the index, and the process can no longer use the GPU.
 
     Raises:
-        DataError: in the place of torch's error.
+        DataError: raised in place of torch's error.
     """
     try:
         yield

@@ -114,7 +114,7 @@ class Trainer:
     # Where a fit goes on that has taken ranks back.
     _folder: str | None = None
     input_lines: Sequence[str] = ()
-    # By which its Loops measure.
+    # The clocks, the facts of the machine and the limits of `auto`. A test replaces them.
     terms = TERMS
 
     def __init__(

@@ -43,26 +43,26 @@ _LOOKS = 4
 
 
 class Tuner:
-    """Tunes a run while it goes on.
+    """Tune a run while it goes on.
 
     Args:
-        search: what to try; its budget has the clocks.
+        search: the candidates to try. Its budget holds the clocks.
         stepper: makes the steps.
-        feed: lays batches out.
-        world: of this rank.
+        feed: sets the memory layout of batches.
+        world: the World of this rank.
         settle: called with this Tuner when the search is over.
-        note: gets what the user should know.
-        changed: called where other parameters train than before.
-        uncounted: within, metrics do not count batches.
+        note: called with lines for the user.
+        changed: called if other parameters train than before.
+        uncounted: a context in which metrics do not count batches.
 
     Attributes:
-        search: what is tried, and what came of it.
-        done: whether the search came to its end.
-        why: why it ended early.
-        suffices: of a search that ended early, whether the next run need not search either.
-        spans: what ran in which steps: the first, the last, and the settings.
-        beside: has the step compiled beside the run; None where that is not to be.
-        of_capture: whether what was decided last is that alone.
+        search: the candidates and their results.
+        done: True if the search has come to its end.
+        why: the reason of an early end.
+        suffices: True if the next run need not search, although the search ended early.
+        spans: the settings of past steps: the first step, the last step, and their settings.
+        beside: compiles the step in a child process during the run; None for no compiling.
+        of_capture: True if the latest decision was about compiling only.
         since: the number of the last step before the search.
     """
 

@@ -77,7 +77,7 @@ def _advice(source: Any) -> str:
         )
     if isinstance(source, IterableSource):
         settled = 0 if source.reader is None else source.reader.settled
-        how = "batches are made when asked for"
+        how = "each batch is made when training asks for it"
         if settled == "thread":
             how = "one thread makes batches ahead"
         elif settled:
@@ -85,6 +85,6 @@ def _advice(source: Any) -> str:
         tried = [] if source.reader is None else source.reader.trials
         return (
             f"{how}: a DataLoader with (more) workers, workers= of a PyDataset, or flatout.data "
-            "makes more of them at once" + f"; tried: {'; '.join(tried)}" * bool(tried)
+            "makes several batches at once" + f"; tried: {'; '.join(tried)}" * bool(tried)
         )
     return ""

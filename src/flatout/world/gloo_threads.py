@@ -12,16 +12,16 @@ from pathlib import Path
 from time import monotonic, sleep
 
 _NAME = "pt_gloo_runloop"
-# They are idle if they sleep so often in a row, looked at after so many seconds each.
+# Checks in a row that must find the threads asleep, and seconds before each check.
 _TIMES, _EVERY_S = 3, 0.002
 
 
 def wait_until_idle(tasks: Path = Path("/proc/self/task"), longest_s: float = 2.0) -> None:
-    """Until none of them has anything left to do; where that cannot be seen, for a moment.
+    """Wait until no thread of gloo has work left, or for a moment if the system does not show it.
 
     Args:
-        tasks: has a folder for each thread of this process.
-        longest_s: seconds after which it ends in any case.
+        tasks: a folder with one folder for each thread of this process.
+        longest_s: the most seconds to wait.
     """
     until, times = monotonic() + longest_s, 0
     while times < _TIMES and monotonic() < until:

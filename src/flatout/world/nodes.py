@@ -176,13 +176,13 @@ def device_asked() -> str:
 
 
 def nodes(environ: Mapping[str, str] | None = None, resources: Path = _RESOURCES) -> Nodes:
-    """What a cluster has set for this node; one node alone where it has set nothing.
+    """Return the nodes that a cluster has set, or this node alone if it has set none.
 
-    A process that torchrun or mpirun has started in its container is a rank already.
+    A process that torchrun or mpirun has started in its container is already a rank.
 
     Args:
-        environ: has the variables; None for those of this process.
-        resources: the file in which SageMaker names the hosts.
+        environ: the environment variables; None for the variables of this process.
+        resources: the path of the file in which SageMaker names the hosts.
 
     Raises:
         WorldError: the variables are incomplete, or contradict each other.
@@ -271,7 +271,7 @@ def is_port(text: str) -> bool:
 
 
 def _is_host(text: str) -> bool:
-    """Return whether a text can be a host's name or address; parts have 63 letters at most."""
+    """Return True if a text can be a host's name or address. Its parts have at most 63 letters."""
     try:
         return bool(text.encode("idna"))
     except UnicodeError:

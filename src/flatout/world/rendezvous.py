@@ -49,20 +49,21 @@ class _NodeCounts(NamedTuple):
 class Rendezvous(RendezvousHandler):
     """The meeting of a fixed set of nodes, for torch.distributed's elastic agent.
 
-    Node ranks are those that the nodes were given, and all ranks reach the first node by the name
-    that the user gave it.
+    Each node keeps the rank that it was given, and all ranks reach the first node by the name that
+    the user gave.
 
     Args:
-        nodes: which node this is, and where they meet.
-        facts: what must be the same on all nodes, by name.
-        wait_s: how long nodes wait for one another, in seconds.
-        silent_s: how long a node may be silent before the job ends, in seconds.
-        last_words_s: how long the first node stays so that the others hear why the job is over.
+        nodes: the number of this node, and the address of the meeting.
+        facts: values by name that must be the same on all nodes.
+        wait_s: the most seconds that nodes wait for one another.
+        silent_s: the most seconds that a node may be silent before the job ends.
+        last_words_s: seconds that the first node stays, so that other nodes receive the reason of
+            the end.
 
     Attributes:
-        rounds: how often all nodes have met to start ranks.
-        stop: the signal with which the node of a server alone was stopped, where this is the first
-            node; 0 where none was.
+        rounds: the number of times that all nodes have met to start ranks.
+        stop: on the first node, the signal that stopped a node with only a server; 0 if none was
+            stopped.
     """
 
     def __init__(

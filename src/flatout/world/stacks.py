@@ -105,10 +105,10 @@ def look_at(other: Process) -> tuple[str, list[str]]:
 
 
 def process_state(pid: int) -> str:
-    """Return in words what a process of this machine does, as far as the kernel shows it."""
+    """Return a description of the state in which the kernel shows a process of this machine."""
     state, _ = _seen(pid)
     words = _STATES.get(state, "runs")
-    return f"{words}; kill -CONT {pid} lets it go on" if state in "Tt" else words
+    return f"{words}; kill -CONT {pid} resumes the process" if state in "Tt" else words
 
 
 def _answer_signals() -> int:

@@ -50,13 +50,14 @@ class _Question(NamedTuple):
 
 
 class RankWatch:
-    """Looks after one rank, and tells of a collective that does not end.
+    """Watch one rank, and report a collective that does not end.
 
     Args:
-        here: the place of this rank.
-        log: of this rank.
-        patience_s: how long it may wait in one collective before that is looked into, in seconds.
-        store_s: how long the job's store may take to answer.
+        here: the place of this rank in the job.
+        log: the log of this rank's collectives.
+        patience_s: seconds that the rank may wait in one collective before the wait is
+            investigated.
+        store_s: the most seconds that the job's store may take to answer.
     """
 
     def __init__(

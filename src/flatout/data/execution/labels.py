@@ -36,7 +36,7 @@ def targets_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, 
     for start in range(0, max(1, len(numbers)), _CHUNK):
         if len(numbers):
             block = samples.make(numbers[start : start + _CHUNK], buffers, 0, costs)
-        else:  # other ranks have all rows: one of theirs has the form of the targets
+        else:  # this rank has no row: it takes the form of the targets from another rank
             block = rows_between(first_good(samples, buffers, 0, costs), 0, 0)
         target = samples.form.targets
         values = block.columns[target.column] if isinstance(target, Leaf) else None

@@ -17,11 +17,11 @@ _ROW_BYTES = 24
 
 
 class Orders:
-    """An epoch's order, made ahead where that is worth a thread.
+    """The order of each epoch, made ahead by a thread if it is long.
 
     Args:
-        cut: gives the order of an epoch.
-        many: an order of fewer rows is made at once.
+        cut: returns the order of an epoch.
+        many: the fewest rows for which a thread makes the order ahead.
     """
 
     def __init__(self, cut: BatchSampler, many: int = _MANY) -> None:

@@ -1,4 +1,4 @@
-"""An iterator's items, read ahead by one thread or made by processes where that is faster."""
+"""Read an iterator's items ahead in a thread, or make them in processes, if that is faster."""
 
 from __future__ import annotations
 
@@ -52,25 +52,26 @@ def read_ahead(items: Iterator[T], depth: int = _DEPTH) -> Generator[T, None, No
 
 
 class EpochReader:
-    """Decides between epochs who makes an iterator's batches.
+    """Choose between epochs if a thread, processes or the training itself make the batches.
 
-    The first epoch is read when batches are asked for. Where these were waited for, a thread reads
-    the next one, and goes on with it if its steps took less time. Where batches are waited for
-    still, and processes can make them, these are tried in the same way.
+    In the first epoch each batch is made when training asks for it. If training waited for batches,
+    a thread reads the next epoch ahead, and goes on if its steps took less time. If training still
+    waits and processes can make the batches, processes are tried in the same way.
 
     Args:
-        workers: "auto" for that, "thread" for a thread where one may read, a number for so many
-            processes where these can make the batches; else none does.
-        maker: what makes the batches: its code and attributes show whether a thread may.
+        workers: "auto" for this choice, "thread" for a thread if one may read, or the number of
+            processes if processes can make the batches. Otherwise the training makes them.
+        maker: the object that makes the batches. Its code and attributes show whether a thread may
+            read it.
         clock: returns seconds.
-        most: processes at most; 0 where none can make the batches.
-        against: says why these processes would make other batches; empty for no reason.
+        most: the largest number of processes; 0 if processes cannot make the batches.
+        against: returns the reason why processes would make other batches, or an empty text.
 
     Attributes:
-        settled: "thread" where one reads, a number of processes, or 0.
-        kept: what was measured of it; None where that is 0 or was asked for.
-        trials: what was tried, and what came of it.
-        notes: what the user should know of; the caller that shows them empties the list.
+        settled: "thread", the number of processes, or 0 if the training makes the batches.
+        kept: the measurement of the choice; None if `settled` is 0 or the user has chosen.
+        trials: a line for each trial with its result.
+        notes: lines for the user. The caller that prints them empties the list.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class EpochReader:
         if workers == "thread" or (workers != "auto" and most):
             self._asked = workers
         self._most, self._against = most, against
-        # What is still to be tried, and what a candidate is compared with.
+        # The candidates that remain to be tried, and the setting that they are compared with.
         self._todo = ["thread", *(["processes"] if most else [])] if workers == "auto" else []
         self._before: Workers = 0
         self._before_s = self._plain_s = 0.0
@@ -102,11 +103,11 @@ class EpochReader:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the user has chosen who makes the batches."""
+        """True if the user has chosen where batches are made."""
         return self._asked != 0
 
     def starts(self) -> Workers:
-        """An epoch begins; returns who is to make its batches."""
+        """Begin an epoch, and return `settled` for it."""
         self._batches, self._seconds, self._waited, self._start_s = 0, 0.0, 0.0, 0.0
         self._last = self.clock()
         if self._asked != 0 and self.settled == 0 and not self.trials:
@@ -134,11 +135,11 @@ class EpochReader:
             self._seconds += now - self._last
             self._waited += waited_s
         elif isinstance(self.settled, int) and self.settled:
-            self._start_s += waited_s  # processes start anew in each epoch
+            self._start_s += waited_s  # each epoch starts new processes
         self._last = now
 
     def refuse(self, why: str) -> None:
-        """Neither a thread nor processes can read."""
+        """Note why neither a thread nor processes can read, and use none of them from now on."""
         self.trials.append(f"{self._kind}: {why}")
         self.notes.append(f"batches are read when they are asked for again: {why}")
         self.settled, self._before, self.kept, self._todo = 0, 0, None, []

@@ -63,14 +63,14 @@ class Sample:
 def row_cache_of(
     job: Conversion, seconds: float = _SAMPLE_S, making_rows: int = _MAKING_ROWS
 ) -> Iterator[Sample]:
-    """A row cache of as many rows as are made in some seconds, drawn from all of them.
+    """Return a row cache of rows drawn from all of them, as many as fit into some seconds.
 
-    Rows that cost more out of their order are taken from the begin.
+    If rows cost more out of order, the first rows are taken instead.
 
     Args:
-        job: makes them.
-        seconds: to make them in, at most.
-        making_rows: how many are made at a time.
+        job: the job that makes the rows.
+        seconds: the most seconds to make the rows in.
+        making_rows: the number of rows that are made at a time.
     """
     numbers = job.numbers
     if job.samples.random:

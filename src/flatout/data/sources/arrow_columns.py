@@ -42,22 +42,22 @@ class BadValue(Exception):
         self.byte = byte
 
 
-# Is called with a column that has numbers beyond which not every whole number is one of the dtype:
-# its name, the values as the table has them, those that were made of them, and what gives a
-# value's row.
+# A function that gets a column with whole numbers too large for its dtype to hold them all. Its
+# arguments are the column's name, the table's values, the converted values, and a function that
+# returns the row of a value.
 Large: TypeAlias = "Callable[[str, npt.NDArray[Any], npt.NDArray[Any], Callable[[int], int]], None]"
 
 
 def to_columns(
     table: pa.Table, schema: Schema, buffers: Buffers, large: Large | None = None
 ) -> dict[str, Values]:
-    """The columns that the schema uses, in arrays from `buffers`.
+    """Return the columns that the schema uses, in arrays from `buffers`.
 
     Args:
-        table: has at least the columns `used_names(schema)`.
-        schema: that `check_schema` has let pass.
-        buffers: gives the arrays.
-        large: gets the columns of floats in which whole numbers may have been rounded.
+        table: a table with at least the columns `used_names(schema)`.
+        schema: a schema that `check_schema` has accepted.
+        buffers: returns the arrays.
+        large: called with each float column in which whole numbers may have been rounded.
 
     Raises:
         BadValue: a value is missing, not finite, out of its dtype's range or no category.
@@ -259,9 +259,9 @@ def _index_in(array: pa.Array, values: list[Any]) -> pa.Array:
     return pa.array(codes, pa.int32()).take(index.indices)
 
 
-# Larger numbers are measures.
+# The largest number that may be an id. Larger numbers are measurements, and may be rounded.
 _LARGEST_ID = 2.0**64
-# Times as many values as rows, from where looking each up is faster than hashing all of them.
+# The number of categories per row from which looking up each row is faster than hashing all.
 _MANY = 4
 # What was made of a list that a schema holds: once, not for every batch.
 _MADE: dict[tuple[int, str], tuple[list[Any], Any]] = {}
@@ -279,7 +279,7 @@ def _made_of(values: list[Any], kind: str, make: Callable[[], Any]) -> Any:
 
 
 def may_be_rounded(fields: Mapping[str, pa.DataType], schema: Schema) -> dict[str, str]:
-    """Return the columns whose whole numbers may be rounded, with the floats that they become."""
+    """Return the columns whose whole numbers may be rounded, with their dtypes of floats."""
     coded = {*schema.options.get("categories", {}), *schema.options.get("dates", {})}
     return {
         name: column.dtype
@@ -302,14 +302,14 @@ def note_rounding(
     out: npt.NDArray[Any],
     where: Callable[[int], str],
 ) -> None:
-    """Note that whole numbers of a column, such as ids, were rounded, unless fractions were too.
+    """Note a column whose whole numbers, such as ids, were rounded, if no fraction was rounded.
 
     Args:
-        changes: keeps the line.
-        name: of the column.
-        values: as they were.
-        out: as they are now.
-        where: gives the place of a value.
+        changes: keeps the line about the column.
+        name: the column's name.
+        values: the values before the conversion.
+        out: the values after the conversion.
+        where: returns the place of a value, for the message.
     """
     if values.dtype == out.dtype or not changes.watches(name, ROUNDED):
         return
@@ -329,7 +329,7 @@ def note_rounding(
 
 
 def rounded_words(name: str, dtype: npt.DTypeLike, value: str) -> str:
-    """Return the line on a column in which a whole number was rounded."""
+    """Return the line about a column in which a whole number was rounded."""
     return (
         f"column {name!r}: {np.dtype(dtype)} rounds whole numbers above {exact_up_to(dtype):,}, "
         f"such as {value}: for ids pass categories=[{name!r}]"
@@ -339,7 +339,7 @@ def rounded_words(name: str, dtype: npt.DTypeLike, value: str) -> str:
 def note_rounding_of(
     table: pa.Table, schema: Schema, changes: Changes, where: Callable[[int], str]
 ) -> None:
-    """Note for each column of a table, such as ids, that floats round its whole numbers."""
+    """Note each column of a table, such as ids, whose whole numbers floats round."""
     fields = {field.name: field.type for field in table.schema}
     for name, dtype in may_be_rounded(fields, schema).items():
         column = table[name]

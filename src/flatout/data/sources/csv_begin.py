@@ -148,9 +148,10 @@ def _names(begin: FileBegin, dialect: Dialect, header: bool | Sequence[str]) -> 
 def found_types(
     begins: Sequence[FileBegin], names: Sequence[str], dialect: Dialect, wanted: ColumnOptions
 ) -> dict[str, pa.DataType]:
-    """Return the types of columns in the first rows of some files.
+    """Return the types of the columns, found in the first rows of some files.
 
-    Whole numbers beyond int64 are read as texts: as floats, different numbers would become equal.
+    A column of whole numbers beyond int64 is read as text: floats would make different numbers
+        equal.
 
     Raises:
         DataError: no row has as many fields as there are names.

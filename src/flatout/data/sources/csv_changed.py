@@ -1,4 +1,4 @@
-"""Values of CSV that become others: codes without their leading zeros, rounded whole numbers."""
+"""A search for CSV values that reading changes: codes that lose zeros, rounded whole numbers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from flatout.data.sources.csv_text import in_one_piece, read_text
 _ZEROS = "leading zeros"
 _CODE = re.compile(r"0\d+")
 _WHOLE = re.compile(r"[+-]?\d+")
-# What may stand before a field has a lower code than signs within numbers; digits have higher ones.
+# Byte codes. A byte that may stand before a field is below `-`; a digit is above `/`.
 _MINUS, _SLASH = b"-/"
 
 
 class CsvChanges:
-    """Finds, in rows that are decoded, the first value of each column that becomes another.
+    """Find the first value of each column that decoding changes.
 
     Args:
-        changes: keeps the lines.
-        names: of all columns of the files.
-        numeric: those that are read as numbers.
-        dialect: how rows are written.
+        changes: keeps a line for each column.
+        names: the names of all columns of the files.
+        numeric: the names of columns that are read as numbers.
+        dialect: the delimiter, quote and decimal sign of the files.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class CsvChanges:
         self._names, self._numeric, self._dialect = list(names), list(numeric), dialect
 
     def look_for_zeros(self, rows: Encoded, text: Any) -> None:
-        """Note columns of codes.
+        """Note each column in which a code, such as 02116, loses its leading zeros.
 
         Args:
-            rows: as a file has them.
-            text: the same, with line ends between them, as `in_one_piece` gives it.
+            rows: encoded rows of a file.
+            text: the same rows with line ends between them, from `in_one_piece`.
         """
         watched = [name for name in self._numeric if self.changes.watches(name, _ZEROS)]
         content = np.frombuffer(text, np.uint8)
@@ -65,14 +65,14 @@ class CsvChanges:
                 self._look_at(name, rest, rows.where(own, int(rows.starts[own])))
 
     def _delimiters(self, content: Bytes, delimiter: int) -> Numbers:
-        """Return where the delimiters are that no quotes enclose."""
+        """Return the places of delimiters outside of quotes."""
         found = content == delimiter
         if self._dialect.quote and (quotes := content == ord(self._dialect.quote)).any():
             found &= np.cumsum(quotes, dtype=np.uint8) % 2 == 0
         return np.flatnonzero(found)
 
     def _look_at(self, name: str, rest: bytes, where: str) -> None:
-        """Look at the field with which the rest of a row begins."""
+        """Note the first field in the rest of a row, if it is a code with leading zeros."""
         field = rest.split(self._dialect.delimiter.encode(), 1)[0].decode("latin-1")
         field = field.strip(" \t" + self._dialect.quote)
         if field in self._dialect.missing:
@@ -87,7 +87,7 @@ class CsvChanges:
             self.changes.expect(name, _ZEROS)
 
     def look_for_rounding(self, rows: Encoded, name: str, values: npt.NDArray[Any]) -> None:
-        """Note a column in which a whole number was rounded, unless a fraction was too."""
+        """Note a column in which a whole number was rounded, if no fraction was rounded."""
         if not self.changes.watches(name, ROUNDED):
             return
         size = np.abs(values)
@@ -98,7 +98,7 @@ class CsvChanges:
         types = {name: pa.string()}
         texts = read_text(text, self._names, self._dialect, types, [name])[name].to_pylist()
         for row, field in zip(near.tolist(), texts, strict=True):
-            if field is None:  # the value is a default
+            if field is None:  # no text: the value is the default
                 continue
             whole, _, fraction = field.strip().partition(self._dialect.decimal)
             if not _WHOLE.fullmatch(whole) or fraction.strip("0"):
@@ -117,7 +117,7 @@ def _number(field: str, dialect: Dialect) -> float:
 
 
 def _zeros_before_digits(content: Bytes, delimiter: int) -> Numbers:
-    """Return where a zero begins a field that goes on; a few that are no field's begin as well."""
+    """Return places of zeros that begin a longer field, and a few places that begin no field."""
     found = content[:-1] == ord("0")
     found &= content[1:] > _SLASH
     before = content[:-2] < _MINUS

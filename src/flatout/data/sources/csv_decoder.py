@@ -30,7 +30,7 @@ from flatout.data.sources.csv_split import dialect_of, split_rows
 from flatout.data.sources.csv_text import in_one_piece, not_utf8, read_text
 from flatout.errors import DataError
 
-# Of rows that are looked at for changes alone; each is left out by parsing the others again.
+# The most bad rows to leave out when `look` decodes rows. Each one costs another parse.
 _MOST_BAD = 10
 
 
@@ -38,12 +38,12 @@ class CsvDecoder:
     """Rows of CSV. Follows `flatout.data.decoder.Decoder`.
 
     Args:
-        schema: options delimiter, quote, decimal, missing, allow_nan, stack, bools (stacked columns
-            of true and false), categories, unknown and dates say the rest.
-        names: of the columns in the files.
-        headers: the lines that may stand first in a file and are no rows.
-        notes: what there is to say of how the files are read.
-        changes: keeps the columns in which reading has changed a value.
+        schema: the schema with the options delimiter, quote, decimal, missing, allow_nan, stack,
+            bools (stacked columns of true and false), categories, unknown and dates.
+        names: the names of the columns in the files.
+        headers: lines that may stand first in a file and are no rows.
+        notes: lines for the user about the way in which the files are read.
+        changes: keeps a line for each column in which reading has changed a value.
     """
 
     needs_survey = False
@@ -71,7 +71,7 @@ class CsvDecoder:
 
     @property
     def notes(self) -> list[str]:
-        """What there is to say of how the files are read, and which values were changed."""
+        """Return lines about the way in which the files are read, and about changed values."""
         return [*self.changes.notes(), *self._notes]
 
     def split(self, buffer: Bytes, final: bool) -> Split:
@@ -116,7 +116,7 @@ class CsvDecoder:
                 good = np.delete(good, bad.row)
 
     def look(self, rows: Encoded) -> None:
-        """Note which values are changed in rows, some of which may be bad."""
+        """Decode rows, some of which may be bad, and note the values that decoding changes."""
         with suppress(DataError):
             self.decode(rows, None, Buffers(), ErrorPolicy("skip", max_errors=_MOST_BAD))
 
@@ -195,7 +195,7 @@ def _is_number(type: pa.DataType) -> bool:
 
 
 def _some(rows: Encoded, wanted: Numbers) -> Encoded:
-    """Return some of the rows, in which `where` counts as in these alone."""
+    """Return the wanted rows. `where` of the result takes a row's number among them."""
     return rows._replace(
         starts=rows.starts[wanted],
         ends=rows.ends[wanted],

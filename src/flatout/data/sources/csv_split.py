@@ -61,13 +61,13 @@ def dialect_of(options: Mapping[str, Any]) -> Dialect:
 
 
 def split_rows(buffer: Bytes, final: bool, dialect: Dialect, window: int = 1 << 22) -> Split:
-    """The rows in a buffer, without their line ends; blank lines are none.
+    """Return the rows in a buffer without their line ends. Blank lines are left out.
 
     Args:
-        buffer: begins with a row.
-        final: whether no more bytes follow.
-        dialect: how rows are written.
-        window: bytes that are split at a time, where they hold a row.
+        buffer: bytes that begin with a row.
+        final: True if no more bytes follow.
+        dialect: the delimiter, quote and decimal sign of the files.
+        window: bytes that are split at a time, or more if a row is longer.
     """
     quote = ord(dialect.quote) if dialect.quote else None
     windows = (buffer[at : at + window] for at in range(0, len(buffer), window))

@@ -203,13 +203,13 @@ def from_loader(loader: DataLoader[Any], workers: Workers | Literal["auto"] = 0)
 
 
 def _can_be_copied(loader: DataLoader[Any]) -> bool:
-    """Return whether processes can make the batches that a loader without workers makes."""
+    """Return whether worker processes can make the same batches as a loader without workers."""
     is_mapped = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
     return is_mapped and type(loader) is DataLoader and sys.platform == "linux"
 
 
 def _against_copies(loader: DataLoader[Any]) -> str:
-    """Why copies of a loader's dataset would give other samples; empty for no reason."""
+    """Return why copies of a loader's dataset would give other samples, or an empty text."""
     parts = (loader.dataset, loader.collate_fn)
     return next((why for part in parts if (why := own_generator(part) or shared_by_fork(part))), "")
 
@@ -217,10 +217,10 @@ def _against_copies(loader: DataLoader[Any]) -> str:
 def _made_by_processes(
     loader: DataLoader[Any], workers: int, *, compares: bool
 ) -> Generator[Any, None, None]:
-    """The batches of a map-style loader without workers, which draws their samples as it would.
+    """Yield the batches of a map-style loader without workers, made by processes in its order.
 
     Raises:
-        DataError: the first batch differs from that of this process.
+        DataError: the first batch differs from the same batch made by this process.
     """
     assert loader.batch_sampler is not None
     drawn = _Drawn(loader.batch_sampler)
@@ -238,12 +238,12 @@ def _made_by_processes(
         if compares and step == 0:
             here = _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, False)
             if not same_batch(batch, here.fetch(drawn.first)):  # type: ignore[no-untyped-call]
-                raise DataError("the same samples came out different")
+                raise DataError("workers made other values of the same samples")
         yield batch
 
 
 class _Drawn:
-    """A batch sampler that keeps the first batch that it draws."""
+    """A batch sampler that keeps the indexes of the first batch that it draws."""
 
     def __init__(self, batches: Iterable[list[int]]) -> None:
         self._batches = batches

@@ -32,7 +32,7 @@ from flatout.world import Place, place
 PipePath: TypeAlias = "str | os.PathLike[str] | TextIO"
 Presharded: TypeAlias = Literal["rank", "local_rank", "node"] | None
 
-# Rows that are decoded at a time.
+# Rows of text that are decoded at a time.
 _BLOCK_ROWS = 4096
 
 
@@ -54,24 +54,24 @@ class FifoStream:
     """Rows of pipes. Follows `flatout.data.rows.Stream`.
 
     Args:
-        paths: as `Pipe` takes them.
-        schema: of the rows.
-        wrap: what frames them.
-        rows: how many come in a pass over all pipes, where that is known.
-        share: which of how many readers of the same rows this one is. Each keeps every so many-th
-            row of a pipe.
-        on_error: "fail" or "skip", for each pass.
+        paths: the paths of the pipes, as for `Pipe`.
+        schema: the schema of the rows.
+        wrap: the framing of the rows, such as RecordIO; None for no framing.
+        rows: the number of rows in a pass over all pipes; None if it is unknown.
+        share: the number of this reader and the number of readers of the same rows. With `n`
+            readers, each keeps every n-th row of a pipe.
+        on_error: "fail" or "skip", applied to each pass.
         max_errors: with "skip", the most rows of a pass that may be skipped.
         timeout_s: the longest time without a byte.
-        longest: bytes that a record may have.
-        say: gets a line when something is waited for.
-        block_bytes: what is decoded at a time, at most: dense rows may be far larger than their
-            text.
-        turn: rows of one pipe before the next one's: many enough to be decoded together, few
-            enough that a batch holds rows of all pipes.
+        longest: the most bytes of a record.
+        say: prints a line about a long wait.
+        block_bytes: the most bytes of decoded rows at a time. Dense rows may be far larger than
+            their text.
+        turn: rows that are read from one pipe before the next pipe. More rows are decoded faster;
+            fewer rows let a batch hold rows of all pipes.
 
     Attributes:
-        rows: of this reader in a pass, where that is known.
+        rows: the number of rows of this reader in a pass; None if it is unknown.
     """
 
     def __init__(
@@ -245,14 +245,14 @@ class FifoStream:
         return f"{WORDS[self.schema.format]} rows{wrap} of {self._names}{count}"
 
     def skipped(self, gather: Gather = alone) -> list[str]:
-        """Which rows of the latest pass any rank has skipped, or values changed, since then."""
+        """Return lines about rows of the latest pass that any rank skipped or changed."""
         changed = self._changes.new_notes(gather)
         if self._on_error != "skip":
             return changed
         return [*changed, *(line for lines in gather(self._policy.new_notes()) for line in lines)]
 
     def notes(self) -> list[str]:
-        """What was changed, and what was skipped in the latest pass."""
+        """Return lines about changed values, and about rows that the latest pass skipped."""
         return [*self._changes.notes(), *self._policy.notes()]
 
 

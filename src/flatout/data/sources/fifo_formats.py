@@ -64,7 +64,7 @@ def stream_schema(format: Format, given: Given | None, wrap: Wrap | None) -> Sch
 def decoder_of(
     schema: Schema, wrap: Wrap | None, name: str, changes: Changes | None = None
 ) -> StreamDecoder:
-    """A decoder for one pass over a pipe called `name`; `changes` keeps what it changes."""
+    """Return a decoder for one pass over the pipe `name`; `changes` notes the changed values."""
     if schema.format == "tfrecord" and wrap:
         return _Examples(schema)
     if schema.format == "csv":
@@ -126,13 +126,14 @@ class _Examples:
 
 
 class _Csv:
-    """CSV, of which the first row may name the columns.
+    """A decoder of CSV whose first row may name the columns.
 
     Args:
-        schema: its option `header` says whether it does, or names them; True where it is left out.
-        name: of the stream, for messages.
-        headers: whether that row may come again at the begin of what is split.
-        changes: keeps the columns in which reading has changed a value.
+        schema: the schema of the rows. Its option `header` is True if the first row names the
+            columns (the default), False, or the list of names.
+        name: the name of the stream, for messages.
+        headers: True if the row of names may come again at the begin of each part.
+        changes: keeps a line for each column in which reading has changed a value.
     """
 
     text = True

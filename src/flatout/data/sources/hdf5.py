@@ -81,7 +81,7 @@ def hdf5_rows(
     *,
     piece_bytes: int = 4 << 20,
 ) -> MappedRows | HDF5Chunks:
-    """What `hdf5` reads: mapped if all of it can be; else about so many bytes at a time."""
+    """Return the rows of `hdf5`: mapped files if possible, else rows read in pieces."""
     wanted = wanted_columns(inputs, targets, weight)
     parts: list[Part] = []
     pieces = []
@@ -125,13 +125,13 @@ class HDF5Chunks:
     """Rows of HDF5 files, some at a time. Follows `flatout.data.rows.Chunks`.
 
     Args:
-        parts: the datasets of each file, by the column's name.
-        pieces: how many rows lie together in each file.
-        schema: that fits them.
-        piece_bytes: about how many bytes are read at a time.
+        parts: the datasets of each file by column name.
+        pieces: the number of rows that lie together in each file.
+        schema: a schema that fits the datasets.
+        piece_bytes: the approximate number of bytes to read at a time.
 
     Attributes:
-        file_rows: where each file's rows begin, and at last where they end.
+        file_rows: the first row of each file, followed by the number of all rows.
     """
 
     def __init__(

@@ -29,27 +29,29 @@ _NOT_READ = object()
 class IterableSource:
     """Batches from an iterator that is opened again every epoch.
 
-    A resume in the middle of an epoch reads the batches before it and drops them. So that shuffles
-    and augmentations come out as they did, `state_dict` holds the random states at the epoch's
-    begin: torch's, Python's and numpy's global generators, and the generators that a DataLoader and
-    its sampler own. They are put back for the replay; after it the global ones are as before it.
+    A resume in the middle of an epoch reads the batches before it and drops them. `state_dict`
+    holds the random states at the epoch's begin, so that shuffles and augmentations are repeated.
+    These are the states of the global generators of torch, Python and numpy, and of the generators
+    that a DataLoader and its sampler own. They are set for the replay. After the replay the global
+    generators have their earlier states again.
 
     Args:
-        begin: gives the iterator of an epoch.
-        name: what it is, for people.
-        digest: gives what it is, for comparison; called when that is asked for.
-        steps: batches per epoch where known.
-        samples: samples per epoch where known.
-        batch_size: samples per batch where known.
+        begin: returns the iterator of an epoch.
+        name: the name of the iterator, for messages.
+        digest: returns a text that identifies the iterator, for comparison; called only when
+            needed.
+        steps: batches per epoch, if known.
+        samples: samples per epoch, if known.
+        batch_size: samples per batch, if known.
         generators: torch generators that the iterator draws from.
-        seekable: True where the batches do not depend on what was read before.
-        peek: reads the first raw batches without using them up; opening an epoch does where it is
-            None.
-        reader: decides whether a thread reads ahead; none does where it is None.
-        reopens: whether an epoch can be opened again.
-        begin_apart: gives the iterator of an epoch whose batches so many processes make.
-        own_parts: what of the user's own is called, which a look at the first batches leaves as it
-            is; none where opening an epoch goes on from there.
+        seekable: True if the batches do not depend on earlier reads.
+        peek: reads the first raw batches without using them up. None if opening an epoch does so.
+        reader: chooses the makers of the batches; None for no thread and no processes.
+        reopens: True if an epoch can be opened again.
+        begin_apart: returns the iterator of an epoch whose batches are made by a given number of
+            processes.
+        own_parts: the user's objects that the iterator calls. Reading the first batches leaves them
+            unchanged. The list is empty if a new epoch goes on from there.
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class IterableSource:
     def _tuned(self, reader: EpochReader, epoch: int, start_step: int) -> Iterator[Batch]:
         step, workers = start_step, reader.starts()
         if start_step and (workers == "thread" or not reader.is_asked):
-            workers = 0  # what a resume reads again was not measured
+            workers = 0  # batches that a resume reads again are not measured
         made = self._read(epoch, start_step, workers if isinstance(workers, int) else 0)
         if workers == "thread":
             made = read_ahead(made)
@@ -220,7 +222,7 @@ class IterableSource:
         return iterator
 
     def _begin_again(self) -> None:
-        """Draw what this epoch has drawn once more."""
+        """Set random states back to those at the begin of the epoch."""
         assert self._start is not None
         set_random_state(self._start["random"])
         self._set_generators(self._start["generators"])

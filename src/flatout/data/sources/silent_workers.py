@@ -1,4 +1,4 @@
-"""A torch DataLoader's workers that give nothing: named, and ended with the wait for them."""
+"""A watch over a DataLoader's workers: it names a silent worker, and ends them if the wait ends."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from flatout.console import say_as_is
 from flatout.data.waiting import Waiting, WaitStopped
 from flatout.world import place, process_state
 
-# Starting a worker or making a batch may take seconds: no line is printed before this time.
+# Seconds of waiting before a line is printed. Starting a worker or making a batch takes time, too.
 _PATIENCE_S = 15.0
-# A signal ends the wait within about this time.
+# Seconds between checks for a signal, which ends the wait.
 _LOOK_S = 1.0
 _END = object()
 
 
 class Watched:
-    """One pass over a DataLoader with workers; a line names the worker that it waits for.
+    """One pass over a DataLoader with workers. A line names the worker that the pass waits for.
 
-    A signal that stops the training, or an exception of a signal's handler, ends the wait and the
-    workers, also those that are stopped: Python waits for them at its own end.
+    A signal that stops the training, or an exception from a signal handler, ends the wait and all
+    workers. Suspended workers are ended, too, because Python waits for them at its exit.
 
-    A thread looks at the waits. The one that waits may be within torch, which asks a worker for
-    the memory of a batch and heeds no signal until that worker answers.
+    A separate thread checks the wait. The waiting thread may be inside torch, where it requests the
+    memory of a batch from a worker and heeds no signal until that worker answers.
 
     Args:
         loader: the DataLoader.
         patience_s: seconds from the begin of a wait to its first line.
-        say: gets the line.
+        say: prints the line.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Watched:
 
     @property
     def workers(self) -> list[Any]:
-        """Its processes."""
+        """The worker processes of the pass."""
         return list(getattr(self._batches, "_workers", ()))
 
     def batches(self) -> Generator[Any, None, None]:
-        """What the loader gives.
+        """Yield the batches of the loader.
 
         Raises:
             WaitStopped: a signal has stopped the training.
@@ -77,7 +77,7 @@ class Watched:
             is_stop = isinstance(error, WaitStopped) or not isinstance(error, Exception)
             if is_stop or has_timed_out:
                 self._end_workers()
-                self._loader._iterator = None  # else workers that persist are asked again
+                self._loader._iterator = None  # a later pass needs new workers
             raise
         finally:
             self._is_over.set()
@@ -87,7 +87,7 @@ class Watched:
         with self._waiting(lambda: "the workers of a DataLoader to start"):
             self._batches = batches = iter(self._loader)
         if not self._loader.timeout:
-            # torch looks after its workers every 5 seconds.
+            # torch checks its workers every 5 seconds: check more often.
             ask = partial(type(batches)._try_get_data, weakref.proxy(batches), _LOOK_S)  # type: ignore[attr-defined]
             batches._try_get_data = ask  # type: ignore[attr-defined]
         while True:
@@ -103,7 +103,7 @@ class Watched:
         try:
             yield
         except Exception:
-            # Workers that were ended fail in one way or another.
+            # Ended workers raise various errors: report the stop in their place.
             if self._stopped is None:
                 raise
         finally:
@@ -137,9 +137,9 @@ class Watched:
         )
 
     def _end_workers(self) -> None:
-        """End them at once; torch would first wait for seconds for each, and for stopped ones."""
+        """End the workers at once. torch would wait seconds for each, and for suspended workers."""
         if getattr(self._batches, "_worker_pids_set", False):
-            # Else torch takes their end for a failure.
+            # torch would report the end of the workers as a failure.
             self._batches._worker_pids_set = False
             _remove_worker_pids(id(self._batches))
         for worker in self.workers:

@@ -180,14 +180,14 @@ class TableChunks:
     """Parts of tables in files. Follows `flatout.data.rows.Chunks`.
 
     Args:
-        files: of one kind.
-        schema: that fits each of them.
-        notes: what there is to say of it.
+        files: table files of one kind.
+        schema: a schema that fits each file.
+        notes: lines for the user about the schema.
 
     Attributes:
-        files: where they lie.
-        changes: the columns in which reading has changed a value.
-        file_rows: where each file's rows begin, and at last where they end.
+        files: the paths of the files.
+        changes: keeps a line for each column in which reading has changed a value.
+        file_rows: the first row of each file, followed by the number of all rows.
 
     Raises:
         DataError: a file lacks a column of the schema, or has it in a type that does not fit.
@@ -266,7 +266,7 @@ class TableChunks:
         return files_words(files, self._files[0].kind, self._starts[-1])
 
     def notes(self) -> list[str]:
-        """What was learned and changed, and whether decoding a part needs much memory."""
+        """Return lines on the schema, on changed values, and on parts that need much memory."""
         notes = [*self.changes.notes(), *self._notes]
         largest = max(self._files, key=lambda value: value.largest)
         if largest.largest < _LARGE:
@@ -278,11 +278,11 @@ class TableChunks:
         ]
 
     def skipped(self, gather: Gather = alone) -> list[str]:
-        """In which columns any rank has found a changed value since this was asked last."""
+        """Return lines about columns in which any rank found changed values since the last call."""
         return self.changes.new_notes(gather)
 
     def look(self) -> None:
-        """Note what is changed in the first part, unless its statistics exclude that."""
+        """Note values that reading changes in the first part, if its statistics allow any."""
         file = self._files[0]
         names = list(may_be_rounded(file.fields, self.schema))
         names = file.may_exceed(names, exact_up_to(np.float32)) if file.sizes else []

@@ -183,7 +183,7 @@ class TunedDatasetSource(DatasetSource):
                 if not self._batch_bytes:
                     self._batch_bytes = sum(item.nbytes for _, item in named_tensors("", batch[:3]))
                 if expected is not None and not same_batch(batch, expected):
-                    self.tuner.refuse(workers, "the same samples came out different")
+                    self.tuner.refuse(workers, "workers made other values of the same samples")
                     return
                 expected = None
                 step += 1

@@ -22,11 +22,11 @@ _NO_ROOM = ("Bus error", "No space left on device", "unable to allocate shared m
 
 
 def named_faults(loader: DataLoader[Any], **options: Any) -> Generator[Any, None, None]:
-    """The batches of a DataLoader; a worker that it waits for long is named.
+    """Yield the batches of a DataLoader. A line names a worker after a long wait for it.
 
     Args:
-        loader: the user's or Flatout's own.
-        options: of `Watched`.
+        loader: a DataLoader of the user or of Flatout.
+        options: options of `Watched`.
 
     Raises:
         DataError: /dev/shm is too small for the batches of the loader's workers, or a worker

@@ -26,12 +26,12 @@ class Cache(Stage):
         """None: batches are the same without it."""
 
     def make(self, plan: Plan) -> None:
-        """It goes before all that orders, and before the first random function or augment.
+        """Place the cache before all stages that order rows, and before the first random function.
 
         Behind a shuffle or a batch it would hold the same samples; before them it also holds for
         every later epoch. Behind a random function it would give every epoch the same draws.
         """
-        if not len(plan.numbers):  # other ranks have all of the rows
+        if not len(plan.numbers):  # this rank has no row to cache
             return
         kept, behind = constant_part(plan.samples, plan.numbers)
         if kept is None:

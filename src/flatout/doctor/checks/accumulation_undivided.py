@@ -14,7 +14,7 @@ _DECOUPLED = ("AdamW",)
 """Optimizers whose decay is no part of the gradient."""
 
 _SHARED = ("DistributedDataParallel", "FullyShardedDataParallel")
-"""What changes gradients in each backward pass."""
+"""Wrappers that change gradients in each backward pass."""
 
 
 @check()
@@ -24,8 +24,8 @@ def look(observation: Observation) -> Findings:
     shared = {model.wrapper for model in observation.models} & {*_SHARED}
     if not losses and shared and any(item.backwards > 1 for item in observation.optimizers):
         raise NoSignal(
-            f"{min(shared)} changes gradients itself: their division by the script is not told "
-            "apart from that"
+            f"{min(shared)} changes gradients itself: a division of gradients by the script cannot "
+            "be detected"
         )
     for loss in losses:
         many = loss.detail["backwards"]

@@ -45,13 +45,13 @@ RANK_CHECKS: list[Check[Sequence[Observation]]] = []
 def check(
     *, edit: Write | None = None, lane: str = "", hooks: bool = False
 ) -> Callable[[Callable[[Observation], Findings]], Callable[[Observation], list[Finding]]]:
-    """Registers a function of an Observation as the check that its file is named after.
+    """Register a function of an Observation as the check that its file is named after.
 
     Args:
-        edit: as in a Check.
-        lane: as in a Check.
-        hooks: whether what it reads is seen by hooks on modules or functions of torch, which stay
-            away where a script compiles: they would compile it again.
+        edit: the `edit` of the Check.
+        lane: the `lane` of the Check.
+        hooks: True if the check needs hooks on modules or functions of torch. A script that
+            compiles gets no such hooks, because they would make torch compile it again.
     """
     if not hooks:
         return partial(_register, CHECKS, edit, lane)
@@ -63,7 +63,7 @@ def _unless_compiled(look: Callable[[Observation], Findings]) -> Callable[[Obser
     def found(observation: Observation) -> Findings:
         findings = list(look(observation))
         if not findings and observation.compiles:
-            raise NoSignal("the script compiles, and hooks for this would compile it again")
+            raise NoSignal("the script compiles, and this check's hooks would compile it again")
         return findings
 
     return found

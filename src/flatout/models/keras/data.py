@@ -186,7 +186,7 @@ def _has_readers(x: Any) -> bool:
 
 
 class _Watched:
-    """A DataLoader whose workers are named where they fail or give nothing."""
+    """A DataLoader that names its workers if they fail or give nothing."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader

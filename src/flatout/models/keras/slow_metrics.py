@@ -25,14 +25,16 @@ Update = Callable[..., Any]
 
 
 class SlowMetrics:
-    """Watches the compiled metrics of a model while it trains.
+    """Watch the compiled metrics of a model while it trains.
 
     Args:
-        metrics: Keras metrics, built.
-        say: gets a line for each metric that is slow.
-        clock: gives seconds.
-        share: a metric is slow that takes more than this share of the rest of a step.
-        kept_bytes: of targets, outputs and weights before a metric is updated with them.
+        metrics: built Keras metrics.
+        say: prints a line about each slow metric.
+        clock: returns seconds.
+        share: the largest share of the rest of a step that a metric may take before it counts as
+            slow.
+        kept_bytes: the most bytes of targets, outputs and weights to keep before a metric is
+            updated.
     """
 
     def __init__(

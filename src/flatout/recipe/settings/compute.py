@@ -117,16 +117,16 @@ class Compute(Section):
     )
     touched_rows: Switch = setting(
         "auto",
-        "Tables of embeddings (`nn.Embedding`, `nn.EmbeddingBag`, Keras' `Embedding`, float32) "
-        "are stepped by the rows that a batch has used, by Adam, AdamW, SGD, RMSprop and Adagrad, "
-        "each as torch or Keras computes it. A row is brought through the steps that it missed "
-        "before it is read, and all rows are before code reads a whole table, so the result is "
-        "that of the dense optimizer. Ids that index a table's weight look rows up, too. A table "
-        "that the loss reads whole is stepped whole; where it does so for L2, a line names the "
-        "`weight_decay` that is the same but for clipping. So is one whose gradient a hook "
-        "may read, on the table or around the optimizer's step. "
-        "For tables on a CPU: on a GPU a dense step is faster. `auto`: taken where tables have "
-        "many more rows than a batch has ids, tried where they have more.",
+        "Adam, AdamW, SGD, RMSprop and Adagrad step only the rows of an embedding table that a "
+        "batch has used. This holds for tables on a CPU (`nn.Embedding`, `nn.EmbeddingBag`, Keras' "
+        "`Embedding`, float32). On a GPU a dense step is faster. Before a row is read, it catches "
+        "up on the steps that it missed. Before code reads a whole table, all rows do. So the "
+        "result is that of the dense optimizer of torch or Keras. Ids that index a table's weight "
+        "look up rows, too. A table that the loss reads whole is stepped whole. If the loss reads "
+        "a table for L2, a line names the `weight_decay` that is the same but for clipping. A "
+        "table is also stepped whole if a hook may read its gradient, on the table or around the "
+        "optimizer's step. `auto`: taken if tables have many more rows than a batch has ids, tried "
+        "if they have more.",
         plain="off",
         parity=Parity.TOLERANT,
         words="touched rows only",

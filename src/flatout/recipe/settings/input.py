@@ -11,12 +11,13 @@ class Input(Section):
 
     workers: Literal["auto", "thread"] | NotNegative = setting(
         "auto",
-        "Who makes the batches of a torch Dataset: 0 the process itself when they are asked for, "
-        "`thread` a thread of it ahead, a number so many worker processes. `auto` begins "
-        "with 0 and, where batches are waited for, keeps what is measured faster on the job's own "
-        "steps. Generators, Keras' PyDatasets and DataLoaders without workers can be read ahead "
-        "by a thread. Processes can make the batches of such a DataLoader of a map-style Dataset; "
-        "`auto` leaves them out where samples draw random numbers.",
+        "The makers of the batches of a torch Dataset. With 0, the process makes each batch when "
+        "training asks for it. With `thread`, a thread makes batches ahead. Another number is the "
+        "number of worker processes. `auto` begins with 0. If training waits for batches, `auto` "
+        "keeps the choice that is fastest on the job's own steps. A thread can read ahead of "
+        "generators, Keras' PyDatasets and DataLoaders without workers. Processes can make the "
+        "batches of a DataLoader without workers on a map-style Dataset. `auto` does not use "
+        "processes if samples draw random numbers.",
         plain=0,
         # The order is a function of seed, epoch and counter; only draws made in the workers move.
         parity=lambda facts: redrawn_if(facts.draws_random_in_input, Parity.EXACT),

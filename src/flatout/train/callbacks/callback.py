@@ -59,7 +59,7 @@ class Callback:
         """Called before the first epoch: raise here what would fail only at the end of one."""
 
     def watched_batches(self, state: FitState, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Return the batches of an epoch as the steps take them."""
+        """Return the batches of an epoch, for a callback that acts before each of them is used."""
         return batches
 
     def on_fit_start(self, state: FitState) -> None:
