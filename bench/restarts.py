@@ -260,7 +260,7 @@ def run_to_end(
     timeout_s: float | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> tuple[str, str, int | None]:
-    """Run a command to its end; return its output and its exit code, None after a forced end."""
+    """Run a command to its end, and return its output and exit code, or None at a timeout."""
     process = start(command, folder, variables)
     try:
         out, err = process.communicate(timeout=timeout_s)

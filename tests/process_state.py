@@ -98,7 +98,7 @@ def _umask():
 
 
 def _autocast_depth(torch):
-    """Return how many contexts are open; only the end of the outermost one empties the cache."""
+    """Return the number of open contexts. Only the end of the outermost one empties the cache."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 

@@ -228,7 +228,7 @@ sys.exit(finish(Results("t", ["", ""], [], [], keys, {}), given))
 """
 
 
-def test_a_part_that_fails_costs_the_others_nothing_and_a_figure_without_data_says_why(tmp_path):
+def test_a_failed_part_spares_other_parts_and_a_figure_without_data_has_a_reason(tmp_path):
     file = tmp_path / "found.json"
     command = [sys.executable, "-c", PARTS, str(Path(PEERS).parent), "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

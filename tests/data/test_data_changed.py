@@ -126,7 +126,7 @@ def test_an_id_in_a_later_part_of_a_table_is_named(tmp_path, kind):
     assert data.notes() == [user, nested]
 
 
-def test_a_table_read_by_a_schema_names_what_it_rounds():
+def test_rounded_columns_of_a_table_read_by_a_schema_are_reported():
     rows = {"user": np.array([1, FIRST_ID])}
     schema = {"format": "table", "columns": [{"name": "user", "dtype": "float32"}]}
     (line,) = flatout.data.table(rows, schema=schema).notes()

@@ -296,7 +296,7 @@ def test_rows_are_cut_where_python_cuts_them(table, quoting, newline, window, da
     assert [_by_python(piece)[0] for piece in pieces] == table
     assert not whole.problem
     assert whole.consumed == len(content)
-    # BatchSampler anywhere, the rest is what `consumed` says.
+    # Cut the bytes at any place. The rest begins at `consumed`.
     cut = data.draw(st.integers(0, len(content)))
     first = csv_split.split_rows(np.frombuffer(content[:cut], np.uint8), False, dialect, window)
     rest = content[first.consumed :]

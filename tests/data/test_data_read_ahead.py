@@ -351,7 +351,7 @@ class Counted(torch.utils.data.IterableDataset):
         return ((torch.ones(1), number % 2) for number in range(80))
 
 
-def test_a_resume_of_what_processes_make_goes_on_with_the_same_batches():
+def test_a_resume_of_batches_made_by_processes_goes_on_with_the_same_batches():
     _, wanted, _, _ = read_by(Numbers, total=2, workers=0)
     torch.manual_seed(3)
     loader = DataLoader(Numbers(Clock()), 4, shuffle=True)

@@ -218,7 +218,7 @@ def test_a_signal_ends_a_fit_that_waits_for_a_worker(tmp_path, trained_by, signu
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
 
 
-def test_a_worker_that_others_stop_with_its_batches_on_their_way_is_named():
+def test_a_worker_suspended_with_batches_on_their_way_is_named():
     loader = torch.utils.data.DataLoader(Hangs("sleeps", at=40), 8, num_workers=1)
     said = []
     batches = named_faults(loader, patience_s=0.5, say=said.append)

@@ -133,7 +133,7 @@ def test_a_ring_through_all_ranks_leaves_each_host_once():
     assert found == pytest.approx(hops + 2 * 7 / 8 * 0.1, rel=1e-3)
 
 
-def test_links_are_less_certain_the_further_from_what_was_timed():
+def test_links_are_less_certain_at_more_ranks_than_were_timed():
     one = known(nic=1e8, summing=1e15, rtt=1e-9, hidden=0.0).take(np.zeros(4000, int))
     job, shape = Job(buckets=cut(400 * MB), batch=64), Shape(4, 1, 64)
     spread = [

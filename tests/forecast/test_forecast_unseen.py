@@ -82,7 +82,7 @@ def test_intervals_hold_on_series_of_another_physics(kind, seeds):
         assert width(cases) < 1.0
     before, after = errors_with_a_row_more(one, two, three)
     assert after < 0.7 * before
-    # With one batch for all, few doublings of these series scale.
+    # Series with one batch for all ranks are left out, because few of their doublings scale.
     if not kind.get("is_strong"):
         scaling = judging.scaling([*two, *three])
         assert sum(map(judging.is_seen, scaling)) <= 0.1 * len(scaling)

@@ -37,7 +37,7 @@ def test_a_busy_thread_is_reported_and_a_waiting_thread_is_not():
     ]
     watch, seen = Watch(), Observation(["train.py"])
     watch.lanes.thread = threading.get_ident()
-    others = OtherThreads(watch, share=1.0)  # a sample takes long on a busy machine
+    others = OtherThreads(watch, share=1.0)  # sampling takes long on a busy machine
     for thread in threads:
         thread.start()
     try:

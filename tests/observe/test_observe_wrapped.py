@@ -87,7 +87,7 @@ def test_a_target_network_that_never_moves(tmp_path, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_copy_of_what_is_trained_is_no_teacher(tmp_path, wrapper):
+def test_a_copy_of_the_trained_model_is_no_teacher(tmp_path, wrapper):
     assert seen(tmp_path, wrapper, COPIED).teachers == []
 
 

@@ -270,7 +270,7 @@ def test_passes_that_are_compared_meet_the_same_weights(clock):
     assert loop.resolved.compute.memory_format == "channels_last"
 
 
-def test_options_are_kept_or_dropped_by_what_was_measured(clock):
+def test_options_are_kept_or_dropped_by_measurements(clock):
     clock.set(has_bf16_units=with_bf16)
 
     def seconds(s):

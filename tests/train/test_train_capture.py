@@ -583,7 +583,7 @@ def clock(interpreted, monkeypatch):
         spells_s=(0.02, 0.008),
         ask_every=1,
     )
-    for module in (auto_capture, capture):  # with one CPU steps wait for the child
+    for module in (auto_capture, capture):  # on a single CPU the steps wait for the child
         monkeypatch.setattr(module, "usable_cpus", lambda: 2)
     return of
 

@@ -550,7 +550,7 @@ def test_class_weight_of_data_read_by_keras_is_that_of_arrays(kind, given):
     compare(quiet(model(loss)).fit(batches, class_weight=WEIGHTS, **options).history, there)
 
 
-def test_class_weight_of_several_targets_says_what_to_give():
+def test_class_weight_of_several_targets_is_refused_with_advice():
     x, y = points()
     targets = {"one": y, "two": y}
 

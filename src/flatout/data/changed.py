@@ -38,7 +38,7 @@ class Changes:
         _here[self._key] = self
 
     def watches(self, column: str, change: str) -> bool:
-        """Return whether to search for this change: none is known in the column, or expected."""
+        """Return True if no change of the column is known and this change is not expected."""
         return column not in self._lines and (column, change) not in self._expected
 
     def expect(self, column: str, change: str) -> None:

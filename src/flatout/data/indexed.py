@@ -394,13 +394,13 @@ def index_of(
     look: bool,
     say: Callable[[str], None] = say_as_is,
 ) -> Index:
-    """The index of files, from the cache or built now.
+    """Return the index of files, from the cache or built now.
 
     Args:
         file: the files' bytes.
-        decoder: finds rows in them.
-        policy: what to do about bad rows.
-        look: whether every row is surveyed.
+        decoder: finds rows in the bytes.
+        policy: the rule for bad rows.
+        look: True if every row is surveyed.
         say: prints a line about work that takes more than a second.
     """
     words = [

@@ -51,19 +51,19 @@ class Push(NamedTuple):
 
 
 class Share:
-    """What a server has of an optimizer's parameters, in the memory of its CPU.
+    """The share of an optimizer's parameters that a server holds in CPU memory.
 
     Args:
-        kind: of the optimizer.
-        groups: its parameter groups, with numbers of parameters as "params".
-        lengths: how many numbers of each parameter the server has.
-        dtype: of all of them.
+        kind: the kind of the optimizer.
+        groups: the optimizer's parameter groups, with numbers of parameters as "params".
+        lengths: the number of values that the server has of each parameter.
+        dtype: the dtype of all values.
         most: the most parameter values to step as one tensor; None for the fastest size.
 
     Attributes:
         values: the weights of the share, in one piece of memory.
-        parameters: how many there are.
-        version: how often they were stepped; in pieces it is not counted.
+        parameters: the number of parameters.
+        version: the number of steps; steps in pieces are not counted.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ FIELD = "compute.capture"
 NOT_YET = "a run of unknown length repays compiling only once it has lasted some minutes"
 # Longer steps have operators that take longer than the calls of them.
 _SHORT_S = 0.005
-# The share of the time of compiling by which simultaneous steps slow down if a CPU is free.
+# The time that steps lose to compiling on another CPU, as a share of the time of compiling.
 _SLOWED = 0.05
 # What is left of the run has to last so many times as long as compiling.
 _REPAID = 4.0

@@ -1,4 +1,4 @@
-"""A watch over a DataLoader's workers: it names a silent worker, and ends them if the wait ends."""
+"""A watch over a DataLoader's workers, which names a silent worker and ends all on a stop."""
 
 from __future__ import annotations
 

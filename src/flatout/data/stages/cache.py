@@ -28,8 +28,8 @@ class Cache(Stage):
     def make(self, plan: Plan) -> None:
         """Place the cache before all stages that order rows, and before the first random function.
 
-        Behind a shuffle or a batch it would hold the same samples; before them it also holds for
-        every later epoch. Behind a random function it would give every epoch the same draws.
+        Before a shuffle or a batch, the cached samples serve every later epoch, too. After a random
+        function, a cache would give every epoch the same draws.
         """
         if not len(plan.numbers):  # this rank has no row to cache
             return
