@@ -198,7 +198,9 @@ STUCK = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_signals_are_heeded_while_a_process_makes_nothing(tmp_path, number):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(STUCK))

@@ -193,6 +193,7 @@ def test_a_worker_that_its_own_timeout_gives_up_is_ended():
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("trained_by", ["trainer", "keras"])
 def test_a_signal_ends_a_fit_that_waits_for_a_worker(tmp_path, trained_by, signum):

@@ -132,3 +132,15 @@ def test_outputs_of_unlike_lengths_are_named_and_padding_cures_them():
         trainer.predict(iter(texts))
     padded = [nn.functional.pad(text, (0, 7 - text.shape[1])) for text in texts]
     assert trainer.predict(iter(padded)).shape == (4, 7, 9)
+
+
+def test_within_an_open_autocast_it_uses_the_weights_of_now():
+    model = nn.Linear(4, 1)
+    trainer = flatout.Trainer(model, loss="mse", say=lambda line: None)
+    rows = torch.ones(8, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = trainer.predict(rows)
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        after = trainer.predict(rows)
+    assert (after - before).float().mean().item() == pytest.approx(4.0, abs=0.1)

@@ -337,7 +337,10 @@ class LoopState:
         """The precision that a step's forward runs at, for an evaluation of one's own."""
         if self.tuner is not None:
             self.tuner.back()
-        return nullcontext() if self._stepper is None else self._stepper.switch.autocast()
+        if self._stepper is None:
+            torch.clear_autocast_cache()  # an open autocast may hold earlier weights
+            return nullcontext()
+        return self._stepper.switch.autocast()
 
     @cached_property
     def evaluate_batch(self) -> EvaluateBatch:
