@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from flatout.observe.graph_nodes import nearest_nodes
+from flatout.observe.graph_nodes import children, nearest_nodes
 from flatout.observe.observation import Site
 from flatout.observe.origins import function_at, parsed
 
@@ -45,7 +45,7 @@ def _terms(root: Any) -> Iterator[tuple[Any, Any]]:
     while todo and count < _TERMS:
         node, parent = todo.pop()
         count += 1
-        inner = [child for child, _ in node.next_functions if child is not None]
+        inner = [child for child in children(node) if child is not None]
         if len(inner) == 2 and node.name() in ("AddBackward0", "SubBackward0") and _is_one(node):
             todo += [(child, node) for child in inner]
         else:

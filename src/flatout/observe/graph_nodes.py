@@ -6,6 +6,32 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+# Passes each output of a DistributedDataParallel on, where that finds unused parameters.
+_SINK = "_DDPSinkBackward"
+
+
+def node_of(tensor: Any) -> Any:
+    """The node that computed a tensor; None where nothing did that needs a gradient."""
+    return _behind_sinks((tensor.grad_fn, tensor.output_nr))
+
+
+def children(node: Any) -> list[Any]:
+    """The nodes that computed what a node got; None for each of what needs no gradient."""
+    return [_behind_sinks(edge) for edge in node.next_functions]
+
+
+def first_child(node: Any) -> Any:
+    """The node that computed what a node got first; None where that needs no gradient."""
+    return next(iter(children(node)), None)
+
+
+def _behind_sinks(edge: tuple[Any, int]) -> Any:
+    node, number = edge
+    while node is not None and node.name() == _SINK:
+        inner = node.next_functions  # one for each tensor
+        node, number = inner[min(number, len(inner) - 1)]
+    return node
+
 
 def nearest_nodes(
     root: Any, most: int, ends: Callable[[Any], bool] = lambda node: False
@@ -23,7 +49,7 @@ def nearest_nodes(
         yield node
         if ends(node):
             continue
-        for child, _ in node.next_functions:
+        for child in children(node):
             if child is not None and child not in known:
                 known.add(child)
                 todo.append(child)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.observe.graph_nodes import nearest_nodes
+from flatout.observe.graph_nodes import first_child, nearest_nodes
 from flatout.observe.label_columns import (
     Lies,
     column_of,
@@ -230,7 +230,7 @@ def _of_two(target: Any) -> Any:
 
 
 def _is_log_softmax(node: Any) -> bool:
-    child = node.next_functions[0][0] if node.next_functions else None
+    child = first_child(node)
     return child is not None and child.name() == "LogSoftmaxBackward0"
 
 

@@ -14,6 +14,7 @@ from weakref import ref
 from flatout.hooks import is_anything_compiled
 from flatout.observe.counted_steps import is_counted
 from flatout.observe.cut_terms import cut_terms, line_that_makes
+from flatout.observe.graph_nodes import children, first_child, node_of
 from flatout.observe.later_backwards import LaterBackwards
 from flatout.observe.observation import InLoss, Site
 from flatout.observe.padded_targets import padding_in
@@ -131,10 +132,9 @@ class LossGraphs:
     def _look(self, tensors: Any) -> None:
         roots = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
         try:
-            findings = [
-                findings for root in roots if root.grad_fn for findings in self._findings(root)
-            ]
-            self._note_reduction(roots[0].grad_fn)
+            nodes = [node_of(root) for root in roots]
+            findings = [item for node in nodes if node for item in self._findings(node)]
+            self._note_reduction(nodes[0])
             has_new = sum(self._keep(item) for item in findings) > 0
             self.looks += 1
         except (RuntimeError, NotImplementedError) as error:
@@ -176,7 +176,7 @@ class LossGraphs:
         """How the loss of one of the batches of a step was reduced."""
         batch: Any = sum(loader.batches for loader in self._watch.loaders if loader.in_training)
         if node is not None and node is self._watch.scaled:
-            node = node.next_functions[0][0]  # what a scaler multiplies it divides again
+            node = first_child(node)  # what a scaler multiplies it divides again
         how = node and _reduction(node)
         self._reduced.append(_Reduced(batch or self._watch.rows, how, here()))
 
@@ -214,11 +214,11 @@ class LossGraphs:
             fact.detail = {"backwards": len(several)}
 
     def _findings(self, root: Any) -> Iterator[_Sign]:
-        yield from self._cut(root.grad_fn)
-        for node, detail in single_scores(root.grad_fn):
+        yield from self._cut(root)
+        for node, detail in single_scores(root):
             yield _Sign("single", node, detail)
         has_labels = False
-        for node, parent in _nodes(root.grad_fn):
+        for node, parent in _nodes(root):
             name = node.name()
             if name == "torch::autograd::AccumulateGrad":
                 variable = node.variable
@@ -293,7 +293,7 @@ def _nodes(root: Any) -> Iterator[tuple[Any, Any]]:
     while todo and len(known) < _NODES:
         node, parent = todo.pop()
         yield node, parent
-        for child, _ in node.next_functions:
+        for child in children(node):
             if child is not None and child not in known:
                 known.add(child)
                 todo.append((child, node))
@@ -325,15 +325,15 @@ def _reduction(node: Any) -> str:
             return "own mean"
         if name not in _VIEWS and name != "AddBackward0":
             return ""
-        node = node.next_functions[0][0]
+        node = first_child(node)
     return ""
 
 
 def _input(node: Any) -> Any:
     """What a node got first, behind views; None where that needs no gradient."""
-    child = node.next_functions[0][0] if node.next_functions else None
+    child = first_child(node)
     while child is not None and child.name() in _VIEWS:
-        child = child.next_functions[0][0] if child.next_functions else None
+        child = first_child(child)
     return child
 
 
@@ -363,7 +363,7 @@ def _shape(node: Any) -> tuple[int, ...]:
 
 def _pairs(torch: Any, node: Any, name: str, parent: Any) -> Iterator[_Sign]:
     """An output that was broadcast against its target: [N, 1] and [N] make N x N differences."""
-    tracked = [child for child, _ in node.next_functions if child is not None]
+    tracked = [child for child in children(node) if child is not None]
     full = tuple(node._saved_self.shape) if name in _DISTANCES else _shape(node)
     if len(full) != 2 or full[0] != full[1] or full[0] < 2 or len(tracked) not in (1, 2):
         return
@@ -392,7 +392,7 @@ def _unexpanded(node: Any) -> tuple[tuple[int, ...], Any]:
     """What a node gives, before it was expanded: its shape, and the node that gives it."""
     if node.name() != "ExpandBackward0":
         return _shape(node), node
-    return tuple(int(size) for size in node._saved_self_sym_sizes), node.next_functions[0][0]
+    return tuple(int(size) for size in node._saved_self_sym_sizes), first_child(node)
 
 
 def _is_outer(torch: Any, parent: Any, shape: tuple[int, ...]) -> bool:

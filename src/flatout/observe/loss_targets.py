@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flatout.observe.graph_nodes import nearest_nodes
+from flatout.observe.graph_nodes import children, first_child, nearest_nodes, node_of
 
 _NODES = 256
 _OF_CLASSES = (
@@ -78,7 +78,7 @@ def _has_target(node: Any) -> bool:
 
 
 def _below(node: Any) -> str:
-    child = node.next_functions[0][0] if node.next_functions else None
+    child = first_child(node)
     return "" if child is None else str(child.name())
 
 
@@ -116,15 +116,15 @@ def _of_difference(torch: Any, node: Any, output: Any) -> Target | None:
         return None
     if torch.is_tensor(other) and (other.shape != apart.shape or not bool((other == apart).all())):
         return None  # no square
-    subtraction = node.next_functions[0][0]
-    left, right = (child for child, _ in subtraction.next_functions)
+    subtraction, given_by = first_child(node), node_of(output)
+    left, right = children(subtraction)
     sign = 1 if right is None else -1
     child = left if right is None else right
     if (left is not None and right is not None) or subtraction._saved_alpha != 1:
         return None
-    while child is not None and child != output.grad_fn and child.name() in _VIEWS:
-        child = child.next_functions[0][0]
-    if child is None or child != output.grad_fn:
+    while child is not None and child != given_by and child.name() in _VIEWS:
+        child = first_child(child)
+    if child is None or child != given_by:
         return None
     given, apart = output.detach().reshape(-1), apart.detach().reshape(-1)
     values = given.double() - sign * apart.double()

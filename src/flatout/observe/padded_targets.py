@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flatout.observe.graph_nodes import first_child
 from flatout.observe.padding import at_the_end, most_common
 from flatout.observe.saved import saved_number
 
@@ -42,7 +43,7 @@ def _as_rows(node: Any, labels: Any) -> list[Any]:
         return [labels[:, 0]] if labels.shape[1] == 1 else []
     child = node
     for _ in range(4):  # the logarithm of a softmax, and views
-        child = child.next_functions[0][0] if child.next_functions else None
+        child = first_child(child)
         if child is None:
             return []
         sizes = getattr(child, "_saved_self_sym_sizes", None)
