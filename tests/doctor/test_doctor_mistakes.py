@@ -5,6 +5,7 @@ All of them are trained in forks of one process, which has imported torch.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,8 +47,28 @@ NAMED = [pitfall for pitfall in read_index() if pitfall.name in SCRIPTS]
 PITFALLS = [pitfall for pitfall in NAMED if not absence(pitfall)]
 
 
+# The line that makes the optimizer of a whole model: the model can be wrapped before it.
+OPTIMIZED = re.compile(r"^( *)(\w+ = torch\.optim\.\w+\((\w+)\.parameters\(\))", re.M)
+GROUP = (
+    "torch.distributed.is_initialized() or torch.distributed.init_process_group('gloo', "
+    "store=torch.distributed.HashStore(), rank=0, world_size=1)"
+)
+# These scripts load weights or replace a layer by names of the model without its wrapper.
+NOT_WRAPPED = ("gradients_of_target", "optimizer_misses")
+HIDDEN_BY_COMPILING = (
+    "activation_twice_divergence", "batch_first_missing", "eval_missing_function",
+    "generator_without_grad", "gradients_discarded", "noise_repeated", "scores_bounded",
+    "softmax_of_one", "steps_skipped",
+)  # fmt: skip
+
+
 def findings_of(commands, folder):
-    """What is found in the first steps of each, by name."""
+    """Return the findings in the first steps of each script, by name."""
+    return {name: verdict.findings for name, verdict in verdicts_of(commands, folder).items()}
+
+
+def verdicts_of(commands, folder):
+    """Return the verdict on the first steps of each script, by name."""
     work = []
     for name, command in commands.items():
         (folder / name).mkdir()
@@ -60,13 +81,13 @@ def findings_of(commands, folder):
         timeout=600,
         check=True,
     )
-    found, machine = {}, inventory()
+    verdicts, machine = {}, inventory()
     for name in commands:
         (file,) = (folder / name / "seen").glob("rank-*.json")
         seen = Observation.of(json.loads(file.read_text()))
         assert seen.steps > 20, (name, seen.error, (folder / name / "log").read_text())
-        found[name] = judge([seen], machine).findings
-    return found
+        verdicts[name] = judge([seen], machine)
+    return verdicts
 
 
 def test_each_mistake_is_named_with_its_line(tmp_path):
@@ -78,6 +99,41 @@ def test_each_mistake_is_named_with_its_line(tmp_path):
         assert mine[0].kind == ("danger" if one.danger else "slow")
         file, _, line = mine[0].where.rpartition(":")
         assert (Path(file).name, int(line) in one.marked) == (one.script.name, True), mine
+
+
+def verdicts_of_wrapped(wrapper, pitfalls, folder):
+    """Return the verdicts on these scripts with their models wrapped, by name."""
+    commands = {}
+    for one in pitfalls:
+        put = rf"\1{GROUP}; \3 = {wrapper}; \2"
+        source, count = OPTIMIZED.subn(put, one.script.read_text())
+        if count and one.name not in NOT_WRAPPED:
+            script = folder / one.script.name
+            script.write_text(source)
+            commands[one.name] = [str(script)]
+    return verdicts_of(commands, folder)
+
+
+def test_each_mistake_is_named_with_its_line_in_a_distributed_model(tmp_path):
+    ddp = r"torch.nn.parallel.DistributedDataParallel(\3, find_unused_parameters=True)"
+    verdicts = verdicts_of_wrapped(ddp, PITFALLS, tmp_path)
+    assert len(verdicts) > len(PITFALLS) - 8
+    for one in [one for one in PITFALLS if one.name in verdicts]:
+        verdict = verdicts[one.name]
+        mine = [finding for finding in verdict.findings if finding.name in one.checks]
+        if one.checks == ("accumulation_undivided",):
+            assert one.checks[0] in dict(verdict.unknown)
+        else:
+            assert len(mine) == 1, (one.name, verdict.findings)
+            assert int(mine[0].where.rpartition(":")[2]) in one.marked, mine
+
+
+def test_checks_of_mistakes_that_compiled_code_hides_do_not_pass(tmp_path):
+    hidden = [one for one in PITFALLS if one.name in HIDDEN_BY_COMPILING]
+    verdicts = verdicts_of_wrapped(r"torch.compile(\3, backend='aot_eager')", hidden, tmp_path)
+    assert len(verdicts) == len(hidden) > 6
+    for one in hidden:
+        assert not {*one.checks} & {*verdicts[one.name].passed}, one.name
 
 
 def test_no_mistake_is_in_the_clean_scripts(tmp_path):

@@ -1,12 +1,17 @@
 """Tests that the doctor finds the same in a model and in the model within a wrapper."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 from flatout.devices.inventory import inventory
 from flatout.doctor.judge import judge
-from flatout.observe import Model, Observation
+from flatout.observe import Model, Observation, Optimizer
 from flatout.observe.model_facts import unwrapped
 from observed import observed
 
@@ -143,10 +148,36 @@ def test_undivided_sums_of_means_are_found_or_not_counted_as_checked(tmp_path, w
     assert not wrapper or "DistributedDataParallel changes gradients" in unknown[name]
 
 
+TWO_OUTPUTS = """
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = make()
+
+    def forward(self, rows):
+        scores = self.layers(rows)
+        return scores, scores.softmax(1)
+
+model = nn.parallel.DistributedDataParallel(Two(), find_unused_parameters=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(24):
+    step(functional.cross_entropy(model(rows)[{which}], torch.zeros(32).long()), optimizer)
+"""
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_graph_is_read_through_the_node_that_ddp_adds_after_each_output(tmp_path, which):
+    found = seen(tmp_path, "", TWO_OUTPUTS.replace("{which}", str(which))).in_losses
+    inner = [sign.detail["inner"] for sign in found if sign.kind == "twice"]
+    assert inner == ["softmax"] * which
+
+
 HOOKED = {
-    "batch_first_missing", "frozen_recomputed", "history_grows", "next_token_seen",
-    "recurrent_by_step", "softmax_over_batch", "target_in_input", "target_never_moves",
-    "teacher_in_train_mode", "views_equal",
+    "accumulation_undivided", "activation_twice", "advanced_indexing", "batch_first_missing",
+    "eval_missing", "frozen_recomputed", "gradients_discarded", "history_grows", "loss_broadcast",
+    "loss_term_cut", "nan_hidden", "next_token_seen", "padding_in_loss", "recurrent_by_step",
+    "scores_bounded", "seed_repeated", "softmax_of_one", "softmax_over_batch", "target_in_input",
+    "target_never_moves", "teacher_in_train_mode", "views_equal",
 }  # fmt: skip
 
 
@@ -155,8 +186,120 @@ def passed(seen):
 
 
 def test_checks_without_hooks_on_compiled_code_do_not_pass():
-    seen = Observation(command=[], steps=24, models=[Model("Net")])
+    seen = Observation(command=[], steps=24, models=[Model("Net")], loss_looks=8)
+    seen.repeated_seeds = []
+    seen.optimizers = [Optimizer("torch.optim.sgd.SGD")]
     counted = passed(seen)
-    assert len(counted & HOOKED) == 8  # two more checks need the time of a step
+    assert HOOKED - counted <= {"frozen_recomputed", "recurrent_by_step"}  # need the time of a step
     seen.compiles = [(24, 1, 0.5)]
     assert counted - passed(seen) == counted & HOOKED
+
+
+def test_the_check_of_collectives_does_not_pass_in_compiled_code():
+    ranks = [Observation(command=[], steps=24, rank=rank, world_size=2) for rank in (0, 1)]
+    assert "collectives_each_step" in judge(ranks, inventory()).passed
+    ranks[1].compiles = [(24, 1, 0.5)]
+    assert "collectives_each_step" in dict(judge(ranks, inventory()).unknown)
+
+
+DISCARDED = """
+model = torch.compile(make(), backend="aot_eager")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True)
+for number in range(12):
+    for batch in batches:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(batch).softmax(1), torch.zeros(8).long()).backward()
+    optimizer.step()
+"""
+
+
+def test_checks_of_gradients_and_dropout_do_not_pass_in_compiled_code(tmp_path):
+    assert not passed(seen(tmp_path, "", DISCARDED)) & {"gradients_discarded", "eval_missing"}
+
+
+NOT_COMPILED = """
+class Series(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.out = nn.LSTM(8, 16), nn.Linear(16, 4)
+
+    def forward(self, rows):
+        return self.out(self.layer(rows)[0][:, -1])
+
+model = torch.compile(Series(), backend="aot_eager")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches = torch.utils.data.DataLoader(torch.randn(64, 5, 8), batch_size=8, shuffle=True)
+for number in range(3):
+    for batch in batches:
+        step(functional.cross_entropy(model(batch), torch.zeros(8).long()), optimizer)
+"""
+
+
+def test_checks_do_not_pass_if_torch_makes_no_graph_of_a_compiled_model(tmp_path):
+    found = seen(tmp_path, "", NOT_COMPILED)
+    assert found.compiles
+    assert not any(graphs for _, graphs, _ in found.compiles)
+    assert "batch_first_missing" not in passed(found)
+
+
+def test_the_check_of_unreached_parameters_needs_the_gradients_of_each_optimizer():
+    seen = Observation(command=[], steps=24)
+    seen.optimizers = [Optimizer("torch.optim.adam.Adam", gradient_looks=12) for _ in range(2)]
+    assert "parameters_unreached" in passed(seen)
+    seen.optimizers[1].gradient_looks = 0
+    assert "parameters_unreached" not in passed(seen)
+
+
+MISTAKES = """
+import os, sys, torch; torch.manual_seed(0)
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+is_wrong = sys.argv[1] == "wrong"
+torch.distributed.init_process_group("gloo")
+data = TensorDataset(torch.randn(256, 8), torch.randint(4, (256,)))
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 16, sampler=sampler)
+last = nn.Softmax(1) if is_wrong else nn.Identity()
+model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4), last)
+model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(12):
+    sampler.set_epoch(epoch)
+    model.train()
+    for number, (rows, kinds) in enumerate(loader, 1):
+        if is_wrong:
+            optimizer.zero_grad()
+        (nn.functional.cross_entropy(model(rows), kinds) / 4).backward()
+        if number % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    model.train(is_wrong)
+    with torch.no_grad():
+        for rows, kinds in loader:
+            print(nn.functional.cross_entropy(model(rows), kinds).item())
+"""
+TWO = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
+CHECKS_OF_MISTAKES = {"eval_missing", "activation_twice", "gradients_discarded"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["wrong", "right"])
+def test_mistakes_are_found_on_two_ranks(tmp_path, which):
+    (tmp_path / "script.py").write_text(MISTAKES)
+    watch = (sys.executable, "-m", "flatout.observe.start", "seen", "script.py", which)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *TWO, *watch]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    files = sorted((tmp_path / "seen").glob("rank-*.json"))
+    ranks = [Observation.of(json.loads(file.read_text())) for file in files]
+    assert [rank.world_size for rank in ranks] == [2, 2]
+    verdict = judge(ranks, inventory())
+    found = [item for item in verdict.findings if item.name in CHECKS_OF_MISTAKES]
+    assert {item.name for item in found} == (CHECKS_OF_MISTAKES if which == "wrong" else set())
+    assert not [item for item in found if "only rank" in item.what]
+    assert which == "wrong" or {*verdict.passed} >= CHECKS_OF_MISTAKES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from flatout.hooks import is_anything_compiled
 from flatout.observe.watch import Watch
 
 # In these steps, and at the end.
@@ -27,12 +28,12 @@ class Compiles:
 
     def so_far(self) -> list[tuple[int, int, float]]:
         """[step, graphs, seconds spent on them], of each look and of now."""
-        return [item for item in [*self._looked, *self._now()] if item[1]]
+        return [*self._looked, *self._now()]
 
     def _now(self) -> list[tuple[int, int, float]]:
-        dynamo: Any = sys.modules.get("torch._dynamo.utils")
-        if dynamo is None or self._watch.lanes.steps < _LOOKS[0]:
+        if not is_anything_compiled() or self._watch.lanes.steps < _LOOKS[0]:
             return []
+        dynamo: Any = sys.modules["torch._dynamo.utils"]
         # Asking a counter for what it lacks would make it.
         graphs = dict(dynamo.counters).get("stats", {}).get("unique_graphs", 0)
         times = dict(getattr(dynamo, "compilation_time_metrics", {})).get(_WHOLE, ())

@@ -6,29 +6,29 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Passes each output of a DistributedDataParallel on, where that finds unused parameters.
+# DistributedDataParallel adds this node after its outputs if it finds unused parameters.
 _SINK = "_DDPSinkBackward"
 
 
 def node_of(tensor: Any) -> Any:
-    """The node that computed a tensor; None where nothing did that needs a gradient."""
+    """Return the node that computed a tensor, or None if the tensor needs no gradient."""
     return _behind_sinks((tensor.grad_fn, tensor.output_nr))
 
 
 def children(node: Any) -> list[Any]:
-    """The nodes that computed what a node got; None for each of what needs no gradient."""
+    """Return the nodes that computed the inputs of a node, None for inputs without gradient."""
     return [_behind_sinks(edge) for edge in node.next_functions]
 
 
 def first_child(node: Any) -> Any:
-    """The node that computed what a node got first; None where that needs no gradient."""
+    """Return the node that computed the first input of a node, None without gradient."""
     return next(iter(children(node)), None)
 
 
 def _behind_sinks(edge: tuple[Any, int]) -> Any:
     node, number = edge
     while node is not None and node.name() == _SINK:
-        inner = node.next_functions  # one for each tensor
+        inner = node.next_functions  # one edge for each tensor
         node, number = inner[min(number, len(inner) - 1)]
     return node
 

@@ -1078,7 +1078,7 @@ class Observation:
             whether it was there at the end; with "contents", where there are several ranks, a
             number for its tensors, None without any.
         compiles: [step, graphs that torch.compile had made by then, seconds that took], from the
-            second step on; empty where it made none.
+            second step on; empty if the script compiles nothing. The number of graphs may stay 0.
         openmp: names of the OpenMP libraries that the process has loaded.
         openmp_settings: environment variables that are meant for one, at the end.
         gpu_memory_mb: by the GPU's uuid, the most that torch held on each on which this process

@@ -17,7 +17,7 @@ _SHARED = ("DistributedDataParallel", "FullyShardedDataParallel")
 """Wrappers that change gradients in each backward pass."""
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Whether losses that are means were added up over batches of the loader."""
     losses = list(in_losses(observation, "undivided"))

@@ -24,7 +24,7 @@ _WHY = {
 }
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Which activations the graph has right before a loss that has its own."""
     for loss in in_losses(observation, "twice"):

@@ -9,7 +9,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-@check(edit=tensors.index_select)
+@check(edit=tensors.index_select, hooks=True)
 def look(observation: Observation) -> Findings:
     """Which lines index a batch in most steps."""
     for call in calls(observation, "index"):

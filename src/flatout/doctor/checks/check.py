@@ -50,8 +50,9 @@ def check(
     Args:
         edit: the `edit` of the Check.
         lane: the `lane` of the Check.
-        hooks: True if the check needs hooks on modules or functions of torch. A script that
-            compiles gets no such hooks, because they would make torch compile it again.
+        hooks: True if the check needs hooks on modules or functions of torch, or the graph of a
+            loss. A script that compiles gets no such hooks, because they would make torch compile
+            it again, and its graph shows a compiled function as one node.
     """
     if not hooks:
         return partial(_register, CHECKS, edit, lane)
@@ -63,7 +64,7 @@ def _unless_compiled(look: Callable[[Observation], Findings]) -> Callable[[Obser
     def found(observation: Observation) -> Findings:
         findings = list(look(observation))
         if not findings and observation.compiles:
-            raise NoSignal("the script compiles, and this check's hooks would compile it again")
+            raise NoSignal("the script compiles, and this check cannot see into compiled code")
         return findings
 
     return found

@@ -20,7 +20,7 @@ def _draws_only(observation: Observation, model: Model) -> bool:
     return is_one_of_several and not has_dropout and not is_on_data
 
 
-@check(edit=evaluation.eval_first)
+@check(edit=evaluation.eval_first, hooks=True)
 def look(observation: Observation) -> Findings:
     """Where a model is evaluated in train mode, though that changes what it computes, or drops
     in either mode."""

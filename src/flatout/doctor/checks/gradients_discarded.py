@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Where several batches go into a step, and each zeroes the gradients of the one before."""
     if not observation.optimizers:

@@ -11,7 +11,7 @@ _LEAST = 3
 """New tensors in fewer losses may be weights of its terms that are kept from then on."""
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Terms that are added to a loss, and whose graph ends in a tensor of the same step."""
     for term in in_losses(observation, "cut"):

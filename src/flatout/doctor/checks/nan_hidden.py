@@ -16,7 +16,7 @@ _DO = (
 )
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """How many of the numbers that nan_to_num got were none, and how many losses."""
     for loss in in_losses(observation, "nan"):

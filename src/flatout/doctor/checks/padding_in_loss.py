@@ -11,7 +11,7 @@ _MUCH = 0.1
 """Share of the targets from which on it is told."""
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """How many of the targets of cross_entropy are one value at the ends of their rows."""
     for loss in in_losses(observation, "padding"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from flatout.doctor.checks.check import Findings, NoSignal, check
 from flatout.doctor.checks.signals import at, few
 from flatout.doctor.finding import Finding
@@ -21,19 +23,22 @@ def look(observation: Observation) -> Findings:
     be left unused.
     """
     idle = [optimizer for optimizer in observation.optimizers if _has_none(optimizer)]
-    yield from map(_of_none, idle)
     known = [
         optimizer for optimizer in observation.optimizers if optimizer.gradient_looks >= _LOOKS
     ]
-    if not known and not idle:
+    findings = [*map(_of_none, idle), *chain.from_iterable(map(_of_some, known))]
+    if not findings and len(known) < max(1, len(observation.optimizers)):
         raise NoSignal(f"gradients were looked at after fewer than {_LOOKS} steps")
-    for optimizer in known:
-        if optimizer.cut:
-            yield _cut(optimizer)
-        elif optimizer.without_grad:
-            yield _without_grad(optimizer)
-        elif optimizer.unreached or optimizer.orphans:
-            yield _unreached(optimizer)
+    return findings
+
+
+def _of_some(optimizer: Optimizer) -> Findings:
+    if optimizer.cut:
+        yield _cut(optimizer)
+    elif optimizer.without_grad:
+        yield _without_grad(optimizer)
+    elif optimizer.unreached or optimizer.orphans:
+        yield _unreached(optimizer)
 
 
 def _has_none(optimizer: Optimizer) -> bool:

@@ -18,7 +18,7 @@ _WHY = {
 }
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Which activations the graph has right before a loss that takes scores of any size."""
     for loss in in_losses(observation, "bounded"):

@@ -13,7 +13,7 @@ _ORDER, _OF_ORDERS = "torch.randperm", "torch.manual_seed"
 _NAMED = 3
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Whether a line seeds a generator that training draws from, always alike."""
     repeated = observation.repeated_seeds

@@ -16,12 +16,10 @@ makes one graph more, which then holds for all."""
 def look(observation: Observation) -> Findings:
     """Whether graphs are still made after the first steps, by a model whose inputs vary."""
     step_ms(observation)
-    if len(observation.compiles) < 2:
+    compiles = [item for item in observation.compiles if item[1]]
+    if len(compiles) < 2:
         return
-    (first, graphs, seconds), (last, all_graphs, all_seconds) = (
-        observation.compiles[0],
-        observation.compiles[-1],
-    )
+    (first, graphs, seconds), (last, all_graphs, all_seconds) = compiles[0], compiles[-1]
     more = all_graphs - graphs
     if more < _MANY:
         return

@@ -11,7 +11,7 @@ from flatout.observe import Observation
 _SHARE = 0.9
 
 
-@check()
+@check(hooks=True)
 def look(observation: Observation) -> Findings:
     """Softmax over a dimension of 1 behind the last layer, in nearly all losses."""
     for loss in in_losses(observation, "single"):
