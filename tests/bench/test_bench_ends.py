@@ -19,6 +19,8 @@ SCRIPTS = sorted(
     for file in BENCH.glob("*.py")
     if "__main__" in file.read_text() and file.name not in NO_BENCH
 )
+# Benches of different kinds: in processes, in turn, with faults. The others take minutes in all.
+STARTED_OFTEN = ("breadth.py", "forecast.py", "input.py", "kills.py", "large_batches.py", "soak.py")
 ON_CPU = ["--device", "cpu"]
 MORE = {
     "breadth_gpu.py": ON_CPU,
@@ -32,8 +34,8 @@ def run(script, *options, folder):
     """Run a bench as a user does, and return the ended process and its JSON."""
     if "--data" in options:
         (folder / "images").mkdir()
-        write(folder / "images" / "train-images-idx3-ubyte", np.zeros((2400, 28, 28), np.uint8))
-        write(folder / "images" / "train-labels-idx1-ubyte", np.zeros(2400, np.uint8))
+        write(folder / "images" / "train-images-idx3-ubyte", np.zeros((8000, 28, 28), np.uint8))
+        write(folder / "images" / "train-labels-idx1-ubyte", np.zeros(8000, np.uint8))
     file = folder / "found.json"
     done = subprocess.run(
         [sys.executable, str(BENCH / script), "--json", str(file), *options],
@@ -55,7 +57,13 @@ def test_all_benches_are_known():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, marks=[] if script in STARTED_OFTEN else [pytest.mark.long])
+        for script in SCRIPTS
+    ],
+)
 def test_a_bench_that_is_short_of_time_shows_figures_and_reasons(script, tmp_path):
     options = [*MORE.get(script, ()), "--quick", "--minutes", "0.05"]
     done, found = run(script, *options, folder=tmp_path)

@@ -189,4 +189,7 @@ def test_runs_on_one_rank_and_on_two(tmp_path):
     assert (one["world_size"], two["world_size"]) == (1, 2)
     assert one["figures"]["loss"] == pytest.approx(two["figures"]["loss"], rel=1e-4)
     assert one["startup_s"] > 0
-    assert sum(two["lost_ms"].values()) == pytest.approx(two["step_ms"] - one["step_ms"] / 2)
+    if two["lost_ms"] is None:  # other work on the machine slowed the first run down
+        assert two["samples_per_s"] > 2 * one["samples_per_s"]
+    else:
+        assert sum(two["lost_ms"].values()) == pytest.approx(two["step_ms"] - one["step_ms"] / 2)

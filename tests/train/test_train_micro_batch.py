@@ -311,7 +311,6 @@ LIMITED = """
     import resource, torch
     from torch import nn
     import flatout
-from flatout.train.auto_terms import TERMS, Terms
     from flatout.recipe import Memory, Recipe
 
     torch.set_num_threads(1)
