@@ -211,7 +211,7 @@ def test_workers_that_make_other_batches_are_not_used():
     source = tuned(Elsewhere())
     for epoch in range(2):
         check_same(used(source, epoch), Slow(), epoch)
-    assert any("came out different" in trial for trial in source.tuner.trials)
+    assert any("made other values" in trial for trial in source.tuner.trials)
 
 
 @pytest.mark.parametrize("workers", ["auto", "thread"])
