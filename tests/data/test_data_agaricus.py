@@ -9,20 +9,9 @@ import torch
 import flatout
 from flatout.data.buffers import Buffers
 from flatout.kernels import example
-from flatout.recipe import Compute, Process, Recipe
+from plain_recipe import PLAIN
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data" / "agaricus"
-RECIPE = Recipe(
-    compute=Compute(
-        precision="fp32",
-        memory_format="contiguous",
-        rewrites="off",
-        fused_optimizer="off",
-        compile="off",
-        matmul_precision="highest",
-    ),
-    process=Process(threads=1),
-)
 
 pytestmark = pytest.mark.skipif(
     not FOLDER.is_dir(), reason="agaricus is absent: ../shared/data is not beside the project"
@@ -33,7 +22,7 @@ def fit(train, test):
     torch.manual_seed(0)
     width = train.schema["features"].shape[0]
     model = torch.nn.Sequential(torch.nn.Linear(width, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
-    trainer = flatout.Trainer(model, lr=0.01, metrics=["accuracy"], recipe=RECIPE)
+    trainer = flatout.Trainer(model, lr=0.01, metrics=["accuracy"], recipe=PLAIN)
     trainer.fit(train.shuffle(seed=1).batch(64), epochs=5, progress=False)
     accuracy = trainer.evaluate(test.batch(512))["accuracy"]
     return accuracy, [parameter.detach().clone() for parameter in model.parameters()]

@@ -9,22 +9,11 @@ import torch
 
 import flatout
 from flatout.data.changed import Changes
-from flatout.recipe import Compute, Process, Recipe
+from plain_recipe import PLAIN
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-PLAIN = Recipe(
-    compute=Compute(
-        precision="fp32",
-        memory_format="contiguous",
-        rewrites="off",
-        fused_optimizer="off",
-        compile="off",
-        matmul_precision="highest",
-    ),
-    process=Process(threads=1),
-)
 FIRST_ID = 2**24 + 1
 ROUNDED = "float32 rounds whole numbers above 16,777,216, such as"
 # Text of more rows than the first read of a file covers.

@@ -8,20 +8,8 @@ from torch.utils.data import DataLoader, Dataset
 import flatout
 from flatout.data import iterable
 from flatout.errors import DataError
-from flatout.recipe import Compute, Process, Recipe
 from flatout.train.waiting import waiting_words
-
-PLAIN = Recipe(
-    compute=Compute(
-        precision="fp32",
-        memory_format="contiguous",
-        rewrites="off",
-        fused_optimizer="off",
-        compile="off",
-        matmul_precision="highest",
-    ),
-    process=Process(threads=1),
-)
+from plain_recipe import PLAIN
 
 
 class Stop(flatout.Callback):
