@@ -131,7 +131,7 @@ def group_by_rank(groups: Groups, first: int, ranks: int, shift: int) -> GroupsB
 def numbers_in(groups: Groups) -> torch.Tensor:
     """Of each place, which of the rows is used there: int64."""
     counts, numbers = groups.starts.diff(), torch.empty_like(groups.places)
-    rows = torch.arange(len(counts), device=counts.device)
+    rows = torch.arange(len(counts))
     numbers[groups.places] = rows.repeat_interleave(counts)
     return numbers
 

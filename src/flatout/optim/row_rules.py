@@ -153,10 +153,7 @@ class _TorchRule:
         """A parameter whose gradient is None is left alone."""
 
     def detach(self) -> None:
-        """Its gradients are dense by then."""
-        state = self._optimizer.state.get(self._weight, {})
-        if "step" in state and self._group.get("fused"):
-            state["step"] = state["step"].to(self._weight.device)
+        """Leave the state as it is: the optimizer goes on with it."""
 
     @property
     def _names(self) -> tuple[str | None, str | None]:
@@ -189,14 +186,13 @@ class _TorchRule:
         state, shape = self._optimizer.state[self._weight], self._weight.shape
         names, dtype = self._names, self._weight.dtype
         if self.name != "sgd":
-            # On the host, where reading it waits for no device: a fused kernel has it elsewhere.
-            state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)).cpu()
+            state.setdefault("step", torch.zeros((), dtype=torch.float32))
         for name in filter(None, names):
             value = state.get(name)
             if value is None or not value.is_contiguous() or value.dtype is not dtype:
                 # Written at once: the system would give page after page to the steps that come
                 # first.
-                is_large = self._weight.is_cpu and dtype is torch.float32
+                is_large = dtype is torch.float32
                 fresh = huge_pages.empty(shape) if is_large else torch.empty_like(self._weight)
                 state[name] = fresh.zero_() if value is None else fresh.copy_(value)
         first, second = (state[name] if name else None for name in names)

@@ -309,8 +309,7 @@ class KeptTable:
             ]
         weights, first, second = tensors
         assert weights is not None
-        rows, device = (len(weights),), weights.device
-        last = torch.full(rows, self.steps.now, dtype=torch.int32, device=device)
+        last = torch.full((len(weights),), self.steps.now, dtype=torch.int32)
         self.table = Table(weights, first, second, last, self.rule.epsilon, self._lower)
 
     def spread(self) -> None:
@@ -661,7 +660,7 @@ class TouchedRows:
             return
         kept.bring_all()  # nothing where another state was loaded: all rows were up to date
         for values in () if kept.is_spread else (kept.weight, *state, *(rule.lower() or ())):
-            if values is not None and values.is_cpu:
+            if values is not None:
                 huge_pages.move(values)
         count = count or 0
         steps = [item.steps for item in self._kept if item.steps and item.rule.shares(rule)]
@@ -717,7 +716,7 @@ def _times_itself(
     None where there are no such rows, or their gradient is another. Of the rows that this rank has
     not read others may have read some: so it is that of most rows.
     """
-    is_unread = torch.ones(len(weight), dtype=torch.bool, device=weight.device)
+    is_unread = torch.ones(len(weight), dtype=torch.bool)
     for rows in read:
         is_unread[rows] = False
     places = is_unread.nonzero()[:_LOOKED_AT, 0]

@@ -25,7 +25,7 @@ from flatout.data.execution.worker_tuner import Workers
 from flatout.data.order import batch_seed
 from flatout.data.sources.dataset_source import DatasetSource
 from flatout.data.sources.iterable import IterableSource, length_of, name_digest
-from flatout.data.sources.tuned_dataset import SILENT_S, TunedDatasetSource
+from flatout.data.sources.tuned_dataset import OTHER_VALUES, SILENT_S, TunedDatasetSource
 from flatout.data.sources.whole_batches import same_batch
 from flatout.data.sources.worker_errors import named_faults
 from flatout.errors import DataError
@@ -238,7 +238,7 @@ def _made_by_processes(
         if compares and step == 0:
             here = _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, False)
             if not same_batch(batch, here.fetch(drawn.first)):  # type: ignore[no-untyped-call]
-                raise DataError("workers made other values of the same samples")
+                raise DataError(OTHER_VALUES)
         yield batch
 
 

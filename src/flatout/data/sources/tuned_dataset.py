@@ -41,6 +41,8 @@ _WATCHED = 32
 _ON_THEIR_WAY, _SHM_LEAST = 4, 100e6
 # A worker process that gives nothing for so many seconds, and so many batches' time, hangs.
 SILENT_S, _SILENT_BATCHES = 30.0, 50.0
+OTHER_VALUES = "workers made other values of the same samples"
+"""Why worker processes are not used."""
 
 
 class TunedDatasetSource(DatasetSource):
@@ -183,7 +185,7 @@ class TunedDatasetSource(DatasetSource):
                 if not self._batch_bytes:
                     self._batch_bytes = sum(item.nbytes for _, item in named_tensors("", batch[:3]))
                 if expected is not None and not same_batch(batch, expected):
-                    self.tuner.refuse(workers, "workers made other values of the same samples")
+                    self.tuner.refuse(workers, OTHER_VALUES)
                     return
                 expected = None
                 step += 1

@@ -15,6 +15,9 @@ Observed = TypeVar("Observed", Observation, Sequence[Observation])
 Findings: TypeAlias = Iterable[Finding]
 Write: TypeAlias = Callable[[FoundAt], list[Edit]]
 
+COMPILES = "the script compiles, and this check cannot see into compiled code"
+"""The reason of a NoSignal for code that torch compiles."""
+
 
 class NoSignal(Exception):
     """What a check needs was not seen, and why."""
@@ -64,7 +67,7 @@ def _unless_compiled(look: Callable[[Observation], Findings]) -> Callable[[Obser
     def found(observation: Observation) -> Findings:
         findings = list(look(observation))
         if not findings and observation.compiles:
-            raise NoSignal("the script compiles, and this check cannot see into compiled code")
+            raise NoSignal(COMPILES)
         return findings
 
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.doctor.checks.check import Findings, NoSignal, rank_check
+from flatout.doctor.checks.check import COMPILES, Findings, NoSignal, rank_check
 from flatout.doctor.checks.signals import calls, cost_ms, has_peers, is_each_step, kind_of, ms
 from flatout.doctor.finding import Finding
 from flatout.observe import Call, Observation
@@ -34,7 +34,7 @@ def look(observations: Sequence[Observation]) -> Findings:
                     (cost_ms(observation, call) or 0.0, observation, call)
                 )
     if not by_line and any(observation.compiles for observation in observations):
-        raise NoSignal("the script compiles, and this check cannot see into compiled code")
+        raise NoSignal(COMPILES)
     for (_, name), ranks in by_line.items():
         cost, observation, call = min(ranks, key=lambda one: one[0])
         if call.count >= _SEVERAL * observation.steps and _bytes(call) <= _BUCKET:
