@@ -83,7 +83,6 @@ def folded(text: str, stream: IO[str] | None = None) -> str:
 
 
 def _folded(line: str, width: int) -> list[str]:
-    """A line as several, each as it was but for its breaks; a longer word stays whole."""
     if len(line) <= width or width < 20:
         return [line]
     own = line[: len(line) - len(line.lstrip(" "))]

@@ -55,10 +55,6 @@ def _begin() -> None:
 
 
 def _wait_for(spec: ModuleSpec, name: str) -> None:
-    """Lets the loader run the hooks.
-
-    The loader keeps its class, since others ask it for sources and resources.
-    """
     loader: Any = spec.loader
     if loader is None or not hasattr(loader, "exec_module"):
         return

@@ -63,7 +63,6 @@ def problem() -> KerasBackendError | None:
 
 
 def _chosen() -> tuple[str, str]:
-    """The backend that Keras will take, and who says so, as Keras itself decides it."""
     import json
     from pathlib import Path
 

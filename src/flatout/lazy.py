@@ -40,10 +40,6 @@ def attach(
 
 
 def _imported(name: str) -> ModuleType:
-    """A module, after which Python's random numbers go on as if it had been there before.
-
-    rich draws one when it is imported, which may be behind a script's `random.seed`.
-    """
     if name in sys.modules:
         return import_module(name)
     state = random.getstate()

@@ -42,7 +42,6 @@ def cpu_times_ns(pid: int) -> tuple[int, int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process behind its name, which may have spaces and brackets."""
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 

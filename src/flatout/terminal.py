@@ -23,7 +23,6 @@ class Console(console.Console):
             yield segment if control else Segment(self._encodable(printable(text)), style)
 
     def _encodable(self, text: str) -> str:
-        """What the file cannot hold, such as bytes of a name that are no text, becomes a `?`."""
         if text.isascii():
             return text
         return text.encode(self.encoding, "replace").decode(self.encoding)

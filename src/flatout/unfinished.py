@@ -53,10 +53,6 @@ def _host() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When a living process started, in clock ticks since boot; None if there is none, 0 unknown.
-
-    Read from /proc, because psutil's time of day shifts when the clock is set.
-    """
     state = state_and_start(pid)
     if state is None:
         import psutil

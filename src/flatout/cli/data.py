@@ -104,8 +104,6 @@ _OF_TABLES: dict[str, Any] = {
 
 
 def _of_tables(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of tables; its argument `options` is those that were given."""
-
     @wraps(command)
     def with_options(**given: Any) -> None:
         options = {name: given.pop(name) for name in _OF_TABLES}
@@ -126,7 +124,6 @@ def _of_tables(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _options(**given: Any) -> dict[str, Any]:
-    """Those that were given, as the arguments of a table's function."""
     headers = {"yes": True, "no": False}
     target, header = given["target"], given["header"]
     given |= {
@@ -146,7 +143,6 @@ def _pair(text: str, otherwise: str) -> tuple[str, str]:
 
 
 def _defaults(given: Sequence[str]) -> float | dict[str, float] | None:
-    """One number for all columns, or a number for each that is named."""
     named: dict[str, float] = {}
     for text in given:
         name, _, value = text.rpartition("=")
@@ -206,7 +202,6 @@ _OF_FIELDS = ("field", "ids", "once", "most frequent", "half in", "unknown", "in
 
 
 def _show(report: Report, schema: Path | None, as_json: bool) -> None:
-    """Print what was found, and where its schema was written."""
     if as_json:
         _print_json(report.as_dict())
         return
@@ -373,7 +368,6 @@ def _console() -> Console:
 def _table(
     headers: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, is_narrow: bool = False
 ) -> Table:
-    """A table without the columns that are empty in all rows."""
     from rich import box
     from rich.table import Table
 
@@ -388,7 +382,6 @@ def _table(
 
 
 def _pairs(rows: list[tuple[str, str, bool]]) -> Table:
-    """Topics, and what is said of them; those where there is something to do stand out."""
     from rich.table import Table
     from rich.text import Text
 

@@ -99,7 +99,6 @@ def _tour(out: Console, data: Path | None, epochs: int, folder: Path, seed: int)
 
 
 def _make(folder: Path) -> None:
-    """Make the run folder before anything is trained for it."""
     from flatout.errors import FlatoutError
 
     if (folder / "checkpoints").exists():
@@ -119,7 +118,6 @@ def _make(folder: Path) -> None:
 
 
 def _images(data: Path | None) -> tuple[Arrays, Arrays]:
-    """Images and labels to train on and held out."""
     from flatout import data as sources
     from flatout.errors import DataError
 
@@ -135,7 +133,6 @@ def _images(data: Path | None) -> tuple[Arrays, Arrays]:
 
 
 def _tensors(part: Arrays) -> tuple[Tensor, Tensor]:
-    """Images (uint8) and labels; Arrays could hold other structures, these do not."""
     images, labels = part.inputs, part.targets
     assert not isinstance(images, tuple | dict)
     assert labels is not None

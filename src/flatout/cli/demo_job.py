@@ -21,13 +21,7 @@ PEAK_LR = 3e-3
 
 
 class ConvNet(nn.Module):
-    """Three 3x3 convolutions and two dense layers.
-
-    Args:
-        classes: how many classes to tell apart.
-        height: of the images, in pixels; they have one channel.
-        width: of the images, in pixels.
-    """
+    """Three 3x3 convolutions and two dense layers."""
 
     def __init__(self, classes: int = 10, height: int = 28, width: int = 28) -> None:
         super().__init__()
@@ -60,20 +54,7 @@ def train_plainly(
     most_s: float,
     tell: Callable[[int, float], None],
 ) -> JobResult:
-    """Train as most scripts do: a DataLoader that shuffles, Adam, fp32.
-
-    Args:
-        model: trained in place, on a GPU if there is one.
-        train: float32 images and int64 labels.
-        test: the same, held out.
-        epochs: how many to do.
-        most_s: seconds after which it ends in the middle, and gives no accuracy.
-        tell: called after each epoch with its number from 1 and the accuracy on `test`.
-
-    Returns:
-        The median time from one step to the next and the images a second that this makes; and the
-        seconds of the whole loop, evaluation included.
-    """
+    """Train as most scripts do: a DataLoader that shuffles, Adam, fp32."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
     _warm_up(model, train, device)

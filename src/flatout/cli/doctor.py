@@ -192,7 +192,6 @@ def _check_script(script: str) -> None:
 
 
 def _set_keras_backend(what: list[str]) -> None:
-    """As `flatout run` does, which a Recipe is applied by."""
     from flatout.doctor.script_file import script_file
     from flatout.script_source import keras_backend
 
@@ -200,7 +199,6 @@ def _set_keras_backend(what: list[str]) -> None:
 
 
 def _tell_misplaced(context: typer.Context, what: list[str], args: list[str]) -> None:
-    """Options of the doctor's that stand behind the script, which knows nothing of them."""
     from flatout.doctor.script_file import script_file
 
     own = {name for item in context.command.params for name in item.opts}
@@ -228,7 +226,6 @@ def misplaced(args: list[str], own: set[str], script: Path | None) -> list[str]:
 
 
 def _seconds(text: str) -> float:
-    """Seconds of a time such as 90, 90s or 2m."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if match is None or float(match[1]) == 0:
         raise typer.BadParameter(f"--budget: expected a time such as 90s or 2m; found {text!r}")

@@ -161,7 +161,6 @@ def _measure(
     out: str,
     options: list[str] | None,
 ) -> None:
-    """Measure the network, write it down, and say what was found."""
     from flatout.console import say
     from flatout.forecast import measure_here, measure_hosts, sizes_of, words_of
     from flatout.measure import Profile
@@ -186,7 +185,6 @@ def _measure(
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """Numbers of hosts: "4" is 1 and 4, "1..16" powers of two, "1,2,3" as they stand."""
     span = re.fullmatch(r"(\d+)\.\.(\d+)", text)
     if span is not None and 0 < int(span[1]) <= int(span[2]):
         low, high = int(span[1]), int(span[2])

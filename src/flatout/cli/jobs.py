@@ -44,7 +44,6 @@ def jobs(
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """A line for each job, or two where one would be too long for the terminal."""
     *heads, _ = _HEADS
     widths = [
         max(map(len, column)) for column in zip(heads, *(row[:-1] for row in rows), strict=True)

@@ -94,10 +94,6 @@ def main() -> None:
 
 
 def _open_what_was_closed() -> None:
-    """Streams that Flatout was begun without lead nowhere, in what it begins as well.
-
-    Else the next file to be opened takes their number, and what is printed goes into it.
-    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)  # noqa: SIM115

@@ -192,7 +192,6 @@ class _Job:
 
 
 def _count(devices: str | None) -> int | None:
-    """Returns how many ranks are asked for; None where that is open, 1 before it is measured."""
     if devices is None:
         return None
     if devices == "auto":
@@ -205,7 +204,6 @@ def _count(devices: str | None) -> int | None:
 
 
 def _with_servers(settings: list[str], servers: int, is_auto: bool) -> list[str]:
-    """The settings, of which one says how many servers there are."""
     from flatout.world import check_servers_set
 
     if is_auto:
@@ -215,7 +213,6 @@ def _with_servers(settings: list[str], servers: int, is_auto: bool) -> list[str]
 
 
 def _measured(what: list[str], file: Path | None, dry_run: bool) -> int:
-    """Returns how many ranks of this node alone the script is fastest on."""
     if dry_run:
         raise typer.BadParameter("--dry-run runs nothing, so nothing is measured: say --devices N")
     from flatout.world.choose import choose
@@ -228,16 +225,11 @@ def _measured(what: list[str], file: Path | None, dry_run: bool) -> int:
 
 
 def _trains_with_flatout(file: Path | None) -> bool:
-    """Whether a script names a Trainer or Loop of Flatout's, which take the Recipe themselves.
-
-    One that comes to them in another way is left alone once it does.
-    """
     source, imported = read(file)
     return "flatout" in imported and ("Trainer" in source or "Loop" in source)
 
 
 def _cures(asked: Recipe) -> dict[str, object]:
-    """Returns what takes hold within a script without Flatout, once it has started."""
     from flatout.cures import wanted
     from flatout.devices import at_start
 
@@ -248,7 +240,6 @@ def _cures(asked: Recipe) -> dict[str, object]:
 
 
 def _after_inherited(settings: list[str]) -> str:
-    """Returns FLATOUT_SET's value: the settings of a `flatout run` around this one come first."""
     from flatout.recipe import from_set
 
     return json.dumps([*from_set(), *settings])
@@ -265,7 +256,6 @@ def _check_spoken() -> None:
 
 
 def _recipe_here() -> Recipe:
-    """Returns the Recipe that holds; of one measured elsewhere, only what holds everywhere."""
     from flatout.devices import affinity, reset_affinity, set_affinity
     from flatout.measure import fingerprint
     from flatout.recipe import ResolvedRecipe, effective, from_file
@@ -285,7 +275,6 @@ def _recipe_here() -> Recipe:
 
 
 def _asked_anywhere() -> dict[str, object]:
-    """Returns the fields that are asked for by name, whatever machine they were measured on."""
     from flatout.recipe import ResolvedRecipe, effective, from_file
 
     result = from_file()
@@ -296,11 +285,7 @@ def _asked_anywhere() -> dict[str, object]:
 def _say_applied(
     asked: Recipe, cures: Mapping[str, object], given: list[bool], dry_run: bool
 ) -> dict[str, str]:
-    """Print the settings that are applied to the script, and the settings that need a Trainer.
-
-    Returns:
-        Environment variables with which the script's process prints the rest once it is hooked.
-    """
+    """Print the settings that are applied to the script, and the settings that need a Trainer."""
     from flatout.cures import UNDO, words_of
     from flatout.devices import at_start
     from flatout.recipe import PLAIN, from_set
@@ -338,10 +323,6 @@ def _short(fields: Mapping[str, object]) -> str:
 def _start(
     start: list[str], variables: dict[str, str], cpus: tuple[int, ...], dry_run: bool, job: _Job
 ) -> None:
-    """Becomes the script: the same process, so signals, exit code and terminal are its own.
-
-    Several ranks are separate processes, started and watched by this one.
-    """
     if dry_run:
         added = [f"{name}={value}" for name, value in variables.items()]
         bound = ["taskset", "-c", ",".join(map(str, cpus))] if cpus else []

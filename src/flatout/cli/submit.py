@@ -26,8 +26,6 @@ _Texts = list[str] | None
 
 
 def _command(target: str) -> Callable[..., None]:
-    """The command of one target; all take the same."""
-
     def to_target(
         script: Annotated[
             str,
@@ -199,7 +197,6 @@ def _command(target: str) -> Callable[..., None]:
 
 
 def _submit(name: str, asked: JobOptions, *, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """Write it, show it, ask, send it."""
     from datetime import datetime
 
     from flatout.errors import SubmitError
@@ -254,7 +251,6 @@ def _say(line: str) -> None:
 
 
 def _short(path: Path) -> str:
-    """Seen from here, where that is shorter."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
@@ -294,7 +290,6 @@ def _not_sent(job: Job) -> list[str]:
 
 
 def _priced(price: Price, jobs: list[Job]) -> str:
-    """What it costs, and at most where it has a time limit."""
     words = f"{price.per_hour:g} {price.currency} for each node and hour"
     time_s = jobs[0].time_s
     if time_s is None:
@@ -305,7 +300,6 @@ def _priced(price: Price, jobs: list[Job]) -> str:
 
 
 def _print_all(jobs: list[Job], to: Target, artifacts: list[list[Artifact]], as_json: bool) -> None:
-    """Everything, as it would be sent."""
     if as_json:
         _print_json(jobs, to, artifacts, [])
         return
@@ -331,7 +325,6 @@ def _print_all(jobs: list[Job], to: Target, artifacts: list[list[Artifact]], as_
 def _print_json(
     jobs: list[Job], to: Target, artifacts: list[list[Artifact]], ids: list[str]
 ) -> None:
-    """One object for one job; several in a list."""
     import json
 
     from flatout.submit import facts_of

@@ -81,7 +81,6 @@ class Cached:
 
 
 def _number(index: Any) -> int:
-    """A sample's number; -1 for what is none, which is never kept."""
     return int(index) if isinstance(index, (int, np.integer)) else -1
 
 
@@ -117,7 +116,6 @@ def keep_samples(torch: Any, steps: ScriptSteps) -> None:
 
 
 def _keep_stream(stream: Stream | None, iterator: Any, dataset: Any) -> None:
-    """An epoch of an iterable dataset, in the process that trains."""
     if stream is None:
         return
     if iterator._num_workers:
@@ -152,7 +150,6 @@ class _Known:
         self._before = None if self._store is None else Attributes(dataset)
 
     def store_for_epoch(self, dataset: Any) -> Store | None:
-        """Its samples, as long as it makes the same ones."""
         changed = "" if self._before is None else self._before.changed(dataset)
         if changed:
             leave(FIELD, f"{changed} is another one in each epoch")
@@ -161,12 +158,10 @@ class _Known:
 
 
 def _room() -> int:
-    """Bytes that the samples of a dataset may take in this process."""
     return int(available_bytes() * _SHARE / max(1, place().local_world_size))
 
 
 def _stream_of(torch: Any, dataset: Any) -> Stream | None:
-    """An iterable dataset's samples; None, with the reason told, where they cannot be kept."""
     if isinstance(dataset, torch.utils.data.IterDataPipe):  # a loader treats it as one
         leave(FIELD, f"{type(dataset).__name__} is a DataPipe")
         return None
@@ -176,7 +171,6 @@ def _stream_of(torch: Any, dataset: Any) -> Stream | None:
 
 
 def _try_out(torch: Any, dataset: Any) -> Store | None:
-    """A store for a dataset's samples; None, with the reason told, where they cannot be kept."""
     name = type(dataset).__name__
     data = torch.utils.data
     if not hasattr(dataset, "__getitem__"):
@@ -203,7 +197,6 @@ def _try_out(torch: Any, dataset: Any) -> Store | None:
 
 
 def _made_twice(torch: Any, dataset: Any, count: int) -> tuple[Form | None, str]:
-    """The form of the samples; None and why where they are not the same each time."""
     from flatout.data import random_state, same_state, set_random_state
 
     name = type(dataset).__name__
@@ -240,7 +233,6 @@ def _made_twice(torch: Any, dataset: Any, count: int) -> tuple[Form | None, str]
 
 
 def _draws(dataset: Any) -> bool:
-    """Whether the dataset, or what it uses, has its own random generator, which is told."""
     for name, _ in generators_of(dataset):
         owner = name.replace("dataset.", f"{type(dataset).__name__}.", 1)
         leave(FIELD, f"{owner} draws random numbers")

@@ -56,7 +56,6 @@ def _plain(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Cal
 def _first(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, name: str
 ) -> Any:
-    """The call that compiles; where that fails the module runs as written from now on."""
     from torch._dynamo.exc import TorchDynamoException
 
     from flatout.data import random_state, set_random_state

@@ -32,11 +32,6 @@ _LOOKS = 4
 class CutFeatures(KeptSamples):
     """What the frozen part of a root module has given, by sample.
 
-    Args:
-        root: a module that the script calls, or a wrapper of one.
-        where: "memory" or "disk".
-        now: has the dataset of the latest batch.
-
     Attributes:
         is_open: whether the forward is to be looked at.
         why: there is no cut, in words; "" where nothing is frozen.
@@ -58,12 +53,7 @@ class CutFeatures(KeptSamples):
         return self._cut is not None
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look for the best cut, within a call of the root in training.
-
-        Args:
-            args: of the call.
-            kwargs: likewise.
-        """
+        """Look for the best cut, within a call of the root in training."""
         import torch
 
         from flatout.models import autocast_now, find_cuts
@@ -95,7 +85,6 @@ class CutFeatures(KeptSamples):
             leave(FIELD, f"more could be kept: {self.why}")
 
     def _best(self, cuts: list[Cut], inputs: Any, samples: int) -> Cut | None:
-        """The cut that saves most; None where none saves anything."""
         from flatout.train import feature_costs as costs
         from flatout.train import frozen_choice
 
@@ -150,7 +139,6 @@ class CutFeatures(KeptSamples):
             undo()
 
     def _inputs_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The batch that the root is called with; None where it is not one that the cut is for."""
         from flatout.hooks import is_anything_compiled
         from flatout.models import autocast_now
 
@@ -160,7 +148,6 @@ class CutFeatures(KeptSamples):
         return inputs if self._form == (_form_of(args, kwargs), autocast) else None
 
     def _is_current(self, cut: Cut) -> bool:
-        """Whether the cut is what it was; else it is let go, and looked for again."""
         if cut.is_current() and cut.contents.seem_same():
             return True
         self._cut, self.is_open = None, self._looked < _LOOKS
@@ -169,7 +156,6 @@ class CutFeatures(KeptSamples):
         return False
 
     def _features(self, cut: Cut, inputs: Any, names: list[bytes]) -> Features:
-        """What is before the cut gives for a batch, as far as it is not kept computed now."""
         import torch
 
         kept, made = self._opened(cut, inputs)
@@ -204,7 +190,6 @@ class CutFeatures(KeptSamples):
         return Features(joined_rows(row, item, there) for row, item in pairs)
 
     def _opened(self, cut: Cut, inputs: Any) -> tuple[ModeStore, Features | None]:
-        """The rows, and the batch's own where it had to be computed to know what a row holds."""
         if (kept := self._kept.get("")) is not None:
             return kept, None
         made = _computed(cut, inputs)
@@ -220,7 +205,6 @@ class CutFeatures(KeptSamples):
 
 
 def _hooked(model: Any) -> str | None:
-    """A module that has hooks of the script's; None where none has."""
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:
             return str(name)
@@ -228,7 +212,6 @@ def _hooked(model: Any) -> str | None:
 
 
 def _computed(cut: Cut, inputs: Any) -> Features:
-    """What is before the cut gives now."""
     import torch
 
     count = len(_leaves(inputs)[0])
@@ -241,7 +224,6 @@ def _computed(cut: Cut, inputs: Any) -> Features:
 
 
 def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call as a batch: a tensor, a tuple or a dict; None where they are none."""
     import torch
 
     if args and kwargs:
@@ -261,7 +243,6 @@ def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the batches are alike in that a cut is for."""
     named = [*enumerate(args), *kwargs.items()]
     return [(name, item.device, item.dtype, tuple(item.shape[1:])) for name, item in named]
 
@@ -273,7 +254,6 @@ def _leaves(inputs: Any) -> list[Any]:
 
 
 def _rows(inputs: Any, at: Any) -> Any:
-    """Some of the samples."""
     if isinstance(inputs, dict):
         return {name: value[at] for name, value in inputs.items()}
     return tuple(item[at] for item in inputs) if isinstance(inputs, tuple) else inputs[at]

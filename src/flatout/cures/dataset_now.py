@@ -69,11 +69,6 @@ class DatasetNow:
         return __next__
 
     def _identity_of(self, dataset: Any) -> tuple[int, int | None]:
-        """What identifies a dataset, and its length.
-
-        One that takes the place of another, such as where a script makes it again for each epoch,
-        is the same.
-        """
         known = self._known.get(id(dataset))
         if known is not None and known.made() is dataset:
             return known.identity, known.samples

@@ -58,7 +58,6 @@ class Search:
                 self._decide(module, used.unused)
 
     def _decide(self, module: Any, unused: str) -> None:
-        """All ranks come here at the same step: they agree."""
         torch = self._torch
         is_whole = not unused and not module._comm_hooks
         device = next(module.parameters()).device
@@ -102,7 +101,6 @@ class _Used:
         return not parameters.isdisjoint(self._names)
 
     def close(self) -> None:
-        """A step begins."""
         self.steps += 1
         without = [
             name for number, name in self._names.items() if number not in self._have_gradients
@@ -167,7 +165,6 @@ class Accumulation:
         return backward
 
     def _hook_readers(self) -> None:
-        """What reads gradients of a step that came too soon sees those of all ranks."""
         utils = self._torch.nn.utils
         for module in (utils, sys.modules["torch.nn.utils.clip_grad"]):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -218,7 +215,6 @@ class _Micro:
         self._before = ""
 
     def close(self) -> None:
-        """A step has ended."""
         self.steps += 1
         turns = self.events.count("F")
         if self.steps == _WATCHED_SYNC:
@@ -229,10 +225,6 @@ class _Micro:
 
 
 def _add_up(torch: Any, module: Any) -> None:
-    """The mean of the ranks' gradients, as DistributedDataParallel makes it after a backward pass.
-
-    A parameter that some ranks have used and others not has a gradient on all afterwards.
-    """
     distributed, group = torch.distributed, module.process_group
     parameters = [p for p in module.parameters() if p.requires_grad]
     used = torch.tensor([int(p.grad is not None) for p in parameters], device=parameters[0].device)
@@ -247,12 +239,6 @@ def _add_up(torch: Any, module: Any) -> None:
 
 
 def _all_reduce(distributed: Any, tensor: Any, op: Any, group: Any) -> None:
-    """An all-reduce after which only those hold the tensor who did before.
-
-    gloo's thread lets go of it a bit after its work is done. It needs Python's lock for that, and
-    where Python ends meanwhile, it brings the process down: "terminate called without an active
-    exception".
-    """
     before = sys.getrefcount(tensor), tensor._use_count()
     distributed.all_reduce(tensor, op, group=group)
     until = monotonic() + (_LET_GO_S if tensor.device.type == "cpu" else 0)

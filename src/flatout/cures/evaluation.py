@@ -118,7 +118,6 @@ def _refused(name: str) -> ModelError:
 
 @contextmanager
 def _same_kernels(torch: Any) -> Iterator[None]:
-    """Without a graph, attention would take another path, which rounds otherwise."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -75,16 +75,7 @@ def keep_features(
     kwargs: dict[str, Any],
     call: Call,
 ) -> Call:
-    """Keeps what the frozen leading layers of a root module give.
-
-    Args:
-        where: "memory" or "disk".
-        now: has the dataset of the latest batch.
-        module: the root.
-        args: of its first call.
-        kwargs: likewise.
-        call: what is put in place of.
-    """
+    """Keeps what the frozen leading layers of a root module give."""
     import torch
 
     name = type(module).__name__
@@ -121,10 +112,6 @@ def keep_features(
 
 
 def _parts_of(module: Any, where: Any, now: DatasetNow, why: str) -> list[Features]:
-    """The frozen module of a model whose forward cannot be cut; none where there are several.
-
-    Of several, one may come behind another, and each would keep what only the next one reads.
-    """
     import torch
 
     name, parts = type(module).__name__, list(frozen_parts(module))
@@ -206,7 +193,6 @@ class Features(KeptSamples):
         return given
 
     def _computed(self, original: Any, batch: Any) -> Any:
-        """What the layers give now; ends where they draw random numbers for it."""
         before = random_states(batch.device)
         given = original(batch)
         if not all(map(self._torch.equal, before, random_states(batch.device))):
@@ -248,7 +234,6 @@ class Features(KeptSamples):
         return True
 
     def _mode(self) -> Any:
-        """What the same module gives other features under."""
         torch = self._torch
         part: Any = self._part()
         kind = next(part.parameters()).device.type
@@ -256,7 +241,6 @@ class Features(KeptSamples):
         return kind, dtype, *(inner.training for inner in part.modules())
 
     def _opened(self, mode: Any, given: Any, samples: int) -> ModeStore | None:
-        """The rows of a mode, of which these are the first."""
         if type(given) is not self._torch.Tensor or given.shape[:1] != (samples,):
             self._end(f"{self._name} gives something else than a row for each sample")
             return None

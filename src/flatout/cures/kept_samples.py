@@ -71,13 +71,7 @@ class _Given:
 
 
 class KeptSamples:
-    """What some layers have given, by sample.
-
-    Args:
-        name: of the layers, for people.
-        where: "memory" or "disk".
-        now: has the dataset of the latest batch.
-    """
+    """What some layers have given, by sample."""
 
     def __init__(self, name: str, where: Any, now: DatasetNow) -> None:
         self._name = name
@@ -93,7 +87,6 @@ class KeptSamples:
         self._unchecked = _CHECKED
 
     def _forget(self) -> None:
-        """Let go of what was given; on the disk it stays."""
         for kept in self._kept.values():
             kept.store.close()
         self._kept = {}
@@ -101,7 +94,6 @@ class KeptSamples:
         self._unchecked = _CHECKED
 
     def _changed(self) -> None:
-        """The layers are others by now: forget what they gave."""
         has_come_again = any(kept.has_come_again for kept in self._kept.values())
         self._changes = 0 if has_come_again else self._changes + 1
         self._forget()
@@ -111,15 +103,7 @@ class KeptSamples:
     def _begin(
         self, mode: Any, parts: list[RowPart], tensors: Any, facts: Any, device: Any
     ) -> ModeStore:
-        """Open the rows of a mode.
-
-        Args:
-            mode: which the same layers give other features under.
-            parts: of a row.
-            tensors: of the layers, by name.
-            facts: what else they compute by.
-            device: of the layers.
-        """
+        """Open the rows of a mode."""
         facts = {**facts, "mode": repr(mode), "names": NAMES_VERSION}
         store = NamedStore.open(feature_key(tensors, facts), parts, self._where)
         if device.type == "cuda":
@@ -132,7 +116,6 @@ class KeptSamples:
         return kept
 
     def _look(self, kept: ModeStore, names: list[bytes]) -> Any:
-        """Where the rows of samples are; -1 where there is none."""
         places = kept.store.places(names)
         kept.has_come_again |= bool((places >= 0).any())
         if (places >= 0).all():
@@ -140,14 +123,7 @@ class KeptSamples:
         return places
 
     def _keep(self, kept: ModeStore, names: list[bytes], given: Sequence[Any], again: int) -> None:
-        """Keep rows of samples, unless they seem to be other ones each time.
-
-        Args:
-            kept: the rows.
-            names: of samples that are not there.
-            given: of them, a tensor for each part.
-            again: how many more came with them that are there.
-        """
+        """Keep rows of samples, unless they seem to be other ones each time."""
         forms = [(tuple(item.shape[1:]), item.dtype) for item in given]
         if forms != [(part.shape, part.dtype) for part in kept.parts]:
             return  # of another form than the first ones
@@ -168,7 +144,6 @@ class KeptSamples:
             self._doubt(why)
 
     def _is_random(self, kept: ModeStore, new: int, again: int) -> bool:
-        """Whether the samples' dataset has given more than it has, and none of them again."""
         dataset = self._now.dataset
         if dataset is None:
             return False
@@ -194,7 +169,6 @@ class KeptSamples:
         return True
 
     def _doubt(self, why: str) -> None:
-        """Keep nothing until a sample comes again."""
         leave(FIELD, f"{why}: they are kept once some do")
         for kept in self._kept.values():
             kept.end()
@@ -202,7 +176,6 @@ class KeptSamples:
         fill(is_full=True)
 
     def _is_doubted(self, names: list[bytes]) -> bool:
-        """Whether none of the samples that were not kept has come again yet."""
         if self._doubted is None:
             return False
         if not self._doubted.isdisjoint(names):

@@ -15,12 +15,6 @@ class DeferredNumber:
 
     Any other use waits for it: comparing, printing, converting. To isinstance it is what it will
     be.
-
-    Args:
-        fetch: waits for the number and gives it.
-        is_here: whether `fetch` would not wait.
-        kind: float, int or bool.
-        depth: of the numbers that it is made of.
     """
 
     __slots__ = ("_depth", "_fetch", "_is_here", "_kind", "_value")
@@ -108,7 +102,6 @@ def _known(value: Any) -> Any:
 
 
 def _combined(name: str, a: Any, b: Any) -> Any:
-    """`a + b` or the like: a DeferredNumber where one of them is not here yet."""
     apply = getattr(operator, name)
     waiting = [x for x in (a, b) if type(x) is DeferredNumber and not x.is_known()]
     depth = 1 + max((x._depth for x in waiting), default=0)

@@ -26,12 +26,7 @@ _SHARED_LEAST = 100 * 2**20
 
 
 class Loaders:
-    """Sets up DataLoaders as the Recipe says, where that gives the same batches.
-
-    Args:
-        torch: the module.
-        steps: of the script.
-    """
+    """Sets up DataLoaders as the Recipe says, where that gives the same batches."""
 
     def __init__(self, torch: Any, steps: ScriptSteps) -> None:
         self._torch = torch
@@ -72,12 +67,10 @@ class Loaders:
         return init
 
     def _is_remade(self, given: dict[str, Any]) -> bool:
-        """Whether a framework makes its own loader from one whose workers stay by a cure."""
         is_known = id(given["dataset"]) in self._staying
         return is_known and bool(given["persistent_workers"]) and not is_users(caller()[0])
 
     def _changes(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that are to be others, of those that a loader is made with."""
         changes: dict[str, Any] = {}
         before = given["num_workers"]
         workers = self._asked.get(WORKERS, before)
@@ -104,7 +97,6 @@ class Loaders:
         return changes
 
     def _against_workers(self, given: dict[str, Any], workers: int | str) -> str:
-        """Why a loader cannot have these workers; empty where it can."""
         if not isinstance(workers, int):
             return f"{workers} is for a Trainer or a Loop"
         if isinstance(given["dataset"], self._torch.utils.data.IterableDataset):
@@ -129,7 +121,6 @@ class Loaders:
         took(PIN, "pinned memory")
 
     def _started(self, original: Any) -> Any:
-        """Workers to which the dataset cannot be sent: the loader does without, as written."""
         torch = self._torch
 
         def start(loader: Any) -> Any:
@@ -156,7 +147,6 @@ class Loaders:
         return start
 
     def _iterated(self, original: Any) -> Any:
-        """Workers that stay: the next epoch is as if they were new."""
         torch = self._torch
 
         def iterate(loader: Any) -> Any:
@@ -202,13 +192,11 @@ def _written_attributes(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_workers(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that a loader takes with workers alone."""
     plain = {"prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
     return {name: value for name, value in plain.items() if given[name] != value}
 
 
 def _is_guarded() -> bool:
-    """Whether the script can be imported by its workers without running again."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if path is None:

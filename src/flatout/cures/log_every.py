@@ -25,10 +25,6 @@ class Log:
 
     Warnings and errors pass, and so does what is printed elsewhere than to standard output, what
     comes less often than once in each step, and what packages tell by themselves.
-
-    Args:
-        torch: the module.
-        steps: of the script.
     """
 
     def __init__(self, torch: Any, steps: ScriptSteps) -> None:
@@ -43,7 +39,6 @@ class Log:
         atexit.register(self._tell)
 
     def _is_left_out(self) -> bool:
-        """To be asked by what the script, or a package, has called."""
         if get_ident() != self._steps.thread or not is_on():
             return False
         file, *place = caller()

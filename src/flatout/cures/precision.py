@@ -52,7 +52,6 @@ def in_bf16(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Ca
 
 
 def _against(torch: Any, module: Any) -> str:
-    """Why autocast is of no use to this module; empty where it is."""
     parameters = list(module.parameters())
     dtypes = {p.dtype for p in parameters if p.is_floating_point()}
     name = type(module).__name__

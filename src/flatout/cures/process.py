@@ -32,11 +32,6 @@ def set_up(torch: Any, steps: ScriptSteps) -> None:
 
 
 def _keeping_threads(original: Any, steps: ScriptSteps, count: int) -> Any:
-    """A number that the script sets before its first step gives way to the Recipe's.
-
-    Workers set their own, and so does the thread that pins memory; what a script sets while it
-    trains belongs to a part of its step.
-    """
     process = os.getpid()
 
     def set_num_threads(wanted: int) -> None:
@@ -48,7 +43,6 @@ def _keeping_threads(original: Any, steps: ScriptSteps, count: int) -> Any:
 
 
 def _keeping_interop_threads(original: Any) -> Any:
-    """They can be set once, so the script's own call would fail now: the Recipe's number stays."""
     process = os.getpid()
 
     def set_num_interop_threads(wanted: int) -> None:

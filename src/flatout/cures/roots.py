@@ -25,11 +25,6 @@ class Roots:
 
     A module is met at its first call after the optimizer was made; what a cure does to it is there
     before its first step.
-
-    Args:
-        torch: the module.
-        steps: of the script.
-        cures: in the order in which they are put around the call, the innermost first.
     """
 
     def __init__(self, torch: Any, steps: ScriptSteps, cures: list[Cure]) -> None:

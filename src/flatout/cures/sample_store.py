@@ -114,7 +114,6 @@ def _order(strides: tuple[int, ...]) -> list[int]:
 
 
 def _bytes_of(value: Any) -> Any:
-    """The memory of a part of a sample, uint8 of shape (bytes,)."""
     if value is None:
         return np.empty(0, np.uint8)
     if type(value) is torch.Tensor:
@@ -124,7 +123,6 @@ def _bytes_of(value: Any) -> Any:
 
 
 def _values(rows: Any, leaf: Leaf) -> Sequence[Any]:
-    """A part of several samples, of which `rows` has the bytes."""
     if leaf.dtype is None:
         return [None] * len(rows)
     shape = (len(rows), *leaf.shape)
@@ -136,12 +134,7 @@ def _values(rows: Any, leaf: Leaf) -> Sequence[Any]:
 
 
 class Store:
-    """Samples of one form by number.
-
-    Args:
-        form: of the samples.
-        count: those numbered 0 to count - 1 can be kept.
-    """
+    """Samples of one form by number."""
 
     def __init__(self, form: Form, count: int) -> None:
         self._form = form

@@ -17,10 +17,6 @@ def check(torch: Any) -> None:
 
     The test draws no random number, starts no thread and touches no device, because the script may
     still want to set seeds, threads and devices.
-
-    Raises:
-        FlatoutError: the hooks are not called as they should be, or change the step.
-        Exception: torch lacks an attribute that a hook needs.
     """
     with _without_compiler(torch):
         plain, _ = _step(torch)

@@ -18,12 +18,7 @@ from flatout.recipe import Recipe, ResolvedRecipe, effective, from_file
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a script, or after -m a module, as `python` would.
-
-    Raises:
-        RecipeError: the Recipe cannot be read.
-        BaseException: whatever the script raises.
-    """
+    """Runs a script, or after -m a module, as `python` would."""
     is_rank = arguments[0] == "--rank"
     asked, undo = recipe_here(), os.environ.pop(UNDO, "")
     install(asked, lambda: _say_applied(asked, undo))
@@ -45,11 +40,7 @@ def _say_applied(asked: Recipe, undo: str) -> None:
 
 
 def recipe_here() -> Recipe:
-    """The Recipe that holds; of one measured on another machine, only what holds everywhere.
-
-    Raises:
-        RecipeError: it cannot be read.
-    """
+    """The Recipe that holds; of one measured on another machine, only what holds everywhere."""
     recipe = from_file()
     if isinstance(recipe, ResolvedRecipe):
         from flatout.measure import fingerprint

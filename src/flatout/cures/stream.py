@@ -24,11 +24,6 @@ _END = object()
 class Stream:
     """What an iterable dataset gives in an epoch, as far as it is known.
 
-    Args:
-        field: of the Recipe.
-        dataset: whose samples these are; it is not kept alive.
-        room: bytes that they may take.
-
     Attributes:
         is_kept: whether anything is; once it has turned out that nothing can be, nothing is.
     """
@@ -46,12 +41,7 @@ class Stream:
         self._ends = 0  # so often it ended there
 
     def epoch(self, dataset: Any, made: Iterator[Any]) -> Iterator[Any]:
-        """An epoch.
-
-        Args:
-            dataset: the same one.
-            made: what it makes, from its first sample on; asked only for what is not known.
-        """
+        """An epoch."""
         changed = self._before.changed(dataset)
         if self.is_kept and changed:
             self._give_up(f"{changed} is another one in each epoch")
@@ -79,7 +69,6 @@ class Stream:
             yield sample
 
     def _made(self, at: int, made: Iterator[Any]) -> Any:
-        """What the dataset gives at a place: kept, or compared with what came there before."""
         if not self.is_kept:
             return next(made, _END)
         before = random_state()

@@ -55,7 +55,6 @@ def step_rows(torch: Any, steps: ScriptSteps) -> None:
 
 
 def _with_rows(parameter: Any) -> Any:
-    """What torch's functions clip in a parameter's place: a gradient's rows, where it has few."""
     if parameter.grad is None or not parameter.grad.is_sparse:
         return parameter
     values = parameter.grad.values()
@@ -80,7 +79,6 @@ class _Watched:
         self.is_read_whole |= self.is_open
 
     def close(self) -> None:
-        """Count no more until the step is over."""
         self.read_whole += self.is_read_whole
         self.is_open = self.is_read_whole = False
 
@@ -100,7 +98,6 @@ class _Tables:
         self._is_over = bool(why)
 
     def _why_not(self, torch: Any) -> str:
-        """Begin to watch what could be a table; why nothing can."""
         from flatout.models import is_hooked, watch_table
         from flatout.optim import why_dense
 
@@ -126,7 +123,6 @@ class _Tables:
         return "" if self._watched else why or f"{name} has no table of {_FEWEST_ROWS:,} rows"
 
     def before(self, has_closure: bool) -> None:
-        """Before a step of the optimizer."""
         for watched in self._watched.values():
             watched.close()
         if self._is_over:
@@ -141,7 +137,6 @@ class _Tables:
         self._steps += 1
 
     def after(self) -> None:
-        """After a step of any optimizer."""
         for watched in self._watched.values():
             watched.is_open = True
         if self._found:
@@ -154,12 +149,10 @@ class _Tables:
             self._found = []
 
     def gather(self) -> None:
-        """Add up what each row of a gradient has, once."""
         if self.rows is not None and self.rows.gather():
             leave(FIELD, "the gradient of a table is dense: something reads all of it")
 
     def leave_to(self, optimizer: Any) -> None:
-        """Another optimizer steps: leave everything dense where it has one of these tables."""
         others = {id(p) for group in optimizer.param_groups for p in group["params"]}
         own = [*self._watched, *(() if self.rows is None else self.rows.weights)]
         shared = [parameter for parameter in own if id(parameter) in others]

@@ -126,13 +126,7 @@ class Augmentation:
         return _TURNS if self.flip is None else _ALL
 
     def check(self, height: int, width: int, channels: int, dtype: npt.DTypeLike) -> None:
-        """Refuse images that cannot be changed like this.
-
-        Raises:
-            DataError: colors are to change and images are no bytes, gray images are to be
-                saturated, a crop or cutout is larger than the images, or images to turn are not
-                square.
-        """
+        """Refuse images that cannot be changed like this."""
         if any(self._colors) and (dtype != np.uint8 or channels not in (1, 3)):
             raise DataError(
                 "augment: brightness, contrast and saturation want uint8 images of 1 or 3 "
@@ -172,14 +166,7 @@ class Augmentation:
     def __call__(
         self, pixels: Pixels, draws: Draws, buffers: Buffers, index: Numbers | None = None
     ) -> Pixels:
-        """The images as the draws decide, in other memory.
-
-        Args:
-            pixels: of shape (images, height, width, channels).
-            draws: of these rows.
-            buffers: where memory comes from.
-            index: which image each row is made of, int64 of shape (rows,); None: each of its own.
-        """
+        """The images as the draws decide, in other memory."""
         _, height, width, channels = pixels.shape
         parts, size = None, self.crop or self.five_crop or (height, width)
         if self.random_resized_crop is not None:
@@ -200,7 +187,6 @@ class Augmentation:
         return made
 
     def _boxes(self, size: Size, side: int, draws: Draws) -> Numbers:
-        """Top, left, bottom and right of squares whose middle is any pixel, of shape (rows, 4)."""
         tops, lefts = (
             draws.below(length, at) - side // 2
             for length, at in zip(size, (_CUT_TOP, _CUT_LEFT), strict=True)
@@ -212,7 +198,6 @@ class Augmentation:
         return self.brightness, self.contrast, self.saturation
 
     def _factors(self, draws: Draws) -> Numbers:
-        """Of brightness, contrast and saturation, in 65536ths, of shape (rows, 3)."""
         columns = []
         for at, most in enumerate(self._colors):
             low, high = max(0.0, 1 - most), 1 + most
@@ -221,7 +206,6 @@ class Augmentation:
         return np.column_stack(columns)
 
     def _places(self, height: int, width: int, draws: Draws) -> Numbers:
-        """Top and left of what is cut out, of shape (rows, 2); they may lie outside the image."""
         if self.crop is not None:
             room = [
                 n + 2 * self.padding - w for n, w in zip((height, width), self.crop, strict=True)

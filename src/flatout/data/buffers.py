@@ -17,7 +17,6 @@ _COUNTS = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 def _references_when_idle() -> int:
-    """Those of the list, the loop and getrefcount; newer versions of Python borrow some."""
     arrays = [np.empty(1)]
     for array in arrays:
         return sys.getrefcount(array)

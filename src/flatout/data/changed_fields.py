@@ -23,15 +23,7 @@ def note_rounded_fields(
     rows: Encoded,
     fields_of: Callable[[bytes], list[bytes]],
 ) -> None:
-    """Note a column in which a whole number was rounded, if no fraction was rounded.
-
-    Args:
-        changes: keeps the line about the column.
-        name: the column's name.
-        values: the column's decoded values.
-        rows: the rows that hold the text of these values.
-        fields_of: returns the column's fields from the text of a row.
-    """
+    """Note a column in which a whole number was rounded, if no fraction was rounded."""
     flat = values.values if isinstance(values, Ragged) else values.reshape(-1)
     if flat.dtype.kind != "f" or not flat.size or not changes.watches(name, ROUNDED):
         return

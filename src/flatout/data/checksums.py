@@ -61,11 +61,7 @@ class Checksums(NamedTuple):
 
     @classmethod
     def from_words(cls, words: Any) -> Checksums:
-        """From what JSON holds.
-
-        Raises:
-            ValueError: it is not what `words` gives.
-        """
+        """From what JSON holds."""
         size, block, crc32c = words["size"], words["block"], words["crc32c"]
         if not isinstance(size, int) or not isinstance(block, int) or not isinstance(crc32c, list):
             raise ValueError("expected a size, a size of blocks, and a list of checksums")
@@ -132,7 +128,6 @@ class Verified:
     def _missing(
         self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
     ) -> list[tuple[int, int]]:
-        """Blocks of these ranges that were not compared, in runs that are read in one go."""
         counts = last - first + 1
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         blocks = np.unique(np.repeat(first, counts) + within)
@@ -145,7 +140,6 @@ class Verified:
         ]
 
     def _claim(self, begin: int, end: int, waits: bool) -> tuple[int, int] | None:
-        """Neighbors among some blocks for this thread to compare; None where none is left."""
         with self._turn:
             while (missing := self._marks[begin:end] == 0).any():
                 free = missing & ~self._busy[begin:end]
@@ -216,7 +210,6 @@ class Verified:
 
 
 def _read(number: int, start: int, size: int) -> bytes:
-    """Bytes of an open file, fewer only at its end."""
     result = []
     while size and (part := os.pread(number, size, start)):
         result.append(part)
@@ -239,11 +232,7 @@ def sealed(words: dict[str, Any]) -> str:
 
 
 def unsealed(text: str) -> dict[str, Any]:
-    """The object in a text that `sealed` has made, with its checksum, or in one that has none.
-
-    Raises:
-        ValueError: it is another text, no JSON, or no object.
-    """
+    """The object in a text that `sealed` has made, with its checksum, or in one that has none."""
     try:
         words = json.loads(text)
     except RecursionError as error:
@@ -284,12 +273,10 @@ class _Board:
             self.file, self._marks, self.places = -1, np.zeros(0, np.uint8), {}
 
     def find(self, key: Key, count: int) -> Marks | None:
-        """Marks of a file that is known here."""
         start, known = self.places.get(key, (0, -1))
         return self._marks[start : start + count] if known == count else None
 
     def add(self, key: Key, count: int) -> Marks:
-        """Marks of a file that is new here, all 0."""
         if self.used + count > len(self._marks):
             return np.zeros(count, np.uint8)
         self.places[key] = (self.used, count)

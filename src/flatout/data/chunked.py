@@ -23,14 +23,6 @@ class ChunkedRows(Rows):
 
     The chunks used last stay decoded, within a budget of memory. A chunk that several threads want
     is decoded once, by the first of them; the others wait for it.
-
-    Args:
-        chunks: what decodes.
-        budget: bytes that decoded chunks may take; those that a call needs are kept meanwhile,
-            whatever their size.
-
-    Raises:
-        DataError: the chunks hold no rows.
     """
 
     random = False
@@ -98,7 +90,6 @@ class ChunkedRows(Rows):
         return Block(columns, numbers)
 
     def _by_chunk(self, numbers: Numbers) -> Iterator[tuple[int, Numbers]]:
-        """The chunks that hold the rows, and which of `numbers` each holds."""
         if numbers.min() < 0 or numbers.max() >= self.rows:
             raise IndexError(f"expected rows from 0 to {self.rows - 1:,}")
         owner = np.searchsorted(self.starts, numbers, side="right") - 1
@@ -148,7 +139,6 @@ class ChunkedRows(Rows):
 
 
 def _copy(values: npt.NDArray[Any], own: Numbers, out: Any, places: Numbers) -> None:
-    """Rows `own` of `values` to rows `places` of `out`; as one piece where both are in sequence."""
     if (np.diff(own) == 1).all() and (np.diff(places) == 1).all():
         out[places[0] : places[-1] + 1] = values[own[0] : own[-1] + 1]
     else:
@@ -162,7 +152,6 @@ def _rows_of(values: Ragged, own: Numbers) -> Ragged:
 
 
 def _joined(parts: list[Ragged], places: Numbers) -> Ragged:
-    """Rows of several chunks, put to their places."""
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])
     joined = Ragged(np.concatenate([part.values for part in parts]), offsets_of(lengths))
     if (np.diff(places) == 1).all():

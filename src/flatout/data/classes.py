@@ -116,15 +116,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 class Renumbered:
-    """Rows whose classes have the numbers that their names have in other data. Follows `Rows`.
-
-    Args:
-        inner: rows whose schema names their classes.
-        wanted: the names by number; those that `inner` has no rows of may be among them.
-
-    Raises:
-        DataError: `inner` has rows of other classes, or its target is not one number a row.
-    """
+    """Rows whose classes have the numbers that their names have in other data. Follows `Rows`."""
 
     def __init__(self, inner: Rows, wanted: tuple[str, ...]) -> None:
         names = classes_of(inner)

@@ -81,14 +81,7 @@ class StreamDecoder(Protocol):
     def decode(
         self, rows: Encoded, lengths: Lengths, buffers: Buffers, policy: ErrorPolicy
     ) -> Block:
-        """Decode rows; those that are bad are left out, where `policy` skips them.
-
-        Args:
-            rows: as a file has them.
-            lengths: of ragged columns; found by a survey where it is None and needed.
-            buffers: gives the arrays.
-            policy: what to do about bad rows.
-        """
+        """Decode rows; those that are bad are left out, where `policy` skips them."""
         ...
 
 
@@ -109,15 +102,7 @@ class Decoder(StreamDecoder, Protocol):
 
 
 class Errors:
-    """Of rows that a kernel reads, status and place of errors, for it to fill.
-
-    Args:
-        rows: that it reads.
-        codes: the kernel's `Bad`.
-        policy: what to do about bad rows.
-        explain: returns the fault of a row and the advice, by the row's number and code; None if
-            the code's own words are enough.
-    """
+    """Of rows that a kernel reads, status and place of errors, for it to fill."""
 
     def __init__(
         self,

@@ -16,11 +16,6 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 class Draws:
     """A sequence of random numbers for each of some samples.
 
-    Args:
-        numbers: of the samples, int64 of shape (rows,).
-        key: what else the numbers depend on, such as seed and epoch: ints, or int64 of shape
-            (rows,) where samples differ in it.
-
     Attributes:
         rows: how many samples.
     """

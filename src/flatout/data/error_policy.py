@@ -17,15 +17,8 @@ _TOLD, _KNOWN = 5, 100
 class ErrorPolicy:
     """What to do about bad rows. Several threads may call at once.
 
-    Args:
-        on_error: "fail" or "skip".
-        max_errors: with "skip", the most rows that may be skipped.
-
     Attributes:
         count: how many are skipped; not those that could be read later.
-
-    Raises:
-        DataError: an argument makes no sense.
     """
 
     def __init__(self, on_error: OnError = "fail", max_errors: int = 100) -> None:
@@ -50,16 +43,7 @@ class ErrorPolicy:
         self._lock = Lock()
 
     def bad(self, what: str, where: str, do: str = "fix it") -> None:
-        """Count a bad row.
-
-        Args:
-            what: words for the expected and the found value.
-            where: place of the row.
-            do: advice to the user, other than to skip the row.
-
-        Raises:
-            DataError: rows are not to be skipped, or too many were.
-        """
+        """Count a bad row."""
         if not self.skip:
             raise DataError(
                 what, where=where, do=f'{do}, or on_error="skip", max_errors={self.max_errors}'
@@ -101,7 +85,6 @@ class ErrorPolicy:
         return lines
 
     def _words(self, before: int) -> list[str]:
-        """Of the rows that were skipped behind so many."""
         count = self._noted - before
         if not count:
             return []

@@ -65,11 +65,7 @@ class File:
     mtime_ns: int
 
     def check_unchanged(self) -> None:
-        """Raise if it is another file by now, or none.
-
-        Raises:
-            DataError: saying what changed.
-        """
+        """Raise if it is another file by now, or none."""
         try:
             now = os.stat(self.path)
         except OSError as error:
@@ -113,21 +109,7 @@ def find(
     most: int | None = None,
     say: Callable[[str], None] = say_as_is,
 ) -> list[File]:
-    """The files that `paths` names, here.
-
-    Args:
-        paths: a path, a glob pattern (`logs/2026-*.svm`, `**` for folders at any depth), a folder
-            (its files, without hidden ones), a URL of any kind that fsspec knows (also with a
-            pattern), or a list of these. What a pattern or folder names comes sorted by name.
-        unpack: unpack gzip, bzip2, xz and zstandard into the cache; False leaves packed files as
-            they are, for formats that pack their own content.
-        most: bytes that a packed file may unpack to; None means `most_unpacked` of its size.
-        say: gets a line for what takes more than a second.
-
-    Raises:
-        DataError: nothing is there, a pattern matches nothing, a folder is empty, a file cannot be
-            read or is damaged, or there is no room for a copy.
-    """
+    """The files that `paths` names, here."""
     if not isinstance(paths, (str, os.PathLike, Iterable)):
         raise DataError(f"expected a path or a list of paths, found {type(paths).__name__}")
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
@@ -149,7 +131,6 @@ def find(
 
 
 def _places(path: str) -> Iterator[tuple[Any, str, str]]:
-    """File system, place in it and name for people of each file that one path means."""
     try:
         fs, place = url_to_fs(os.path.expanduser(path))
         is_local = isinstance(fs, LocalFileSystem)
@@ -205,11 +186,7 @@ def unpack(paths: Paths, *, most: int, say: Callable[[str], None] = say_as_is) -
 
 
 def most_unpacked(packed: int) -> int:
-    """Bytes that what is packed may unpack to where none said so: far more than data do.
-
-    Args:
-        packed: bytes of it.
-    """
+    """Bytes that what is packed may unpack to where none said so: far more than data do."""
     return max(_ALWAYS_UNPACKED, _MOST_RATIO * packed)
 
 
@@ -237,7 +214,6 @@ def _here(
 
 
 def _no_file(name: str, mode: int) -> DataError:
-    """Opening it could wait forever."""
     if stat.S_ISFIFO(mode):
         return DataError(
             "expected a file, found a pipe, which is read once and has no row numbers",
@@ -258,17 +234,7 @@ def _packing_of(begin: bytes) -> str | None:
 
 
 def in_utf8(file: File, encoding: str, say: Callable[[str], None] = say_as_is) -> File:
-    """A text file as UTF-8: itself, or a copy in the cache, which is made once.
-
-    Args:
-        file: of text in `encoding`.
-        encoding: as Python calls it.
-        say: gets a line for what takes more than a second.
-
-    Raises:
-        DataError: Python knows no such encoding, or a byte is none of it, naming line and byte; or
-            there is no room for a copy.
-    """
+    """A text file as UTF-8: itself, or a copy in the cache, which is made once."""
     try:
         name = codecs.lookup(encoding).name
         "".encode(name)  # zlib and the like make no text
@@ -301,7 +267,6 @@ class _InUtf8:
         self._opened.close()
 
     def read(self, size: int) -> bytes:
-        """Some more bytes, b"" at the end."""
         while piece := self._opened.read(size):
             if text := self._decoded(piece, final=False):
                 return text.encode()
@@ -334,7 +299,6 @@ def _cached(
     most: int | None,
     say: Callable[[str], None],
 ) -> File:
-    """The copy of what `known` describes, made if it is not there yet."""
     digest = hashlib.sha256(known.encode()).hexdigest()[:24]
     target = cache_folder() / "files" / f"{digest}-{Path(name).name}"
     kind_folder("files")
@@ -432,7 +396,6 @@ class _Zstandard:
         self._frame: Any = None
 
     def read(self, size: int) -> bytes:
-        """Some more bytes, b"" at the end."""
         while True:
             begin = b"" if self._frame is None else self._frame.unused_data
             if self._frame is not None and self._frame.eof:
@@ -460,7 +423,6 @@ def files_words(files: Sequence[File], kind: str, rows: int) -> str:
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """A failure to read or copy, told as one."""
     try:
         yield
     except DataError:

@@ -74,11 +74,7 @@ class Form(NamedTuple):
 
 
 def form_of(schema: Schema) -> Form:
-    """Inputs, targets and weights by the roles of a schema's columns.
-
-    Raises:
-        DataError: no column is an input, or several are the weight.
-    """
+    """Inputs, targets and weights by the roles of a schema's columns."""
     inputs = _of_role(schema, "input")
     if inputs is None:
         names = ", ".join(column.name for column in schema.columns)
@@ -106,17 +102,7 @@ def _leaves(column: Column) -> Iterator[tuple[str, Leaf]]:
 
 
 def columns_of(made: Sequence[Any], function: str) -> tuple[dict[str, Values], Form]:
-    """What a user's function made of some samples, as columns, and the form of them.
-
-    Args:
-        made: for each sample x, (x, y) or (x, y, weight); x and y are tensors, arrays, numbers, or
-            tuples, lists or dicts of them.
-        function: what it is called, for messages.
-
-    Raises:
-        DataError: the samples differ in structure, dtype or shape (except for the length of
-            vectors, which become ragged), or hold something else than numbers.
-    """
+    """What a user's function made of some samples, as columns, and the form of them."""
     if any(value is None for value in made):
         raise DataError(f"{function} gives None: expected x, (x, y) or (x, y, weight); return it")
     parts = [parts_of(value, function) for value in made]

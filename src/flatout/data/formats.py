@@ -68,9 +68,6 @@ def guess(paths: Paths) -> str:
     """The format of files, one of FORMATS.
 
     What is on their names decides; where that says nothing, their first bytes or lines do.
-
-    Raises:
-        DataError: there are no such files, they are in several formats, or none that is known.
     """
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     formats = [pair for path in given for pair in _formats(os.path.expanduser(os.fspath(path)))]
@@ -88,7 +85,6 @@ def guess(paths: Paths) -> str:
 
 
 def _formats(path: str) -> Iterator[tuple[str, str]]:
-    """Name and format of what a path means."""
     if os.path.isdir(path):
         if path.rstrip("/").endswith(".rows") or os.path.exists(os.path.join(path, "meta.json")):
             yield path, "rows"
@@ -191,20 +187,6 @@ def open_files(
 
     Without a schema, the target of a table is the column that is called label, target, y, class or
     click, as in TFRecord files.
-
-    Args:
-        paths: as `files.find` takes them, or folders of images or rows.
-        format: one of FORMATS; None takes the schema's, or guesses.
-        schema: a Schema, the path of one in TOML, or a dict.
-        on_error: "fail", or "skip" rows that are not as they should be, where the format can.
-        max_errors: the most rows to skip.
-        without_text: leave out columns of tables that hold no numbers or categories, instead of
-            refusing them.
-        options: more arguments of the format's function, such as `{"delimiter": ";"}`.
-
-    Raises:
-        DataError: the format is not known, cannot skip rows, takes no such option, or what its
-            source raises.
     """
     import flatout.data as sources
 
@@ -231,7 +213,6 @@ def open_files(
 def _checked(
     options: Mapping[str, Any], kind: str, source: Callable[..., Pipeline]
 ) -> dict[str, Any]:
-    """The options, all of which the format's function takes."""
     known = list(signature(source).parameters)[1:]
     for name in options:
         if name not in known or kind in ("idx", "rows"):
@@ -245,7 +226,6 @@ def _checked(
 def _open_table(
     source: Callable[..., Pipeline], paths: Paths, options: dict[str, Any], without_text: bool
 ) -> Pipeline:
-    """A table, with the columns that hold no numbers left out, and the usual target."""
     if "schema" in options or "target" in options:
         if without_text and "schema" not in options:
             options["skip_text"] = True
@@ -259,7 +239,6 @@ def _open_table(
 
 
 def _open_folder(kind: str, paths: Paths, schema: Given | None) -> Pipeline:
-    """What one path names: a folder."""
     from flatout.data.sources.idx import idx
     from flatout.data.sources.rows import rows
 
@@ -277,7 +256,6 @@ def _open_folder(kind: str, paths: Paths, schema: Given | None) -> Pipeline:
 
 
 def _names_of(given: Given, kind: str) -> dict[str, Any]:
-    """Which arrays a schema names for inputs, targets and weight."""
     from flatout.data.schema import as_schema
 
     schema = as_schema(given, kind)

@@ -64,18 +64,7 @@ def pieces(
     text: bool,
     longest: int = LONGEST_RECORD,
 ) -> Iterator[Piece]:
-    """The records of a pipe, as many at a time as have come.
-
-    Args:
-        pipe: is open.
-        split: finds whole records in a writable buffer, as `Decoder.split` does.
-        text: whether records are lines.
-        longest: bytes that a record may have.
-
-    Raises:
-        DataError: the stream ends within a record, a record is longer than `longest`, or no record
-            can be found where one should be.
-    """
+    """The records of a pipe, as many at a time as have come."""
     buffer = np.empty(2 * PIECE, np.uint8)
     held = offset = lines = 0
     while True:
@@ -139,10 +128,6 @@ def split_recordio(buffer: Bytes, final: bool) -> Split:
     """The records of RecordIO; the parts of one are joined where they lie in the buffer.
 
     So whole records are to be looked for once.
-
-    Args:
-        buffer: writable, and begins with a record.
-        final: whether no more bytes follow.
     """
     starts: list[int] = []
     ends: list[int] = []

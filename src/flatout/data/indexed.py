@@ -81,18 +81,7 @@ class Reading(NamedTuple):
 
 
 class IndexedRows(Rows):
-    """Rows of indexed files. Follows `flatout.data.origins.Rows`.
-
-    Args:
-        files: the files that `files.find` returns.
-        decoder: the decoder of their format.
-        policy: the rule for bad rows. If it skips them, all rows are decoded when the index is
-            built, so that the remaining rows can be counted.
-        kind: the name of the format.
-        budget: bytes of memory for the files' bytes; None means a quarter of the free memory.
-        say: prints a line about work that takes more than a second.
-        reading: the limits for reading; None for the usual limits.
-    """
+    """Rows of indexed files. Follows `flatout.data.origins.Rows`."""
 
     random = True
 
@@ -214,7 +203,6 @@ class _FileBytes:
         self._lock = Lock()
 
     def held(self) -> Bytes:
-        """All bytes, read when they are first wanted."""
         with self._lock:
             if self._held is None:
                 whole, size = np.empty(self.size, np.uint8), self.reading.piece
@@ -235,14 +223,6 @@ class _FileBytes:
     def read(
         self, starts: Numbers, sizes: Numbers, margins: tuple[int, int], buffers: Buffers
     ) -> tuple[Bytes, Numbers]:
-        """A buffer, and where in it the wanted ranges begin; bytes around them are there as well.
-
-        Args:
-            starts: of the ranges, int64 of shape (ranges,).
-            sizes: of the ranges.
-            margins: bytes wanted before and behind each.
-            buffers: to take memory from.
-        """
         if self.holds:
             held = self._held
             return (self.held() if held is None else held), starts
@@ -298,7 +278,6 @@ class _FileBytes:
                 file.check_unchanged()
 
     def pieces(self, at: int, decoder: Decoder) -> Iterator[tuple[Any, Bytes, int]]:
-        """A file cut into rows: what was found, the buffer, and the buffer's place in the file."""
         file, split = self.files[at], decoder.split
         if self.holds:
             base = int(self.bases[at])
@@ -342,7 +321,6 @@ class _FileBytes:
         return result
 
     def where(self, position: int, *, text: bool) -> str:
-        """File and line or byte of a position."""
         at = int(np.searchsorted(self.bases, position, side="right")) - 1
         at = min(at, len(self.files) - 1)
         file, offset = self.files[at], position - int(self.bases[at])
@@ -394,15 +372,7 @@ def index_of(
     look: bool,
     say: Callable[[str], None] = say_as_is,
 ) -> Index:
-    """Return the index of files, from the cache or built now.
-
-    Args:
-        file: the files' bytes.
-        decoder: finds rows in the bytes.
-        policy: the rule for bad rows.
-        look: True if every row is surveyed.
-        say: prints a line about work that takes more than a second.
-    """
+    """Return the index of files, from the cache or built now."""
     words = [
         f"{_VERSION} {look} {policy.skip} {policy.max_errors}",
         decoder.schema.dumps(),
@@ -469,7 +439,6 @@ def _part(
     base: int,
     pool: Pool,
 ) -> Index:
-    """The index of what one buffer holds."""
     starts, sizes = found.starts + base, found.ends - found.starts
     if not look or not len(starts):
         return Index(starts, sizes, {}, {}, [])

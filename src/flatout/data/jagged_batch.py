@@ -25,12 +25,7 @@ NO_ROWS = "the inputs have no row for each sample"
 
 
 def is_surely_jagged(inputs: Any, size: int) -> bool:
-    """Whether inputs of `size` samples have no row for each, beyond doubt.
-
-    Args:
-        inputs: tensors, or what holds them.
-        size: how many samples there are, as the targets show.
-    """
+    """Whether inputs of `size` samples have no row for each, beyond doubt."""
     if holds_object(inputs):
         return True
     tensors = [tensor for tensor in tensors_in(inputs) if tensor.dim()]
@@ -96,7 +91,6 @@ def holds_object(inputs: Any) -> bool:
 
 
 def _explained(mark: Tensor, tensors: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """The tensors whose lengths follow from this one, and itself."""
     others = [*_by_offsets(mark, tensors, size), *_by_graphs(mark, tensors, size)]
     if others:
         yield mark
@@ -104,7 +98,6 @@ def _explained(mark: Tensor, tensors: Sequence[Tensor], size: int) -> Iterator[T
 
 
 def _by_offsets(mark: Tensor, tensors: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Those that offsets cut: of one field, or of as many as `mark` has rows."""
     if mark.dim() == 2 and mark.shape[1] in (size, size + 1) and all(map(_rises, mark)):
         least = len(mark), max(1, int(mark[:, -1].max()))
         yield from (t for t in tensors if t is not mark and _fits(t, least))
@@ -124,7 +117,6 @@ def _by_offsets(mark: Tensor, tensors: Sequence[Tensor], size: int) -> Iterator[
 
 
 def _by_graphs(mark: Tensor, tensors: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Those of nodes and edges, where `mark` has each node's graph, or edges between nodes."""
     if _rises(mark) and len(mark) != size and int(mark[-1]) == size - 1:
         nodes = len(mark)
         yield from (tensor for tensor in tensors if len(tensor) == nodes and tensor is not mark)
@@ -140,14 +132,12 @@ def _of_edges(edges: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _joins(edges: Tensor, nodes: int) -> bool:
-    """Whether these are pairs of nodes: of shape (2, edges)."""
     if not (_is_whole(edges, 2) and len(edges) == 2 and edges.numel()):
         return False
     return int(edges.min()) >= 0 and int(edges.max()) < nodes
 
 
 def _is_one_id_each(ids: Tensor, offsets: Tensor) -> bool:
-    """Whether these are ids and their offsets where each sample has one id."""
     if not (_is_whole(ids, 1) and _is_whole(offsets, 1) and len(ids) == len(offsets) > 1):
         return False
     numbers = torch.arange(len(offsets), dtype=offsets.dtype, device=offsets.device)
@@ -155,14 +145,12 @@ def _is_one_id_each(ids: Tensor, offsets: Tensor) -> bool:
 
 
 def _rises(tensor: Tensor) -> bool:
-    """Whether these are whole numbers that begin with 0 and never fall."""
     if not _is_whole(tensor, 1) or not len(tensor) or int(tensor[0]):
         return False
     return bool((tensor[1:] >= tensor[:-1]).all())
 
 
 def _fits(ids: Tensor, least: tuple[int, int]) -> bool:
-    """Whether these are ids of so many fields, of each at least so many."""
     return _is_whole(ids, 2) and len(ids) == least[0] and ids.shape[1] >= least[1]
 
 

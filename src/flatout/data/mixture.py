@@ -137,7 +137,6 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int 
 
 
 def _of_same_classes(pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
-    """The same pipelines, in which a class has one number."""
     classes = [pipeline.classes for pipeline in pipelines]
     named = [names for names in classes if names is not None]
     if len(set(named)) < 2:
@@ -153,7 +152,6 @@ def _of_same_classes(pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
 
 
 def _shared_normalization(pipelines: Sequence[Pipeline]) -> Normalization | None:
-    """What all are normalized by, which then runs last, behind mix."""
     first, *others = (pipeline.normalization for pipeline in pipelines)
     if any(other != first for other in others):
         words = [
@@ -168,7 +166,6 @@ def _shared_normalization(pipelines: Sequence[Pipeline]) -> Normalization | None
 
 
 def _check_meanings(pipelines: Sequence[Pipeline]) -> None:
-    """Refuse sources in which one number has different meanings."""
     known: dict[str, str] = {}
     for pipeline in pipelines:
         words = unlike_meaning(known, pipeline.meanings, "the first source")
@@ -190,12 +187,6 @@ def mixed(orders: Sequence[Order], counts: list[int], sizes: list[int], seed: in
     """Rows of several sources, `counts[i]` of source i in an epoch, in a drawn sequence.
 
     A source that has more rows than an epoch takes goes on in the next epoch where it stopped.
-
-    Args:
-        orders: each source's own order, as numbers among all sources' rows.
-        counts: rows of each source in an epoch.
-        sizes: rows that each source has.
-        seed: of the sequence.
     """
     labels = np.repeat(np.arange(len(counts)), counts)
 
@@ -210,7 +201,6 @@ def mixed(orders: Sequence[Order], counts: list[int], sizes: list[int], seed: in
 
 
 def _go_on(own: Order, start: int, count: int, size: int) -> Numbers:
-    """`count` rows from place `start` of a source's passes, one after the other."""
     passes = range(start // size, -(-(start + count) // size))
     joined = np.concatenate([own(item) for item in passes])
     first = start - passes.start * size

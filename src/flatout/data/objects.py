@@ -35,12 +35,7 @@ def tensors_of_object(value: Any) -> dict[str, Any] | None:
 
 
 def mapped_object(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A copy of such an object with `function` applied to each tensor of it.
-
-    Args:
-        value: of which `tensors_of_object` tells something.
-        function: gets a tensor, or a tuple, list or dict that holds some.
-    """
+    """A copy of such an object with `function` applied to each tensor of it."""
     if isinstance(value, PackedSequence):
         order, back = (
             None if part is None else function(part)

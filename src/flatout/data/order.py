@@ -20,15 +20,6 @@ def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> npt.NDArray[np
     by their words, of which the lowest bits make room for the sample's number: equal words keep
     their order, as in a stable sort, and sorting plain words is seven times faster than a stable
     argsort.
-
-    Args:
-        n: number of samples. Up to 2**32, at least 32 random bits order them.
-        seed: any integer; its low 64 bits count.
-        epoch: number of the epoch, from 0.
-        shuffle: False gives 0 to n-1.
-
-    Returns:
-        int64 array of shape (n,).
     """
     if not shuffle:
         return np.arange(n, dtype=np.int64)

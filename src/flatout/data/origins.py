@@ -43,11 +43,7 @@ class Origin(Protocol):
         return []
 
     def skipped(self, gather: Gather = alone) -> list[str]:
-        """Return lines about rows that any rank has skipped or changed since the last call.
-
-        Args:
-            gather: collects the values of all ranks that read these data. All of them call this.
-        """
+        """Return lines about rows that any rank has skipped or changed since the last call."""
         return []
 
 
@@ -63,11 +59,7 @@ class Rows(Origin, Protocol):
     random: bool
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """Decode these rows, in this order, into arrays from `buffers`.
-
-        Raises:
-            DataError: naming file and line or byte of a row that is not as it should be.
-        """
+        """Decode these rows, in this order, into arrays from `buffers`."""
         ...
 
     def targets(self) -> npt.NDArray[Any] | None:
@@ -78,9 +70,6 @@ class Rows(Origin, Protocol):
         """What rows are read from, in words that stay when other rows come or go.
 
         The first line names it for people; all lines together differ where it was replaced.
-
-        Args:
-            numbers: of the rows; None for all.
         """
         return None
 

@@ -99,7 +99,6 @@ def _check_apart(places: list[list[str]]) -> None:
 
 
 def _steps(rows: list[int | None], size: int | None, turns: int) -> int | None:
-    """Over how many steps all ranks spread the rows of `turns` passes, where they know them."""
     known = [count for count in rows if count is not None]
     if size is None or len(known) < len(rows):
         return None
@@ -145,7 +144,6 @@ class OwnPipe:
         self._tell(epoch, step, *((0, False) if batch is None else self._rest(batch, made)))
 
     def _rest(self, batch: Batch, made: Iterator[Batch]) -> tuple[int, bool]:
-        """How many samples are left, and whether there may be more."""
         samples, until = batch.size, time.monotonic() + _LEFT_OVER_S
         for more in made:
             samples += more.size

@@ -35,13 +35,6 @@ _standard_input_was_read = threading.Event()
 class Pipe:
     """One pass over a FIFO or over standard input. One thread reads; `stop` is for any.
 
-    Args:
-        path: a FIFO; "-" for standard input; or what the names of several begin with, one for each
-            pass: PATH_0, PATH_1, ...
-        turn: which pass it is, from 0.
-        timeout_s: the longest time without a byte; None waits forever.
-        say: gets a line when something is waited for.
-
     Attributes:
         name: what was opened.
     """
@@ -64,12 +57,7 @@ class Pipe:
         self._begun = self._at_end = self._has_writer = False
 
     def open(self) -> None:
-        """Open it and keep other readers away; waits for a FIFO that is not there yet.
-
-        Raises:
-            DataError: it is no FIFO, cannot be opened, someone else reads it, standard input was
-                read already, or time is up.
-        """
+        """Open it and keep other readers away; waits for a FIFO that is not there yet."""
         if self._path == STANDARD_INPUT:
             self._number = self._open_standard_input()
         else:
@@ -82,11 +70,7 @@ class Pipe:
                 fcntl.fcntl(self._number, fcntl.F_SETPIPE_SZ, CAPACITY)
 
     def read_into(self, room: memoryview) -> int:
-        """Fill `room`, or less of it where nothing more comes for a moment; 0 is the end.
-
-        Raises:
-            DataError: it cannot be read, was stopped, or time is up.
-        """
+        """Fill `room`, or less of it where nothing more comes for a moment; 0 is the end."""
         got, until = 0, 0.0
         while got < len(room) and not self._at_end:
             if got == 0:
@@ -158,7 +142,6 @@ class Pipe:
         return number
 
     def _place(self) -> str | None:
-        """The FIFO of this pass, if it is there."""
         other = None
         for place in (self._path, f"{self._path}_{self._turn}"):
             try:
@@ -198,7 +181,6 @@ class Pipe:
     # -- waiting and reading -----------------------------------------------------------------
 
     def _first(self, room: memoryview) -> int:
-        """Wait for bytes and read them; 0 at the end."""
         come: int | None = None
 
         def has_come() -> bool:
@@ -211,7 +193,6 @@ class Pipe:
         return come
 
     def _read(self, room: memoryview, wait_s: float) -> int | None:
-        """How many bytes were read; 0 at the end; None where nothing has come in `wait_s`."""
         assert self._number is not None
         events = self._poll.poll(wait_s * 1000)
         if not events and not self._never_blocks:
@@ -258,7 +239,6 @@ class Pipe:
 
 
 def _holder(number: int) -> str:
-    """Who holds the lock of a file, as far as /proc/locks shows."""
     status = os.fstat(number)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with suppress(OSError), open("/proc/locks") as locks:

@@ -177,7 +177,6 @@ class Built:
         return notes
 
     def _is_by_class(self) -> bool:
-        """Whether one class comes after the other: training would forget the first."""
         targets, rows = self.plan.origin.targets(), self.plan.origin.rows
         if targets is None:
             targets = self._targets_at(np.linspace(0, rows - 1, min(256, rows)).astype(np.int64))
@@ -296,11 +295,7 @@ class BuiltStream:
 def build(
     origin: Any, stages: Sequence[Stage], options: Options, say: Callable[[str], None]
 ) -> Built | BuiltStream:
-    """What runs for these stages.
-
-    Raises:
-        DataError: stages that make no sense together.
-    """
+    """What runs for these stages."""
     if is_stream(origin):
         return BuiltStream(origin, stages, options, say)
     return build_rows(origin, stages, options, say)
@@ -387,7 +382,6 @@ def _plan(
 
 
 def _make(plan: Plan) -> None:
-    """What becomes of a row, and of a whole batch."""
     plan.runs.append(plan.base.name)
     batch = only(plan.stages, Batch)
     if batch is None:
@@ -405,8 +399,6 @@ def _make(plan: Plan) -> None:
 
 
 def _batches(plan: Plan, own_order: Order | None) -> BatchSampler:
-    """Order and batches."""
-
     def in_order(epoch: int) -> Numbers:
         return plan.numbers
 
@@ -450,7 +442,6 @@ def _program(plan: Plan, cut: BatchSampler, begun: FirstSamples) -> Any:
 
 
 def _functions_draw(maker: Maker, cut: BatchSampler) -> bool:
-    """Whether a user's function of whole batches draws from a global generator, by trying it."""
     start, stop = cut.bounds(0)
     order = cut.order(0)
     before = [order[cut.before(0)]] if maker.functions.blends and len(order) else []

@@ -24,13 +24,7 @@ Told: TypeAlias = Callable[[int, str], None]
 
 @contextmanager
 def progress(what: str, total: int | None, show: bool = True) -> Iterator[Told]:
-    """A live bar on a terminal, one line a minute elsewhere; both on standard error.
-
-    Args:
-        what: is being done, such as "converting".
-        total: rows that there are; None where it is not known.
-        show: False says nothing.
-    """
+    """A live bar on a terminal, one line a minute elsewhere; both on standard error."""
     if not show:
         yield lambda done, words: None
         return
@@ -53,7 +47,6 @@ class _Shown:
         self._task = TaskID(0)
 
     def tell(self, done: int, words: str) -> None:
-        """Draw if it is time to."""
         if self._first is None:
             self._first = done
         now = time.monotonic()
@@ -96,6 +89,5 @@ class _Shown:
         self._task = self._bar.add_task(self._what, total=self._total, figures="")
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()

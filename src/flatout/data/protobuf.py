@@ -10,11 +10,7 @@ class WireError(ValueError):
 
 
 def fields(data: int | bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and content of each field: varints as integers, all others as their bytes.
-
-    Raises:
-        WireError: it is no message.
-    """
+    """Number and content of each field: varints as integers, all others as their bytes."""
     data, at = message(data), 0
     while at < len(data):
         tag, at = _varint(data, at)
@@ -36,11 +32,7 @@ def fields(data: int | bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def message(content: int | bytes) -> bytes:
-    """The bytes of a field, where it holds text, bytes or a message.
-
-    Raises:
-        WireError: it holds a number.
-    """
+    """The bytes of a field, where it holds text, bytes or a message."""
     if isinstance(content, int):
         raise WireError("expected a message, found a number")
     return content

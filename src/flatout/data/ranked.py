@@ -34,18 +34,6 @@ def ranked(
     """The source for one rank of several: each global batch is cut in parts, one for each rank.
 
     A batch of fewer samples than ranks goes whole to every rank; `Batch.copies` tells how many.
-
-    Args:
-        source: of whole batches.
-        rank: whose part.
-        world_size: how many ranks there are.
-        look: gets the first whole batch of each epoch, where ranks read whole batches, and tells
-            what this rank has of it and those behind it.
-        whole: every rank gets each batch whole, and that of the last one counts.
-        ends: gives a rank's own batches while all ranks have one.
-
-    Raises:
-        DataError: the source is already the part of another rank.
     """
     shard = source.sharded if isinstance(source, Pipeline) else None
     if shard is not None and (shard.rank, shard.world_size) != (rank, world_size):
@@ -97,13 +85,6 @@ class _Ranked:
     def batches(
         self, epoch: int, start_step: int = 0, features: FeatureRows | None = None
     ) -> Iterator[Batch]:
-        """This rank's parts of the batches of an epoch, from `start_step` on.
-
-        Args:
-            epoch: its number.
-            start_step: the first batch.
-            features: as of `Pipeline.batches`; no other source looks at them.
-        """
         if self._own is None:
             return self._parts(self._whole.batches(epoch, start_step))
         made = self._own.batches(epoch, start_step, features)
@@ -111,7 +92,6 @@ class _Ranked:
         return (self._counted(batch, step, rank) for step, batch in enumerate(made, start_step))
 
     def drawn(self, epoch: int) -> tuple[Numbers, Turns] | None:
-        """Numbers and turns of the samples that this rank reads in an epoch, as of a Pipeline."""
         if self._own is not None:
             return self._own.drawn(epoch)
         if self._all_whole or not isinstance(self._whole, ArraySource):
@@ -121,7 +101,6 @@ class _Ranked:
 
     @property
     def can_claim(self) -> bool:
-        """Whether this rank may claim parts of batches, in place of its own part of each."""
         if self._own is None and isinstance(self._whole, Pipeline):
             return False
         source = self._whole if self._own is None else self._own
@@ -130,13 +109,6 @@ class _Ranked:
     def claimed(
         self, epoch: int, claims: Claims, features: FeatureRows | None = None
     ) -> Iterator[Batch]:
-        """The parts of an epoch's batches that this rank claims; only where it `can_claim`.
-
-        Args:
-            epoch: its number.
-            claims: of this rank, from the first one not used.
-            features: as of `batches`.
-        """
         first = claims.used
         if self._own is None:
             made: Iterator[Batch] = self._whole.claimed(epoch, claims)  # type: ignore[attr-defined]
@@ -162,7 +134,6 @@ class _Ranked:
             yield from map(self._part, batches)
 
     def peek(self, count: int) -> list[Batch]:
-        """This rank's parts of the first batches."""
         if self._own is None:
             first = self._whole.peek(count)
             return [batch if batch.is_jagged else self._part(batch) for batch in first]

@@ -126,7 +126,6 @@ class _Source(NamedTuple):
         return math.prod(self.column.shape)
 
     def values(self, maps: Mapping[int, Mapping[str, Tensor]]) -> npt.NDArray[Any]:
-        """A row's values in the column's dtype, flat."""
         tensor = maps[self.map].get(self.key)
         if tensor is None:
             return self._default(maps[self.map])
@@ -147,7 +146,6 @@ class _Source(NamedTuple):
         return np.full(width, self.column.default, self.column.numpy_dtype)
 
     def _laid_out(self, tensor: Tensor) -> npt.NDArray[Any]:
-        """Values in the order of the tensor: sparse ones at their places, if they have any here."""
         size = math.prod(tensor.shape.tolist()) if len(tensor.shape) else None
         sparse = len(tensor.keys) > 0 or (size and not len(tensor.values))
         if not sparse:
@@ -170,7 +168,6 @@ class _Source(NamedTuple):
         return dense
 
     def _as_dtype(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Floats may be rounded; whole numbers must stay what they are."""
         dtype = self.column.numpy_dtype
         with np.errstate(invalid="ignore", over="ignore"):
             cast = values.astype(dtype)
@@ -184,11 +181,7 @@ class _Source(NamedTuple):
 
 
 def read_record(record: bytes) -> dict[int, dict[str, Tensor]]:
-    """The tensors of a Record by name: {1: features, 2: label}.
-
-    Raises:
-        WireError: it is no Record.
-    """
+    """The tensors of a Record by name: {1: features, 2: label}."""
     maps: dict[int, dict[str, Tensor]] = {_FEATURES: {}, _LABEL: {}}
     for number, entry in fields(record):
         if number not in maps:
@@ -234,7 +227,6 @@ _NONE: Numbers = np.empty(0, np.int64)
 
 
 def _all(parts: Sequence[npt.NDArray[Any]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Packed values may come in several pieces, others come one by one."""
     if len(parts) == 1:
         return parts[0].astype(dtype, copy=False)
     return np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype)
@@ -248,7 +240,6 @@ def _floats(data: int | bytes, kind: str) -> npt.NDArray[Any]:
 
 
 def _integers(data: int | bytes) -> Numbers:
-    """Varints, packed or one alone; negative ones come as ten bytes."""
     if isinstance(data, int):
         return np.array([data], np.uint64).view(np.int64)
     raw = np.frombuffer(data, np.uint8)

@@ -51,11 +51,7 @@ class ResizedCrop:
 
     @classmethod
     def of(cls, given: Any) -> ResizedCrop | None:
-        """Of a size, or of a dict with size, scale and ratio; None of None.
-
-        Raises:
-            DataError: it is none of these.
-        """
+        """Of a size, or of a dict with size, scale and ratio; None of None."""
         if given is None:
             return None
         words = dict(given) if isinstance(given, Mapping) else {"size": given}
@@ -97,7 +93,6 @@ class ResizedCrop:
         return np.hstack([np.where(fits[:, None], drawn, room // 2), sizes])
 
     def _fallback(self, height: int, width: int) -> Size:
-        """The largest part of an allowed shape, for the middle, where no try fits."""
         least, most = self.ratio
         if width < least * height:
             return max(1, round(width / least)), width

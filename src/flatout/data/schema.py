@@ -317,7 +317,6 @@ def _read(given: str | os.PathLike[str] | dict[str, Any], format: str) -> Schema
 
 
 def _shown(value: Any) -> str:
-    """A value in an error, not endlessly long."""
     try:
         text = repr(value)
     except RecursionError:
@@ -326,11 +325,7 @@ def _shown(value: Any) -> str:
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a schema's TOML file holds, whether it is a schema or not.
-
-    Raises:
-        DataError: the file cannot be read, is no TOML, or is nested too deeply.
-    """
+    """What a schema's TOML file holds, whether it is a schema or not."""
     where = os.fspath(path)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):

@@ -22,14 +22,7 @@ _VERSION = 1
 
 
 class Seals:
-    """The seals of some files, as far as they have one. Another process finds them by itself.
-
-    Args:
-        files: the paths, the names that people use, and when they were last written.
-
-    Raises:
-        DataError: a seal is damaged, or the file has another size than when it was sealed.
-    """
+    """The seals of some files, as far as they have one. Another process finds them by itself."""
 
     def __init__(self, files: Sequence[Any]) -> None:
         self._files = list(files)
@@ -52,16 +45,7 @@ class Seals:
     def check_beside(
         self, file: Any, used: Iterable[tuple[int, int]], read: Callable[[int, int], Any]
     ) -> None:
-        """Compare a file but for some ranges, which are compared when they are read.
-
-        Args:
-            file: the file.
-            used: where the ranges begin and end, in bytes.
-            read: gives the file's bytes from one place to another.
-
-        Raises:
-            DataError: naming the first block that differs.
-        """
+        """Compare a file but for some ranges, which are compared when they are read."""
         verified = self.of(file)
         if verified is None:
             return
@@ -90,15 +74,7 @@ class Sealed(NamedTuple):
 
 
 def check_begins(files: Sequence[Any], size: int) -> None:
-    """Compare the first bytes of files, from which it is learned how the rest is read.
-
-    Args:
-        files: as `Seals` takes them.
-        size: how many bytes.
-
-    Raises:
-        DataError: naming the first block that differs.
-    """
+    """Compare the first bytes of files, from which it is learned how the rest is read."""
     seals = Seals(files)
     for file in files:
         with open(file.path, "rb") as opened:
@@ -106,17 +82,7 @@ def check_begins(files: Sequence[Any], size: int) -> None:
 
 
 def write_seal(path: str, name: str, *, private: bool = False) -> Sealed:
-    """Write the checksums of a file beside it, whole or not at all.
-
-    Args:
-        path: of the file.
-        name: that people use for it.
-        private: whether the seal is for its user alone.
-
-    Raises:
-        DataError: it changes meanwhile.
-        OSError: it cannot be read, or the seal not be written.
-    """
+    """Write the checksums of a file beside it, whole or not at all."""
     before = os.stat(path)
     sums = Checksums.of(path)
     after = os.stat(path)

@@ -20,12 +20,7 @@ _OF_THEIR_OWN = {
 
 
 def compared_words(kind: str, paths: Sequence[str]) -> str:
-    """Whether a changed byte would be noticed, in words.
-
-    Args:
-        kind: the format, one of `formats.FORMATS`.
-        paths: of the files, as they are opened.
-    """
+    """Whether a changed byte would be noticed, in words."""
     without = [path for path in paths if not has_seal(path)]
     if not without:
         return "the bytes are compared with their seals as they are read"

@@ -187,7 +187,6 @@ def as_source(
 
 
 def _of_pipeline(train: Pipeline, batch_size: int | None, clip_batch: bool) -> Source:
-    """A pipeline as it was written, in batches of `batch_size` where it says nothing of batches."""
     samples = train.rows_to_cut
     if train.in_batches:
         made = _made_elsewhere(train, batch_size, 0)
@@ -220,7 +219,6 @@ def _check_not_larger(size: int, samples: int) -> None:
 def _made_elsewhere(
     train: Any, batch_size: int | None, workers: Workers | Literal["auto"]
 ) -> Source:
-    """What comes in batches already."""
     if _is_source(train):
         source: Source = train
     elif isinstance(train, DataLoader):

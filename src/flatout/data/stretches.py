@@ -100,7 +100,6 @@ class Stretches:
         return islice(self._forward(), self._steps - start_step)
 
     def _begin(self, number: int, first: int, start: int) -> None:
-        """Open a pass over the source at the batch `start`."""
         self._pass, self._first, self._next = number, first, first + start
         self._live = self.of.batches(number, start)
 

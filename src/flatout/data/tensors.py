@@ -66,18 +66,7 @@ def as_tensor(name: str, value: Any, where: str | None = None) -> Tensor:
 def as_tensors(
     name: str, value: Any, where: str | None = None, others: Others | None = None
 ) -> Tensors:
-    """A tensor, or a tuple or dict of tensors, from arrays in the same structure.
-
-    Args:
-        name: of the value, for messages.
-        value: an array, or a tuple, list or dict of what is allowed as `value`.
-        where: it comes from, for messages.
-        others: gets names and values of numbers and None, which stay as they are, as objects that
-            hold tensors do; where it is None they are refused.
-
-    Raises:
-        DataError: as `as_tensor`, or a tuple, list or dict is empty.
-    """
+    """A tensor, or a tuple or dict of tensors, from arrays in the same structure."""
     if isinstance(value, UserDict):  # as tokenizers give
         value = value.data
     if others is not None:
@@ -98,11 +87,7 @@ def as_tensors(
 
 
 def parts_of(value: Any, where: str | None = None) -> tuple[Any, Any, Any]:
-    """(inputs, targets, weight) of what a dataset or loader gives: x, (x, y) or (x, y, weight).
-
-    Raises:
-        DataError: a tuple or list has no part or more than three.
-    """
+    """(inputs, targets, weight) of what a dataset or loader gives: x, (x, y) or (x, y, weight)."""
     if not isinstance(value, (tuple, list)):
         return value, None, None
     if not 1 <= len(value) <= 3:
@@ -116,17 +101,7 @@ def parts_of(value: Any, where: str | None = None) -> tuple[Any, Any, Any]:
 
 
 def as_batch(value: Any, where: str, *, is_jagged: bool | None = None) -> Batch:
-    """A Batch from what a loader or an iterable gives.
-
-    Args:
-        value: x, (x, y), (x, y, weight), or a Batch.
-        where: it comes from, for messages.
-        is_jagged: whether batches before it had no row for each sample; None for a first one.
-
-    Raises:
-        DataError: a part is no array, the batch is empty, or its parts differ in length and are
-            not surely jagged.
-    """
+    """A Batch from what a loader or an iterable gives."""
     if isinstance(value, Batch):
         return value
     # A PackedSequence is a tuple, too.
@@ -183,7 +158,6 @@ _SAY_JAGGED = (
 def _converted(
     parts: tuple[Any, Any, Any], where: str, others: Others
 ) -> tuple[Tensors, Tensors | None, Tensor | None]:
-    """Inputs, targets and weight as tensors; the targets of a graph may be within it."""
     inputs, targets, weight = parts
     inputs = as_tensors("inputs", inputs, where, others)
     if targets is None and isinstance(of_graph := getattr(inputs, "y", None), Tensor):
@@ -193,13 +167,11 @@ def _converted(
 
 
 def _size_of(targets: Tensors | None, weight: Tensor | None) -> int | None:
-    """How many samples targets or weights are of; None where there are none."""
     first = next(named_tensors("", (targets, weight)), None)
     return None if first is None or not first[1].dim() else len(first[1])
 
 
 def _is_jagged(inputs: Tensors, size: int | None, *, looks: bool) -> bool:
-    """Whether inputs are surely so; where all have as many rows, only on a first look."""
     if isinstance(inputs, Tensor):
         return False
     if holds_object(inputs):
@@ -235,16 +207,7 @@ def count_rows(
     where: str | None = None,
     do: str | None = None,
 ) -> int:
-    """How many samples all the tensors have.
-
-    Args:
-        inputs, targets, weight: of the samples.
-        where: they come from, for messages.
-        do: what to do where they differ in length, for messages.
-
-    Raises:
-        DataError: a tensor has no rows or another number of them, or `weight` is no vector.
-    """
+    """How many samples all the tensors have."""
     parts = {"inputs": inputs, "targets": targets, "weight": weight}
     named = [pair for name, part in parts.items() for pair in named_tensors(name, part)]
     for name, tensor in named:

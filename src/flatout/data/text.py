@@ -13,14 +13,7 @@ _BACK = 1 << 16
 def split_lines(
     buffer: Bytes, final: bool, *, comment: bytes | None = None, white: bytes = b""
 ) -> Split:
-    """Whole lines of a buffer; blank ones are no rows, nor those that begin with `comment`.
-
-    Args:
-        buffer: text.
-        final: whether no more bytes follow.
-        comment: what a line begins with that is none, after blanks; or None.
-        white: bytes that a blank line may hold.
-    """
+    """Whole lines of a buffer; blank ones are no rows, nor those that begin with `comment`."""
     whole = len(buffer) if final else _last_newline(buffer) + 1
     starts, ends = lines.index_lines(
         buffer, 0, whole, skip_blank=True, comment=comment, white=white
@@ -29,7 +22,6 @@ def split_lines(
 
 
 def _last_newline(buffer: Bytes) -> int:
-    """Where the last newline is, or -1."""
     stop = len(buffer)
     while stop:
         start = max(0, stop - _BACK)

@@ -29,13 +29,7 @@ def waits_end_when(asked: Callable[[], bool]) -> Iterator[None]:
 
 
 class Waiting:
-    """One wait; the waiting code calls `look` again and again.
-
-    Args:
-        what: returns in words what the code waits for.
-        say: gets a line after `first_s` seconds, and then each time the wait is four times as long.
-        first_s: seconds; None means 5.
-    """
+    """One wait; the waiting code calls `look` again and again."""
 
     def __init__(
         self,
@@ -53,11 +47,7 @@ class Waiting:
         return time.monotonic() - self._start
 
     def look(self) -> None:
-        """Print what the code waits for, when a line is due.
-
-        Raises:
-            WaitStopped: a signal has stopped the training.
-        """
+        """Print what the code waits for, when a line is due."""
         if any(asked() for asked in tuple(_asked)):
             raise WaitStopped(f"stopped by a signal while waiting for {self._what()}")
         if self.seconds >= self._word_at:

@@ -43,11 +43,6 @@ def supported() -> bool:
 
 
 def _first_with_malloc() -> bytes | None:
-    """Of all libraries of this process, in the order in which they are searched, the first with it.
-
-    The program itself is left out: one that is linked for a fixed address, as Debian's Python is,
-    seems to have a malloc, which only leads to the library's.
-    """
     files: list[bytes] = []
 
     def visit(loaded: Any, size: int, data: Any) -> int:
@@ -67,7 +62,6 @@ def _first_with_malloc() -> bytes | None:
 
 
 def _owner(library: ctypes.CDLL, name: str) -> bytes | None:
-    """The name of the file that a symbol is from; None for one that no one has."""
     symbol = getattr(library, name, None)
     info = _SymbolInfo()
     if symbol is None or not library.dladdr(

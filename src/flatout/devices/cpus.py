@@ -13,17 +13,7 @@ from flatout.measure import cgroup_cpu_quota, fingerprint, usable_cpus
 
 @dataclass(frozen=True)
 class Cpus:
-    """The processor as this process may use it.
-
-    Args:
-        model: the processor's name.
-        present: logical CPUs of the machine that are online.
-        allowed: logical CPUs that the process' affinity names.
-        quota: CPUs' worth of time that the cgroups allow; None where they set no quota.
-        usable: how many CPUs the process may keep busy, both limits together.
-        torch_threads: the threads that torch starts for one operator if no one says otherwise.
-        instructions: the instruction sets that matter to training, as the kernel spells them.
-    """
+    """The processor as this process may use it."""
 
     model: str
     present: int
@@ -35,11 +25,7 @@ class Cpus:
 
 
 def read_cpus(root: Path = Path("/")) -> Cpus:
-    """Returns the CPUs.
-
-    Args:
-        root: the folder that holds `proc` and `sys`; only tests give another than "/".
-    """
+    """Returns the CPUs."""
     facts = fingerprint(root)
     return Cpus(
         model=facts.cpu,
@@ -69,13 +55,11 @@ def default_torch_threads(root: Path = Path("/")) -> int:
 
 
 def _from_environment(name: str) -> int | None:
-    """Returns a variable's number (the first, of a list by nesting level), None for 0 or bad."""
     number = re.match(r"\s*\+?(\d+)\s*(,|$)", os.environ.get(name, ""))
     return int(number[1]) or None if number else None
 
 
 def _core(cpu: int, root: Path) -> tuple[str, str]:
-    """Returns the socket and the core that a logical CPU belongs to; itself if no one says."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     try:
         socket = (topology / "physical_package_id").read_text().strip()

@@ -30,11 +30,7 @@ class GpuUse:
 
 
 def gpu_use(module: Any = None) -> list[GpuUse]:
-    """Asks NVML; without a driver there are no GPUs.
-
-    Args:
-        module: what answers in pynvml's words; None takes pynvml.
-    """
+    """Asks NVML; without a driver there are no GPUs."""
     nvml: Any = module or import_module("pynvml")
     try:
         nvml.nvmlInit()

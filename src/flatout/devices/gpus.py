@@ -10,12 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that holds memory of a GPU.
-
-    Args:
-        pid: its number, on the host: inside a container it may name nothing.
-        memory: the bytes it holds; None where the driver does not say.
-    """
+    """A process that holds memory of a GPU."""
 
     pid: int
     memory: int | None
@@ -34,20 +29,7 @@ class MigDevice:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. Sizes are in bytes, None where the driver does not say.
-
-    Args:
-        nvml_index: its number in the order of the PCI bus, whatever CUDA calls it.
-        uuid: its name for CUDA_VISIBLE_DEVICES.
-        name: its model.
-        memory_total: its memory.
-        memory_used: what of it is taken, by anyone.
-        capability: its compute capability, such as (8, 9).
-        speed: cores times the highest clock in MHz, to compare models roughly; 0 if not known.
-        processes: who uses it.
-        mig_enabled: whether it is cut into slices; CUDA then takes a slice, not the GPU.
-        mig: its slices.
-    """
+    """One GPU. Sizes are in bytes, None where the driver does not say."""
 
     nvml_index: int
     uuid: str
@@ -63,14 +45,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Nvml:
-    """What NVML says.
-
-    Args:
-        gpus: every GPU of the machine, in the order of the PCI bus.
-        driver: the driver's version, such as "580.65.06".
-        cuda: the newest CUDA that this driver offers, such as (13, 0).
-        problem: why there are no answers, in words; None where there are.
-    """
+    """What NVML says."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
@@ -79,11 +54,7 @@ class Nvml:
 
 
 def read_nvml(module: Any = None) -> Nvml:
-    """Asks NVML for the GPUs.
-
-    Args:
-        module: what answers in pynvml's words; None takes pynvml.
-    """
+    """Asks NVML for the GPUs."""
     nvml: Any = module or import_module("pynvml")
     try:
         nvml.nvmlInit()
@@ -106,7 +77,6 @@ def read_nvml(module: Any = None) -> Nvml:
 
 
 def _asked(nvml: Any, question: Callable[..., Any], *details: Any) -> Any:
-    """Returns NVML's answer, None where this GPU, driver or user may not have it."""
     try:
         return question(*details)
     except nvml.NVMLError:
@@ -136,7 +106,6 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 
 def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:
-    """Returns who computes or draws on a GPU or on a slice of one."""
     computing = _asked(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
     drawing = _asked(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or []
     # One that does both is listed twice, with the same memory.

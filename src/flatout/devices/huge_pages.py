@@ -39,9 +39,6 @@ def move(values: torch.Tensor) -> None:
 
     Left as it is: one that is small, lies there already, whose memory something else refers to (a
     view, another process), or for which there is no room twice.
-
-    Args:
-        values: contiguous, on the CPU, of any shape and dtype.
     """
     if values.nbytes < _LEAST or _there.get(values) == values.data_ptr():
         return
@@ -57,7 +54,6 @@ def move(values: torch.Tensor) -> None:
 
 
 def _is_alone(values: torch.Tensor) -> bool:
-    """Whether nothing but this tensor refers to its memory."""
     storage = values.untyped_storage()
     users = torch._C._storage_Use_Count(storage._cdata)
     # The tensor, and `storage` itself.

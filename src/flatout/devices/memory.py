@@ -30,13 +30,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Shm:
-    """/dev/shm, through which loader workers hand over their batches, in bytes.
-
-    Args:
-        total: its size.
-        free: what is not used.
-        too_small_for_workers: whether a loader with workers is likely to die of it.
-    """
+    """/dev/shm, through which loader workers hand over their batches, in bytes."""
 
     total: int
     free: int
@@ -44,11 +38,7 @@ class Shm:
 
 
 def read_memory(root: Path = Path("/")) -> Memory:
-    """Returns the memory.
-
-    Args:
-        root: the folder that holds `proc` and `sys`; only tests give another than "/".
-    """
+    """Returns the memory."""
     import psutil
 
     return Memory(

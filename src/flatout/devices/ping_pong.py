@@ -90,7 +90,6 @@ class _Trips:
         self._found: dict[tuple[str, str, str], tuple[int, int]] = {}
 
     def see(self, name: str, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
-        """Takes note of one operator: a copy off a device, work on the host, or a copy back."""
         inputs = args[1:] if name in _OVERWRITING else args
         read = list(_tensors((inputs, {key: kwargs[key] for key in kwargs if key != "out"})))
         written = list(_tensors(outputs))
@@ -108,7 +107,6 @@ class _Trips:
                 self._departed.pop(_key(tensor), None)
 
     def all(self) -> Iterator[PingPong]:
-        """Yields what came back."""
         for trip, (times, size) in self._found.items():
             yield PingPong(*trip, times, size)
 
@@ -128,7 +126,6 @@ class _Trips:
 
 
 def _key(tensor: torch.Tensor) -> tuple[str, int]:
-    """Returns a name of a tensor's memory that views share, and numpy arrays over it too."""
     import torch
 
     storage = tensor.untyped_storage()
@@ -153,7 +150,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _site() -> str:
-    """Returns `file:line` of the innermost frame that is neither torch's nor ours."""
     import torch
 
     ours = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/", "<frozen ")
@@ -166,7 +162,6 @@ def _site() -> str:
 
 
 def _uncompiled() -> Any:
-    """Keeps torch.compile from compiling, and keeping, frames that were watched."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     import torch

@@ -69,7 +69,6 @@ def resolve_device(name: str, strict: bool) -> tuple[torch.device, str]:
 
 
 def _choose(name: str, strict: bool, free: Sequence[int | None], missing: str) -> tuple[str, str]:
-    """Chooses among the CUDA devices, given the free bytes of each and why there is none."""
     if not re.fullmatch(r"auto|mps|cuda(:\d+)?", name):
         raise DeviceError(
             f"{name!r} is no device", do="use auto, cpu, cuda, cuda:0, cuda:1, ... or mps"
@@ -103,7 +102,6 @@ def _most_free(free: Sequence[int | None]) -> tuple[str, str]:
 
 
 def _usable_cuda() -> tuple[list[int | None], str]:
-    """Returns the free bytes of each CUDA device, None if not known, or why there are none."""
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:
@@ -117,7 +115,6 @@ def _usable_cuda() -> tuple[list[int | None], str]:
 
 
 def _free_memory(count: int) -> list[int | None]:
-    """Returns the free bytes of each CUDA device by NVML: asking CUDA makes a context on each."""
     import torch
 
     from flatout.devices.inventory import inventory
@@ -243,7 +240,6 @@ def _carry_between(
     homes: dict[nn.Module, tuple[torch.device, str]],
     placement: Placement,
 ) -> None:
-    """Hooks each module to take its inputs to its own device, and the model's outputs back."""
     for module, (home, _) in homes.items():
         carry = _Mover(home).carry_in
         hook = module.register_forward_pre_hook(carry, prepend=True, with_kwargs=True)
@@ -253,7 +249,6 @@ def _carry_between(
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """Returns `cuda` as the device that it means now, as tensors name theirs with a number."""
     import torch
 
     if device.type == "cuda" and device.index is None:
@@ -275,7 +270,6 @@ def _refuse_meta(model: nn.Module, target: torch.device) -> None:
 def _homes(
     model: nn.Module, target: torch.device, strict: bool
 ) -> dict[nn.Module, tuple[torch.device, str]]:
-    """Decides the device of each module with its own tensors, with the reason."""
     homes: dict[nn.Module, tuple[torch.device, str]] = {}
 
     def visit(module: nn.Module, pinned: torch.device | None, why: str) -> None:
@@ -304,7 +298,6 @@ def _homes(
 def _pinned_device(
     module: nn.Module, target: torch.device, strict: bool
 ) -> tuple[torch.device, str]:
-    """Returns where a pinned module lives, and why: with the model where its pin is not here."""
     device: torch.device = getattr(module, _PIN)
     if _is_here(device):
         return _numbered(device), "pinned"
@@ -331,7 +324,6 @@ def _is_here(device: torch.device) -> bool:
 def _send_sharers_along(
     homes: dict[nn.Module, tuple[torch.device, str]], target: torch.device
 ) -> None:
-    """Gives a module the home of a pinned one that it shares a parameter or buffer with."""
     home_of: dict[int, torch.device] = {}
     for module, (home, _) in homes.items():
         if home != target:
@@ -353,15 +345,12 @@ class _Mover:
         self.device = device
 
     def carry_in(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A forward pre-hook."""
         return self.move(args), self.move(kwargs)
 
     def carry_out(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """A forward hook."""
         return self.move(output)
 
     def move(self, value: Any) -> Any:
-        """Returns the value with its tensors on the device; what is there already is not copied."""
         import torch
         from torch.nn.utils.rnn import PackedSequence
 

@@ -110,7 +110,6 @@ def reset_affinity() -> None:
 
 
 def _bind(cpus: set[int]) -> None:
-    """Binds every thread; one that starts meanwhile inherits the old CPUs, so look again."""
     bound: set[str] = set()
     while starting := set(os.listdir("/proc/self/task")) - bound:
         for thread in starting:

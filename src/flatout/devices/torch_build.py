@@ -10,13 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """The installed torch.
-
-    Args:
-        version: such as "2.13.0+cu130"; None where torch is not installed.
-        cuda: the CUDA version that it was built with, such as "13.0"; None without CUDA.
-        hip: the ROCm version that it was built with; None without ROCm.
-    """
+    """The installed torch."""
 
     version: str | None
     cuda: str | None
@@ -34,7 +28,6 @@ def read_torch_build() -> TorchBuild:
 
 
 def _constants(source: str) -> dict[str, str]:
-    """Returns the texts that a module assigns to plain names, with or without annotation."""
     result: dict[str, str] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign):

@@ -27,12 +27,7 @@ class CudaDevice(NamedTuple):
 
 
 def cuda_devices(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[CudaDevice]:
-    """Returns the devices that CUDA shows, in CUDA's order.
-
-    Args:
-        gpus: every GPU, in the order of the PCI bus.
-        environment: holds CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, or not.
-    """
+    """Returns the devices that CUDA shows, in CUDA's order."""
     ordered = _ordered(gpus, environment)
     wanted = environment.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
@@ -66,7 +61,6 @@ def _by_bus(environment: Mapping[str, str]) -> bool:
 
 
 def _device(gpu: Gpu) -> CudaDevice | None:
-    """Returns what CUDA takes of a GPU: itself, its first slice, or nothing of one without any."""
     if not gpu.mig_enabled:
         return CudaDevice(gpu, None)
     return CudaDevice(gpu, gpu.mig[0]) if gpu.mig else None

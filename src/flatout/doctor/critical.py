@@ -95,10 +95,6 @@ def critical(ranks: Sequence[Observation]) -> Critical | None:
 
 
 def _of_gpu(rank: Observation) -> Critical | None:
-    """Where the GPU itself is the limit; None where it waits, or no one saw what it did.
-
-    The host's lanes then say where it waited for the GPU.
-    """
     time = rank.device_time
     busy = busy_share(rank)
     if (
@@ -121,7 +117,6 @@ def _of_gpu(rank: Observation) -> Critical | None:
 
 
 def _kernel(name: str) -> str:
-    """The name of a kernel without its types and arguments, as far as it shows them."""
     plain = re.sub(r"<.*|\(.*", "", name.removeprefix("void ")).rpartition("::")[2]
     if _OF_TEMPLATE.fullmatch(plain):  # which it is stands in its first type
         plain = re.split(r"[<>,( ]", name.partition("<")[2])[0].rpartition("::")[2]
@@ -129,10 +124,6 @@ def _kernel(name: str) -> str:
 
 
 def _once(rank: Observation) -> tuple[float, str]:
-    """What a single step took beyond the others, per step, and what to say of it.
-
-    That is no habit, such as an import in the first evaluation.
-    """
     steps = rank.step_ms[1:]  # the first one sets things up
     if len(steps) < _FEWEST:
         return 0.0, ""
@@ -148,7 +139,6 @@ def _once(rank: Observation) -> tuple[float, str]:
 
 
 def _straggler(ranks: Sequence[Observation]) -> Observation | None:
-    """The rank for which the others wait: who comes last waits least for the sum of gradients."""
     if len(ranks) < 2 or any(rank.lanes_ms.get("sync") is None for rank in ranks):
         return None
     least, most = (f(ranks, key=lambda rank: _ms(rank, "sync")) for f in (min, max))
@@ -174,7 +164,6 @@ def _of_straggler(slowest: Observation, others: Sequence[Observation]) -> Critic
 
 
 def _gpu_waits(lanes: tuple[str, ...], rank: Observation) -> str:
-    """What the GPU does meanwhile, where that was seen."""
     time = rank.device_time
     if time is None:
         return ""
@@ -202,7 +191,6 @@ def _explained(lanes: tuple[str, ...], rank: Observation) -> tuple[str, Site | N
 
 
 def _begins(lanes: tuple[str, ...], rank: Observation) -> Site | None:
-    """Where a lane begins in the user's code, as far as anyone knows."""
     if lanes == ("saving",):
         return next((call.site for call in rank.calls if call.kind == "save"), None)
     if lanes == ("optimizer",):

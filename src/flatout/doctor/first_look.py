@@ -89,18 +89,6 @@ def first_look(
     epoch has not ended by then, epochs are made to end early: that shows what comes after them.
 
     To be called from the main thread, which is where signals arrive.
-
-    Args:
-        what: the script and its arguments; a module after "-m"; or torchrun's command line.
-        seconds: for how long its steps are watched, from the first one.
-        steps: how many are watched at most.
-        verbose: its output goes to this process' standard error; else only its end is kept.
-        in_place: what it writes, it writes; also where nothing here can contain it.
-        starting_s: how long it may take beside the time in which its steps are watched.
-        opened: notes what it opens; then it does not run at all where nothing can contain it.
-
-    Raises:
-        FlatoutError: torchrun's command line cannot be read; `opened`, and it cannot be contained.
     """
     began = time.monotonic()
     met: list[int] = []  # signals that would end this process: the one who waits looks there
@@ -144,10 +132,6 @@ def first_look(
 def _begun(
     ablating: list[str], command: list[str] | None, folder: Path, path: Path, in_place: bool
 ) -> tuple[Subject, str]:
-    """Starts it, by the first command where nothing of it is kept; without a second only there.
-
-    Returns with it why it is not contained, where it was to be.
-    """
     reason = ""
     if not in_place:
         try:
@@ -161,7 +145,6 @@ def _begun(
 
 
 def _watched(subject: Subject, until: float, met: list[int], verbose: bool) -> int | None:
-    """Waits for its end, or ends it; returns the exit code, None where the end came from here."""
     lines_shown = 0
     while not met and time.monotonic() < until:
         has_ended = subject.has_ended(_LOOKS_EVERY_S)
@@ -177,7 +160,6 @@ def _watched(subject: Subject, until: float, met: list[int], verbose: bool) -> i
 
 
 def _show(printed: Path, lines_shown: int) -> int:
-    """Shows what it has printed since; returns how many bytes that were."""
     with printed.open("rb") as file:
         file.seek(lines_shown)
         new = file.read()
@@ -187,13 +169,11 @@ def _show(printed: Path, lines_shown: int) -> int:
 
 
 def _read(folder: Path) -> list[Observation]:
-    """Returns what the ranks have written: each a file that is whole or absent."""
     paths = sorted(folder.glob("rank-*.json"))
     return [Observation.of(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def _opened(path: Path) -> list[tuple[str, str]]:
-    """What was noted; a line that the end of the process has cut says nothing."""
     result = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError):
@@ -203,7 +183,6 @@ def _opened(path: Path) -> list[tuple[str, str]]:
 
 
 def _ended(rank: Observation, code: int | None) -> Observation:
-    """Says how a rank ended that could not say so itself, or was told to end from here."""
     if code is None and rank.ended in ("running", "failed"):
         return replace(rank, ended="stopped" if rank.steps else "no steps", error="")
     if rank.ended == "running":  # it had no time to say how it ends

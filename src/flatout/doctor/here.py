@@ -43,7 +43,6 @@ def _shm_free_mb(machine: Inventory) -> float | None:
 
 
 def _disk_free_mb(observation: Observation) -> float | None:
-    """Where the script has written last: in the folder itself, not in the scratch copy of it."""
     folders = [Path(saved["path"]).parent for saved in observation.saved if saved.get("path")]
     for place in [at for folder in folders[-1:] for at in (folder, *folder.parents)]:
         with suppress(OSError):
@@ -52,7 +51,6 @@ def _disk_free_mb(observation: Observation) -> float | None:
 
 
 def _gpus(machine: Inventory) -> list[str]:
-    """Those that torch can use."""
     if not machine.driver_fits_torch:
         return []
     return [device.gpu.name for device in machine.cuda]

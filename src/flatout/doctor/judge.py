@@ -101,12 +101,7 @@ class Verdict:
 
 
 def judge(ranks: Sequence[Observation], machine: Inventory) -> Verdict:
-    """Runs every check over every rank.
-
-    Args:
-        ranks: of one script that ran on this machine; in any order, one at least.
-        machine: this one.
-    """
+    """Runs every check over every rank."""
     free = available_bytes()
     observations = [on_this_machine(r, machine, free) for r in sorted(ranks, key=lambda r: r.rank)]
     findings: list[Finding] = []
@@ -132,7 +127,6 @@ def _is_tuned(finding: Finding) -> bool:
 
 
 def _looked(look: Any, at: Any) -> list[Finding] | str:
-    """What a check finds, or why it cannot tell."""
     try:
         findings: list[Finding] = look(at)
     except NoSignal as reason:
@@ -141,7 +135,6 @@ def _looked(look: Any, at: Any) -> list[Finding] | str:
 
 
 def _left_open(findings: list[Finding] | str, rank: Observation) -> list[Finding] | str:
-    """With measured bounds, and without what the job measures itself."""
     if isinstance(findings, str):
         return findings
     if rank.framework == "flatout":
@@ -156,7 +149,6 @@ def _sort(
     passed: list[str],
     unknown: list[tuple[str, str]],
 ) -> None:
-    """Reports each thing once, though several ranks may show it."""
     merged: dict[tuple[str, str], list[tuple[int, Finding]]] = {}
     for rank, findings in of_ranks.items():
         for finding in findings if isinstance(findings, list) else ():

@@ -114,7 +114,6 @@ def _is_used(kind: str, path: Path, used: set[str]) -> bool:
 
 
 def _used(base: Path) -> set[str]:
-    """Paths below a folder that a living process has open, has mapped, or is in."""
     below = os.path.realpath(base) + os.sep
     result: set[str] = set()
     for pid in psutil.pids():
@@ -132,7 +131,6 @@ def _used(base: Path) -> set[str]:
 
 
 def _bytes(path: Path) -> int:
-    """On the disk: a file with holes takes less than its length."""
     total = 0
     with suppress(OSError):
         total = path.lstat().st_blocks * 512

@@ -71,7 +71,6 @@ MACHINE_CHECKS: dict[str, _Look] = {}
 
 
 def _check(name: str) -> Callable[[_Look], _Look]:
-    """Registers a check; its finding has this name."""
     return lambda look: MACHINE_CHECKS.setdefault(name, look)
 
 

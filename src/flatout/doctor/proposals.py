@@ -21,12 +21,7 @@ _WRITES = {check.name: check.edit for check in CHECKS} | {
 
 
 def propose(finding: Finding, observation: Observation) -> tuple[Edit, ...]:
-    """Returns the edits that cure a finding; none where one cannot be written with certainty.
-
-    Args:
-        finding: with its line of the user's code, which is read as it is now.
-        observation: the rank in which it was found.
-    """
+    """Returns the edits that cure a finding; none where one cannot be written with certainty."""
     how = _WRITES.get(finding.name)
     if how is None:
         return ()

@@ -86,13 +86,6 @@ def prove(
 
     Nothing of the user's is changed, and no process is left. Ctrl-C ends it early, with what was
     proven until then.
-
-    Args:
-        verdict: of a first look at the script on this machine.
-        what: the script and its arguments; a module after "-m"; or torchrun's command line.
-        budget_s: seconds for all trials; not exceeded by more than the end of one.
-        allow: the farthest parity of what may be prescribed. What changes learning is not tried.
-        told: is given a line at the start and the end of each trial.
     """
     began = time.monotonic()
     cures = cures_of(verdict, allow) if verdict.observations else []
@@ -140,11 +133,7 @@ class Proving:
         self._final: _Tried | None = None
 
     def run(self, cures: Sequence[Cure]) -> None:
-        """All trials, as far as the budget reaches.
-
-        Raises:
-            _Stopped: the script itself ends.
-        """
+        """All trials, as far as the budget reaches."""
         with self._bench.against(NOTHING) as plain:
             self._told("the script against itself, for the noise ...")
             left = self._bench.left_s
@@ -168,7 +157,6 @@ class Proving:
         result: TrialResult,
         budget_s: float,
     ) -> list[Cure] | None:
-        """Which cures belong together, where the noise goes once memory is kept; else None."""
         kept = next((cure for cure in cures if cure.recipe == KEEP), None)
         if result.floor <= _NOISY or kept is None or not self._has_time(4, starts=2):
             return None
@@ -191,7 +179,6 @@ class Proving:
         return [kept, *chosen] if chosen or alone.proof.outcome == "prescribed" else []
 
     def _chosen(self, plain: Against, cures: Sequence[Cure]) -> list[Cure]:
-        """Which cures belong together, as far as the budget reaches."""
         for at, cure in enumerate(cures):
             self._alone(plain, cure, remaining=len(cures) - at)
         known = {name for cure in cures for name in cure.fields}
@@ -201,7 +188,6 @@ class Proving:
     def _itself(
         self, plain: Against, pair: Pair, result: TrialResult, budget_s: float, others: OtherWork
     ) -> None:
-        """What is believed, by a trial of the script and itself; by another where it is noisy."""
         if result.floor > _NOISY and self._bench.left_s > 2 * budget_s:
             self._bench.longer = min(result.floor / _CALM, _LONGEST)
             self._told(f"  A/A noise ±{result.floor:.1%}: again in longer blocks ...")
@@ -215,7 +201,6 @@ class Proving:
         self._told(f"  A/A noise ±{self._floor:.1%}" + (f": {self._noise}" if self._noise else ""))
 
     def _believe(self, pair: Pair, result: TrialResult) -> None:
-        """The floor of all trials, and whether the script repeats its losses."""
         # Two processes may differ for as long as they live; what varies within them, trials see.
         if not result.low <= 1 <= result.high:
             strayed = math.exp(abs(math.log(result.ratio))) - 1
@@ -231,14 +216,12 @@ class Proving:
         return pair, pair.result
 
     def _believe_cpu_time(self, pair: Pair) -> None:
-        """Where wall time says little, and the CPU does all the work."""
         cpu, device = pair.cpu, self._verdict.observations[0].device
         if cpu is not None and device == "cpu":
             strayed = math.exp(abs(math.log(cpu.ratio))) - 1
             self._judging.cpu_floor = max(cpu.floor, strayed, _LEAST_CPU_FLOOR)
 
     def _alone(self, plain: Against, cure: Cure, remaining: int) -> None:
-        """One cure against the script as it is, in several variants where it has them."""
         if cure.parity is Parity.LEARNING:
             self._untried[cure.names] = _untried(cure, Parity.LEARNING.words, "needs your OK")
             return
@@ -275,7 +258,6 @@ class Proving:
         return tried
 
     def _follows(self) -> list[Cure]:
-        """Cures of what those that win bring about."""
         result = {
             finding.name: finding
             for tried in self._tried.values()
@@ -285,7 +267,6 @@ class Proving:
         return cures_of(replace(self._verdict, findings=[*result.values()]), self._allow)
 
     def _beside(self, plain: Against) -> list[Cure]:
-        """Which cures belong together."""
         chosen = [t.cure for t in self._tried.values() if t.proof.outcome == "prescribed"]
         rest = [t.cure for t in self._tried.values() if self._may_help(t)]
         if not chosen and len(rest) > 1 and self._has_time(2):
@@ -300,14 +281,12 @@ class Proving:
         return self._without_idle(chosen)
 
     def _may_help(self, tried: _Tried) -> bool:
-        """Whether something that has not won alone could do so beside others."""
         proof = tried.proof
         if proof.outcome != "left alone" or proof.trial is None or proof.repays_after:
             return False
         return not proof.reason.startswith((CHANGES, LEFT))
 
     def _with(self, chosen: list[Cure], cure: Cure) -> list[Cure]:
-        """The chosen and one more, if that is faster still."""
         if not self._has_time(3, starts=2):
             return chosen
         with self._bench.against(together(chosen)) as base:
@@ -325,7 +304,6 @@ class Proving:
         return [*chosen, cure]
 
     def _without_idle(self, chosen: list[Cure]) -> list[Cure]:
-        """The chosen without those that add nothing to the others."""
         if len(chosen) < 2 or not self._has_time(3, starts=2):
             return chosen
         left = list(chosen)
@@ -353,7 +331,6 @@ class Proving:
         return left
 
     def _hidden(self) -> list[Cure]:
-        """What noise may have hidden: the best of what was faster, if not clearly."""
         if not self._has_time(2):
             return []
         left = [tried.cure for tried in self._tried.values() if self._may_help(tried)]
@@ -362,7 +339,6 @@ class Proving:
         return [best] if best and self._ratio(best) > 1 + 3 * self._bench.floor else []
 
     def _together(self, plain: Against, chosen: list[Cure]) -> None:
-        """The last word: what is left, measured again, against the script as it is."""
         everything = together(chosen)
         while True:
             final = self._confirmed(plain, everything)
@@ -394,7 +370,6 @@ class Proving:
             chosen, everything = [best], best
 
     def _confirmed(self, plain: Against, cure: Cure) -> _Tried:
-        """Its own trial where there is time for it, else the one that was made."""
         if not self._has_time(1) and cure.names in self._tried:
             return self._tried[cure.names]
         self._told(f"measuring again: {cure.words} ...")
@@ -421,12 +396,10 @@ class Proving:
     # -- what was tried ---------------------------------------------------------------------------
 
     def _ratio(self, cure: Cure) -> float:
-        """Against the script as it is."""
         trial = self._tried[cure.names].proof.trial
         return 0.0 if trial is None or cure in self._brought else trial.ratio
 
     def _keep(self, cure: Cure, reason: str) -> None:
-        """Prescribed although it has not won alone; where it has, that stands."""
         tried = self._tried[cure.names]
         if tried.proof.outcome != "prescribed":
             proof = replace(tried.proof, outcome="prescribed", reason=reason)
@@ -442,7 +415,6 @@ class Proving:
         return self._bench.left_s > trials * self._bench.needed_s + more
 
     def _spare(self) -> float:
-        """For one of several trials before the last."""
         return max(self._bench.needed_s, (self._bench.left_s - self._bench.needed_s) / 3)
 
     # -- the outcome ------------------------------------------------------------------------------
@@ -501,7 +473,6 @@ def _untried(cure: Cure, reason: str, outcome: Outcome = "not tried") -> Proof:
 
 
 def _best(tried: Sequence[_Tried]) -> _Tried:
-    """Of several values of a field the fastest that wins; the lower one where two are alike."""
     won = [item for item in tried if item.proof.outcome == "prescribed"]
     won = won or [item for item in tried if item.proof.outcome == "needs your OK"]
     if not won:

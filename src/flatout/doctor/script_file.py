@@ -10,14 +10,7 @@ from flatout.script_source import file_of
 
 
 def script_file(what: Sequence[str]) -> Path | None:
-    """The Python file that is run, where it lies in the user's own folders; else None.
-
-    Args:
-        what: a script and its arguments; a module after "-m"; or torchrun's command line.
-
-    Raises:
-        FlatoutError: torchrun's command line cannot be read.
-    """
+    """The Python file that is run, where it lies in the user's own folders; else None."""
     mark = "-c"  # stands where the script's own part begins
     ranks = under_torchrun(what, [mark])
     own = ranks[ranks.index(mark) + 1 :] if ranks else list(what)

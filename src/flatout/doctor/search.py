@@ -46,10 +46,6 @@ def widened(verdict: Verdict) -> Verdict:
 
 
 def _settings(job: ScriptFacts) -> Iterator[tuple[str, Any]]:
-    """Fields of a Recipe with a value that this script does not have yet, and could take.
-
-    The input comes first: waiting for it costs the most.
-    """
     for field in sorted(SETTINGS, key=lambda field: not SETTINGS[field].of_input):
         trial = SETTINGS[field].trial
         if trial is not None and trial.fits(job):

@@ -49,17 +49,7 @@ class Subject(Protocol):
 
 
 class Contained:
-    """A script whose writes lie in a scratch folder, and that sends nothing elsewhere.
-
-    Args:
-        command: what to run, in the current folder.
-        folder: for its writes; must not exist yet.
-        temporary: for its temporary files; must not exist yet.
-        passes: a folder whose files it may change.
-
-    Raises:
-        FlatoutError: nothing here can contain it.
-    """
+    """A script whose writes lie in a scratch folder, and that sends nothing elsewhere."""
 
     def __init__(self, command: Sequence[str], folder: Path, temporary: Path, passes: Path) -> None:
         self._process = Process(Command(command), folder, temporary, passes=[passes])
@@ -94,12 +84,7 @@ class Contained:
 
 
 class InPlace:
-    """A script that writes where it writes.
-
-    Args:
-        command: what to run, in the current folder.
-        printed: the file for what it prints.
-    """
+    """A script that writes where it writes."""
 
     held = ""
 

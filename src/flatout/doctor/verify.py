@@ -97,7 +97,6 @@ class Verified:
         ]
 
     def _to_target(self) -> str:
-        """How long both took to the target, or who never came there."""
         loss = "the loss that both reach" if self.target is None else f"a loss of {self.target:g}"
         times = [[pair[side].to_target_s for pair in self.pairs] for side in (0, 1)]
         reached = [[seconds for seconds in of_side if seconds is not None] for of_side in times]
@@ -140,13 +139,6 @@ def verify(
     """Run the script to its end, as it is and with what was prescribed, once for each seed.
 
     Ctrl-C ends it early, with what was seen until then.
-
-    Args:
-        what: the script and its arguments; a module after "-m"; or torchrun's command line.
-        prescription: of this script, with something prescribed.
-        seeds: from 0 up to one less than this; 2 to 10.
-        target: a loss whose reaching is timed; None for the higher final loss of each pair.
-        told: is given a line at the end of each run.
     """
     verified = Verified(target=target)
     cure = _prescribed(prescription)
@@ -175,7 +167,6 @@ def verify(
 
 
 def _prescribed(prescription: Prescription) -> Cure:
-    """All of it at once."""
     proofs = prescription.prescribed
     together = prescription.together
     fields = together.recipe if together else {f: v for p in proofs for f, v in p.recipe.items()}
@@ -184,7 +175,6 @@ def _prescribed(prescription: Prescription) -> Cure:
 
 
 def _whole_run(what: Sequence[str], cure: Cure, seed: int) -> tuple[WholeRun, Curve]:
-    """Raises FlatoutError where the script fails, or shows no loss."""
     with scratch() as folder:
         results = temporary_of(folder) / "results"
         results.mkdir()

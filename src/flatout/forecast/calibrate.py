@@ -35,15 +35,7 @@ def calibrate(
     sent: Sequence[ReductionTime] = (),
     seed: int = 0,
 ) -> MachineDraws:
-    """Draw what agrees with the timed steps.
-
-    Args:
-        job: that took them.
-        prior: of what is not known.
-        rows: at least one; that of the fewest ranks says how fast a rank computes.
-        sent: reductions that were timed alone.
-        seed: of the draws.
-    """
+    """Draw what agrees with the timed steps."""
     rows = sorted(rows, key=lambda row: (row.shape.silent, row.shape.ranks))
     rng = np.random.default_rng(seed)
     draws = _drawn(prior, rng)
@@ -107,10 +99,6 @@ def _drawn(prior: Prior, rng: np.random.Generator) -> MachineDraws:
 
 
 def _solved(job: Job, row: StepTime, draws: MachineDraws, wanted: Floats) -> Floats:
-    """Seconds of computing with which the model gives a row's time.
-
-    A step gets longer with them, and what is not hidden gets shorter by less: so this converges.
-    """
     unlimited = replace(draws, input=np.full(_DRAWS, np.inf), total_input=np.full(_DRAWS, np.inf))
     result = wanted
     for _ in range(30):
@@ -126,11 +114,6 @@ def _solved(job: Job, row: StepTime, draws: MachineDraws, wanted: Floats) -> Flo
 def _chosen(
     off: Sequence[Floats], rng: np.random.Generator
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Places of draws, by their weight: Student's t of how far off each row is.
-
-    Where too few draws agree with all rows, the model is wrong by more than the noise, and the
-    rows tell less.
-    """
     wider = 1.0
     while True:
         fits = sum(-(_FREEDOM + 1) / 2 * np.log1p((z / wider) ** 2 / _FREEDOM) for z in off)

@@ -113,14 +113,6 @@ def reduce_and_broadcast(
 
     A reduction is a ring's first half, whose pieces the owner gathers; a broadcast is a binomial
     tree, see `broadcast_turns`. Owners send at once, each on its link.
-
-    Args:
-        bytes: of all shares.
-        ranks: that add up.
-        owners: of equal shares.
-        link: between ranks.
-        shares_link: whether what a rank sends to several at once shares its link; in a host's
-            memory it does not.
     """
     if ranks == 1:
         return np.zeros_like(link.alpha)
@@ -158,14 +150,6 @@ def fullest_server(
     one. A server that stands beside workers takes in their weights, too. Its CPU adds up what
     comes. Li et al., "Scaling Distributed Machine Learning with the Parameter Server", 2014;
     published runs collapse where this term says so, see docs/forecast_accuracy.md.
-
-    Args:
-        bytes: of all gradients.
-        workers: what sends: ranks, or hosts that add up those of their ranks before.
-        beside: workers on a server's own host, 0 or more.
-        servers: how many, each on its host; less than all where a host has several.
-        largest: bytes of what is not cut.
-        link: of a server's host.
     """
     share = max(bytes / servers, largest)
     if workers == beside:

@@ -106,7 +106,6 @@ def hosts(side: Side) -> Iterator[Decision]:
 
 
 def _numbers(side: Side) -> list[Point]:
-    """Points near enough to what was measured to be chosen; at least the first."""
     return [point for point in side.points if not point.is_range] or side.points[:1]
 
 
@@ -160,7 +159,6 @@ def _fastest(side: Side, budget: float) -> Decision:
 
 
 def _held_back(side: Side) -> Iterator[Decision]:
-    """What costs most at the largest number of hosts, and which setting would help there."""
     point = side.points[-1]
     first, whole = side.points[0].terms, sum(point.terms.values())
     name = max(
@@ -204,7 +202,6 @@ def _settings(side: Side, point: Point) -> Iterator[Decision]:
 
 
 def _servers(side: Side) -> Iterator[Decision]:
-    """Parameter servers or an all-reduce, at the largest number of hosts that has a number."""
     job, point = side.measured.job, _numbers(side)[-1]
     if point.hosts == 1 or job.strategy not in ("ddp", "parameter_server"):
         return

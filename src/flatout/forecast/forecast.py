@@ -179,7 +179,6 @@ class Side:
 
     @cached_property
     def _calibrated(self) -> tuple[MachineDraws, str]:
-        """Draws of machine and network; timed steps over several hosts outweigh a given network."""
         measured, asked = self.measured, self.asked
         is_measured = isinstance(asked.network, Network)
         sent = sent_alone(asked.network, measured.job) if is_measured else []  # type: ignore[arg-type]
@@ -272,7 +271,6 @@ class Side:
         return int(result) if result.isdecimal() else None
 
     def _seconds(self, rate: Spreading, shape: Shape) -> Spreading | None:
-        """Of the epochs: steps, evaluation, which ranks share, saving, and the start."""
         run = self.measured.first
         samples, epochs = (run.data or {}).get("samples"), self.epochs
         if not samples or not epochs:
@@ -389,7 +387,6 @@ def _with_network(prior: Prior, asked: ForecastOptions) -> Prior:
 
 
 def _bytes_read(profile: Profile) -> float | None:
-    """Bytes that a sample takes to read: those of its files, else those of a batch."""
     data = profile.data or {}
     if data.get("bytes") and data.get("samples"):
         return float(data["bytes"]) / float(data["samples"])

@@ -87,11 +87,7 @@ class Case:
 
 
 def judge(wanted: Iterable[Series] | None = None) -> list[Case]:
-    """Predict all rows of all series that can be predicted.
-
-    Args:
-        wanted: the series; None is all of them.
-    """
+    """Predict all rows of all series that can be predicted."""
     cases = []
     for item in series() if wanted is None else wanted:
         count = len(item.shapes)
@@ -145,11 +141,7 @@ def _is_other(case: Case, one: Case) -> bool:
 
 
 def widening(cases: Sequence[Case]) -> dict[str, float]:
-    """By how much a forecast's intervals are widened: by all series' errors.
-
-    Returns:
-        `measured` where steps across the hosts' link were timed, `given` where none was.
-    """
+    """By how much a forecast's intervals are widened: by all series' errors."""
     return {
         name: round(
             conformal_factor(
@@ -167,12 +159,7 @@ def widening(cases: Sequence[Case]) -> dict[str, float]:
 
 
 def covered(cases: Sequence[Case], among: Sequence[Case]) -> float:
-    """The share of cases whose published rate lies within the widened interval.
-
-    Args:
-        cases: in question.
-        among: all cases, whose errors widen it.
-    """
+    """The share of cases whose published rate lies within the widened interval."""
     inside = [case.score <= factor_without(among, case) for case in cases]
     return sum(inside) / len(inside)
 
@@ -188,7 +175,6 @@ def scaling(cases: Sequence[Case]) -> list[Case]:
 
 
 def _next_doublings(cases: Sequence[Case]) -> list[Case]:
-    """Of rows with twice the devices of the one before, each predicted from all before it."""
     return [
         case
         for case in cases
@@ -232,22 +218,12 @@ def decision_regrets(cases: Sequence[Case]) -> list[float]:
 
 
 def _cheapest(ranks: Sequence[int], rates: Sequence[float], needed: float) -> int | None:
-    """The place of the size that costs least of those that are fast enough."""
     enough = [place for place, rate in enumerate(rates) if rate >= needed]
     return min(enough, key=lambda place: ranks[place] / rates[place], default=None)
 
 
 def keys(cases: Sequence[Case]) -> dict[str, float]:
-    """What the model is judged by, over the series it was not built with.
-
-    Returns:
-        `published_error_2x`, `published_error_4x`: the median error's size up to twice, and from
-        there to four times what was calibrated on. `published_covered`: of these. The same with
-        `_given` where the network is known from its line rate alone. `range_covered`: beyond four
-        times. `collapse_predicted`: of rows that saturate; absent where there is none.
-        `collapse_mistaken`: of rows that do not, how many are said to. `decision_regret`: the mean
-        of `decision_regrets`.
-    """
+    """What the model is judged by, over the series it was not built with."""
     judged = [case for case in cases if case.series.is_judged]
     result: dict[str, float] = {}
     for name, is_crossing in (("", False), ("_given", True)):

@@ -150,7 +150,6 @@ def measure_hosts(
 
 
 def _until(lines: Iterable[str], deadline: float) -> Iterable[str]:
-    """Lines as they come, but for those that come too late."""
     for line in lines:
         yield line.rstrip("\n")
         if monotonic() > deadline:

@@ -29,13 +29,6 @@ def exposed(
 
     One bucket is sent at a time: f_i = max(ready_i, f_(i-1)) + T(bytes_i), as
     DistributedDataParallel does it (Li et al., "PyTorch Distributed", 2020).
-
-    Args:
-        takes: seconds that each bucket takes.
-        ready: each bucket's, as in `Bucket`.
-        backward: its seconds.
-        hidden: how much earlier than at the end buckets really begin: 1 is when they are ready, 0
-            when the backward has ended.
     """
     end = np.full_like(backward, -np.inf)
     for seconds, share in zip(takes, ready, strict=True):

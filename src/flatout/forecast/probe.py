@@ -50,13 +50,7 @@ def main(sizes: Sequence[int], seconds: float) -> None:
 
 
 def probe(world: World, sizes: Sequence[int], seconds: float) -> Network:
-    """What lies between these ranks; all of them call it.
-
-    Args:
-        world: of at least two ranks.
-        sizes: bytes of the tensors that are added up.
-        seconds: that it may take, about.
-    """
+    """What lies between these ranks; all of them call it."""
     began = time.monotonic()
     places = world.gather([world.place.node, socket.gethostname()], "names of hosts")
     names = _names(places)
@@ -69,7 +63,6 @@ def probe(world: World, sizes: Sequence[int], seconds: float) -> Network:
 
 
 def _names(places: Sequence[Any]) -> list[str]:
-    """Of the hosts, in their order; those of one name get numbers."""
     by_node = dict(reversed(places))
     names = [by_node[node] for node in sorted(by_node)]
     if len(set(names)) < len(names):
@@ -81,7 +74,6 @@ def _names(places: Sequence[Any]) -> list[str]:
 
 
 def _links(world: World, names: list[str], first: list[int], seconds: float) -> list[Link]:
-    """Between two hosts each, by their first ranks, while all others wait."""
     hosts = range(len(names))
     pairs = list(combinations(hosts, 2))
     if len(names) > _MOST_PAIRED:
@@ -99,10 +91,6 @@ def _links(world: World, names: list[str], first: list[int], seconds: float) -> 
 
 
 def _link(begins: bool, value: int, other: int, seconds: float) -> list[float]:
-    """Median seconds of a small message there and back, and bytes per second of a stream.
-
-    Both ranks call it; what is found by the one that begins counts.
-    """
     small, block = torch.zeros(1, dtype=torch.int64), torch.zeros(_BLOCK, dtype=torch.uint8)
     peer = other if begins else value
 
@@ -113,7 +101,6 @@ def _link(begins: bool, value: int, other: int, seconds: float) -> list[float]:
             dist.recv(tensor, peer)
 
     def agreed(number: int) -> int:
-        """The beginner's number."""
         small[0] = number
         pass_on(small, there=True)
         return int(small)
@@ -164,7 +151,6 @@ def reductions(hosts: int, ranks: int) -> dict[str, Asked]:
 
 
 def _collectives(world: World, hosts: int, sizes: Sequence[int], end: float) -> list[Collective]:
-    """Every reduction at every size, the smallest first, while there is time."""
     made = {
         name: reduction_of(asked, world, torch.device("cpu"))
         for name, asked in reductions(hosts, world.size).items()
@@ -195,7 +181,6 @@ def _collectives(world: World, hosts: int, sizes: Sequence[int], end: float) -> 
 
 
 def _timed(world: World, reduction: Reduction, number: int, size: int, room: float) -> list[float]:
-    """Seconds of each time, of the slowest rank."""
     length = max(1, size // 4)
     values = reduction.memory(number, length, torch.float32, torch.device("cpu"))
     side = isqrt(length)

@@ -95,15 +95,7 @@ class MeasuredRuns:
 
 
 def read_runs(runs: Sequence[str], settings: Mapping[str, Any]) -> list[MeasuredRuns]:
-    """Read runs of one job, by kind of machine in the order in which each is named first.
-
-    Args:
-        runs: folders.
-        settings: of `world`, in place of what the runs had.
-
-    Raises:
-        FlatoutError: a run is named twice, has too few steps, or trains another model.
-    """
+    """Read runs of one job, by kind of machine in the order in which each is named first."""
     profiles: list[Profile] = []
     for run in runs:
         if Path(run).resolve() in {Path(run).resolve() for run in runs[: len(profiles)]}:
@@ -277,7 +269,6 @@ def _job(first: Profile, last: Profile, settings: Mapping[str, Any], notes: list
 def _served(
     last: Profile, values: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Literal["ranks", "reduced", "towers", "apart"]:
-    """How gradients reach servers, as in `Job`."""
     waits = values.get("world.staleness", "sync") == "sync" and not values.get(
         "world.spare_workers"
     )
@@ -287,13 +278,11 @@ def _served(
 
 
 def _averaged(first: Profile, last: Profile) -> float:
-    """The bytes that local SGD averages at a time; 0 where no run shows."""
     result = (item.communication.get("bytes_per_average") for item in (last, first))
     return float(next((bytes for bytes in result if bytes), 0.0))
 
 
 def _backward(profile: Profile) -> float:
-    """What share of computing it is; two thirds where lanes do not say."""
     lanes = profile.ranks[0].lanes_ms
     backward = lanes.get("backward", 0.0)
     if not backward:
@@ -302,9 +291,6 @@ def _backward(profile: Profile) -> float:
 
 
 def _buckets(profile: Profile) -> tuple[Bucket, ...]:
-    """Those of a run, ready when it says so, or one after the other where that is not known: on a
-    GPU it is said by the host, which is ahead.
-    """
     backward = profile.ranks[0].lanes_ms.get("backward", 0.0)
     result = [item for item in profile.communication.get("buckets", ()) if item["bytes"]]
     tells = _device(profile) == "cpu" and backward > 0
@@ -318,7 +304,6 @@ def _buckets(profile: Profile) -> tuple[Bucket, ...]:
 
 
 def _rows(profile: Profile) -> list[StepTime]:
-    """Steps of the run, and what else it has timed."""
     hosts, per_host = int(profile.world["nodes"]), int(profile.world["ranks_per_node"])
     batch = float(profile.steps.batch_size or 0)
     low, mid, high = median_of(profile.steps.step_ms)
@@ -349,13 +334,11 @@ def _steps_apart(profile: Profile) -> bool:
 
 
 def _median(seconds: Sequence[float]) -> tuple[float, float]:
-    """With its standard error as a share, 1.25 times that of a mean."""
     mid = median(seconds)
     return mid, float(1.25 * np.std(seconds) / len(seconds) ** 0.5 / mid)
 
 
 def _input(profile: Profile) -> Range | None:
-    """Samples per second that a host can read: what it waited for, or what its pipeline could."""
     hosts, per_host = int(profile.world["nodes"]), int(profile.world["ranks_per_node"])
     rate = None
     if input_wait(profile) > _WAITS:

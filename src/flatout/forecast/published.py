@@ -168,12 +168,7 @@ def _prior(system: dict[str, Any]) -> Prior:
 
 
 def with_input(series: Series, fastest: float) -> Prior:
-    """What a host can read, where samples come from files.
-
-    Args:
-        series: series of them.
-        fastest: samples per second of a host so far: at least that can be read.
-    """
+    """What a host can read, where samples come from files."""
     low, high = (share * fastest for share in _INPUT)
     if series.workers:
         low = max(low, series.workers * WORKER[0])

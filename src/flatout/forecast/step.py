@@ -83,15 +83,7 @@ class MachineDraws:
 def step_terms(
     job: Job, shape: Shape, draws: MachineDraws, *, growth: float = 1.0
 ) -> dict[str, Floats]:
-    """Return the seconds of a step by term of `TERMS`, without limits by input.
-
-    Args:
-        job: the job that makes the step.
-        shape: the ranks of the job.
-        draws: possible values of the machine and the network.
-        growth: the ranks divided by the most ranks that were timed. Above 1, the model's own error
-            of communication is drawn, too.
-    """
+    """Return the seconds of a step by term of `TERMS`, without limits by input."""
     draws = draws.beyond(growth)
     compute = computing(job, shape, draws)
     crowded = compute * crowding(shape, draws)
@@ -133,14 +125,7 @@ def waiting(job: Job, ranks: int) -> float:
 
 
 def syncing(job: Job, shape: Shape, draws: MachineDraws, busy: Floats) -> Floats:
-    """What of adding up gradients is not hidden behind the last micro-batch.
-
-    Args:
-        job: that sends them.
-        shape: its ranks.
-        draws: of what they compute and send on.
-        busy: seconds of one micro-batch's computing.
-    """
+    """What of adding up gradients is not hidden behind the last micro-batch."""
     if shape.ranks == 1 or shape.silent:
         return np.zeros_like(busy)
     inner, outer = _links(shape, draws)
@@ -178,7 +163,6 @@ def syncing(job: Job, shape: Shape, draws: MachineDraws, busy: Floats) -> Floats
 
 
 def _rows(job: Job, shape: Shape, outer: Link) -> Floats:
-    """Seconds for the rows of tables: to their owners and back, or of each rank to all."""
     if not job.row_bytes:
         return np.zeros_like(outer.alpha)
     own = job.row_bytes * shape.batch
@@ -188,7 +172,6 @@ def _rows(job: Job, shape: Shape, outer: Link) -> Floats:
 
 
 def _serving(job: Job, shape: Shape, inner: Link, outer: Link, hides: Floats) -> Floats:
-    """Seconds for gradients to the parameter servers, and weights back; `hides` are hidden."""
     servers = shape.servers or job.servers
     match job.served:
         case "hosts":
@@ -213,7 +196,6 @@ def _serving(job: Job, shape: Shape, inner: Link, outer: Link, hides: Floats) ->
 
 
 def _to_servers_apart(job: Job, workers: int, per_host: int, servers: int, link: Link) -> Floats:
-    """To hosts that compute nothing and back: by the fullest server's link, or a worker's own."""
     fullest = collectives.fullest_server(job.bytes, workers, 0, servers, job.largest, link)
     return np.maximum(fullest, per_host * job.bytes * link.beta)
 
@@ -225,7 +207,6 @@ def sending(job: Job, sent: ReductionTime, draws: MachineDraws) -> Floats:
 
 
 def _links(shape: Shape, draws: MachineDraws) -> tuple[Link, Link]:
-    """Within a host, and between hosts; of one host both are what is within."""
     inner = Link(draws.rtt / 20, 1 / draws.inside, np.zeros_like(draws.inside))
     if shape.hosts == 1:
         return inner, inner
@@ -233,7 +214,6 @@ def _links(shape: Shape, draws: MachineDraws) -> tuple[Link, Link]:
 
 
 def _reduced(job: Job, shape: Shape, bytes: float, inner: Link, outer: Link) -> Floats:
-    """Seconds in which one bucket is added up."""
     ranks, hosts, per_host = shape.ranks, shape.hosts, shape.per_host
     if job.reduction == "hierarchical" and hosts > 1:
         between = _compressed(job, hosts, hosts, bytes, outer)

@@ -27,11 +27,7 @@ def normal_maximum(draws: int) -> float:
 
 
 class Spread:
-    """Of a rank's steps, from the steps of a run, or normal where there are none.
-
-    Args:
-        steps: durations of one rank's steps, in any unit.
-    """
+    """Of a rank's steps, from the steps of a run, or normal where there are none."""
 
     def __init__(self, steps: Sequence[float] | None = None) -> None:
         self._steps = None

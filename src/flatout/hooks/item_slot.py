@@ -35,11 +35,7 @@ def can_clear() -> bool:
 
 
 def clear(owner: type) -> None:
-    """Let C code take a class, and those that inherit its `__getitem__`, for no sequences.
-
-    Args:
-        owner: a class in Python code; `can_clear` has been asked.
-    """
+    """Let C code take a class, and those that inherit its `__getitem__`, for no sequences."""
     if is_sequence(owner):
         _place(owner).value = None
     heirs: list[type] = type.__subclasses__(owner)
@@ -56,7 +52,6 @@ def _slot(owner: type) -> int | None:
 
 
 def _place(owner: type) -> ctypes.c_void_p:
-    """Where the slot of a class lies."""
     header = object.__basicsize__ + _POINTER
     methods = ctypes.c_void_p.from_address(id(owner) + header + _AS_SEQUENCE * _POINTER).value
     assert methods is not None  # a class in Python code has one

@@ -86,7 +86,6 @@ class _Stack:
 
 @contextmanager
 def _without_hooks() -> Iterator[None]:
-    """Restore all wrapped attributes within the block."""
     stacks = [stack for stack in list(_stacks) if stack.hooks and stack.is_in_place()]
     kept = [(stack, stack.hooks) for stack in stacks]
     try:

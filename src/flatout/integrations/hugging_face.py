@@ -127,6 +127,5 @@ class HFTimeline(Watches, TrainerCallback):  # type: ignore[misc]
 
 
 def _is_taken_over(model: Any, args: Any) -> bool:
-    """Whether a hook on the model would break its compiled graph, or run in many threads."""
     compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None)
     return bool(compiled or args.torch_compile or args.n_gpu > 1)

@@ -73,7 +73,6 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
 
     @property
     def _optimizer(self) -> Any:
-        """Which counts the batches: what scales the loss passes them on."""
         return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
 
     @property
@@ -132,7 +131,6 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
 
     @property
     def _is_watched(self) -> bool:
-        """Whether a mark was made in this fit where the optimizer had stepped."""
         return "optimizer" in self._step_lanes.lanes
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -159,5 +157,4 @@ class _Last(Callback):  # type: ignore[misc]
         self._step_lanes = lanes
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """The callbacks have had their turn."""
         self._step_lanes.was("host")

@@ -29,7 +29,6 @@ _BETWEEN = ("evaluation", "saving")
 
 
 def _lightning() -> Any:
-    """The user's Lightning: `lightning`, or `pytorch_lightning` where only that was imported."""
     names = ["lightning.pytorch", "pytorch_lightning"]
     names.sort(key=lambda name: name not in sys.modules)
     for name in names:
@@ -115,7 +114,6 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
         return {**vars(self), "_profiler": None, "_handles": []}
 
     def _lane_of(self, action: str) -> str | None:
-        """Of an action of the profiler; most of them are none."""
         self._step_lanes.looks += 1
         if action not in self._lanes:
             self._lanes[action] = _ACTIONS.get(action.rpartition(".")[2])

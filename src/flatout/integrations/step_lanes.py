@@ -123,12 +123,7 @@ class Watches:
 
 
 def words(timeline: Timeline, hidden: dict[str, str]) -> list[str]:
-    """Two lines: the lanes of a step, and the one that takes most; one where there was no step.
-
-    Args:
-        timeline: of the steps.
-        hidden: lanes that cannot be seen, and the lane that holds each one's time.
-    """
+    """Two lines: the lanes of a step, and the one that takes most; one where there was no step."""
     if not timeline.steps:
         return ["no step was seen"]
     lanes = timeline.lanes()
@@ -153,7 +148,6 @@ def hidden_sync(lane: str = "backward") -> dict[str, str]:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    """Rank, and how many there are."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -163,7 +157,6 @@ def _rank_and_size() -> tuple[int, int]:
 
 @cache
 def _cost_of_a_mark_us() -> float:
-    """Times marks: the median of rounds."""
     count, rounds = 1000, []
     for _ in range(5):
         lanes = StepLanes()

@@ -100,7 +100,6 @@ def change_images(
 
 
 def _as_bytes(name: str, images: Images) -> npt.NDArray[np.uint8]:
-    """With the bytes of a pixel as the last dimension."""
     if images.ndim != 4 or not images.size or not images[0].flags.c_contiguous:
         raise ValueError(
             f"{name}: expected C-contiguous images of shape (rows, height, width, channels), found "
@@ -110,7 +109,6 @@ def _as_bytes(name: str, images: Images) -> npt.NDArray[np.uint8]:
 
 
 def _cut(image: Images, top: int, left: int, size: tuple[int, int]) -> Images:
-    """A part of an image, 0 where it reaches beyond it."""
     height, width = image.shape[:2]
     if top >= 0 and left >= 0 and top + size[0] <= height and left + size[1] <= width:
         return image[top : top + size[0], left : left + size[1]]
@@ -123,7 +121,6 @@ def _cut(image: Images, top: int, left: int, size: tuple[int, int]) -> Images:
 
 
 def _resized(image: Images, part: Integers, size: tuple[int, int]) -> Images:
-    """A part of an image, in channels_last memory: torch's way for AVX2, in this thread alone."""
     import torch
 
     top, left, height, width = part.tolist()

@@ -44,13 +44,7 @@ class Saved(NamedTuple):
 
 
 def fits(x: torch.Tensor, *parameters: torch.Tensor | None, skip: torch.Tensor | None) -> bool:
-    """Whether the kernel takes these, and is faster on them than torch's operators.
-
-    Args:
-        x: of shape (samples, channels, ...).
-        parameters: weight and bias, if there are.
-        skip: what is added before the activation, if anything.
-    """
+    """Whether the kernel takes these, and is faster on them than torch's operators."""
     absent.warn_without(_c)
     return (
         _use_c
@@ -92,7 +86,6 @@ def _suits(x: torch.Tensor) -> bool:
 
 
 def _format(x: torch.Tensor) -> torch.memory_format | None:
-    """In which `x` lies without gaps."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if last is not None and x.is_contiguous(memory_format=last):
         return last
@@ -107,19 +100,7 @@ def forward(
     activation: str | None,
     epsilon: float,
 ) -> tuple[torch.Tensor, Saved]:
-    """`activation(batch_norm(x) + skip)`, by the moments of the batch.
-
-    Args:
-        x: of shape (samples, channels, ...), for which `fits` with all others.
-        weight: float32, of shape (channels,), or None for 1.
-        bias: the same, or None for 0.
-        skip: as `x`, or None; then `activation` is no `relu6`.
-        activation: one of ACTIVATIONS.
-        epsilon: is added to the variance.
-
-    Returns:
-        The result, as `x`, and what `backward` needs.
-    """
+    """`activation(batch_norm(x) + skip)`, by the moments of the batch."""
     y = torch.empty_like(x)
     moments = torch.empty((4, x.shape[1]))
     _c.forward(
@@ -141,15 +122,7 @@ def backward(
     saved: Saved,
     wants_skip: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradients of x, weight, bias and skip.
-
-    Args:
-        x: as in forward.
-        y: the result of forward, where there was a skip and an activation; else None.
-        gradient: of the result.
-        saved: from `forward`.
-        wants_skip: whether the gradient of the skip is wanted.
-    """
+    """The gradients of x, weight, bias and skip."""
     layout = _format(x)
     assert layout is not None
     gradient = gradient.to(x.dtype).contiguous(memory_format=layout)

@@ -60,17 +60,7 @@ class Draw(NamedTuple):
 
 
 def dropout(x: torch.Tensor, p: float, draw: Draw, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`x / (1 - p)` where an element is kept, `x * 0` where it is not.
-
-    Args:
-        x: floating point. Its memory format does not change which elements are kept.
-        p: the probability of an element to be dropped, from 0 to 1.
-        draw: what decides; `outer * samples` divide the elements of `x`.
-        out: `x` itself, to write into it.
-
-    Returns:
-        Of the shape and dtype of `x`, in its memory format where that is dense.
-    """
+    """`x / (1 - p)` where an element is kept, `x * 0` where it is not."""
     scale = 1 / (1 - p) if p < 1 else 0.0
     if not _takes_kernel(x) or x.dtype not in _ITEMS:
         kept = keep(x.shape, p, draw, x.device)
@@ -182,7 +172,6 @@ def _keep_by_torch(
 
 
 def _philox(counter: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """Four words of 32 bits, in int64; products of two such words wrap, which leaves their bits."""
     c0, c1, c2, c3 = counter
     for number in range(_ROUNDS):
         k0 = ((seed & _WORD) + number * _BUMPS[0]) & _WORD

@@ -185,19 +185,7 @@ def scan(
     most: int | None = None,
     at_once: int = 1 << 16,
 ) -> Scan:
-    """Find the records of a TFRecord file by their frames, and compare each length's checksum.
-
-    Args:
-        buffer: C-contiguous memory with the buffer protocol: bytes, a memory map, an array.
-        start: the offset at which a frame begins. A scan may go on at the end of an earlier scan.
-        final: True if no more bytes follow. If False, an incomplete frame is no problem: the caller
-            goes on at `consumed` when there are more bytes.
-        most: the most records to find.
-        at_once: the most records for one call of the kernel.
-
-    Raises:
-        ValueError: `start` is not in the buffer, or it is not C-contiguous.
-    """
+    """Find the records of a TFRecord file by their frames, and compare each length's checksum."""
     absent.warn_without(_c)
     columns: list[tuple[Numbers, Numbers]] = []
     at, total, end = start, 0, End.MOST
@@ -234,11 +222,7 @@ def _problem(data: memoryview, at: int, end: End, final: bool) -> str:
 
 
 def plan(features: Sequence[Feature]) -> Plan:
-    """Prepare to look for features.
-
-    Raises:
-        ValueError: there is none, two have the same name, or a kind or width is none.
-    """
+    """Prepare to look for features."""
     return Plan(features)
 
 
@@ -300,31 +284,6 @@ def decode(
     Entries of the map may come in any order, and the last of several with the same key counts;
     lists may be packed or not; fields that are unknown are skipped, and features that are not in
     `spec` without a look into them. A feature that is there without a list is missing.
-
-    Args:
-        buffer: as for `scan`.
-        starts: first byte of each record, int64 of shape (rows,).
-        ends: one after the last byte.
-        spec: made by `plan`.
-        outputs: an array for each feature to write into: int64 or int32, float32, or uint8 for the
-            kind "bytes". Its shape is (rows, ...) with `width` values in each row, or (values,)
-            for a ragged feature.
-        offsets: for each ragged feature where the rows' values begin in its output and where the
-            last row's end, int64 of shape (rows + 1,), not decreasing; None for other features. A
-            row may have more room than values; what is left over is filled with the default. With
-            less room it is bad.
-        defaults: for each feature what a value becomes that is missing.
-        status: as for `measure`.
-        at: as for `measure`. All other outputs of a bad record become 0.
-        present: uint8 of shape (rows, features) to write into: 1 where the record has the feature.
-        check: as for `measure`.
-
-    Returns:
-        How many records are bad.
-
-    Raises:
-        ValueError: an array has another dtype, shape or memory layout, arrays share memory, or a
-            default does not fit. Nothing is written.
     """
     absent.warn_without(_c)
     results = (outputs, offsets, present, defaults, status, at, check)
@@ -338,18 +297,6 @@ def encode(columns: Mapping[str, Values]) -> tuple[npt.NDArray[np.uint8], Number
 
     Map entries come in the order of the columns and lists are packed, so that the same rows always
     give the same bytes.
-
-    Args:
-        columns: by name, int64, float32 or uint8 of shape (rows, ...), or a pair of values and
-            offsets for rows of different lengths. uint8 becomes one value of bytes.
-
-    Returns:
-        The frames as uint8 of shape (bytes,), and where each begins and the last one ends, int64 of
-        shape (rows + 1,).
-
-    Raises:
-        ValueError: a column has another dtype or memory layout, columns differ in their rows, there
-            is no column, or a record would be larger than the 2^31 - 1 bytes of Protocol Buffers.
     """
     absent.warn_without(_c)
     if not columns:

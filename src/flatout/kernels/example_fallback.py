@@ -82,7 +82,6 @@ def crc32c(data: Any, value: int = 0) -> int:
 
 
 def _lanes_state(state: int, lanes: Text) -> int:
-    """The state behind all lanes, which follow one another."""
     states = np.zeros(len(lanes), np.uint32)
     states[0] = state
     for column in np.ascontiguousarray(lanes.T):
@@ -102,7 +101,6 @@ def _lanes_state(state: int, lanes: Text) -> int:
 
 
 def _moved(states: npt.NDArray[np.uint32], moves: npt.NDArray[np.uint32]) -> Any:
-    """States behind so many zeros that bit i of a state becomes `moves[i]`."""
     out = np.zeros_like(states)
     for bit in range(32):
         out ^= (states >> np.uint32(bit) & np.uint32(1)) * moves[bit]
@@ -227,7 +225,6 @@ def _messages(record: bytes, at: int, end: int, number: int) -> Iterator[_Field]
 
 
 def _entries(record: bytes) -> dict[bytes, tuple[int, int]]:
-    """Where the last entry of the map with each key is."""
     entries = {}
     for features in _messages(record, 0, len(record), 1):
         for entry in _messages(record, features.at, features.end, 1):
@@ -239,7 +236,6 @@ def _entries(record: bytes) -> dict[bytes, tuple[int, int]]:
 
 
 def _lists(record: bytes, entry: tuple[int, int]) -> list[_Field]:
-    """The lists of an entry that count: the last one, and those of its kind right before it."""
     counting: list[_Field] = []
     for feature in _messages(record, *entry, 2):
         for field in _fields(record, feature.at, feature.end):
@@ -299,7 +295,6 @@ class _Values:
 def _values(
     record: bytes, entry: tuple[int, int] | None, feature: Any, is_int32: bool, room: int | None
 ) -> npt.NDArray[Any] | None:
-    """The values of a feature, or None where it is missing. Places are those in the record."""
     lists = [] if entry is None else _lists(record, entry)
     if entry is None or not lists:
         if feature.required:

@@ -83,30 +83,6 @@ def survey(
 
     A row is good here exactly if it is good for `parse` or `dense` with the same base, limit, room
     and dtypes.
-
-    Args:
-        buffer: C-contiguous memory with the buffer protocol: bytes, a memory map, an array.
-        starts: first byte of each row, int64 of shape (rows,).
-        ends: one after the last byte, int64 of shape (rows,).
-        lengths: how many pairs each row has, int32 of shape (rows,), to write into.
-        labels: float64 of shape (rows,), to write into.
-        qid: int64 of shape (rows,), to write into; -1 where a row has none.
-        status: uint8 of shape (rows,), to write into: 0 for a good row, else a `Bad`.
-        at: int64 of shape (rows,): where in the buffer a bad row goes wrong. Places of good rows
-            stay as they are. All other outputs of a bad row become 0.
-        base: the smallest index, 0 or 1.
-        limit: how many indices there are from `base` on.
-        width: the most pairs in a row.
-        label_as: what labels have to fit into: float32, float64 or int64.
-        value_as: what values have to fit into: float32 or float64.
-
-    Returns:
-        How many rows are bad, and the smallest and the largest index in the others, as they stand
-        in the text; 2^63 - 1 and -1 where there is none.
-
-    Raises:
-        ValueError: an array has another dtype, shape or memory layout, arrays share memory, or a
-            number is out of range. Nothing is written.
     """
     absent.warn_without(_c)
     outputs = (labels, qid, lengths, status, at)
@@ -178,26 +154,7 @@ def dense(
     at: Numbers,
     qid: Numbers | None = None,
 ) -> int:
-    """Read rows to vectors with a place for each index.
-
-    Args:
-        buffer: as in `survey`.
-        starts: as in `survey`.
-        ends: as in `survey`.
-        base: the smallest index, 0 or 1; it goes to column 0.
-        limit: how many columns there are.
-        labels: as in `parse`.
-        out: float32 of shape (rows, limit), to write into; 0 where the text says nothing.
-        status: as in `survey`.
-        at: as in `survey`.
-        qid: as in `parse`.
-
-    Returns:
-        How many rows are bad.
-
-    Raises:
-        ValueError: as in `survey`.
-    """
+    """Read rows to vectors with a place for each index."""
     absent.warn_without(_c)
     outputs = (labels, qid, out, status, at)
     if _use_c:
@@ -236,7 +193,6 @@ _BOUNDS = {"float32": float.fromhex("0x1.ffffffp127")}
 
 
 def _number(row: bytes, at: int, bad: Bad) -> tuple[float, int]:
-    """A decimal number, and where it ends."""
     match = _DECIMAL.match(row, at)
     assert match is not None  # it matches nothing at all as well
     end = match.end()
@@ -251,7 +207,6 @@ def _number(row: bytes, at: int, bad: Bad) -> tuple[float, int]:
 
 
 def _whole(row: bytes, at: int, bad: Bad) -> tuple[int, int]:
-    """Digits, and where they end."""
     match = _DIGITS.match(row, at)
     if match is None:
         raise Wrong(bad, at)
@@ -334,7 +289,6 @@ def _read_row(row: bytes, room: int, rules: _Rules) -> _Row:
 
 
 def _good_row(text: npt.NDArray[np.uint8], start: int, end: int, room: int, rules: _Rules) -> _Row:
-    """A row; `Wrong` has its place in the text."""
     if not 0 <= start <= end <= len(text):
         raise Wrong(Bad.OUTSIDE, start)
     row = text[start:end].tobytes().rstrip(b" \t\r\n")
@@ -367,7 +321,6 @@ class _Rows(NamedTuple):
 def _each(
     rows: _Rows, rooms: Sequence[int], label_as: np.dtype[Any], value_as: np.dtype[Any]
 ) -> Iterator[tuple[int, _Row | None]]:
-    """Each row, or None where it is bad, after what all calls write of it was written."""
     rules = _Rules(rows.base, rows.limit, label_as, value_as)
     text = text_of("buffer", rows.buffer)
     ranges = zip(rows.starts.tolist(), rows.ends.tolist(), rooms, strict=True)
@@ -487,7 +440,6 @@ _VALUES = ("float32", "float64")
 def _check(
     rows: _Rows, outputs: Sequence[npt.NDArray[Any]], offsets: Numbers | None = None
 ) -> None:
-    """Refuse what the extension refuses."""
     count = rows.starts.size
     text = memoryview(rows.buffer)
     if not (text.c_contiguous and text.format == "B" and text.ndim == 1):

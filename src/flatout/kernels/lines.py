@@ -75,24 +75,6 @@ def index_lines(
     r"""Find the lines of `buffer[start:stop]`.
 
     A line ends before its "\n" and before a "\r" that stands there; the last may lack its newline.
-
-    Args:
-        buffer: C-contiguous memory with the buffer protocol: bytes, a memory map, an array.
-        start: the offset at which the first line begins.
-        stop: the offset at which the last line ends; None for the end of the buffer.
-        skip_blank: leave out lines that are empty or consist of bytes in `white`.
-        comment: leave out lines that begin with this, after bytes in `white`; None keeps all.
-        white: bytes that may stand in a blank line. If tabs separate fields that may be empty, pass
-            b"", so that a line of tabs is a row.
-        threads: the number of parts of the buffer that are searched at the same time.
-        least_per_thread: the fewest bytes of a part for which a thread is started.
-
-    Returns:
-        Starts and ends as offsets in `buffer`, int64 of shape (lines,) each.
-
-    Raises:
-        ValueError: `start` and `stop` are not in the buffer, the buffer is not C-contiguous, or
-            `comment` is empty or has a newline in it.
     """
     text = text_of("buffer", buffer)
     stop = len(text) if stop is None else stop
@@ -122,7 +104,6 @@ def index_lines(
 
 
 def _cuts(text: Text, start: int, stop: int, parts: int) -> Iterator[int]:
-    """Begins of lines that cut the text in parts of about the same size, and both its ends."""
     cut = start
     yield cut
     for part in range(1, parts):
@@ -191,19 +172,6 @@ def read_rows(fd: int, starts: Numbers, ends: Numbers, out: Text, out_starts: Nu
 
     Ranges that follow each other in the file, at less than 4 KiB, are read by one call of the
     system. The file's position stays where it is. After an error, `out` may be filled in part.
-
-    Args:
-        fd: descriptor of a file that has a position: not a pipe.
-        starts: first byte of each range, int64 of shape (rows,).
-        ends: one after the last byte.
-        out: uint8 of one dimension.
-        out_starts: where in `out` each range goes, int64 of shape (rows,).
-
-    Raises:
-        FileTooShort: an EOFError: the file ends before a range does; names row and byte.
-        OSError: the file cannot be read.
-        ValueError: a range is not one, or does not fit into `out` at its place; or an array has
-            another dtype, shape or memory layout. Nothing was read.
     """
     absent.warn_without(_c)
     read = _c.read if _use_c else _read_fallback
@@ -239,40 +207,14 @@ def _read_fallback(
 
 
 def split_rows(source: Text, index: Numbers, columns: Sequence[Column]) -> None:
-    """Copy bytes of rows into columns.
-
-    Args:
-        source: C-contiguous uint8 of shape (rows, bytes of a row).
-        index: rows in the order wanted, int64 of shape (count,), each value in [0, rows).
-        columns: (byte offset in the row, bytes, array to write into) each. An array has shape
-            (count, ...), any dtype without Python objects, and that many bytes in a row. The
-            arrays do not share memory.
-
-    Raises:
-        IndexError: an index is negative or too large; names position and value. Nothing is written.
-        ValueError: an array has another dtype, shape or memory layout, a column reaches beyond the
-            row, or an array shares memory with `source` or `index`. Nothing is written.
-    """
+    """Copy bytes of rows into columns."""
     absent.warn_without(_c)
     pieces = [(offset, width, _plain(array)) for offset, width, array in columns]
     (_c.split if _use_c else _split_fallback)(source, index, pieces)
 
 
 def join_rows(columns: Sequence[Column], out: Text, index: Numbers | None = None) -> None:
-    """Copy columns into the bytes of rows: the inverse of `split_rows`.
-
-    Args:
-        columns: (byte offset in the row, bytes, array to read) each; the arrays have equally many
-            rows. Where two columns write the same byte, the later one wins.
-        out: C-contiguous uint8 of shape (count, bytes of a row). Bytes that no column writes stay.
-        index: rows of the columns in the order wanted, int64 of shape (count,); None takes all in
-            their order.
-
-    Raises:
-        IndexError: an index is negative or too large; names position and value. Nothing is written.
-        ValueError: an array has another dtype, shape or memory layout, a column reaches beyond the
-            row, or an array shares memory with `out`. Nothing is written.
-    """
+    """Copy columns into the bytes of rows: the inverse of `split_rows`."""
     absent.warn_without(_c)
     pieces = [(offset, width, _plain(array)) for offset, width, array in columns]
     rows = pieces[0][2].shape[0] if pieces and pieces[0][2].ndim else 0
@@ -320,7 +262,6 @@ def _check_columns(columns: Sequence[Column], rows: int, row_bytes: int) -> None
 
 
 def _plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same memory as something that the buffer protocol knows: it has no datetime64."""
     if array.dtype.kind in _NUMBERS:
         return array
     if array.dtype.hasobject or not (array.ndim and array.flags.c_contiguous):

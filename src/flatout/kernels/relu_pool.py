@@ -42,17 +42,7 @@ def fits(images: torch.Tensor) -> bool:
 
 
 def forward(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of each 2x2 window, or 0 where none is above 0.
-
-    Args:
-        images: of shape (images, channels, height, width), for which `fits`. An odd last row or
-            column is in no window.
-
-    Returns:
-        The maxima, of shape (images, channels, height // 2, width // 2), channels last; and their
-        codes, uint8 of shape (images, height // 2, width // 2, channels): which pixel of the window
-        won, 4 for none.
-    """
+    """The largest of each 2x2 window, or 0 where none is above 0."""
     count, channels, height, width = images.shape
     small = torch.empty(
         (count, channels, height // 2, width // 2),
@@ -65,14 +55,7 @@ def forward(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def backward(gradient: torch.Tensor, codes: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The gradient of the images: each window's goes to the pixel that won.
-
-    Args:
-        gradient: of the maxima, of their shape and dtype.
-        codes: from `forward`.
-        height: of the images.
-        width: of the images.
-    """
+    """The gradient of the images: each window's goes to the pixel that won."""
     gradient = gradient.contiguous(memory_format=torch.channels_last)
     images = torch.empty(
         (*gradient.shape[:2], height, width),

@@ -105,13 +105,11 @@ def _fallback(source: Pixels, out: Pixels) -> None:
 
 
 def _pair(axis: npt.NDArray[Any], length: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Numbers of the two pixels; a single one is both."""
     first = axis["first"]
     return first, first + (length > 1)
 
 
 def _axis(length: int, result: int) -> npt.NDArray[Any]:
-    """For each of `result` pixels, the first of its two out of `length`, and their weights."""
     at = ((np.arange(result) + 0.5) * (length / result) - 0.5).astype(np.float32)
     at = at.clip(0, length - 1)
     table = np.empty(result, _PIXEL)
@@ -128,7 +126,6 @@ def _bytes_of_axis(length: int, result: int) -> bytes:
 
 @lru_cache(_KEPT)
 def _values(length: int, result: int, channels: int) -> bytes:
-    """A row's table for vectors; empty where four values may need more than 16 bytes."""
     columns = _axis(length, result)
     first = columns["first"][:, np.newaxis] * channels + np.arange(channels)
     weights = columns["weights"].repeat(channels, axis=0)

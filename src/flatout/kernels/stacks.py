@@ -21,7 +21,6 @@ def stacks_of(clock: Clock) -> Stacks | None:
 
 
 def _called(clock: Clock) -> Stacks | None:
-    """By these two and the one below it is found out how frames lie in memory."""
     return _made(clock)
 
 

@@ -65,15 +65,7 @@ class Groups(NamedTuple):
 
 
 def group(ids: torch.Tensor, size: int) -> Groups:
-    """Find the rows that are used, and where.
-
-    Args:
-        ids: int64 of any shape.
-        size: how many rows the table has.
-
-    Raises:
-        IndexError: an id is not in 0..size-1.
-    """
+    """Find the rows that are used, and where."""
     ids = ids.detach().reshape(-1).contiguous()
     rows, places = torch.empty_like(ids), torch.empty_like(ids)
     starts = torch.empty(len(ids) + 1, dtype=torch.int64)
@@ -99,14 +91,7 @@ class GroupsByRank(NamedTuple):
 
 
 def group_by_rank(groups: Groups, first: int, ranks: int, shift: int) -> GroupsByRank:
-    """Put groups in the order of the ranks that own their rows.
-
-    Args:
-        groups: as `group` finds them.
-        first: the rank that owns the first rows; the next are the next rank's.
-        ranks: how many there are.
-        shift: of so many rows at a time, as a power of two.
-    """
+    """Put groups in the order of the ranks that own their rows."""
     rows, places, starts = (torch.empty_like(group) for group in groups)
     local, numbers = torch.empty_like(rows), torch.empty_like(places)
     counts = torch.empty(ranks, dtype=torch.int64)
@@ -137,15 +122,7 @@ def numbers_in(groups: Groups) -> torch.Tensor:
 
 
 def sum_rows(values: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """The sum of the values of each row, in the order of their places.
-
-    Args:
-        values: float32 of shape (places, width); bfloat16 is added up in float32.
-        groups: of these places.
-
-    Returns:
-        of shape (rows, width), and of the same dtype.
-    """
+    """The sum of the values of each row, in the order of their places."""
     if values.dtype is torch.bfloat16:
         return sum_rows(values.float(), groups).to(values.dtype)
     values = values.contiguous()
@@ -309,7 +286,6 @@ class Change(NamedTuple):
 def _addresses(
     table: Table, rows: torch.Tensor | None, gradients: torch.Tensor | None
 ) -> _Addresses:
-    """Of tensors that live until the extension has returned."""
     lower = table.lower or (None, None, None)
     return (
         table.weights.data_ptr(),

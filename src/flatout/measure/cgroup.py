@@ -68,7 +68,6 @@ def usable_cpus(root: Path = Path("/")) -> int:
 
 
 def _groups(controller: str, root: Path) -> Iterator[_Group]:
-    """Yields the groups that bind this process for a controller, its own first, the mount last."""
     result = _own_path(controller, root)
     if result is None:
         return
@@ -89,7 +88,6 @@ def _groups(controller: str, root: Path) -> Iterator[_Group]:
 
 
 def _own_path(controller: str, root: Path) -> tuple[int, str] | None:
-    """Returns (version, path) of this process's group. A controller is in one version at a time."""
     unified = None
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -101,7 +99,6 @@ def _own_path(controller: str, root: Path) -> tuple[int, str] | None:
 
 
 def _mount(controller: str, version: int, path: str, root: Path) -> tuple[str, Path] | None:
-    """Returns what is mounted of the hierarchy and where, preferring a mount that holds `path`."""
     mounts = []
     for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
         left, _, right = line.partition(" - ")
@@ -151,7 +148,6 @@ def _number(path: Path) -> int | None:
 
 
 def _read(path: Path) -> str | None:
-    """Returns the text of a kernel file, or None where this kernel or this level has none."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -23,13 +23,7 @@ _SCALE_FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class CurveDifference:
-    """How two curves differ.
-
-    Args:
-        max_rel: the largest relative difference.
-        step: the index at which it is, None where the curves are equal.
-        first: the first index at which they differ, None where they are equal.
-    """
+    """How two curves differ."""
 
     max_rel: float
     step: int | None

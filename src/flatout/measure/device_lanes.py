@@ -70,12 +70,10 @@ class _Step:
 
     @property
     def last(self) -> Event:
-        """The event with which it ends."""
         return self.ends[-1][1]
 
     @property
     def before(self) -> int:
-        """How long the host was busy before it began to queue the step."""
         return self.input + self.copy + self.others + self.frozen
 
 
@@ -183,7 +181,6 @@ class DeviceLanes:
             self._write(1.0)
 
     def _pass(self, step: _Step) -> None:
-        """All its events have passed."""
         began = step.start + step.before
         if self._before is None:
             at, share = began, 1.0
@@ -210,7 +207,6 @@ class DeviceLanes:
         self._before = (step.last, end, began + step.queueing)
 
     def _write(self, share: float) -> None:
-        """The row of the step before; the device waited for this share of its last lane."""
         row, self._row = self._row, None
         if row is not None:
             row[7] = int(share * row[7])

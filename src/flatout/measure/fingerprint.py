@@ -131,7 +131,6 @@ def fingerprint(root: Path = Path("/")) -> Fingerprint:
 
 
 def _processor(root: Path) -> tuple[str, tuple[str, ...]]:
-    """Reads the first processor of /proc/cpuinfo: x86 says `model name`, Arm its part number."""
     facts: dict[str, str] = {}
     try:
         text = (root / "proc/cpuinfo").read_text()

@@ -120,15 +120,7 @@ def point_to(
     job: str | None = None,
     run: str | None = None,
 ) -> None:
-    """Show an observation instead, which this process writes itself.
-
-    Args:
-        file: an Observation as JSON, replaced about once a second.
-        rank: of this process.
-        world_size: how many ranks train together.
-        job: as of `Live`.
-        run: as of `Live`.
-    """
+    """Show an observation instead, which this process writes itself."""
     if not _is_off():
         with suppress(Exception):
             who = _who(rank, world_size, job, run)
@@ -217,7 +209,6 @@ class Ranks:
         return rank
 
     def _observed(self, pid: int, file: Path) -> dict[str, Any]:
-        """What an observation holds; nothing where it cannot be read yet."""
         try:
             status, written = _read(file)
         except (OSError, ValueError):
@@ -235,7 +226,6 @@ class Ranks:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], float]:
-    """An object of JSON in a file of this user's, and when that was written."""
     # What is no file must not be waited for, and a link may lead to anything.
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(handle, "rb") as opened:
@@ -255,7 +245,6 @@ def _read(file: Path) -> tuple[dict[str, Any], float]:
 
 
 def _check(rank: Rank) -> None:
-    """Refuse what is not of a Rank's types."""
     numbers = [rank.started, rank.updated, rank.watched_s, rank.starved_s]
     for number in [*numbers, *([] if rank.throughput is None else [rank.throughput])]:
         _finite(number)
@@ -303,7 +292,6 @@ def _note(looks: deque[_Look], look: _Look) -> None:
 
 
 def _recent(looks: Sequence[_Look]) -> dict[str, Any]:
-    """Lanes per step and speed since a look some seconds ago, and how much was starved."""
     last = looks[-1]
     before = next((look for look in looks if last.at - look.at <= _RECENT_S), last)
     if last.steps == before.steps:  # a step takes longer than that
@@ -386,7 +374,6 @@ def _runs(pid: int, started: float) -> bool:
 
 
 def _runs_python(process: Any) -> bool:
-    """Whether a process can be a rank: another program may have Python within it."""
     if "python" in os.path.basename(process.exe()):
         return True
     try:

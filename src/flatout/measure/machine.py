@@ -119,9 +119,6 @@ def _measured(device: str) -> dict[str, Any]:
 class _Round:
     """Measures each of the rates once.
 
-    Args:
-        until: when it should be over: from then on the first run counts, and is the only one.
-
     Attributes:
         found: the rates by their places.
     """
@@ -132,11 +129,9 @@ class _Round:
 
     @property
     def is_late(self) -> bool:
-        """Whether the time is up."""
         return perf_counter() > self._until
 
     def best(self, run: Callable[[], Any]) -> float:
-        """Seconds of the fastest of some runs, after one that does not count."""
         if not self.is_late:
             run()
         seconds: list[float] = []
@@ -150,7 +145,6 @@ class _Round:
 
 
 def _once(run: Callable[[], Any]) -> float:
-    """In place of `_Round.best`, where what it takes does not count."""
     run()
     finish_device()
     return 1.0
@@ -162,7 +156,6 @@ _Probe = tuple[list[_Place], Callable[[_Best], Any]]
 
 
 def _probes(device: str) -> Iterator[_Probe]:
-    """Where rates stand in the result, and what measures them; more is better."""
     import torch
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -181,7 +174,6 @@ def _probes(device: str) -> Iterator[_Probe]:
 
 
 def _nested(found: dict[tuple[str, ...], Any]) -> dict[str, Any]:
-    """Values by their places as dicts in dicts."""
     nested: dict[str, Any] = {}
     for (*outer, last), value in found.items():
         at = nested
@@ -196,7 +188,6 @@ def _numbers(rates: Any) -> list[float]:
 
 
 def _faster(first: Any, other: Any) -> Any:
-    """The better of two measurements, number by number."""
     if isinstance(first, dict):
         return {name: _faster(first[name], other[name]) for name in first}
     return max(first, other)
@@ -214,7 +205,6 @@ def _matmul(device: str, dtype: Any, best: _Best) -> dict[str, float]:
 def _convolution(
     device: str, dtype: Any, layout: Any, shape: tuple[int, int, int], best: _Best
 ) -> dict[str, float]:
-    """FLOP per second of forward, and of backward for inputs and weights."""
     import torch
 
     channels, kernel, groups = shape
@@ -234,7 +224,6 @@ def _convolution(
 
 
 def _triad(device: str, dtype: Any, best: _Best) -> dict[str, float]:
-    """Bytes per second of a = b + 2 c, for tensors that a cache holds and for large ones."""
     import torch
 
     result = {}
@@ -247,12 +236,10 @@ def _triad(device: str, dtype: Any, best: _Best) -> dict[str, float]:
 
 
 def _calls(device: str, best: _Best) -> float:
-    """Tiny operators a second in forward."""
     return _CALLS / best(_tiny(device)[1])
 
 
 def _nodes(device: str, best: _Best) -> float:
-    """Their nodes a second in backward."""
     import torch
 
     x, forward = _tiny(device)

@@ -79,7 +79,6 @@ class _Known:
         self._at = 0.0
 
     def use(self) -> ProcessUse:
-        """Raises psutil.Error where the process has ended."""
         process = self.process
         return ProcessUse(
             pid=process.pid,

@@ -268,7 +268,6 @@ def profile_schema() -> dict[str, Any]:
 
 
 def _missing(profile: Profile) -> str:
-    """What readers rely on, of the parts that may hold more, and is not there; "" if all is."""
     parts: list[tuple[str, Mapping[str, Any], dict[str, Any]]] = [
         ("model", profile.model, {"name": str, "parameters": int, "trained": int}),
         ("world", profile.world, {"size": int, "nodes": int, "ranks_per_node": int}),

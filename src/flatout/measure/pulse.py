@@ -128,7 +128,6 @@ class Watched:
         self._idle_s = self._disk_s = 0.0
 
     def _look(self) -> tuple[float, str]:
-        """CPU seconds until now, and the state of its first thread."""
         if self._process is None:
             return 0.0, psutil.STATUS_DEAD
         try:
@@ -201,7 +200,6 @@ def pulse_of(stretches: Sequence[Stretch], workers: int) -> Pulse:
 
 
 def _workers(processes: Sequence[ProcessUse]) -> list[ProcessUse]:
-    """Those that multiprocessing has started: forked ones have their parent's command."""
     if not processes:
         return []
     root, *others = processes

@@ -132,7 +132,6 @@ def _changed(
     field: str,
     value: Any,
 ) -> tuple[float, float]:
-    """Seconds that an option saves beside others, and those of all that it changes."""
     off, on = (
         {
             (lane, kind): s
@@ -157,7 +156,6 @@ def _fuses_update(settings: Mapping[str, Any]) -> bool:
 
 
 def _fused(weights: Mapping[str, float]) -> dict[str, float]:
-    """One pass: weights and state are read and written, gradients read."""
     moved = 3 * weights["bytes"] + 2 * weights["state_bytes"]
     return {"calls": 1, "flops": 0, "bytes": moved, "cached_bytes": 0}
 

@@ -75,7 +75,6 @@ def ratio_of_medians(
 
 
 def _interval(middle: float, resampled: _Array, blocks: float) -> Interval:
-    """From logarithms: the value itself, and what resampling made of it."""
     tail = (1 - _CONFIDENCE) / 2
     ends = np.quantile(resampled, [tail, 1 - tail])
     low, high = middle + _expansion(blocks) * (ends - middle)
@@ -83,7 +82,6 @@ def _interval(middle: float, resampled: _Array, blocks: float) -> Interval:
 
 
 def _expansion(blocks: float) -> float:
-    """How much too narrow a percentile interval over so few blocks is: Student's t for normal."""
     freedom = max(blocks - 1, 2.0)
     return student_t(freedom) / _Z * math.sqrt((freedom + 1) / freedom)
 
@@ -102,7 +100,6 @@ def _blocks(values: _Array) -> float:
 
 
 def _resampled_medians(values: _Array, generator: np.random.Generator) -> _Array:
-    """Medians of series made of blocks of `values`, which wrap around its end: (resamples,)."""
     count, block = len(values), block_length(values)
     begins = generator.integers(0, count, (_RESAMPLES, -(-count // block)))
     drawn = (begins[:, :, None] + np.arange(block)).reshape(_RESAMPLES, -1)[:, :count]
@@ -144,7 +141,6 @@ def block_length(values: npt.ArrayLike) -> int:
 
 
 def _reach(correlation: _Array, count: int) -> int:
-    """The lag after which so many in a row are as small as chance makes them; [0] is lag 1."""
     small = np.abs(correlation) < 2 * math.sqrt(math.log10(count) / count)
     for lag in range(len(small) - _CALM_LAGS + 1):
         if small[lag : lag + _CALM_LAGS].all():

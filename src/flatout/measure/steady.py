@@ -39,11 +39,9 @@ class _Squares(NamedTuple):
 
     @property
     def slope(self) -> float:
-        """That all parts have in common."""
         return self.products / self.places if self.places > 0 else 0.0
 
     def left(self, *, sloped: bool) -> float:
-        """Squares that the means explain not, with `sloped` nor a slope in common."""
         return max(0.0, self.values - (self.products * self.slope if sloped else 0.0))
 
 
@@ -73,7 +71,6 @@ def grows_steadily(places: Sequence[float], values: Sequence[float], noise: floa
 def _best_line(
     places: Sequence[float], values: Sequence[float], most: int, noise: float
 ) -> tuple[float, bool, list[float]]:
-    """Of lines with jumps the best by Schwarz's criterion: that, whether it rises, and the line."""
     count = len(values)
     lines = list(_fits(places, values, most, sloped=True))
     score, jumps = min((_score(of, at, count, noise, True), at) for at, (of, _) in enumerate(lines))
@@ -89,7 +86,6 @@ def _best_line(
 
 
 def _of_levels(places: Sequence[float], values: Sequence[float], most: int, noise: float) -> float:
-    """Schwarz's criterion of the best stairs."""
     stairs = _fits(places, values, most, sloped=False)
     return min(_score(of, at, len(values), noise, False) for at, (of, _) in enumerate(stairs))
 
@@ -102,7 +98,6 @@ def _has_levels(
     noise: float,
     levels: float,
 ) -> bool:
-    """Whether stairs explain clearly more than where the rest lies around `fitted` by chance."""
     left = [value - at for value, at in zip(values, fitted, strict=True)]
     draws = random.Random(0)
     for _ in range(_ORDERS):
@@ -114,7 +109,6 @@ def _has_levels(
 
 
 def _curve(places: Sequence[float], values: Sequence[float]) -> list[float]:
-    """The cubic nearest to the values."""
     middle, half = (places[0] + places[-1]) / 2, (places[-1] - places[0]) / 2 or 1.0
     known: list[list[float]] = []
     result = [0.0] * len(values)
@@ -137,7 +131,6 @@ def _product(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _score(squares: _Squares, jumps: int, count: int, noise: float, sloped: bool) -> float:
-    """Schwarz's criterion: a jump has a place and a height."""
     return _criterion(squares.left(sloped=sloped) / count, 2 * jumps + 1 + sloped, count, noise)
 
 
@@ -148,8 +141,6 @@ def _criterion(variance: float, parameters: int, count: int, noise: float) -> fl
 def _fits(
     places: Sequence[float], values: Sequence[float], most: int, *, sloped: bool
 ) -> Iterator[tuple[_Squares, list[int]]]:
-    """What is left around a line or a level with 0, 1, 2 and up to so many jumps, and where its
-    parts begin and end."""
     sums = _running_sums(places, values)
     cuts = [0, len(values)]
     whole = _part(sums, 0, len(values))
@@ -166,7 +157,6 @@ def _fits(
 
 
 def _running_sums(places: Sequence[float], values: Sequence[float]) -> list[tuple[float, ...]]:
-    """Of places, values, and their products, up to each."""
     count = len(values)
     place, value = sum(places) / count, sum(values) / count  # lest squares lose their digits
     result: list[tuple[float, ...]] = [(0.0,) * 5]
@@ -184,7 +174,6 @@ def _part(sums: list[tuple[float, ...]], begin: int, end: int) -> _Squares:
 
 
 def _cut(sums: list[tuple[float, ...]], whole: _Squares, begin: int, at: int, end: int) -> _Squares:
-    """What `whole` becomes where one of its parts is cut."""
     one, first, second = _part(sums, begin, end), _part(sums, begin, at), _part(sums, at, end)
     each = zip(whole, one, first, second, strict=True)
     return _Squares(*(all_ - before + left + right for all_, before, left, right in each))

@@ -245,7 +245,6 @@ class Timeline:
         return self._kept()[:, 8]
 
     def _kept(self) -> npt.NDArray[np.int64]:
-        """The rows of the last `capacity` steps, oldest first."""
         with self._lock:
             filled = self._at // _ROW.size
             older = self._rows[filled:] if self._rounds else self._rows[:0]
@@ -278,7 +277,6 @@ class Timeline:
         }
 
     def _own(self, ns: int) -> None:
-        """Notes that `ns` of the gap after the latest step have an owner."""
         steps = self.steps
         if steps != self._owned_at:
             self._owned = self._owned_within(steps)
@@ -287,7 +285,6 @@ class Timeline:
         self._owned_since += ns
 
     def _owned_within(self, steps: int) -> int:
-        """Returns the owned time between the first of `steps` steps and the last, in ns."""
         inside = 0 < self._owned_at < steps
         return self._owned + (self._owned_since if inside else 0)
 
@@ -301,7 +298,6 @@ class Timeline:
             self._fold_at = self._at + self._chunk * _ROW.size
 
     def _fold(self) -> None:
-        """Brings the rows that were recorded since the last call into the totals."""
         filled = self._at // _ROW.size
         rows = self._rows[self._folded : filled]
         if not len(rows):
@@ -329,7 +325,6 @@ class Timeline:
 
 @cache
 def _cost_us(clock_reads: int) -> float:
-    """Times `record` and the given number of clock reads in microseconds: the median of rounds."""
     count = 2 * _CHUNK
     rounds = []
     for _ in range(5):

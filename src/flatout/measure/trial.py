@@ -226,20 +226,7 @@ def quadruples(
 
 
 def bootstrap_paired(a: npt.ArrayLike, b: npt.ArrayLike, *, seed: int = 0) -> Interval:
-    """Returns the ratio a / b of times that were taken in pairs, with its 95% interval.
-
-    Args:
-        a: float times of shape (pairs,) or (pairs, blocks), any unit. The blocks of one pair are
-            joined by the mean of their logs.
-        b: the same number of pairs.
-        seed: of the resampling.
-
-    Returns:
-        exp of the median log-ratio, and the percentile bootstrap over pairs of that median.
-
-    Raises:
-        FlatoutError: if the pairs do not match, or a time is not a positive number.
-    """
+    """Returns the ratio a / b of times that were taken in pairs, with its 95% interval."""
     times_a, times_b = _times(a, "a"), _times(b, "b")
     pairs = len(times_a)
     if pairs != len(times_b):
@@ -273,7 +260,6 @@ def bootstrap_ratio(a: npt.ArrayLike, b: npt.ArrayLike, *, seed: int = 0) -> Int
 
 
 def _judge(a: _Array, b: _Array, floor: float, seed: int, seconds: float) -> TrialResult:
-    """Returns the result of quadruples, where `a` and `b` hold two blocks each: (pairs, 2)."""
     low, ratio, high = bootstrap_paired(a, b, seed=seed)
     floor = max(floor, _floor(a, b, seed))
     if len(a) == 1:  # nothing to resample: its own noise is all that is known
@@ -291,7 +277,6 @@ def _judge(a: _Array, b: _Array, floor: float, seed: int, seconds: float) -> Tri
 
 
 def _floor(a: _Array, b: _Array, seed: int) -> float:
-    """Returns the ratio that noise alone reaches in 95% of trials this long, less 1."""
     generator = np.random.default_rng(seed)
     within = np.concatenate([np.log(a[:, 0] / a[:, 1]), np.log(b[:, 0] / b[:, 1])])
     shape = (_RESAMPLES, len(a), 2)
@@ -307,7 +292,6 @@ def _resampled_medians(values: _Array, generator: np.random.Generator) -> _Array
 
 
 def _interval(middle: float, resampled: _Array) -> Interval:
-    """Returns exp of a log-ratio and of the quantiles of its resampled values."""
     tail = (1 - _CONFIDENCE) / 2
     low, high = np.quantile(resampled, [tail, 1 - tail])
     return Interval(float(np.exp(low)), float(np.exp(middle)), float(np.exp(high)))

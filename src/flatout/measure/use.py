@@ -113,7 +113,6 @@ def _joined(point: Point, other: Point, weights: tuple[float, float]) -> Point:
 
 
 def _used_s() -> float:
-    """CPU seconds of this process, of what it has started and still runs, and of what has ended."""
     used = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
@@ -122,7 +121,6 @@ def _used_s() -> float:
 
 
 def _machine_s() -> tuple[float, float]:
-    """CPU seconds in which this machine was busy since it started, and all that there were."""
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)
     others = ("nice", "irq", "softirq", "steal")  # guests are in user

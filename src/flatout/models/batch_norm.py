@@ -34,15 +34,7 @@ def norm_and_activation(
     activation: str,
     module: nn.Module | None,
 ) -> torch.Tensor:
-    """`activation(norm(x) + skip)`, the same but for rounding.
-
-    Args:
-        x: of shape (samples, channels, ...).
-        norm: a BatchNorm.
-        skip: is added before the activation, if it is not None.
-        activation: `relu` or, without a skip, `relu6`.
-        module: that does the activation where the kernel does not; None for torch's function.
-    """
+    """`activation(norm(x) + skip)`, the same but for rounding."""
     if not is_watched(norm) and (module is None or not is_watched(module)):
         result = _by_kernel(x, norm, skip, activation)
         if result is not None:
@@ -128,7 +120,6 @@ def _differentiable(
     tensor: torch.Tensor | None,
     gradient: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of x, weight, bias and skip, of operators that autograd knows."""
     result = F.batch_norm(x, None, None, weight, bias, True, 0.0, ctx.saved.epsilon)
     if tensor is not None:
         gradient = gradient * (tensor > 0)

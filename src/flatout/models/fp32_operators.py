@@ -90,7 +90,6 @@ def _attention(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """What autocast does with attention, but for bf16."""
     wanted = torch.get_autocast_dtype("cpu")
     dtype = torch.float32 if wanted is torch.bfloat16 else wanted
 

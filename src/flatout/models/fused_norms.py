@@ -63,7 +63,6 @@ def _by_kernel(norms: list[nn.Module]) -> Callable[[], None]:
 
 
 def _has_norms(module: nn.Module) -> bool:
-    """Whether tracing could find one; it takes milliseconds."""
     return any(_is_norm(part) for part in module.modules() if part is not module)
 
 
@@ -72,7 +71,6 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _traced(module: nn.Module) -> Traced | None:
-    """The graph that the module runs: one that was rewritten, or as its forward is written."""
     rewritten = getattr(vars(module).get("forward"), "traced", None)
     if rewritten is None:
         return trace(module)
@@ -140,7 +138,6 @@ def _fuse(graph: fx.Graph, module: nn.Module) -> list[nn.Module]:
 
 
 def _activation(node: fx.Node, module: nn.Module) -> str | None:
-    """The activation that a node is, and reads nothing but its one input."""
     if len(node.all_input_nodes) != 1 or not node.args or node.args[0] not in node.all_input_nodes:
         return None
     if node.op == "call_module" and is_watched(module.get_submodule(str(node.target))):
@@ -150,10 +147,6 @@ def _activation(node: fx.Node, module: nn.Module) -> str | None:
 
 
 def _is_residual(node: fx.Node, norm: fx.Node, module: nn.Module) -> bool:
-    """Whether a node adds something to what `norm` gives, for one reader.
-
-    BatchNorm then runs as late as the sum, so nothing may write into its input meanwhile.
-    """
     if node.op != "call_function" or node.target not in _SUMS or node.kwargs:
         return False
     if len(node.args) != 2 or len(node.all_input_nodes) != 2 or len(node.users) != 1:

@@ -25,11 +25,6 @@ class Held:
 
     It lies on the module itself, so that whatever calls `.train()` finds it, and it refers to the
     module weakly, so that a model is freed as soon as it is no longer used.
-
-    Args:
-        module: the module.
-        trained: which of its own parameters trained before.
-        mode: what was last asked for, which holds again when the module is let go.
     """
 
     def __init__(self, module: nn.Module, trained: tuple[str, ...], mode: bool) -> None:
@@ -137,7 +132,6 @@ class _Level:
 
 
 def _traced(module: nn.Module, path: str) -> _Level | None:
-    """By the graph of the forward; None where there is none that calls the layer."""
     traced = trace(module)
     if traced is None:
         return None
@@ -160,7 +154,6 @@ def _traced(module: nn.Module, path: str) -> _Level | None:
 
 
 def _flow_into(nodes: list[fx.Node]) -> Iterator[fx.Node]:
-    """These nodes, and all that they are computed from."""
     waiting, met = list(nodes), set(nodes)
     while waiting:
         node = waiting.pop()
@@ -178,7 +171,6 @@ def _attribute(module: nn.Module, path: str) -> torch.Tensor | None:
 
 
 def _registered(module: nn.Module, path: str) -> _Level:
-    """By the order of registration."""
     first, _, rest = path.partition(".")
     before: list[nn.Module] = []
     for name, child in module.named_children():

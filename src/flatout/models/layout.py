@@ -26,9 +26,4 @@ def lay_out(model: nn.Module, memory_format: torch.memory_format) -> None:
 
 
 def _laid_out(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """A copy with the strides of the format, also where `contiguous` would see nothing to do.
-
-    With one input channel both formats lie in memory alike, and it is the strides that tell a
-    convolution which kernels to run: the ConvNet's first layer is the one that matters most.
-    """
     return torch.empty_like(tensor, memory_format=memory_format).copy_(tensor)

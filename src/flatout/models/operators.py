@@ -134,7 +134,6 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _is_cast(x: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether this is autocast's doing, which is not there in fp32."""
     dtypes = {x.dtype, out.dtype}
     return torch.float32 in dtypes and bool(dtypes & {torch.bfloat16, torch.float16})
 
@@ -147,10 +146,6 @@ _Flops = Callable[[_Args, Any], float]
 
 @cache
 def _known(func: Any) -> tuple[str, _Flops | None, bool]:
-    """Its kind, "" where it does not count; its FLOP, where memory does not decide.
-
-    And whether its output shares memory with an input that it does not write.
-    """
     if func.namespace != "aten":
         return "", None, False
     name = func.overloadpacket.__name__
@@ -166,7 +161,6 @@ def _known(func: Any) -> tuple[str, _Flops | None, bool]:
 
 @cache
 def _is_kernel(func: Any) -> bool:
-    """Whether it is a product, or made of some."""
     return _known(func)[0] in _KERNELS or func.overloadpacket.__name__ in _WHOLE
 
 
@@ -180,7 +174,6 @@ _BY_NAME = {
 
 
 def _product(place: int) -> tuple[str, _Flops]:
-    """Of a matrix, or many, at this place of the arguments, with the one behind it."""
     return "matmul", lambda args, out: 2 * out.numel() * args[place].shape[-1]
 
 
@@ -196,7 +189,6 @@ def _convolution_backward(args: _Args, out: Any) -> float:
 
 
 def _kind_of(args: _Args) -> str:
-    """Of a convolution, or of its backward."""
     is_backward = len(args) > 9
     weight, groups = (args[2], args[9]) if is_backward else (args[1], args[8])
     if groups > 1 and weight.shape[1] == 1:
@@ -205,7 +197,6 @@ def _kind_of(args: _Args) -> str:
 
 
 def _attention(first: int, factor: float) -> tuple[str, _Flops]:
-    """Two products of queries with keys and values, which stand from `first` on."""
     return (
         "attention",
         lambda args, out: factor * 4 * args[first].numel() * args[first + 1].shape[-2],
@@ -213,8 +204,6 @@ def _attention(first: int, factor: float) -> tuple[str, _Flops]:
 
 
 def _recurrent(factor: float) -> tuple[str, _Flops]:
-    """Each row of the input goes through both matrices of a layer in one direction."""
-
     def flops(args: _Args, out: Any) -> float:
         x, *weights = args[:3]
         rows = x.numel() // x.shape[-1]

@@ -56,7 +56,6 @@ def recompute_activations(model: nn.Module) -> Callable[[], None]:
 
 
 def _places(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
-    """The outermost blocks and flat Sequentials in `module`, itself included."""
     if "forward" in vars(module) or not _has_code(module):
         return  # someone else replaced it: left as it is
     if _is_flat(module) or (listed and _parts(module) and not isinstance(module, _LISTS)):
@@ -67,8 +66,6 @@ def _places(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
 
 
 def _has_code(module: nn.Module) -> bool:
-    """Whether its class has a forward of Python's, as modules of torch.jit and compiled ones have
-    not; a list of modules has none that is called."""
     forward = inspect.getattr_static(type(module), "forward")
     is_called = forward is not nn.Module.forward or isinstance(module, _LISTS)
     return isinstance(forward, FunctionType) and is_called
@@ -79,22 +76,17 @@ def _parts(module: nn.Module) -> bool:
 
 
 def _is_flat(module: nn.Module) -> bool:
-    """A plain Sequential of plain layers, with enough of them to be cut."""
     if type(module) is not nn.Sequential or any(_parts(layer) for layer in module):
         return False
     return len(_starts(module)) > 1
 
 
 def _starts(layers: nn.Sequential) -> list[int]:
-    """Where the runs of layers begin: at layers with parameters, since others may write in place
-    into their input, which is what a run must keep."""
     heavy = [i for i, layer in enumerate(layers) if next(layer.parameters(), None) is not None]
     return [0, *heavy[:: max(1, math.isqrt(len(heavy)))][1:]]
 
 
 def _keeps_all(module: nn.Module) -> bool:
-    """Whether nothing is to be recomputed: there is no backward, or it is one of `torch.func`,
-    which knows no saved tensors."""
     if not (module.training and torch.is_grad_enabled()):
         return True
     # What torch's compiler makes of the question is always yes.
@@ -127,7 +119,6 @@ def _in_runs(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _looked_up_in_its_class(function: Callable[..., Any]) -> Callable[..., Any]:
-    """By its name, so that a pickled model finds the forward of its class again."""
     function.__name__ = "forward"
     return function
 

@@ -17,14 +17,7 @@ KERNEL_SIZE = 2
 def relu_pool(
     images: torch.Tensor, pool: nn.Module | None, relu: nn.Module | None, is_written: bool
 ) -> torch.Tensor:
-    """`F.relu(F.max_pool2d(images, 2))`, the same bits but for the sign of a zero.
-
-    Args:
-        images: of shape (images, channels, height, width).
-        pool: the module that does the pooling where the kernel does not; None for the function.
-        relu: the same for the activation.
-        is_written: someone may write into the result, so its gradient must not need it.
-    """
+    """`F.relu(F.max_pool2d(images, 2))`, the same bits but for the sign of a zero."""
     if (
         is_at_work(images)
         and kernel.fits(images)
@@ -64,7 +57,6 @@ class _ReluPool(torch.autograd.Function):
 
 
 def _spread(gradient: torch.Tensor, codes: torch.Tensor, size: torch.Size) -> torch.Tensor:
-    """What `kernel.backward` gives, of operators that autograd knows."""
     codes = codes.permute(0, 3, 1, 2)
     rows = torch.stack(
         [torch.stack([gradient * (codes == 2 * i + j) for j in (0, 1)], -1) for i in (0, 1)], -3

@@ -152,7 +152,6 @@ def _words(prefix: str, node: fx.Node) -> str:
 
 
 def _may_pool(module: nn.Module) -> bool:
-    """Whether tracing could find a pool; it takes milliseconds."""
     if not any(True for _ in module.children()):
         return False
     own = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
@@ -199,7 +198,6 @@ def in_training(
 
 
 def _exchange(graph: fx.Graph, module: nn.Module) -> int:
-    """Exchange each activation -> pool pair of `graph`; returns how many."""
     pairs = 0
     for pool in list(graph.nodes):
         if not _is_pool(pool, module):
@@ -218,7 +216,6 @@ def _exchange(graph: fx.Graph, module: nn.Module) -> int:
 
 
 def _exchanged(graph: fx.Graph, module: nn.Module, activation: fx.Node, pool: fx.Node) -> fx.Node:
-    """What stands for the pair from now on."""
     (source,) = activation.all_input_nodes
     is_written = not all(is_fresh(reader, module) for reader in pool.users)
     if _is_two_by_two(pool, module) and kind_of(activation, module) in RELUS:
@@ -234,10 +231,6 @@ def _exchanged(graph: fx.Graph, module: nn.Module, activation: fx.Node, pool: fx
 
 
 def _unsaved(activation: fx.Node, module: nn.Module, pooled: fx.Node) -> tuple[Any, Any]:
-    """The activation as a function whose gradient does not need its result.
-
-    What reads a pool's result may write into it, in place. Into a ReLU's result it may not.
-    """
     if kind_of(activation, module) in (nn.ReLU6, F.relu6):
         return F.relu6, (pooled,)
     return F.threshold, (pooled, 0.0, 0.0)
@@ -267,7 +260,6 @@ def _is_pool(node: fx.Node, module: nn.Module) -> bool:
 
 
 def _is_two_by_two(node: fx.Node, module: nn.Module) -> bool:
-    """Whether a pool's windows are 2x2, side by side, and wholly inside of the image."""
     if node.op == "call_module":
         pool = module.get_submodule(str(node.target))
         if type(pool) is not nn.MaxPool2d:
@@ -290,10 +282,6 @@ _POOL_OPTIONS = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "r
 
 
 def _sees_data(padding: Any, dilation: Any) -> bool:
-    """Whether no window can lie in the padding alone: its maximum is -inf, which would be clamped.
-
-    Padding is at most half of a window, so that takes dilation.
-    """
     return not any(_numbers(padding)) or all(d == 1 for d in _numbers(dilation))
 
 
@@ -302,10 +290,6 @@ def _numbers(value: Any) -> tuple[Any, ...]:
 
 
 def _is_movable(node: fx.Node, module: nn.Module) -> bool:
-    """Whether the node is an activation that only the pool reads, of a value no one else reads.
-
-    Afterwards it is the pool that keeps this value for backward, so no one may write into it.
-    """
     if not node.args or len(node.all_input_nodes) != 1 or len(node.users) != 1:
         return False
     if node.op == "call_module":

@@ -102,7 +102,6 @@ class SampleDropout:
                 self._mark(name, module)
 
     def _mark(self, name: str, module: nn.Module) -> None:
-        """Let calls tell which layer they are from."""
         if "forward" in vars(module):
             return  # someone else replaced it: its calls count as those of the code around it
         self._marked.append((f"{name} ({type(module).__name__})", module))
@@ -198,14 +197,12 @@ class SampleDropout:
                 del torchs[name]
 
     def _is_ours(self) -> bool:
-        """Whether the step calls, or its backward, not a thread that has nothing to do with it."""
         if not self._size and self._looking is None:
             return False
         mine = threading.get_ident() == self._thread
         return mine or torch._C._current_graph_task_id() != -1
 
     def _draw(self, shape: Sequence[int]) -> Draw:
-        """What decides in this call, on a tensor of this shape."""
         if torch.compiler.is_compiling():
             raise ModelError(
                 "dropout by sample does not reach into compiled code",
@@ -226,7 +223,6 @@ class SampleDropout:
         return Draw(self._seed, self._step, number, self._start, self._size, outer)
 
     def _call(self, site: int) -> int:
-        """Which call of this layer in the forward it is; one that runs again keeps its number."""
         ticket = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         known = self._known.get((site, ticket))
         if known is None:
@@ -262,7 +258,6 @@ class SampleDropout:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Attention by torch's own formula, but that we drop the weights."""
         given: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         if not 0 < dropout_p < 1 or not self._is_ours():
             return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **given)
@@ -296,7 +291,6 @@ def _function(draws: SampleDropout, name: str) -> Callable[..., torch.Tensor]:
 
 
 def _recurrent(draws: SampleDropout, name: str) -> Callable[..., Any]:
-    """Layer by layer where torch would drop between them."""
     run = _RECURRENT[name]
 
     def function(x: torch.Tensor, state: Any, weights: Any, *options: Any) -> Any:
@@ -356,7 +350,6 @@ class _Dropped(torch.autograd.Function):
 
 
 def _layout(a: torch.Tensor, b: torch.Tensor) -> Layout | None:
-    """Where samples lie, seen on tensors of two samples and of three; None for no telling."""
     if a.shape == b.shape:
         return _SHARED
     differ = [axis for axis, (m, n) in enumerate(zip(a.shape, b.shape, strict=False)) if m != n]
@@ -375,7 +368,6 @@ def _layout(a: torch.Tensor, b: torch.Tensor) -> Layout | None:
 
 
 def _cut(tensor: torch.Tensor, axis: int, *sizes: int) -> torch.Tensor:
-    """One dimension as two."""
     return tensor.reshape(*tensor.shape[:axis], *sizes, *tensor.shape[axis + 1 :])
 
 

@@ -164,7 +164,6 @@ def _embedding_bag(
 
 
 def _place(padding_idx: int | None, weight: Tensor) -> int | None:
-    """A padding row counted from the end, as torch takes it too, counted from the start."""
     return padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + len(weight)
 
 
@@ -177,7 +176,6 @@ def _lookup(ids: Any, weight: Any, max_norm: float | None) -> Lookup | None:
 
 
 def _rows_of(func: Any, table: Any, *given: Any, **named: Any) -> Tensor | None:
-    """The ids by which `table[ids]` or `table.index_select(0, ids)` reads rows; None of others."""
     if func is Tensor.__getitem__:
         ids = _first_index(*given)
     else:
@@ -193,7 +191,6 @@ def _rows_of(func: Any, table: Any, *given: Any, **named: Any) -> Tensor | None:
 
 
 def _first_index(index: Any) -> Any:
-    """What chooses the rows, where all of their columns are read."""
     if not isinstance(index, tuple):
         return index
     is_whole = len(index) == 2 and (index[1] is Ellipsis or _is_all(index[1]))

@@ -79,12 +79,7 @@ class Traced:
 
 
 def trace(module: nn.Module, *, with_lines: bool = False) -> Traced | None:
-    """The graph of `module.forward`, or None where a graph might not be the same program.
-
-    Args:
-        module: whose forward is run on stand-ins; its weights and random streams stay as they are.
-        with_lines: also notes at each node which line it stands for; see `line_of`.
-    """
+    """The graph of `module.forward`, or None where a graph might not be the same program."""
     forward = type(module).forward
     if "forward" in vars(module) or not isinstance(forward, FunctionType):
         return None
@@ -133,11 +128,9 @@ class _Tracer(fx.Tracer):
         self.inlined: list[nn.Module] = []
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """What stands for a tensor while `forward` runs."""
         return _Proxy(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Notes the line of forward that is being run, if that is asked for."""
         node = super().create_node(*args, **kwargs)
         frame = sys._getframe() if self._lines_of else None
         while frame is not None and frame.f_code is not self._lines_of:
@@ -147,7 +140,6 @@ class _Tracer(fx.Tracer):
         return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether the graph calls `m` as a whole."""
         if type(m) is not nn.Sequential or is_watched(m):
             return True
         self.inlined.append(m)
@@ -155,7 +147,6 @@ class _Tracer(fx.Tracer):
 
 
 def _takes_all(forward: FunctionType) -> bool:
-    """Without defaults and keywords: `x is None` is decided while tracing, once for all calls."""
     return all(
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         for p in inspect.signature(forward).parameters.values()
@@ -177,7 +168,6 @@ class _Unsure(Exception):
 
 
 def _read(function: FunctionType, module: nn.Module) -> dict[str, Any]:
-    """The plain attributes that a function of the module reads, and the methods that it calls."""
     if function.__code__ is nn.Sequential.forward.__code__:
         return {}
     source = _Source(function, module)
@@ -213,7 +203,6 @@ class _Source:
                 yield node.target.id
 
     def value(self, expression: ast.expr) -> Any:
-        """What a name, or a chain of attributes, stands for; `_LOCAL` for what is computed."""
         if isinstance(expression, ast.Name):
             if expression.id == self.me:
                 return self.module
@@ -231,7 +220,6 @@ class _Source:
         return _LOCAL if isinstance(result, torch.Tensor) else result
 
     def constant(self, node: ast.Attribute) -> dict[str, Any]:
-        """The attribute by its name, if it is one of the module's plain ones."""
         owner = self.value(node.value)
         self.value(node)  # raises for what is more than an attribute
         if not isinstance(owner, nn.Module) or node.attr not in vars(owner):
@@ -242,7 +230,6 @@ class _Source:
         return {node.attr: value}
 
     def method(self, called: ast.expr) -> FunctionType | None:
-        """The method of the module that is called; None if something known is."""
         if isinstance(called, ast.Subscript) and isinstance(self.value(called.value), nn.Module):
             return None
         value = self.value(called)
@@ -266,7 +253,6 @@ _LOCAL = object()
 
 
 def _is_pure(function: Any) -> bool:
-    """Whether it is torch's, or a builtin that only computes."""
     name = getattr(function, "__name__", None)
     return any(function is pure for pure in _PURE) or any(
         isinstance(name, str) and vars(library).get(name) is function for library in _LIBRARIES

@@ -32,7 +32,6 @@ def own_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def _wrapped(model: nn.Module) -> set[str]:
-    """The paths of modules that a wrapper holds: "module", "net._orig_mod"."""
     # Only where something was compiled is torch's compiler imported.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     compiled = (dynamo.OptimizedModule,) if dynamo is not None else ()

@@ -79,13 +79,6 @@ class _Blocks:
 class Ablations:
     """What is tried in this process, once its ordinary observation is over.
 
-    Args:
-        watch: that of the observation, which goes on.
-        folder: of all ranks.
-        place: of this rank.
-        budget_s: for all lanes together.
-        code: the user's, where calls of it can be left out.
-
     Attributes:
         notes: what was not tried, and why.
         left_out: calls, once `results` were asked for.
@@ -135,7 +128,6 @@ class Ablations:
             self._wait()
 
     def _watch_calls(self, until: int) -> None:
-        """At the end of each step, until enough calls were seen."""
         assert self._effects is not None
         if self._effects.is_done or self._watch.lanes.steps >= until:
             self._wait()
@@ -143,7 +135,6 @@ class Ablations:
             self._watch.at(self._watch.lanes.steps + 1, lambda: self._watch_calls(until))
 
     def _wait(self) -> None:
-        """The first rank waits for all, the others for what it plans: at the end of each step."""
         planned = None
         if self._place.rank:
             planned = _read(self._plan)
@@ -183,7 +174,6 @@ class Ablations:
         return start, result
 
     def _schedule(self, start: int, planned: Sequence[Planned]) -> None:
-        """Notes at which steps what happens."""
         if start < self._watch.lanes.steps:
             self.notes.append("ablations: the ranks do not step together")
             self._watch.enough()
@@ -223,7 +213,6 @@ class Ablations:
             self._watch.enough()
 
     def _between(self, blocks: _Blocks) -> int:
-        """What lay between the steps; a call that saves is a part of them."""
         spent = self._watch.lanes.spent
         return spent[EVALUATION] + (spent[SAVING] if blocks.planned.lane in _LANES else 0)
 
@@ -262,7 +251,6 @@ class Ablations:
 
 
 def _read(path: Path) -> tuple[int, list[Planned]] | None:
-    """What the first rank plans; None before it does."""
     try:
         start, planned = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -81,12 +81,10 @@ class BatchAxis:
             self._shapes.setdefault(key, []).append(tuple(given.shape[:2]))
 
     def _is_given(self, model: Any, batch: Any, is_trained: bool) -> None:
-        """A model is called."""
         if is_trained and self._handles:
             self._batch = batch
 
     def _look(self, tensors: Any) -> None:
-        """Backward is about to be called on these."""
         batch, self._batch = self._batch, None
         if not self._handles or not self._torch.is_tensor(batch) or batch.dim() != 2:
             return
@@ -98,7 +96,6 @@ class BatchAxis:
             self._texts.add(tuple(batch.shape))
 
     def _goes_on(self, batch: Any, target: Any) -> bool:
-        """Whether each target is the token one place on in its own row."""
         if batch.shape[1] < _PLACES or len(self._torch.unique(batch)) < _KINDS:
             return False
         target = target.detach().reshape(batch.shape)
@@ -123,7 +120,6 @@ def leads_with_samples(watch: Watch, shape: Any) -> bool:
 
 
 def _classes_under(root: Any) -> Any:
-    """The targets of the nearest loss of classes; None without one."""
     try:
         for node in nearest_nodes(root, _NODES):
             if node.name() in _NLL:

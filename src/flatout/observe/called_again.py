@@ -53,16 +53,7 @@ class Sees(NamedTuple):
 
 
 def sees_ahead(torch: Any, module: Any, place: Place) -> Sees | None:
-    """Whether the output that is to tell a token changes with it.
-
-    Args:
-        torch: the module.
-        module: the model.
-        place: the token.
-
-    Returns:
-        None where it does not, and where it is not known whether that is a mistake.
-    """
+    """Whether the output that is to tell a token changes with it."""
     if not can_be_called_again(torch, module):
         return None
     try:
@@ -94,8 +85,6 @@ class _Again:
         self._base: Any = None
 
     def change(self, traced: _Traces | None = None) -> float | None:
-        """By what part of its spread the output changes, in evaluation or, traced, in training;
-        None where that is rounding, or where other samples change, too."""
         place = self._place
         outputs = []
         for token in (place.token, place.other):
@@ -113,13 +102,11 @@ class _Again:
         return change / spread
 
     def is_same(self) -> bool:
-        """Whether another call with the batch as it was gives the same."""
         again = self._call(self._place.token, training=False)
         apart = (again - self._base)[0].abs().max()
         return bool(apart <= _ROUNDING * _OTHERS * self._base[0, self._place.at].std())
 
     def _call(self, token: int, *, training: bool) -> Any:
-        """Some samples of the model's output, as [samples, places, classes]."""
         torch, place = self._torch, self._place
         self._put_back()
         if not training:
@@ -138,8 +125,6 @@ class _Again:
 
 @contextmanager
 def _untouched(torch: Any, module: Any) -> Iterator[Callable[[], None]]:
-    """What the model holds, modes and random streams are the same behind it; gives what puts them
-    back in between."""
     from flatout.train import HeldState, random_state, set_random_state
 
     state = random_state()
@@ -191,7 +176,6 @@ def can_be_called_again(torch: Any, module: Any) -> bool:
 
 
 def _is_harmless(hook: Any) -> bool:
-    """Whether it is torch's, or a function of the user's that only computes."""
     if (getattr(hook, "__module__", None) or "").startswith("torch."):
         return True
     function = getattr(hook, "__func__", hook)
@@ -200,7 +184,6 @@ def _is_harmless(hook: Any) -> bool:
 
 
 def _acts(function: Any, kind: type | None) -> bool:
-    """Whether it, or what it names of the user's own, calls what does more than compute."""
     todo, known = [function], set()
     while todo:
         one = todo.pop()
@@ -261,7 +244,6 @@ class _Traces:
 
     @contextmanager
     def of_a_call(self) -> Iterator[None]:
-        """Notes what the layers get within it."""
         events: list[_Event] = []
         handles = []
         for name, inner in self._module.named_modules():
@@ -303,7 +285,6 @@ class _Traces:
         return _Event(name, kind, is_end, [item for item in seen if item is not None], one_way)
 
     def _seen(self, tensor: Any) -> _Seen | None:
-        """Of a tensor what is asked about; None for masks and the like."""
         if not _is_number(tensor):
             is_tokens = tensor.dim() >= 1 and tensor.dtype in (self._torch.int64, self._torch.int32)
             return _Seen("tokens", tensor.clone()) if is_tokens else None
@@ -317,7 +298,6 @@ class _Traces:
         return None if values is None else _Seen("places", values.clone())
 
     def _by_place(self, tensor: Any) -> Any:
-        """Of the sample alone, as [places, numbers]; None where no dimension has the places."""
         place, shape = self._place, tensor.shape
         rows, length = (int(size) for size in place.tokens.shape)
         lengths = (length, length - 1, length + 1)
@@ -338,8 +318,6 @@ class _Traces:
         return None if mine is None else mine.reshape(len(mine), -1)
 
     def is_meant(self) -> bool:
-        """Whether what comes later reaches the output by a way that may be meant; notes the layer
-        in which it does first."""
         before, after = self._calls
         if [event[:3] for event in before] != [event[:3] for event in after]:
             return True
@@ -352,8 +330,6 @@ class _Traces:
         return False
 
     def _changes(self, one: _Event, other: _Event) -> set[str] | None:
-        """What differs in the tensors of an event: "tokens", "pooled", or places that are "early"
-        or "late" alone; None where it is not comparable."""
         if len(one.tensors) != len(other.tensors):
             return None
         changes = set()
@@ -407,7 +383,6 @@ class _Way:
         self._given: set[str] = set()  # layers that got tokens
 
     def begins(self, event: _Event, changes: set[str]) -> bool:
-        """A layer is called: returns whether that is as in a decoder beside an encoder."""
         if "pooled" in changes:
             return True  # one vector for all of a sequence
         if "tokens" in changes:
@@ -427,8 +402,6 @@ class _Way:
         return False
 
     def ends(self, event: _Event, changes: set[str]) -> bool:
-        """It gives something: returns whether that may be of two sequences. A sum of two, as of
-        what attention gives and what it got, is one of layers that get the sum."""
         one = self._open.pop()
         is_early = "early" in changes
         if is_early and one.is_clean and not self.layer[1]:

@@ -105,7 +105,6 @@ class Calls:
     def _searched(
         self, key: tuple[str, int, int], frame: FrameType, detail: dict[str, Any]
     ) -> _Entry:
-        """The one of an instruction that is not known to belong to one line of the user's."""
         steady = self._steady.get(key)
         if steady is not None and steady.spared:
             steady.spared -= 1
@@ -129,10 +128,6 @@ class Calls:
         return entry
 
     def _entry_of(self, kind: str, frame: FrameType | None, detail: dict[str, Any]) -> _Entry:
-        """The one of a line, which may have several instructions that call.
-
-        What is told in a function of the user's that the loop calls is told by the loop's line.
-        """
         frame = users_frame(frame)
         outer = frame if kind in _OF_LOOP else None
         while outer is not None and is_users(outer.f_code.co_filename):
@@ -171,13 +166,7 @@ class Calls:
         Calls.__init__(self, self._lanes)
 
     def spread(self, kind: str, window: int, since: int | None = None) -> None:
-        """Calls of this kind were watched in so many steps only; they are told as if in all.
-
-        Args:
-            kind: of the calls.
-            window: how many steps.
-            since: the step from which on they are watched again; None where they are not.
-        """
+        """Calls of this kind were watched in so many steps only; they are told as if in all."""
         self._windows[kind] = window, since
 
     @property

@@ -39,7 +39,6 @@ def bits_of(rows: Any) -> float:
 
 
 def _follows(column: Any, by: Any, different: int) -> bool:
-    """Whether equal numbers in `by`, of so many different ones, always come with equal ones."""
     if different > _OFTEN * len(by):
         return False
     return len({*zip(by.tolist(), column.tolist(), strict=True)}) == different
@@ -50,11 +49,6 @@ def is_no_chance(shared: int, trained: Sequence[int], held_out: Sequence[int], b
 
     That is what as many bits leave to chance, and as often as samples of one part are equal among
     themselves.
-
-    Args:
-        shared: how many are.
-        trained, held_out: a number for each sample, equal for equal ones.
-        bits: at most so many tell samples apart.
     """
     pairs = len(trained) * len(held_out)
     if shared < _FEWEST or bits < log2(pairs) + _MORE_BITS:
@@ -64,6 +58,5 @@ def is_no_chance(shared: int, trained: Sequence[int], held_out: Sequence[int], b
 
 
 def _equal_pairs(rows: Sequence[int]) -> float:
-    """Share of the pairs of these samples that are equal, as far as there are enough to tell."""
     equal = sum(count * (count - 1) // 2 for count in Counter(rows).values())
     return (equal + 1) / max(1, len(rows) * (len(rows) - 1) // 2)

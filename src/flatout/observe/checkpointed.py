@@ -70,8 +70,6 @@ class Checkpointed:
         return _COUNTED_FROM <= self._watch.lanes.steps < _COUNTED_UNTIL
 
     def _begins(self, original: Any) -> Any:
-        """Of the context in which a part runs, whose hook gets what is not to be kept."""
-
         def init(context: Any, *args: Any, **kwargs: Any) -> None:
             original(context, *args, **kwargs)
             if not self._is_forward():
@@ -99,8 +97,6 @@ class Checkpointed:
         return leave
 
     def _of_reentrant(self, original: Any) -> Any:
-        """Of the older kind, which runs a part without gradients and again with them."""
-
         def forward(ctx: Any, run: Any, *args: Any) -> Any:
             if not self._is_forward():
                 return original(ctx, run, *args)
@@ -122,7 +118,6 @@ class Checkpointed:
         return again
 
     def _count(self, tensor: Any) -> Any:
-        """A tensor that backward needs; those of the model are kept anyway."""
         held = tensor if tensor._base is None else tensor._base
         if not isinstance(held, self._torch.nn.Parameter):
             try:

@@ -118,7 +118,6 @@ class Clipping:
         return clip
 
     def _scale_of(self, parameters: Any) -> float:
-        """By what a scaler has any of these gradients multiplied now."""
         clipped = {
             id(one) for one in (parameters if isinstance(parameters, list) else [parameters])
         }
@@ -136,7 +135,6 @@ class Clipping:
         return 1.0
 
     def _is_any(self, gradient: Any) -> bool:
-        """Whether it holds anything but zeros; by no method that is watched."""
         if gradient.is_sparse:
             return True
         own = local(gradient)

@@ -38,5 +38,4 @@ def watch_collectives(torch: Any, watch: Watch) -> None:
 
 
 def _bytes(arguments: list[Any]) -> int:
-    """Of the first tensor."""
     return next((int(item.nbytes) for item in arguments if hasattr(item, "nbytes")), 0)

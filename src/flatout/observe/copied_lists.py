@@ -84,7 +84,6 @@ def _grows(value: Any) -> bool:
 
 
 def _evenly_more(counts: list[int]) -> int:
-    """How many entries come with each step; 0 where these are not as many each time."""
     apart = [after - before for before, after in pairwise(counts)]
     mean = sum(apart) / max(1, len(apart))
     is_even = all(abs(item - mean) <= _EVEN * mean for item in apart)
@@ -92,8 +91,6 @@ def _evenly_more(counts: list[int]) -> int:
 
 
 def _each_step(tree: ast.Module, frame: FrameType) -> tuple[list[ast.stmt], bool]:
-    """The statements that run in each step with the line that a frame is at, and whether these are
-    of a loop; else they are of its whole function."""
     around = path_to(tree, frame.f_lineno)
     for node in reversed(around):
         if isinstance(node, LOOPS):
@@ -104,8 +101,6 @@ def _each_step(tree: ast.Module, frame: FrameType) -> tuple[list[ast.stmt], bool
 
 
 def _taken_whole(block: list[ast.stmt], path: str) -> Iterator[tuple[ast.expr, str, bool]]:
-    """What takes all of a list that is called so: the expression, its words, and whether it reads
-    each entry."""
     for statement in block:
         if isinstance(statement, _EACH_ROUND):
             yield from _taken_whole(statement.body, path)
@@ -117,7 +112,6 @@ def _taken_whole(block: list[ast.stmt], path: str) -> Iterator[tuple[ast.expr, s
 
 
 def _evaluated(node: ast.AST) -> Iterator[ast.expr]:
-    """Expressions that are evaluated whenever a statement runs."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Lambda, ast.IfExp, ast.BoolOp)):
             continue
@@ -127,7 +121,6 @@ def _evaluated(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def _takes(node: ast.expr, path: str) -> str:
-    """ "copies" or "reads", or "" where it takes no list of that name."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
         part = node.slice
         is_whole = part.lower is None and part.upper is None and part.step is None

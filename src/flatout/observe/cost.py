@@ -65,14 +65,7 @@ Ran = Counter[tuple[Any, ...]]
 def added(
     watch: Watch, aside_seconds: float, first_seconds: float = 0.0, first: Ran | None = None
 ) -> Added:
-    """By how much the steps of this Watch were longer, to be called in a quiet moment.
-
-    Args:
-        watch: what the hooks have filled in.
-        aside_seconds: of a CPU, that writing and looking at lines have taken all the time.
-        first_seconds: that the first writing and looks at the job have.
-        first: how often the hooks have run in the first steps.
-    """
+    """By how much the steps of this Watch were longer, to be called in a quiet moment."""
     steps, ran, once_ran = max(1, watch.lanes.steps), hooks_ran(watch), Ran(first or {})
     # Of those that came too often, in some steps alone.
     once_ran[_call_ns,] = max(once_ran[_call_ns,], min(watch.calls.noted, watch.calls.noted_once))
@@ -128,7 +121,6 @@ def hooks_ran(watch: Watch) -> Ran:
 
 @contextmanager
 def _one_thread(torch: Any) -> Iterator[None]:
-    """Waiting for other threads is CPU time, too. The function itself: what calls it is watched."""
     threads = torch.get_num_threads()
     torch._C.set_num_threads(1)
     try:
@@ -139,19 +131,12 @@ def _one_thread(torch: Any) -> Iterator[None]:
 
 @cache
 def _once(cost: Callable[..., float], *kind: bool) -> float:
-    """A hook takes what it takes: a notebook asks for it again and again."""
     return cost(*kind)
 
 
 def _extra_ns(
     hooked: Callable[[], Any], plain: Callable[[], Any], first: Callable[[], Any] | None = None
 ) -> float:
-    """How much longer one call, and the training step after it, take than another, undisturbed.
-
-    It is CPU time, and of each the quarter that took least: other jobs on the machine take hundreds
-    of times as long as a hook, and empty the caches. The two take turns, for the same caches;
-    `first` runs before each.
-    """
     work = _work()
 
     def took(call: Callable[[], Any]) -> int:
@@ -178,7 +163,6 @@ def _wanted(passed_ns: int) -> int:
 
 
 def _work() -> Callable[[], Any]:
-    """A small training step that no hook sees, and that draws no random number."""
     torch = sys.modules["torch"]
     functional, grad = torch.nn.functional, torch.autograd.grad
     inner = torch.ones(16, 16, requires_grad=True, device="cpu")
@@ -274,7 +258,6 @@ def _step_ns(is_quick: bool) -> float:
     begins, ends = {0: hooks[0]}, {1: hooks[1]}
 
     def step(befores: dict[int, Any], afters: dict[int, Any]) -> None:
-        """As torch does it: its own loops are shorter, too, where no one is hooked in."""
         for hook in chain(none.values(), befores.values()):
             hook(optimizer, args, kwargs)
         for hook in chain(none.values(), afters.values()):

@@ -39,7 +39,6 @@ def is_counted(backward: Site, step: Site) -> bool:
 
 
 def _is_over_parts(loop: ast.AST) -> bool:
-    """Whether it is `for micro_step in range(grad_accum_steps)`, by one of these words."""
     if not isinstance(loop, ast.For):
         return False
     words = f"{ast.unparse(loop.target)} {ast.unparse(loop.iter)}".lower()
@@ -68,7 +67,6 @@ def _spans(node: ast.AST, line: int) -> bool:
 
 
 def _has_remainder(test: ast.expr, scope: ast.AST) -> bool:
-    """Whether it asks for a remainder, itself or by a name that was given one."""
     if _divides(test):
         return True
     names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}

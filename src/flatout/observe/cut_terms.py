@@ -21,16 +21,7 @@ _MAKES = ("tensor", "Tensor", "FloatTensor", "Variable", "as_tensor", "zeros", "
 
 
 def cut_terms(torch: Any, root: Any, trained: set[int]) -> Iterator[tuple[Any, list[Any]]]:
-    """Terms of a sum, with the tensors that each is made of, of which none is a parameter.
-
-    Args:
-        torch: the module.
-        root: the node of the loss.
-        trained: ids of what optimizers step.
-
-    Yields:
-        The node of a term, or that of its sum where it is a tensor as it is.
-    """
+    """Terms of a sum, with the tensors that each is made of, of which none is a parameter."""
     terms = list(_terms(root))
     made = [_made_of(torch, term, trained) for term, _ in terms]
     if any(tensors is None for tensors in made):  # else the whole loss is such
@@ -40,7 +31,6 @@ def cut_terms(torch: Any, root: Any, trained: set[int]) -> Iterator[tuple[Any, l
 
 
 def _terms(root: Any) -> Iterator[tuple[Any, Any]]:
-    """What is added up to a loss, as single numbers, each with the node that adds it."""
     todo, count = [(root, root)], 0
     while todo and count < _TERMS:
         node, parent = todo.pop()
@@ -53,12 +43,10 @@ def _terms(root: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_one(node: Any) -> bool:
-    """Whether it gives a single number."""
     return all(int(size) == 1 for size in node._input_metadata[0].shape)
 
 
 def _made_of(torch: Any, term: Any, trained: set[int]) -> list[Any] | None:
-    """The tensors that a term's graph ends in; None where one is a parameter, or may be one."""
     tensors = []
     nodes = list(nearest_nodes(term, _NODES))
     for node in nodes:

@@ -44,10 +44,6 @@ class DeviceSteps:
     """Profiles some steps of a script that trains on a GPU.
 
     To be made when torch has been loaded: an optimizer's hooks cannot be changed while it steps.
-
-    Args:
-        torch: the module.
-        watch: that of the observation, which will have ended then.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:
@@ -98,7 +94,6 @@ class DeviceSteps:
         return backward
 
     def _mark(self, lane: str) -> None:
-        """From now on what the host queues belongs to this lane."""
         if self._hook is not None:
             self._marks.append((time_ns(), lane))
 
@@ -137,7 +132,6 @@ class DeviceSteps:
 
 
 def _ran(results: Any) -> Iterable[Ran]:
-    """Kernels and copies of the GPU, with what of the host has queued them."""
     events = results.events()
     on_gpu = [event for event in events if _is_on_gpu(event)]
     queued = {event.correlation_id(): event.start_ns() for event in events if not _is_on_gpu(event)}
@@ -152,13 +146,7 @@ def _is_on_gpu(event: Any) -> bool:
 
 
 def device_time(ran: Sequence[Ran], marks: Sequence[tuple[int, str]], steps: int) -> DeviceTime:
-    """What a GPU did in a step.
-
-    Args:
-        ran: in these steps.
-        marks: from when on, in ns since the epoch, the host has queued what belongs to which lane.
-        steps: how many.
-    """
+    """What a GPU did in a step."""
     kernels: Counter[str] = Counter()
     lanes: Counter[str] = Counter(dict.fromkeys(("forward", "backward", "optimizer"), 0))
     copies: Counter[str] = Counter()
@@ -187,7 +175,6 @@ def device_time(ran: Sequence[Ran], marks: Sequence[tuple[int, str]], steps: int
 
 
 def _busy_ns(ran: Iterable[Ran]) -> int:
-    """In which anything ran: what ran at the same time counts once."""
     busy = until = 0
     for item in sorted(ran, key=lambda value: value.began):
         busy += max(0, item.ended - max(item.began, until))

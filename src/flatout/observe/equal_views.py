@@ -25,12 +25,7 @@ _CALLS, _NEAR = 4, 1e-5
 
 
 class Views:
-    """Looks at models that are called with pictures.
-
-    Args:
-        torch: the module.
-        watch: what says when.
-    """
+    """Looks at models that are called with pictures."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -99,14 +94,12 @@ class _Look:
             self._calls.append((given, first))
 
     def _is_view(self, given: Any) -> bool:
-        """Whether these are pictures, and no constants."""
         if not self._torch.is_tensor(given) or given.dim() != _PICTURES or given.requires_grad:
             return False
         some = given.detach()[0].reshape(-1)[:1024]
         return len(given) > 1 and len(self._torch.unique(some)) >= _VALUES
 
     def end(self) -> EqualViews | None:
-        """Takes the hook off."""
         self._handle.remove()
         self._calls.clear()
         if len(self._equal) < _UNTIL - _FROM:
@@ -116,8 +109,6 @@ class _Look:
 
 
 def _equal_to(view: tuple[Any, Any], others: list[tuple[Any, Any]]) -> Iterator[int]:
-    """Those of the others that are the same pictures, in tensors of their own, and gave the same:
-    a layer that draws would make two views of them."""
     given, output = view
     for place, (before, gave) in enumerate(others):
         is_own = before.data_ptr() != given.data_ptr()
@@ -128,7 +119,6 @@ def _equal_to(view: tuple[Any, Any], others: list[tuple[Any, Any]]) -> Iterator[
 
 
 def _first_of(torch: Any, output: Any) -> Any:
-    """The first tensor that a model gives; None without one."""
     while isinstance(output, (list, tuple)) and output:
         output = output[0]
     return output if torch.is_tensor(output) and output.dim() > 1 else None

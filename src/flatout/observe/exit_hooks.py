@@ -10,12 +10,7 @@ from flatout.hooks import wrap
 
 
 def watch_exits(ends: Callable[[bool], None], becomes: Callable[[str], None]) -> None:
-    """Hooks into them, so that what was seen is written first.
-
-    Args:
-        ends: is told whether the script ends well, before os._exit.
-        becomes: is given the other program's file before an exec; and "" where that has failed.
-    """
+    """Hooks into them, so that what was seen is written first."""
     wrap(os, "_exit", "observe", _ending, ends)
     # The others of their kind call one of these two.
     wrap(os, "execv", "observe", _becoming, becomes)

@@ -35,7 +35,6 @@ class FirstUpdate:
         self._before: dict[int, tuple[ref[Any], Any]] = {}
 
     def _keep(self) -> None:
-        """Before the first steps."""
         for watched in self._watch.models:
             model = watched.ref()
             for tensor in () if model is None else model.parameters():
@@ -45,7 +44,6 @@ class FirstUpdate:
                     self._before[id(tensor)] = ref(tensor), _sample(tensor)
 
     def _look(self) -> None:
-        """After a step."""
         for optimizer in self._watch.stepping():
             if optimizer.facts.first_change is None:
                 changes = [change for item in optimizer.tensors() if (change := self._change(item))]
@@ -55,7 +53,6 @@ class FirstUpdate:
             self._before.clear()
 
     def _change(self, tensor: Any) -> float:
-        """Root mean square of the change over that of the weights; 0 where that says nothing."""
         kept = self._before.get(id(tensor))
         if kept is None or kept[0]() is not tensor:
             return 0.0

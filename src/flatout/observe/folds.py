@@ -71,7 +71,6 @@ class Folds:
         return split
 
     def _begins(self, splitter: Any, frame: FrameType | None) -> None:
-        """The first fold is taken: from now on models are noted that are made."""
         torch: Any = sys.modules.get("torch")
         kind, frame = type(splitter).__name__, users_frame(frame)
         if torch is None or frame is None or kind in _FORWARD:
@@ -95,7 +94,6 @@ class Folds:
         return make
 
     def _look(self) -> None:
-        """A training is on its way: whether its model is older than the loop."""
         loop = self._loop
         if loop is None:
             return
@@ -116,7 +114,6 @@ class Folds:
 
 
 def _loop_at(file: str, line: int) -> ast.For | None:
-    """The loop whose head is in a line, where it goes through all folds."""
     for node in ast.walk(parsed(file) or ast.Module([], [])):
         if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or line):
             leaves = (ast.Continue, ast.Break, ast.Return)
@@ -126,7 +123,6 @@ def _loop_at(file: str, line: int) -> ast.For | None:
 
 
 def _own(loop: ast.For) -> Iterator[ast.AST]:
-    """What is in a loop, but not in loops or functions within it."""
     waiting: list[ast.AST] = list(loop.body)
     while waiting:
         node = waiting.pop()
@@ -136,7 +132,6 @@ def _own(loop: ast.For) -> Iterator[ast.AST]:
 
 
 def _sets_back(loop: ast.For, file: str) -> bool:
-    """Whether something that a loop calls, in any file of the user's, may set weights back."""
     # A notebook's cell is no file that is loaded.
     trees = [*filter(None, [parsed(file)]), *(tree for _, tree in users_code())]
     functions = {

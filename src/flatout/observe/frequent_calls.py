@@ -31,10 +31,6 @@ class _Place(NamedTuple):
 class FrequentCalls:
     """Times calls by kinds: where a kind comes too often some steps stand for all.
 
-    Args:
-        watch: gets the calls.
-        lane: whose time the calls are.
-
     Attributes:
         shifted: gets the ns that were taken out of another lane, by kind and lane.
     """
@@ -90,7 +86,6 @@ class FrequentCalls:
                 ] = None
 
     def _open(self, kind: str) -> None:
-        """Times the calls of a kind in a few steps."""
         steps = self._watch.lanes.steps
         mine = [number for number, place in enumerate(self._places) if place.kind == kind]
         if self._hooks.keys() >= set(mine):
@@ -105,7 +100,6 @@ class FrequentCalls:
         self._watch.at(steps + _WINDOW, close, is_once=True)
 
     def _close(self, kind: str, watched: int) -> None:
-        """No longer times the calls of a kind, which it has in so many steps."""
         for number in [number for number in self._hooks if self._places[number].kind == kind]:
             if not self._hooks[number].remove():
                 return  # another package has wrapped it since

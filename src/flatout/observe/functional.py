@@ -82,7 +82,6 @@ class Functional:
         return dropout
 
     def _note_dropout(self, frame: Any) -> None:
-        """A method of a module's has called it: a function's caller may know what it does."""
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if not isinstance(owner, self._torch.nn.Module) or not is_users(code.co_filename):

@@ -65,12 +65,6 @@ def drawn_alike(workers: list[list[dict[str, int]]]) -> tuple[str, list[int]]:
 
     One of the dataset's own counts only where two workers drew alike twice: it may be seeded again
     for each sample.
-
-    Args:
-        workers: `Draws.states` of each.
-
-    Returns:
-        Its name, "" where nothing was drawn, and a number for each worker: equal ones drew alike.
     """
     result: list[tuple[str, list[int]]] = []
     for name in workers[0][0]:
@@ -130,7 +124,6 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 def _of_class(owner: type) -> Iterator[tuple[str, Any]]:
-    """Its methods, and the generators that all of its objects share."""
     for base in owner.__mro__:
         for name, value in vars(base).items():
             if isinstance(value, FunctionType) or _is_generator(value):
@@ -138,7 +131,6 @@ def _of_class(owner: type) -> Iterator[tuple[str, Any]]:
 
 
 def _seen_by(function: FunctionType) -> list[tuple[str, Any]]:
-    """What a function reads from its module and from around it."""
     names = function.__code__.co_names
     result = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)

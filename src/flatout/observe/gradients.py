@@ -62,7 +62,6 @@ class Gradients:
             interval.is_zeroed |= gradient is None or not bool(local(gradient).any())
 
     def _look(self) -> None:
-        """After a step."""
         is_in_a_row = self._watch.lanes.steps - self._watch.began <= 4
         for optimizer in self._watch.stepping():
             mine = [tensor for tensor in optimizer.tensors() if tensor.requires_grad]
@@ -84,7 +83,6 @@ class Gradients:
             self._describe()
 
     def _probe(self, having: list[Any]) -> Any:
-        """The smallest that has a gradient other than zero."""
         dense = [item for item in having if not item.grad.is_sparse]
         for tensor in sorted(dense, key=lambda value: int(value.numel()))[:8]:
             if bool(local(tensor.grad).any()):
@@ -99,7 +97,6 @@ class Gradients:
         ]
 
     def _listen(self) -> None:
-        """Asks layers whose parameters have had no gradient whether they are called at all."""
         without = {
             id(item) for optimizer in self._watch.stepping() for item in self._without(optimizer)
         }
@@ -133,7 +130,6 @@ class Gradients:
         return [module for module in result if module is not None]
 
     def _describe(self) -> None:
-        """Says of each optimizer which of its tensors no loss has reached."""
         names = {
             id(tensor): name
             for module in self._modules()
@@ -156,8 +152,6 @@ class Gradients:
             facts.no_grad_site = self._off[id(off[0])] if off else None
 
     def _cut(self, without: set[int]) -> list[str]:
-        """Names of the first parameters of a model, where these layers are called and the loss
-        reaches all later ones alone."""
         for module in self._modules():
             trained = [(n, id(t)) for n, t in module.named_parameters() if t.requires_grad]
             first = 0

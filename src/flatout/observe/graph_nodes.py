@@ -36,13 +36,7 @@ def _behind_sinks(edge: tuple[Any, int]) -> Any:
 def nearest_nodes(
     root: Any, most: int, ends: Callable[[Any], bool] = lambda node: False
 ) -> Iterator[Any]:
-    """Each node once, those nearest to the loss first.
-
-    Args:
-        root: the loss' own.
-        most: where so many are known, it ends.
-        ends: whether what is below a node is left out.
-    """
+    """Each node once, those nearest to the loss first."""
     todo, known = deque([root]), {root}
     while todo and len(known) < most:
         node = todo.popleft()

@@ -100,7 +100,6 @@ class Graphs:
 
 
 def _holders(kept: list[Any]) -> list[Any]:
-    """The containers that hold these, and those that hold the containers, as a list of pairs is."""
     # Each object that is asked for makes the search longer. Steps leave the same tensors, often an
     # even number: an odd stride meets all kinds.
     asked = kept[:: len(kept) // _ASKED | 1]
@@ -116,7 +115,6 @@ def _holders(kept: list[Any]) -> list[Any]:
 
 
 def _is_frozen_holder(value: Any, held: set[int]) -> bool:
-    """Whether a container holds one of these and may be frozen, so that no search finds it."""
     if not (gc.get_freeze_count() and isinstance(value, _CONTAINERS)):
         return False
     return any(id(item) in held for item in gc.get_referents(value))

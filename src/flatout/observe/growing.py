@@ -141,7 +141,6 @@ class GrowingHistories:
             self._watch.at(step + _STEPS, self._close_again, is_once=True)
 
     def _close_again(self) -> None:
-        """Forgets what grows no longer."""
         self._end()
         sizes = {site: list(value.sizes.values()) for site, value in self._by_line.items()}
         ended = [site for site, of in sizes.items() if len(of) > 2 and len({*of}) == 1]
@@ -150,7 +149,6 @@ class GrowingHistories:
 
 
 def _more_pieces(history: _History) -> int:
-    """How many tensors or arrays more come with each step, where all are put together again."""
     counts = list(history.pieces.values())
     if history.is_list or len(counts) < 2:
         return 0
@@ -158,6 +156,5 @@ def _more_pieces(history: _History) -> int:
 
 
 def _numbers(result: Any) -> int:
-    """How many it holds."""
     size: Any = getattr(result, "numel", None) or getattr(result, "size", 0)
     return int(size() if callable(size) else size)

@@ -79,7 +79,6 @@ def _chosen(items: Any, picked: Sequence[int] | None) -> Sequence[int]:
 
 
 def _lists_in(dataset: Any) -> Iterator[Any]:
-    """The dataset, where it is a list; and its own lists of as many entries as samples."""
     if isinstance(dataset, (list, tuple)):
         yield dataset
         return
@@ -117,7 +116,6 @@ def length_of(sized: Any) -> int | None:
 
 
 def _first_array(item: Any) -> Any:
-    """Numbers of the first tensor or array of a sample, in one row; None without one."""
     import numpy as np
     import torch
 
@@ -136,14 +134,12 @@ def _first_array(item: Any) -> Any:
 
 
 def _name_in(item: Any) -> str | None:
-    """The file that a sample is read from: its path, or that in front of its labels."""
     if isinstance(item, (tuple, list)) and item:
         item = item[0]
     return str(item) if _is_name(item) else None
 
 
 def _is_name(value: Any) -> bool:
-    """Whether it is a path, or words without a space that may name a file."""
     is_words = isinstance(value, str) and 0 < len(value) < 1024 and " " not in value
     return isinstance(value, os.PathLike) or (
         is_words and (os.sep in value or bool(_ENDING.search(value)))

@@ -27,12 +27,7 @@ _FEWEST = 50
 
 
 def compare(sets: Sequence[tuple[Any, Samples | None]], scalers: Scalers) -> None:
-    """Fills in `shared_rows`, `shared_windows` and `scaling` of those that are only evaluated.
-
-    Args:
-        sets: facts, of a Loader or a Table, and what is known of its samples.
-        scalers: those that were fitted.
-    """
+    """Fills in `shared_rows`, `shared_windows` and `scaling` of those that are only evaluated."""
     trained = [samples for facts, samples in sets if facts.in_training]
     known = [samples for samples in trained if samples is not None]
     if not trained or len(known) < len(trained):
@@ -74,7 +69,6 @@ def compare_classes(loaders: Sequence[Any]) -> None:
 
 
 def _of_series(trained: Sequence[Samples], held_out: Samples) -> Scaling | None:
-    """Where samples are windows: the same of the series that they are taken of."""
     if len(trained) != 1 or trained[0].series is None or held_out.series is None:
         return None
     mine, theirs, whole = trained[0].series, held_out.series, trained[0].whole
@@ -93,7 +87,6 @@ def _of_series(trained: Sequence[Samples], held_out: Samples) -> Scaling | None:
 
 
 def _shared_rows(held_out: Samples, trained: Sequence[Samples]) -> tuple[int, int] | None:
-    """How many of these samples equal one that is trained on, of how many."""
     if not held_out.rows or any(item.rows is None for item in trained):
         return None
     if any(item.is_named != held_out.is_named for item in trained):
@@ -111,7 +104,6 @@ def _shared_rows(held_out: Samples, trained: Sequence[Samples]) -> tuple[int, in
 
 
 def _is_whole(table: Table, mine: Samples, trained: Sequence[Samples]) -> bool:
-    """Whether all that is trained on was picked from a table of which batches are evaluated."""
     known = set(mine.rows or ())
     rows = [row for item in trained for row in item.rows or ()]
     is_in_parts = (table.batch_size or 0) < (table.length or 0)
@@ -119,7 +111,6 @@ def _is_whole(table: Table, mine: Samples, trained: Sequence[Samples]) -> bool:
 
 
 def _shared_windows(held_out: Samples, trained: Sequence[Samples]) -> int:
-    """How many of these samples are one that is trained on, moved by a step."""
     windows = [pair for item in trained for pair in item.windows or ()]
     before, after = {first for first, _ in windows}, {last for _, last in windows}
     # What is the same at each step is equal by chance.
@@ -128,8 +119,6 @@ def _shared_windows(held_out: Samples, trained: Sequence[Samples]) -> int:
 
 
 def _by_moments(trained: Sequence[Samples], held_out: Samples) -> Scaling | None:
-    """Where all samples together have a mean of zero and a deviation of one, or reach the ends of a
-    range, by column or as a whole, or have a median of zero, and training alone has not."""
     moments = [item.moments for item in trained if item.moments is not None]
     other = held_out.moments
     if len(moments) < len(trained) or other is None:
@@ -154,7 +143,6 @@ def _by_moments(trained: Sequence[Samples], held_out: Samples) -> Scaling | None
 
 
 def _by_spread(alone: Moments, both: Moments, figures: Sequence[Any]) -> Scaling | None:
-    """Whether all reach the ends of a range, or have a median of zero, and training alone not."""
     mine, all_of = alone.spread, both.spread
     if mine is None or all_of is None:
         return None
@@ -170,7 +158,6 @@ def _by_spread(alone: Moments, both: Moments, figures: Sequence[Any]) -> Scaling
 
 
 def _by_figures(alone: Moments, both: Moments, figures: Sequence[Any]) -> Scaling | None:
-    """Whether the dataset uses mean and deviation of both, and training alone has others."""
     varied = _varied(both)
     if not varied.any():
         return None
@@ -187,18 +174,15 @@ def _by_figures(alone: Moments, both: Moments, figures: Sequence[Any]) -> Scalin
 
 
 def _deviations(moments: Moments) -> list[Any]:
-    """By either of the formulas."""
     formulas = (1.0, moments.count / (moments.count - 1))
     return [(moments.variance * formula) ** 0.5 for formula in formulas]
 
 
 def _apart(figures: Any, wanted: Any, deviation: Any, varied: Any) -> float:
-    """How far they are from those that are wanted, in any column that varies, in deviations."""
     return float((abs(figures - wanted)[varied] / deviation[varied]).max())
 
 
 def _scaled(alone: Moments, both: Moments) -> Scaling | None:
-    """Whether it is both that have a mean of zero and a deviation of one."""
     for mine, all_of in ((alone, both), (_whole(alone), _whole(both))):
         off, off_training = _off(all_of), _off(mine)
         if off < _MEAN_OFF and off_training > _FARTHER * max(off, 1e-5) and _is_one(all_of):
@@ -216,7 +200,6 @@ def _joined(parts: Iterable[Moments]) -> Moments:
 
 
 def _whole(moments: Moments) -> Moments:
-    """Of all numbers, as of a single column."""
     mean = moments.mean.mean(keepdims=True)
     squares = (moments.variance + moments.mean**2).mean(keepdims=True)
     return Moments(moments.count, mean, squares - mean**2)
@@ -227,13 +210,11 @@ def _varied(moments: Moments) -> Any:
 
 
 def _off(moments: Moments) -> float:
-    """How far the mean of any column that varies is from zero."""
     means = abs(moments.mean[_varied(moments)])
     return float(means.max()) if means.size else 1.0
 
 
 def _is_one(moments: Moments) -> bool:
-    """Whether each column that varies has a deviation of one, by either of its formulas."""
     result = moments.variance[_varied(moments)]
     formulas = (1.0, moments.count / (moments.count - 1))
     return any(bool((abs(result * formula - 1) < _DEVIATION_OFF).all()) for formula in formulas)

@@ -41,7 +41,6 @@ class NodeLosses:
         watch.on_renewal.append(self.found.clear)
 
     def _look(self, tensors: Any) -> None:
-        """Backward is about to be called on these."""
         if self._watch.lanes.steps >= self._watch.began + _STEPS:
             return
         root = tensors if self._torch.is_tensor(tensors) else next(iter(tensors))
@@ -70,7 +69,6 @@ class NodeLosses:
                         return
 
     def _chosen(self, nodes: int) -> Iterator[tuple[str, Any]]:
-        """Masks over so many nodes, and numbers of some, by what the script calls them."""
         torch = self._torch
         for name, given in _with_masks(named_here()):
             if not is_in_memory(given) or given.ndim != 1 or len(given) > nodes:

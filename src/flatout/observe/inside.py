@@ -90,7 +90,6 @@ class _Look:
             return None
 
     def end(self) -> None:
-        """Takes the hooks off."""
         for handle in self._handles:
             handle.remove()
         if not self._parts:
@@ -127,7 +126,6 @@ class _LookAtBackbone:
         self._in_steps.add(self._watch.lanes.steps)
 
     def end(self) -> None:
-        """Takes the hooks off."""
         for handle in self._handles:
             handle.remove()
         is_still = self._state is not None and self._state == _state_of(self._module)
@@ -136,7 +134,6 @@ class _LookAtBackbone:
 
 
 def _state_of(module: Any) -> list[Any] | None:
-    """What changes where its tensors do; None where that cannot be told."""
     try:
         return [(id(item), item._version) for item in (*module.parameters(), *module.buffers())]
     except RuntimeError:  # tensors made in inference mode do not count

@@ -37,7 +37,6 @@ def _compared_above(site: Site, *, is_copy: bool) -> Iterator[Monitor]:
 
 
 def _compared(test: ast.expr, branch: ast.If, site: Site) -> Iterator[Monitor]:
-    """A metric against the best one, which it replaces in the same branch."""
     if not (isinstance(test, ast.Compare) and len(test.ops) == 1):
         return
     metric, best, wants_smaller = test.left, test.comparators[0], isinstance(test.ops[0], _SMALLER)

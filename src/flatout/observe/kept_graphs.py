@@ -95,7 +95,6 @@ class KeptLosses:
             self._held.clear()
 
     def _of(self, step: int, value: Any, before: _Held | None) -> _Held | None:
-        """What is held, where that is graphs of past steps; with a look before, more of them."""
         if isinstance(value, _CONTAINERS):
             if len(value) < 2 or not self._has_graph(value[0]) or not self._has_graph(value[-1]):
                 return None
@@ -116,7 +115,6 @@ class KeptLosses:
         return type(value) is self._torch.Tensor and value.grad_fn is not None
 
     def _tell(self, name: str, held: _Held, site: Site | None) -> None:
-        """One that had more in each look than in the one before."""
         if site is not None and any(item.site == site for item in self.found):
             return  # the same by another name
         is_list = held.value is not None
@@ -146,7 +144,6 @@ def values_of(frame: FrameType) -> Iterator[tuple[str, Any, Callable[[], Site | 
 
 
 def _names_in(frame: FrameType) -> dict[str, Any]:
-    """Those of a frame, and of its module those that its function uses."""
     outer, used = frame.f_globals, frame.f_code.co_names
     return {name: outer[name] for name in used if name in outer} | frame.f_locals
 
@@ -158,7 +155,6 @@ def _is_of_users(owner: type) -> bool:
 
 
 def _line_in_class(owner: type, attribute: str) -> Site | None:
-    """The first line of a class's methods that adds to an attribute."""
     name = rf"self\.{re.escape(attribute)}\b"
     adds = re.compile(
         rf"{name}[\w.]*(\[.*\])?(\.(append|extend|add|insert)\(|\s*\+=)|{name}\s*=.*{name}"

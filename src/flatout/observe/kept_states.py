@@ -13,11 +13,7 @@ from flatout.observe.unused_calls import last_name
 
 
 def loaded_later(site: Site) -> Site | None:
-    """Where a state dict is loaded that is taken in a line, as the best one so far.
-
-    Args:
-        site: a line that assigns it, under a condition that compares by order.
-    """
+    """Where a state dict is loaded that is taken in a line, as the best one so far."""
     function, tree = function_at(site.file, site.line), parsed(site.file)
     if function is None or tree is None:
         return None
@@ -41,7 +37,6 @@ def loaded_later(site: Site) -> Site | None:
 
 
 def _guards(node: ast.If, line: int) -> bool:
-    """Whether a line is done only where something is less or more than something else."""
     if not any(is_at(inner, line) for inner in node.body):
         return False
     compared = [inner for inner in ast.walk(node.test) if isinstance(inner, ast.Compare)]
@@ -50,14 +45,12 @@ def _guards(node: ast.If, line: int) -> bool:
 
 
 def _assigned(function: ast.AST, line: int) -> Iterator[str]:
-    """What a line assigns a state dict to."""
     for target, value in _given(function):
         if is_at(value, line) and _calls(value) and _is_state_or_constant(value):
             yield _name_of(target)
 
 
 def _given(scope: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Each target of a statement that assigns, and the value that it is given."""
     for node in ast.walk(scope):
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
             continue
@@ -69,7 +62,6 @@ def _given(scope: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def _is_read_elsewhere(scope: ast.AST, name: str) -> bool:
-    """Whether a name is given anything else than state dicts and constants, as what a file has."""
     plain = {id(target) for target, value in _given(scope) if _is_state_or_constant(value)}
     for node in ast.walk(scope):
         if isinstance(node, ast.arg) and node.arg == name:
@@ -91,7 +83,6 @@ def _calls(value: ast.expr) -> list[ast.Call]:
 
 
 def _name_of(node: ast.expr) -> str:
-    """A name, an attribute as ".name", or what an item is taken of; "" of anything else."""
     if isinstance(node, ast.Subscript):
         return _name_of(node.value)
     if isinstance(node, ast.Attribute):

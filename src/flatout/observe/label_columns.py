@@ -75,7 +75,6 @@ def _columns_within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_pandas(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The columns of a DataFrame, or a Series; words of categories too."""
     if not hasattr(value, "iloc") or not 1 < len(value) <= _LENGTH:
         return
     if not hasattr(value, "columns"):
@@ -100,7 +99,6 @@ def _of_array(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_list(name: str, rows: list[Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Of a list of labels, or of samples that are dicts or tuples."""
     first = rows[0]
     if _is_label(first):
         yield name, rows
@@ -120,7 +118,6 @@ def _of_list(name: str, rows: list[Any]) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _value(item: Any) -> Any:
-    """The number of a tensor or array without dimensions; any other thing as it is."""
     is_single = hasattr(item, "ndim") and hasattr(item, "item") and item.ndim == 0
     return item.item() if is_single and not getattr(item, "is_meta", False) else item
 
@@ -132,17 +129,7 @@ def _is_label(value: Any) -> bool:
 def column_of(
     first: Sequence[int], batch_size: int, classes: int, columns: Iterable[tuple[str, Any]]
 ) -> Lies | None:
-    """The column that begins with these labels, where each class lies in one piece there.
-
-    Args:
-        first: labels of the first batches, in their order.
-        batch_size: of these.
-        classes: how many there can be.
-        columns: with their names.
-
-    Returns:
-        None where there is none, and where another column that is not sorted begins so, too.
-    """
+    """The column that begins with these labels, where each class lies in one piece there."""
     found: Lies | None = None
     is_one = len({*first}) == 1
     for name, column in islice(columns, _COLUMNS):
@@ -164,7 +151,6 @@ def column_of(
 
 
 def _agrees(column: Any, first: Sequence[int]) -> bool:
-    """Whether it begins with these classes, by their numbers or by words for each."""
     begin = column[: len(first)]
     begin = begin.tolist() if hasattr(begin, "tolist") else begin
     if isinstance(begin[0], str):
@@ -177,7 +163,6 @@ def _agrees(column: Any, first: Sequence[int]) -> bool:
 
 
 def _sizes(labels: list[Any], classes: int, is_one: bool) -> Counter[Any] | None:
-    """How many of each class there are; None of what can be no labels."""
     try:
         sizes = Counter(labels)
     except TypeError:  # of what has no hash

@@ -70,7 +70,6 @@ class _Seen:
     lies: Lies | None = None
 
     def add(self, labels: list[int], step: int) -> None:
-        """A batch of these."""
         self.batches += 1
         self.steps = step
         self.batch_size = self.batch_size or len(labels)
@@ -86,11 +85,9 @@ class _Seen:
 
     @property
     def is_open(self) -> bool:
-        """Whether nearly all batches so far were of one class, and later ones may be of others."""
         return len(self.alone) == 1 and self.of_one >= max(_BATCHES, _PURE * self.batches)
 
     def result(self, is_half: bool) -> InLoss:
-        """As a fact; what may be of two halves of a loss is none of one class."""
         of_one, alone = self.of_one, sorted(self.alone)
         if self.is_of_two and (is_half or self.changes > _CHANGES * self.of_one):
             of_one, alone = 0, []
@@ -102,12 +99,7 @@ class _Seen:
 
 
 class Labels:
-    """Looks at the labels of some batches.
-
-    Args:
-        torch: the module.
-        watch: what says when.
-    """
+    """Looks at the labels of some batches."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -131,7 +123,6 @@ class Labels:
         self._later.close()
 
     def _look(self, tensors: Any) -> None:
-        """Backward is about to be called on these."""
         step, before = self._watch.lanes.steps, self._at
         self._at = (step, before[1] + 1 if before[0] == step else 0)
         for root in [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors):
@@ -155,13 +146,11 @@ class Labels:
             return
 
     def _look_at_input(self, model: Any, batch: Any, is_trained: bool) -> None:
-        """A model is called: windows of a series are in an order that may be meant."""
         is_asked = is_trained and not self._is_series and self._watch.lanes.steps < _ASKED
         if is_asked and self._torch.is_tensor(batch):
             self._is_series = _are_windows(batch)
 
     def _decide(self) -> None:
-        """After the first steps: where the labels come from, and whether later ones are awaited."""
         self._later.close()
         if self._is_series or not self._seen:
             return
@@ -170,7 +159,6 @@ class Labels:
         self._await()
 
     def _columns(self) -> Iterator[tuple[str, Any]]:
-        """Those that the labels may come of; none where it is known how they lie, or taken so."""
         loader = self._watch.lanes.loader
         if loader is None:
             yield from columns_of_names(named_here())
@@ -178,7 +166,6 @@ class Labels:
             yield from columns_of_dataset(getattr(loader.ref(), "dataset", None))
 
     def _await(self) -> None:
-        """Looks at a later step, where more may be told then."""
         self._later.close()
         awaited = (
             seen.is_open and seen.lies is None and not (seen.is_of_two and line in self._halves)
@@ -198,8 +185,6 @@ class Labels:
 
 
 def _labels_under(root: Any) -> tuple[list[int], int, str] | None:
-    """The labels that the first loss of classes was given, how many classes there are, and its
-    node."""
     for node in nearest_nodes(root, _NODES):
         name = node.name()
         labels = None
@@ -222,7 +207,6 @@ def _as_list(labels: Any, classes: int, name: str) -> tuple[list[int], int, str]
 
 
 def _of_two(target: Any) -> Any:
-    """0 and 1 of a column of floats; None of any other."""
     flat = target.reshape(-1)
     if target.dim() > 2 or flat.numel() != len(target) or not ((flat == 0) | (flat == 1)).all():
         return None
@@ -235,7 +219,6 @@ def _is_log_softmax(node: Any) -> bool:
 
 
 def _of_one_hot(target: Any) -> tuple[Any, int]:
-    """The classes of rows of 0 and a single 1; None of any other."""
     if target is None or target.dim() != 2:
         return None, 0
     is_one = (target == 1).sum(1) == 1
@@ -244,7 +227,6 @@ def _of_one_hot(target: Any) -> tuple[Any, int]:
 
 
 def _are_windows(batch: Any) -> bool:
-    """Whether each sample goes on where the one before has ended, with steps that both have."""
     if batch.dim() not in (2, 3) or len(batch) < 3 or batch.device.type != "cpu":
         return False
     rows = batch[:3].detach()

@@ -173,7 +173,6 @@ class Lanes(Clock):
         self._drop_open()
 
     def _drop_open(self) -> None:
-        """What came since the last step is no part of any, but for what lies between steps."""
         spent = self.spent
         between = spent[EVALUATION] + spent[SAVING]
         # Nearly all of it was the host's.

@@ -47,14 +47,7 @@ _DATALOADER = "torch.utils.data.dataloader"
 
 
 class TimeLapse:
-    """Lets the loaders and loops of a running script end early.
-
-    Args:
-        watch: that of the observation.
-        loops: the user's own.
-        code: theirs.
-        seconds: for all of it.
-    """
+    """Lets the loaders and loops of a running script end early."""
 
     def __init__(self, watch: Watch, loops: Loops, code: Rewriting, seconds: float) -> None:
         self._watch, self._lanes = watch, watch.lanes
@@ -103,7 +96,6 @@ class TimeLapse:
         return bool(self._began_s)
 
     def _interrupt(self, process: int) -> None:
-        """The time is over, wherever the script is; from another thread."""
         if os.getpid() == process:
             self._is_over = True
             self._watch.enough()
@@ -113,14 +105,12 @@ class TimeLapse:
             again.start()
 
     def _look(self) -> None:
-        """After each step: whether enough was seen."""
         if self._epochs() >= _EPOCHS or monotonic() - self._began_s > self._seconds:
             self._watch.enough()
         else:
             self._watch.at(self._lanes.steps + 1, self._look)
 
     def _epochs(self) -> int:
-        """How many have ended since the beginning, of the loader that has had fewest."""
         begun = [item.facts.epochs - self._begun.get(item.number, 1) for item in self._trained()]
         return self._loops.epochs if self._loops.has_cut or not begun else min(begun)
 
@@ -138,11 +128,6 @@ class TimeLapse:
         return take
 
     def _count(self, iterator: Any, seen: Any) -> None:
-        """A batch of this iterator is asked for.
-
-        Raises:
-            StopIteration: there are no more.
-        """
         lanes, kept = self._lanes, iterator.__dict__
         taken = kept["_flatout_taken"] = kept.get("_flatout_taken", -1) + 1
         first = kept.setdefault("_flatout_first", lanes.steps)
@@ -193,7 +178,6 @@ class TimeLapse:
         )
 
     def _ended_last(self) -> bool:
-        """Whether the script has ended by itself, and with it an epoch of its loader."""
         of_loader = bool(self._trained()) and not self._loops.has_cut
         return of_loader and not (self._is_over or self._watch.is_enough)
 
@@ -208,7 +192,6 @@ class TimeLapse:
 
 
 def _last_of(indices: Iterator[Any]) -> Iterator[Any]:
-    """The last of them alone; none where finding it takes too long."""
     until = monotonic() + _SEEKING_S
     last: list[Any] = []
     for index in indices:
@@ -258,7 +241,6 @@ def _loader(loader: Loader, later: Observation) -> Loader:
 
 
 def _new(loader: Loader) -> Loader:
-    """One that was met in the time-lapse: how long it takes is not known."""
     return replace(deepcopy(loader), first_ms=[], wait_ms=None, lanes_ms={}, hot=[])
 
 
@@ -275,7 +257,6 @@ def _model(model: Model, later: Observation) -> Model:
 
 
 def _schedule(observation: Observation, schedule: Schedule) -> Schedule:
-    """With the steps of before: in epochs that end early there are more of them."""
     key = (schedule.kind, str(schedule.site))
     before = sum(
         schedule.steps

@@ -14,14 +14,7 @@ from flatout.observe.watch import Watch
 
 
 class LaterBackwards:
-    """Looks at backward passes while it is open.
-
-    Args:
-        torch: the module.
-        watch: what is looked at.
-        look: called with what backward is about to be called on; what that takes is no part of
-            each step.
-    """
+    """Looks at backward passes while it is open."""
 
     def __init__(self, torch: Any, watch: Watch, look: Callable[[Any], None]) -> None:
         self._torch = torch

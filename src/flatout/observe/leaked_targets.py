@@ -44,12 +44,7 @@ _STANDS_STILL = 0.5
 
 
 class LeakedTargets:
-    """Compares samples with targets, in the first steps of each training.
-
-    Args:
-        torch: the module.
-        watch: what says when.
-    """
+    """Compares samples with targets, in the first steps of each training."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -71,7 +66,6 @@ class LeakedTargets:
         self._begin()
 
     def _begin_again(self) -> None:
-        """Another training."""
         self._decide()
         self._is_over = False
 
@@ -94,7 +88,6 @@ class LeakedTargets:
         return self._found
 
     def _called(self, model: SeenModel, batch: Any, is_trained: bool) -> None:
-        """A model is called."""
         if is_trained and not self._is_over and len(self._calls) < 2:
             self._calls.append((batch, here()))
             module: Any = model.ref()
@@ -102,7 +95,6 @@ class LeakedTargets:
                 self._handles[id(module)] = after_forward(module, self._gives)
 
     def _is_plain(self, model: SeenModel) -> bool:
-        """Whether a hook on it compiles nothing again."""
         module: Any = model.ref()
         is_compiled = isinstance(module, self._torch.jit.ScriptModule) or (
             hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
@@ -110,7 +102,6 @@ class LeakedTargets:
         return not (model.facts.is_told or is_compiled or is_anything_compiled())
 
     def _gives(self, module: Any, args: Any, output: Any) -> None:
-        """What a model gives, which a loss written by hand takes the target from."""
         is_one = self._torch.is_tensor(output) and output.grad_fn is not None
         self._output = output if is_one else None
 
@@ -119,7 +110,6 @@ class LeakedTargets:
             self._handles.popitem()[1].remove()
 
     def _look(self, tensors: Any) -> None:
-        """Backward is about to be called on these."""
         calls, self._calls = self._calls, []
         output, self._output = self._output, None
         roots = [tensors] if self._torch.is_tensor(tensors) else list(tensors)
@@ -151,7 +141,6 @@ class LeakedTargets:
             self._decide()
 
     def _of_pictures(self, flat: Any, target: Any) -> Any:
-        """Numbers that may be the target in all pictures, beside some others; None without any."""
         if self._kept is None:
             apart, wanted = flat - flat.mean(0), (target - target.double().mean()).to(flat)
             norms = apart.norm(dim=0) * wanted.norm()
@@ -168,8 +157,6 @@ class LeakedTargets:
         return flat[:, self._kept]
 
     def _is_comparable(self, batch: Any) -> bool:
-        """Whether it is a table of numbers, windows of a series, or pictures, of which a column can
-        be more than the target alone."""
         is_known = self._torch.is_tensor(batch) and batch.dim() in (2, 3, _PICTURES)
         if not is_known or not len(batch):
             return False
@@ -179,7 +166,6 @@ class LeakedTargets:
         return is_plain and not batch.is_meta and _FEWEST_COLUMNS <= columns <= most
 
     def _decide(self) -> None:
-        """Enough was seen, or no more will come: of this training."""
         self._later.close()
         rows, targets = self._rows, self._targets
         shape, site, kept = self._shape, self._site, self._kept
@@ -198,7 +184,6 @@ class LeakedTargets:
 
 
 def _flat(tensor: Any) -> Any:
-    """As rows of numbers in float64."""
     plain = tensor.detach()[:_SAMPLES]
     return plain.reshape(len(plain), -1).double().cpu().numpy()
 
@@ -206,17 +191,7 @@ def _flat(tensor: Any) -> Any:
 def leaking_column(
     rows: Any, target: Any, shape: tuple[int, ...], *, are_classes: bool = False
 ) -> LeakedTarget | None:
-    """The column that is the target, or follows it in other units.
-
-    Args:
-        rows: of numbers, one a sample; of pictures some.
-        target: one number a sample.
-        shape: of a sample; of two dimensions for the windows of a series, of three for pictures.
-        are_classes: whether the target is one of classes, and not a number.
-
-    Returns:
-        None without one, and where that may be chance or the nature of the data.
-    """
+    """The column that is the target, or follows it in other units."""
     import numpy
 
     samples, columns = rows.shape
@@ -244,8 +219,6 @@ def leaking_column(
 
 
 def _is_like_series(others: Any, target: Any, values: Any) -> bool:
-    """Whether another column has the target's values too, as those of windows do; or, where it
-    has few of them, tells which it is, as in a series that comes again and again."""
     import numpy
 
     if len(values) <= len(target) // 4:  # any column may have these
@@ -254,7 +227,6 @@ def _is_like_series(others: Any, target: Any, values: Any) -> bool:
 
 
 def _tells(column: Any, target: Any) -> bool:
-    """Whether each value of a column comes with one value of the target alone, and often."""
     import numpy
 
     values = numpy.unique(column)
@@ -263,7 +235,6 @@ def _tells(column: Any, target: Any) -> bool:
 
 
 def _is_last(copies: Any, shape: tuple[int, ...]) -> bool:
-    """Whether it is the last step of windows: what is to be foretold lies within them."""
     if len(shape) != 2:
         return len(shape) == 1 and bool(copies[-1])
     places = copies.reshape(shape)
@@ -273,8 +244,6 @@ def _is_last(copies: Any, shape: tuple[int, ...]) -> bool:
 def _in_other_units(
     rows: Any, target: Any, values: int, *, is_picture: bool
 ) -> LeakedTarget | None:
-    """The one column of which the target is a multiple, with something added; of pictures the first
-    of a few."""
     import numpy
 
     if rows.shape[1] <= _FEWEST_OTHERS:
@@ -294,7 +263,6 @@ def _in_other_units(
 
 
 def _is_of_data(found: LeakedTarget, rows: Any, target: Any) -> bool:
-    """Whether factor and what is added are no round numbers both, as those of data are."""
     added = float(target.mean() - found.factor * rows[:, found.column].mean())
     off = _ROUND * float(target.std())
     return not (

@@ -67,7 +67,6 @@ class LineClock:
         return self._step
 
     def _spend(self) -> None:
-        """The time since the last event goes to the innermost line."""
         spent = perf_counter_ns() - self._last
         self.whole_ns += spent
         if self._lines:

@@ -47,10 +47,6 @@ class LineSampler:
         watch.on_renewal.append(self._stacks.renew)
 
     def _freezing(self, original: Callable[[], None]) -> Callable[[], None]:
-        """The collector lists what is alive, but not what it was told to leave alone: functions
-        are listed before. To unfreeze them at the end would freeze all else with them again.
-        """
-
         def look() -> None:
             self._frozen = list(codes(self._frozen).values())
 
@@ -64,7 +60,6 @@ class LineSampler:
         return freeze
 
     def _begin(self) -> None:
-        """In the thread that steps."""
         assert self._stacks is not None
         # That of a script that has ended is gone: no function has it.
         frame: FrameType | None = sys._getframe()
@@ -114,13 +109,6 @@ def _place(site: Site) -> tuple[str, int]:
 
 
 def _move_evaluation(stacks: list[Stack], call: tuple[str, int], share: float) -> None:
-    """What is called by a line that evaluates is of that lane, unless the line trains too.
-
-    Args:
-        stacks: all of them.
-        call: the line.
-        share: of all time that the lane has.
-    """
     beneath = [stack for stack in stacks if call in stack.users]
     result = sum(sum(stack.ns) for stack in beneath) / max(
         sum(sum(stack.ns) for stack in stacks), 1e-9
@@ -133,11 +121,6 @@ def _move_evaluation(stacks: list[Stack], call: tuple[str, int], share: float) -
 
 
 def _made_input(stacks: list[Stack], called: set[tuple[str, int]]) -> bool:
-    """Moves samples of lines that make what these calls of models get from host to input.
-
-    Returns:
-        Whether there were any.
-    """
     makes: set[tuple[str, int]] = set()
     for call in called:
         result = Counter[Places]()
@@ -156,7 +139,6 @@ def _made_input(stacks: list[Stack], called: set[tuple[str, int]]) -> bool:
 
 
 def _share_input(stacks: list[Stack], observation: Observation) -> None:
-    """What the host's samples say of input becomes the time of that lane."""
     made, left = (sum(stack.ns[lane] for stack in stacks) for lane in (INPUT, HOST))
     whole = observation.lanes_ms.get("host") or 0.0
     input_ms = whole * made / max(made + left, 1.0)

@@ -62,7 +62,6 @@ def _most(of: dict[_Key, float]) -> _Key:
 
 
 def _with_sync_in_host(stack: Stack) -> Stack:
-    """What ranks wait for one another is the host's where it is not told apart."""
     ns = list(stack.ns)
     ns[_HOST] += ns[_SYNC]
     ns[_SYNC] = 0.0
@@ -128,7 +127,6 @@ class Lines:
         )
 
     def _growth(self, of: _Of) -> Growth | None:
-        """By how much more the line takes with each step, where it clearly does."""
         bins = self._steps // self._width
         of_bins = of.bins[1:bins]  # the first holds what is done once, the last is not full
         if len(of_bins) < _FEWEST_BINS or of.samples < _FEWEST:
@@ -138,13 +136,7 @@ class Lines:
 
 
 def growth(ms: list[float], width: int, samples: int) -> Growth | None:
-    """The slope of a line's time by steps, where it is above zero for sure, and matters.
-
-    Args:
-        ms: per step, in consecutive bins of `width` steps.
-        width: of a bin.
-        samples: that these times were made of: fewer mean more noise.
-    """
+    """The slope of a line's time by steps, where it is above zero for sure, and matters."""
     # It needs numpy, which is the script's to import first.
     from flatout.measure import student_t
 

@@ -183,14 +183,12 @@ class SeenLoader(Loaded):
         self.due = self._next_due()
 
     def _next_due(self) -> int:
-        """The batch that is looked at next, if no other epoch begins before."""
         if self.facts.is_iterable and self.batches < self._numbered:
             return self.batches + 1
         regular = (self.batches // _LOOK_EVERY + 1) * _LOOK_EVERY
         return min(regular, self.compared_at) if self.compared_at > self.batches else regular
 
     def _took_first(self, batch: Any, began: int) -> None:
-        """Of an epoch."""
         if len(self.facts.first_ms) < _EPOCHS:
             self.facts.first_ms.append((perf_counter_ns() - began) / 1e6)
         self.began = None
@@ -199,12 +197,10 @@ class SeenLoader(Loaded):
 
     @property
     def _numbered(self) -> int:
-        """So many batches of a stream are told apart: the first ones of each worker."""
         each = -(-ENOUGH // (self.facts.batch_size or ENOUGH))
         return max(2, each + 1) * max(1, self.facts.num_workers or 0)
 
     def _number(self, batch: Any) -> None:
-        """Of the first batches of an IterableDataset: do workers give the same, or parts?"""
         tensor, workers = first_tensor(batch), max(1, self.facts.num_workers or 0)
         if tensor is None:
             return
@@ -217,13 +213,11 @@ class SeenLoader(Loaded):
             self.rows[(self.batches - 1) % workers] += numbers_in(values)
 
     def _look(self) -> None:
-        """Now and then, after a batch."""
         self._count_kept()
         if len(self.waits) > 2 * _WAITS:
             del self.waits[:_WAITS]
 
     def _count_kept(self) -> None:
-        """How much more the dataset keeps since this was called first."""
         loader, facts = self.ref(), self.facts
         if loader is None or facts.num_workers or not facts.batch_size:
             return
@@ -285,7 +279,6 @@ def facts_of(loader: Any, site: Site | None) -> Loader:
 
 
 def _draws_order(sampler: Any) -> bool:
-    """Whether it is the script's own, and one of its methods draws."""
     methods = [value for value in vars(type(sampler)).values() if isinstance(value, FunctionType)]
     return any(
         is_users(method.__code__.co_filename) and _DRAWS & set(method.__code__.co_names)
@@ -294,7 +287,6 @@ def _draws_order(sampler: Any) -> bool:
 
 
 def _draws_again(sampler: Any) -> bool:
-    """Whether it may give a sample several times in an epoch."""
     from torch.utils.data import WeightedRandomSampler
 
     return isinstance(sampler, WeightedRandomSampler) or bool(
@@ -303,7 +295,6 @@ def _draws_again(sampler: Any) -> bool:
 
 
 def _is_plain(batch_sampler: Any) -> bool:
-    """Whether it takes samples as the sampler gives them."""
     from torch.utils.data import BatchSampler
 
     return batch_sampler is None or type(batch_sampler) is BatchSampler
@@ -320,7 +311,6 @@ def _site_of_dataset(dataset: Any) -> Site | None:
 
 
 def _chain_of(dataset: Any) -> Iterator[Any]:
-    """The dataset, and what stands behind Subset and its like: the one that does the work."""
     for _ in range(8):
         if dataset is None:
             return
@@ -329,7 +319,6 @@ def _chain_of(dataset: Any) -> Iterator[Any]:
 
 
 def _entries(dataset: Any) -> int:
-    """How many entries the containers have that a dataset holds itself."""
     values = (value for part in _chain_of(dataset) for value in held_by(part))
     return sum(len(item) for item in values if isinstance(item, (list, dict, set)))
 
@@ -349,7 +338,6 @@ def stages_of(dataset: Any) -> list[str] | None:
 
 
 def _keras_workers(dataset: Any) -> int:
-    """How many threads or processes of Keras' own make the batches of its PyDataset."""
     # It hands a generator to torch, which knows the adapter that has them.
     frame = getattr(getattr(dataset, "iterable", None), "gi_frame", None)
     adapter = None if frame is None else frame.f_locals.get("self")
@@ -357,7 +345,6 @@ def _keras_workers(dataset: Any) -> int:
 
 
 def _gives_batches(dataset: Any) -> bool:
-    """Whether the dataset behind Subset and its like has code for whole batches."""
     for item in _chain_of(dataset):
         if not callable(getattr(item, "__getitems__", None)):
             return False
@@ -394,7 +381,6 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
         return known_loader
 
     def _remade(loader: Any, site: Site | None) -> SeenLoader | None:
-        """One of which this loader is the successor, as where each epoch makes its own."""
         for item in watch.loaders if site is not None else ():
             # Who tells of a site has read its line too.
             if item.ref() is None and str(item.facts.site) == str(site) and item.is_like(loader):

@@ -54,9 +54,6 @@ class Turns:
 class Loops:
     """The loops of one thread.
 
-    Args:
-        lanes: of the steps.
-
     Attributes:
         ends_early: whether loops do now.
         ends_unsized: whether those that step do, too, over what has no length, such as enumerate();
@@ -146,7 +143,6 @@ class Loops:
             self._close(turns)
 
     def _ends(self, turns: Turns, taken: int) -> bool:
-        """Whether this was the last turn but one."""
         turns.short += 1
         turns.has_stepped |= taken > 0
         if turns.length is not None and turns.turns >= turns.length - 1:

@@ -124,7 +124,6 @@ class LossGraphs:
         self._close()
 
     def _begin_again(self) -> None:
-        """Another training: what its losses reach and how they are reduced is its own."""
         self.reached.clear()
         self._reduced.clear()
         self._changes = None
@@ -157,7 +156,6 @@ class LossGraphs:
         self._torch.set_anomaly_enabled(mode, check_nan)
 
     def _keep(self, value: _Sign) -> bool:
-        """Whether its line is not known yet."""
         key = value.kind, repr({name: value.detail.get(name) for name in ("outer", "inner")})
         fact = self.signs.get(key)
         if fact is None:
@@ -173,7 +171,6 @@ class LossGraphs:
         return fact.site is None
 
     def _note_reduction(self, node: Any) -> None:
-        """How the loss of one of the batches of a step was reduced."""
         batch: Any = sum(loader.batches for loader in self._watch.loaders if loader.in_training)
         if node is not None and node is self._watch.scaled:
             node = first_child(node)  # what a scaler multiplies it divides again
@@ -186,13 +183,11 @@ class LossGraphs:
         )
 
     def _before_clipping(self) -> None:
-        """Gradients are about to be clipped or unscaled: how often they were changed until now."""
         gradient = self._first_gradient()
         if self._changes is None and gradient is not None:
             self._changes = gradient._version
 
     def _before_step(self) -> None:
-        """Whether losses of several batches were added up that are means of their own each."""
         several, self._reduced = self._reduced, []
         changes, self._changes = self._changes, None
         gradient = self._first_gradient()
@@ -240,7 +235,6 @@ class LossGraphs:
                     yield _Sign("nan", node, {"hidden": hidden, "of": node._saved_self.numel()})
 
     def _cut(self, root: Any) -> Iterator[_Sign]:
-        """Terms that end in tensors which are made in each step."""
         optimizers = self._watch.optimizers  # known once they have stepped
         trained = {id(tensor) for optimizer in optimizers for tensor in optimizer.tensors()}
         terms = list(cut_terms(self._torch, root, trained)) if trained else []
@@ -252,8 +246,6 @@ class LossGraphs:
             self._made += [ref(tensor) for tensor in tensors if id(tensor) not in known]
 
     def _find_unregistered(self) -> None:
-        """Parameters that a loss has reached, though no module that was called has them, and no
-        optimizer."""
         # Not by its truth: a compiled module has a length, and none that can be asked for.
         models = [(model, model.ref()) for model in self._watch.models]
         modules = [(item, module) for item, module in models if module is not None]
@@ -270,7 +262,6 @@ class LossGraphs:
 
 
 def _held_in_lists(model: Any, wanted: set[int]) -> list[str]:
-    """Names and shapes of parameters of modules that a model holds in lists and dicts."""
     result = []
     for prefix, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -287,7 +278,6 @@ def _held_in_lists(model: Any, wanted: set[int]) -> list[str]:
 
 
 def _nodes(root: Any) -> Iterator[tuple[Any, Any]]:
-    """Each node once, with one that uses its result."""
     known = {root}
     todo = [(root, None)]
     while todo and len(known) < _NODES:
@@ -304,7 +294,6 @@ def _is_dense(tensor: Any) -> bool:
 
 
 def _are_of_several_batches(batches: list[Any]) -> bool:
-    """Whether it is known that each loss is of a batch of its own, of a loader or one table."""
     different = set(batches)
     if len(different) < len(batches) or None in different:
         return False
@@ -313,8 +302,6 @@ def _are_of_several_batches(batches: list[Any]) -> bool:
 
 
 def _reduction(node: Any) -> str:
-    """How a loss was made of its samples' losses: "mean", "sum", "divided", "own mean" where
-    it is no loss of torch's, or "" if unknown."""
     while node is not None:
         name = node.name()
         if name in _REDUCED:
@@ -330,7 +317,6 @@ def _reduction(node: Any) -> str:
 
 
 def _input(node: Any) -> Any:
-    """What a node got first, behind views; None where that needs no gradient."""
     child = first_child(node)
     while child is not None and child.name() in _VIEWS:
         child = first_child(child)
@@ -338,7 +324,6 @@ def _input(node: Any) -> Any:
 
 
 def _twice(node: Any, name: str, parent: Any) -> Iterator[_Sign]:
-    """A loss that is given what it would compute itself, or scores that something bounds."""
     outer, own = _LOSSES[name]
     inner = _input(node)
     if inner is None:
@@ -362,7 +347,6 @@ def _shape(node: Any) -> tuple[int, ...]:
 
 
 def _pairs(torch: Any, node: Any, name: str, parent: Any) -> Iterator[_Sign]:
-    """An output that was broadcast against its target: [N, 1] and [N] make N x N differences."""
     tracked = [child for child in children(node) if child is not None]
     full = tuple(node._saved_self.shape) if name in _DISTANCES else _shape(node)
     if len(full) != 2 or full[0] != full[1] or full[0] < 2 or len(tracked) not in (1, 2):
@@ -389,14 +373,12 @@ def _pairs(torch: Any, node: Any, name: str, parent: Any) -> Iterator[_Sign]:
 
 
 def _unexpanded(node: Any) -> tuple[tuple[int, ...], Any]:
-    """What a node gives, before it was expanded: its shape, and the node that gives it."""
     if node.name() != "ExpandBackward0":
         return _shape(node), node
     return tuple(int(size) for size in node._saved_self_sym_sizes), first_child(node)
 
 
 def _is_outer(torch: Any, parent: Any, shape: tuple[int, ...]) -> bool:
-    """Whether differences of all pairs were taken from a vector each: the saved ones say so."""
     saved = getattr(parent, "_saved_self", None) if parent is not None else None
     if saved is None or saved.dim() != 2 or saved.shape[0] != saved.shape[1]:
         return False
@@ -405,7 +387,6 @@ def _is_outer(torch: Any, parent: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _site_of(node: Any) -> Site | None:
-    """The innermost line of the user's that made a node, where torch has noted it."""
     for item in reversed(node.metadata.get("traceback_", ())):
         for file, line in reversed(_FILE.findall(item)):
             if is_users(file):

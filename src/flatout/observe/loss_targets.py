@@ -52,13 +52,7 @@ class Target(NamedTuple):
 
 
 def target_under(torch: Any, root: Any, output: Any) -> Target | None:
-    """The target of the loss, where there is one alone; None elsewhere.
-
-    Args:
-        torch: the module.
-        root: of the loss' graph.
-        output: what the model gave.
-    """
+    """The target of the loss, where there is one alone; None elsewhere."""
     found = [
         target
         for node in nearest_nodes(root, _NODES, _has_target)
@@ -70,7 +64,6 @@ def target_under(torch: Any, root: Any, output: Any) -> Target | None:
 
 
 def _has_target(node: Any) -> bool:
-    """Whether it is that of a loss from which its target can be known."""
     name = node.name()
     if name in _OF_DIFFERENCES:
         return _below(node) == "SubBackward0"
@@ -95,7 +88,6 @@ def _target_of(torch: Any, node: Any, output: Any) -> Target | None:
 
 
 def _taken(torch: Any, node: Any) -> Any:
-    """The classes whose log probabilities were taken: log_p[range(n), y] or log_p.gather(1, y)."""
     if node.name() == "GatherBackward0":
         index = node._saved_index
         is_column = index.dim() == 2 and index.shape[1] == 1

@@ -61,7 +61,6 @@ class Meters:
         self._watch.at(step + self._stride, self._look)
 
     def _pages(self) -> tuple[int, int]:
-        """Pages of resident memory, and those of them that are of files or shared."""
         try:
             fields = os.pread(self._statm, 100, 0).split()
             return int(fields[1]), int(fields[2])
@@ -114,7 +113,6 @@ def _statm() -> int:
 
 
 def _job() -> list[int]:
-    """This process and its children, by pid."""
     if not os.path.exists("/proc/thread-self/children"):  # a kernel without: all are asked
         import psutil
 

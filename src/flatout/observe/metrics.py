@@ -47,8 +47,6 @@ class MetricHooks:
             self._often.time(owner, name, "metric", self._timed, None)
 
     def _wrapping(self, original: Any) -> Any:
-        """torchmetrics wraps the methods of each object: so do we, around that."""
-
         def around(metric: Any, method: Any) -> Any:
             wrapped = original(metric, method)
             return update_wrapper(self._timed(wrapped, type(metric).__name__), wrapped)
@@ -74,7 +72,6 @@ class MetricHooks:
         return metric
 
     def _names_of(self, metrics: Any) -> str:
-        """Of all that a Keras model is compiled with: asking it takes longer than timing it."""
         names = self._names.get(metrics, "")
         if not names:
             names = ", ".join(type(metric).__name__ for metric in metrics.metrics)

@@ -45,13 +45,7 @@ from flatout.observe.watch import Watch
 
 
 class Mistakes:
-    """Looks at losses, gradients, clipping, schedulers, switches and samples.
-
-    Args:
-        torch: the module.
-        watch: what is filled in.
-        scalers, seeds: watched since before torch was there.
-    """
+    """Looks at losses, gradients, clipping, schedulers, switches and samples."""
 
     def __init__(self, torch: Any, watch: Watch, scalers: Scalers, seeds: RepeatedSeeds) -> None:
         self._watch = watch
@@ -171,7 +165,6 @@ class Mistakes:
         observation.equal_views = self._views.found
 
     def _compare(self, observation: Observation) -> None:
-        """Of training and validation; that is noted in the facts of each."""
         compare(list(sets_of(self._watch.loaders, self._tables.results())), self._scalers)
         compare_classes(self._watch.loaders)
 

@@ -99,7 +99,6 @@ def kept_of(module: Any) -> list[tuple[str, Any]]:
 
 
 def _is_small(tensor: Any) -> bool:
-    """Also with all that lies in memory with it, as in one that is shared out."""
     is_plain = type(tensor.data).__name__ == "Tensor" and not tensor.is_meta
     is_plain = is_plain and str(tensor.layout) == "torch.strided"
     return is_plain and 0 < tensor.untyped_storage().nbytes() <= _SMALL_BYTES

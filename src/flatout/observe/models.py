@@ -187,7 +187,6 @@ class SeenModel(Called):
         self._end()
 
     def _end(self) -> None:
-        """It is known what the open calls have been."""
         self._open = {}
         self._caller = None
         self.goes_on = self.opened = 0
@@ -230,7 +229,6 @@ class SeenModel(Called):
 
 
 def _share(module: Any, some: set[str], of: set[str]) -> float:
-    """Of the numbers in these parameters, those in some of them."""
     sizes = {name: tensor.numel() for name, tensor in module.named_parameters() if name in of}
     return float(sum(sizes.get(name, 0) for name in some) / max(1, sum(sizes.values())))
 
@@ -243,7 +241,6 @@ def changes_in_training(facts: Model) -> bool:
 
 
 def _line_of_users(frame: FrameType) -> tuple[CodeType | None, int]:
-    """The line that a frame is at; none of code that is not the user's."""
     code = frame.f_code
     return (code, line_of(frame)) if is_users(code.co_filename) else (None, 0)
 
@@ -291,7 +288,6 @@ class Models:
         self._calls.watch(owner)
 
     def _watched(self, original: Any) -> Any:
-        """A `__call__` that notices the outermost modules."""
         lanes, enter_model, known = self._watch.lanes, self._watch.lanes.enter_model, self._known
         is_traced = self._torch.compiler.is_dynamo_compiling
         is_grad_enabled = self._torch.is_grad_enabled
@@ -330,7 +326,6 @@ class Models:
         return known_model
 
     def _look(self, model: SeenModel, in_training: bool, args: Any, kwargs: dict[str, Any]) -> None:
-        """What it is called for, and now and then with what."""
         lanes = self._watch.lanes
         has_grad = self._torch.is_grad_enabled()
         mode = (in_training, has_grad)
@@ -366,8 +361,6 @@ class Models:
             model.due = model.calls + (1 if is_next else model.calls // _SHARE)
 
     def _acts(self, model: SeenModel) -> bool:
-        """Whether what the model was called for in train mode without gradients is a part of the
-        step, as an agent's actions are: that comes in most steps."""
         steps = self._watch.lanes.steps
         if model.opened != _ACTING:
             return False
@@ -381,7 +374,6 @@ class Models:
     def _show(
         self, model: SeenModel, args: Any, kwargs: dict[str, Any], *, is_trained: bool
     ) -> None:
-        """To those who ask what models get."""
         batch = args[0] if args else next(iter(kwargs.values()), None)
         if getattr(batch, "is_meta", False):
             return  # there are no numbers in it: Keras finds shapes so
@@ -434,12 +426,10 @@ class Models:
                 optimizer.look_at_tables(list(tables.values()))
 
     def _begin_again(self) -> None:
-        """Another training: who has a gradient in it is asked again."""
         for model in self._watch.models:
             model.with_gradient.clear()
 
     def _with_gradient(self, model: SeenModel, module: Any) -> set[str]:
-        """The parameters that have a gradient; in a later training none of an earlier one's."""
         having = {name for name, tensor in module.named_parameters() if tensor.grad is not None}
         if not self._watch.began:
             return having

@@ -34,12 +34,10 @@ _END = re.compile(r"Backward\d*$")
 
 
 def _adds_up(node: Any) -> bool:
-    """Whether it adds up the gradient of a parameter."""
     return type(node).__name__ == "AccumulateGrad"
 
 
 def _is_on_cpu(module: Any) -> bool:
-    """Whether the nodes of its graph run in the thread that steps."""
     return all(tensor.device.type == "cpu" for tensor in module.parameters())
 
 
@@ -114,7 +112,6 @@ class ModuleTimes:
             ]
 
     def _is_forward(self) -> bool:
-        """Backward calls modules whose part of forward is checkpointed."""
         lanes = self._watch.lanes
         return get_ident() == lanes.thread and lanes.current != BACKWARD
 
@@ -144,7 +141,6 @@ class ModuleTimes:
     # -- backward ---------------------------------------------------------------------------------
 
     def _backward_begins(self, tensors: Any) -> None:
-        """Before the backward pass of these tensors."""
         if not self._spans:
             return
         roots = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
@@ -158,7 +154,6 @@ class ModuleTimes:
         self._spans.clear()
 
     def _graph(self, todo: list[Any]) -> list[Any]:
-        """All nodes below these, up to one more than are looked at."""
         known = dict.fromkeys(todo)
         while todo and len(known) <= _NODES:
             for node, _ in todo.pop().next_functions:
@@ -168,7 +163,6 @@ class ModuleTimes:
         return list(known)
 
     def _owned(self, nodes: list[Any]) -> Iterator[tuple[int, Any]]:
-        """Each node with the number of the innermost module in whose call it was made."""
         spans = sorted(self._spans, key=lambda span: (span[0], -span[1]), reverse=True)
         around: list[tuple[int, int, int]] = []
         numbered = []
@@ -185,7 +179,6 @@ class ModuleTimes:
             yield (around[-1][2] if around else -1), node
 
     def _runs(self, number: int, operator: str, gradients: Any) -> None:
-        """A node of a backward pass begins."""
         if not self._ran:
             # Called once all nodes have run.
             self._torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
@@ -213,7 +206,6 @@ class ModuleTimes:
         self._since, self._of = now, defaultdict(_Of)
 
     def _typical(self) -> Iterator[tuple[int, _Of]]:
-        """Of each module the step that took least: in the other one it may have had to wait."""
         for number in {number for step in self._steps for number in step}:
             steps = [step[number] for step in self._steps if number in step]
             least = min(steps, key=lambda of: of.backward)
@@ -229,7 +221,6 @@ class ModuleTimes:
         return sum(one.forward_ms + one.backward_ms for one in mine) if mine else None
 
     def _each(self, observation: Observation) -> Iterator[tuple[str, Any, ModuleTime, _Of]]:
-        """Of each module: its name, its class, what it takes, and by which operators."""
         lanes = ("forward", "backward")
         least = [min(each, default=0) for each in zip(*self._lanes_ns, strict=True)]
         if not (any(self._steps) and all(least)):

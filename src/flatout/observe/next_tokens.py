@@ -41,10 +41,6 @@ class _Call(NamedTuple):
 class NextTokens:
     """Looks at the models that are trained, in a step of each training.
 
-    Args:
-        torch: the module.
-        watch: what says when.
-
     Attributes:
         found: those that see what they are to tell.
     """
@@ -91,7 +87,6 @@ class NextTokens:
         return gives
 
     def _look(self, tensors: Any) -> None:
-        """Backward is about to be called on these."""
         calls, self._calls = self._calls, []
         roots = [tensors] if self._torch.is_tensor(tensors) else list(tensors)
         if len(calls) != 1 or len(roots) != 1 or roots[0].grad_fn is None:
@@ -109,7 +104,6 @@ class NextTokens:
             self._chosen = call.seen, place, call.site
 
     def _close(self) -> None:
-        """A step has ended: no graph waits for its backward pass."""
         chosen = self._chosen
         self._end()
         module = None if chosen is None else without_ddp(chosen[0].ref())

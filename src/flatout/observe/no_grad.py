@@ -36,7 +36,6 @@ def no_grad_above(frame: FrameType | None) -> Site | None:
 
 @lru_cache(maxsize=64)
 def _blocks(file: str) -> tuple[tuple[int, int, int], ...]:
-    """First and last line of each block without gradients, and the line that says so."""
     tree = parsed(file)
     if tree is None:
         return ()
@@ -63,7 +62,6 @@ def _blocks(file: str) -> tuple[tuple[int, int, int], ...]:
 
 
 def _is_off(node: ast.expr) -> bool:
-    """Whether this is torch.no_grad() or its like, called with nothing that could be false."""
     if isinstance(node, ast.Call):
         if node.args or node.keywords:
             return False

@@ -59,7 +59,6 @@ class Cells:
 
     @contextmanager
     def _between(self) -> Iterator[None]:
-        """As between two cells; the one that runs goes on then."""
         was_running = self._began is not None
         self.end()
         yield

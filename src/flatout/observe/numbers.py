@@ -45,7 +45,6 @@ class Numbers:
             self._watch.aside(self.look)
 
     def _before_saving(self) -> None:
-        """What is saved in each step is read as often as that is cheap, and at the end."""
         self._saves += 1
         if self._saves > _SAVES and perf_counter_ns() < self._due_saving:
             return
@@ -99,7 +98,6 @@ def subnormal_share(tensors: Iterable[Any]) -> float:
 
 
 def _tensors_of(module: Any) -> Iterator[Any]:
-    """Parameters, buffers and gradients."""
     for owner in [*module.parameters(), *module.buffers()]:
         tensor = local(owner)
         yield tensor
@@ -108,7 +106,6 @@ def _tensors_of(module: Any) -> Iterator[Any]:
 
 
 def _moments_in(states: Mapping[Any, Any]) -> Iterator[Any]:
-    """What one of torch's optimizers keeps of past gradients."""
     import torch
 
     for state in states.values():

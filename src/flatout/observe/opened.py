@@ -58,7 +58,6 @@ def _opens_to_write(mode: Any, flags: Any) -> bool:
 
 
 def _held_files() -> list[str]:
-    """What is open for reading now, or mapped."""
     result = []
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError, ValueError, IndexError):

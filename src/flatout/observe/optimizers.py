@@ -110,7 +110,6 @@ class SeenOptimizer:
 
 
 def _options(groups: list[dict[str, Any]]) -> dict[str, float]:
-    """The numbers of all groups by name, each the one that is farthest from zero."""
     result: dict[str, float] = {}
     for group in groups:
         betas = group.get("betas", ())
@@ -122,7 +121,6 @@ def _options(groups: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _options_of_keras(optimizer: Any) -> dict[str, float]:
-    """The numbers of one of Keras' optimizers by the names that torch has for them."""
     rate = optimizer._learning_rate
     if type(rate).__module__.startswith("keras."):  # a variable, or a schedule of Keras'
         result = {"lr": float(getattr(optimizer.learning_rate, "value", optimizer.learning_rate))}
@@ -135,7 +133,6 @@ def _options_of_keras(optimizer: Any) -> dict[str, float]:
 
 
 def _rows(gradient: Any) -> tuple[int, int]:
-    """How many rows of a table a step goes through, and how many of them have a gradient."""
     if gradient.is_sparse:  # through no others
         having = int(gradient.coalesce().indices().shape[1])
         return having, having
@@ -230,7 +227,6 @@ class StepFinder:
             self._watch.attend()
 
     def _let_alone(self, optimizer: SeenOptimizer | None) -> None:
-        """This one steps alone; with None there are several, or none."""
         self._sole = optimizer
         if self._quick is not None:
             if optimizer is None:
@@ -240,12 +236,10 @@ class StepFinder:
                 optimizer.count = self._quick.count
 
     def _note_elsewhere(self) -> None:
-        """It has stepped in another thread, unless no one's steps are watched now."""
         if self._lanes.thread:
             self._watch.notes[_ELSEWHERE] = None
 
     def _end_of_several(self, optimizer: Any) -> bool:
-        """One that is new, or one of several, has stepped; returns whether a step is due."""
         lanes, known_optimizer = self._lanes, self._seen.get(id(optimizer))
         is_new = known_optimizer is None or known_optimizer.ref() is not optimizer
         # The first step of each sets things up, and counts for none.
@@ -272,14 +266,12 @@ class StepFinder:
         return is_due
 
     def _took(self, stepped: SeenOptimizer | None) -> None:
-        """Since this was asked last, all of the optimizers' time was that of this one's steps."""
         ns = self._lanes.spent[OPTIMIZER] - self.known_ns
         self.known_ns += ns
         if stepped is not None:
             stepped.ns += ns
 
     def _meet(self, optimizer: Any) -> SeenOptimizer:
-        """A new one: it comes last in its round, as far as anyone knows."""
         before = self._gone_before(optimizer)
         for other in self._seen.values():
             other.ends_round = False
@@ -305,8 +297,6 @@ class StepFinder:
         return known_optimizer
 
     def _gone_before(self, optimizer: Any) -> SeenOptimizer | None:
-        """Forgets those that are gone, which end no round any more; the one of them that this one
-        follows."""
         gone = [number for number, item in self._seen.items() if item.ref() is None]
         items = [self._seen.pop(number) for number in gone]
         return next((item for item in items if item.has_same(optimizer)), None)
@@ -350,7 +340,6 @@ def watch_optimizers(torch: Any, watch: Watch, steps: StepFinder) -> None:
 
 
 def _watch_zero_grad(owner: Any, watch: Watch, steps: StepFinder) -> None:
-    """Times zero_grad in the first steps alone: it always calls alike, and may be quick."""
     lanes = watch.lanes
     taken: Counter[int] = Counter()
     hook: Hook | None = None
@@ -377,7 +366,6 @@ def _watch_zero_grad(owner: Any, watch: Watch, steps: StepFinder) -> None:
 
 
 def _timed_zero_grad(original: Any, watch: Watch, steps: StepFinder, taken: Counter[int]) -> Any:
-    """A zero_grad with its time and the user's line; `taken` gets ns by the lane that ran."""
     lanes, calls = watch.lanes, watch.calls
     is_traced = sys.modules["torch"].compiler.is_dynamo_compiling
     details = {False: {"set_to_none": False}, True: {"set_to_none": True}}

@@ -21,12 +21,7 @@ Place = tuple[str, int]
 
 
 def origins(call: Place, callers: Sequence[Place]) -> set[Place]:
-    """The lines that make what is handed to a model; none where their source cannot be read.
-
-    Args:
-        call: file and line where the model is called.
-        callers: the lines that led there, from the inside.
-    """
+    """The lines that make what is handed to a model; none where their source cannot be read."""
     places: set[Place] = set()
     wanted: set[str] | None = None
     for file, line in [call, *callers][: _LEVELS + 1]:
@@ -93,7 +88,6 @@ def _calls_at(function: ast.AST, line: int) -> Iterator[ast.Call]:
 
 
 def _given(function: ast.AST, line: int) -> set[str]:
-    """The names in the arguments of the calls in a line."""
     return {
         name
         for call in _calls_at(function, line)
@@ -103,7 +97,6 @@ def _given(function: ast.AST, line: int) -> set[str]:
 
 
 def _given_through(function: ast.AST, line: int) -> set[str]:
-    """What a method is called on may hold what it works with."""
     return {
         name
         for call in _calls_at(function, line)
@@ -120,7 +113,6 @@ def _read_in(node: ast.AST) -> Iterator[str]:
 
 
 def _slice(function: ast.AST, names: Iterable[str], before: int) -> tuple[set[int], set[str]]:
-    """The lines of a function that make these names, and all names that go into them."""
     wanted, lines = set(names), set[int]()
     statements = [made for node in ast.walk(function) if (made := _made(node)) is not None]
     is_new = True
@@ -137,7 +129,6 @@ def _slice(function: ast.AST, names: Iterable[str], before: int) -> tuple[set[in
 
 
 def _made(node: ast.AST) -> tuple[int, set[str], ast.expr] | None:
-    """The names that a statement gives values to, and what it makes them of."""
     if isinstance(node, ast.Assign):
         targets, value = node.targets, node.value
     elif isinstance(node, (ast.AugAssign, ast.NamedExpr, ast.AnnAssign)) and node.value:

@@ -46,10 +46,6 @@ class _Thread:
 class OtherThreads:
     """Sample the threads that run the user's code, except the thread that makes steps.
 
-    Args:
-        watch: the watch over the steps.
-        share: the largest share of a CPU that sampling may take.
-
     Attributes:
         seconds: CPU seconds that sampling has taken.
     """
@@ -65,7 +61,6 @@ class OtherThreads:
         watch.on_renewal.append(self._seen.clear)
 
     def _begin(self) -> None:
-        """In the thread that steps."""
         own = self._watch.lanes.thread or threading.get_ident()
         if self._looker is None and any(self._of_user(own)):
             self._looker = threading.Thread(target=self._run, name=f"{_OURS}threads", daemon=True)
@@ -100,7 +95,6 @@ class OtherThreads:
             pause = max(_EVERY_S, took / self._share)
 
     def _of_user(self, stepping: int) -> list[tuple[threading.Thread, FrameType]]:
-        """Threads in whose stacks there is code of the user's."""
         frames = sys._current_frames()
         frames.pop(threading.get_ident(), None)  # would hold itself, and all that is above it
         result: list[tuple[threading.Thread, FrameType]] = []
@@ -123,7 +117,6 @@ class OtherThreads:
 
 
 def _users(frame: FrameType | None) -> tuple[str, int] | None:
-    """The innermost line of the user's."""
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             return frame.f_code.co_filename, line_of(frame)

@@ -56,8 +56,6 @@ class Told:
 
 
 def _noting_openmp(original: Any, watch: Watch) -> Any:
-    """os.environ calls it: notes where an OpenMP library is to be set up."""
-
     def putenv(name: Any, value: Any) -> None:
         original(name, value)
         if os.fsdecode(name).startswith(OPENMP) and get_ident() == watch.lanes.thread:
@@ -76,15 +74,12 @@ def watch_torch(torch: Any, watch: Watch) -> None:
 
 
 def _watch_writer(module: Any, told: Told) -> None:
-    """Hooks into TensorBoard's writer."""
     owner = module.SummaryWriter
     for name in [name for name in vars(owner) if name.startswith("add_")]:
         told.time(owner, name, "log", _LOGGED)
 
 
 def _saving(original: Any, watch: Watch) -> Any:
-    """Notes which keys are saved: wrappers leave their prefixes in them."""
-
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if get_ident() == watch.lanes.thread and watch.lanes.steps:
             watch.aside(*watch.before_saving)
@@ -101,7 +96,6 @@ def _saving(original: Any, watch: Watch) -> Any:
 
 
 def _size(path: str) -> int | None:
-    """Of a file, in bytes; None of what is none."""
     try:
         return os.stat(path).st_size if path else None
     except OSError:

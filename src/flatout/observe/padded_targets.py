@@ -17,9 +17,6 @@ _ENDED = 0.9
 def padding_in(node: Any) -> dict[str, Any] | None:
     """What share of the targets of an nll_loss is padding, and whether a token comes before it
     that ends each row; None where it is left out of the loss, or there is none.
-
-    Args:
-        node: of the graph.
     """
     labels = node._saved_target
     # A loss of each place may be multiplied by a mask, and a class may have no weight.
@@ -38,7 +35,6 @@ def padding_in(node: Any) -> dict[str, Any] | None:
 
 
 def _as_rows(node: Any, labels: Any) -> list[Any]:
-    """The labels as [samples, places], in either order of what they were flattened from."""
     if labels.dim() == 3:  # what a loss over [samples, classes, places] makes of them
         return [labels[:, 0]] if labels.shape[1] == 1 else []
     child = node
@@ -56,7 +52,6 @@ def _as_rows(node: Any, labels: Any) -> list[Any]:
 
 
 def _are_ended(rows: Any, value: int) -> bool:
-    """Whether one token comes before the padding of nearly all rows."""
     counts = (rows != value).flip(1).int().cummax(1).values.sum(1)
     padded = (counts > 0) & (counts < rows.shape[1])
     if not bool(padded.any()):

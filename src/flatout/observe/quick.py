@@ -123,14 +123,7 @@ class Quick:
         known: dict[int, Any],
         is_grad_enabled: Callable[[], bool],
     ) -> Any:
-        """The hook for the calls of models: the one in C, or `otherwise`, the one in Python.
-
-        Args:
-            original: the method that is called.
-            otherwise: the hook around it.
-            known: a Called by the id of its model.
-            is_grad_enabled: torch's.
-        """
+        """The hook for the calls of models: the one in C, or `otherwise`, the one in Python."""
         if not self.is_on:
             return otherwise
         from flatout.kernels import ForwardHook
@@ -168,13 +161,7 @@ class Quick:
     def stand_for_steps(
         self, handles: tuple[Any, Any], begins: Any, ends: Any, attend: Callable[[], None]
     ) -> StepHook | None:
-        """For the hooks that torch has given these handles; None where that cannot be.
-
-        Args:
-            handles: of the hook before an optimizer's step, and of that after it.
-            begins, ends: those hooks.
-            attend: called at the end of a step that is due.
-        """
+        """For the hooks that torch has given these handles; None where that cannot be."""
         if not self._is_possible:
             return None
         from flatout.kernels import StepHook
@@ -200,8 +187,6 @@ class Quick:
 
 @cache
 def _watch_tracing() -> None:
-    """Takes all of them away before anything is traced."""
-
     def end_all() -> None:
         for quick in list(_alive):
             quick.end()
@@ -223,8 +208,6 @@ def _watch_tracing() -> None:
 
 
 def _in_dict(hooks: Any, key: Any, otherwise: Any, quick: Any) -> Callable[[bool], None]:
-    """Puts one hook into the place of the other, in a dict that may be iterated over."""
-
     def put(is_quick: bool) -> None:
         old, new = (otherwise, quick) if is_quick else (quick, otherwise)
         if hooks.get(key) == old:  # methods, which are bound again each time

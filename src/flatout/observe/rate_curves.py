@@ -53,7 +53,6 @@ def made_for(scheduler: Any) -> int | None:
 
 
 def _first_below(share: float, curve: Curve, steps: int) -> int | None:
-    """The first of so many steps at which the rate is no more than this share of the highest."""
     highest = 0.0
     try:
         for step in range(steps):
@@ -67,7 +66,6 @@ def _first_below(share: float, curve: Curve, steps: int) -> int | None:
 
 
 def _is_chain(scheduler: Any) -> bool:
-    """Whether it is torch's SequentialLR, of schedulers one after another."""
     return bool(getattr(scheduler, "_milestones", None) and getattr(scheduler, "_schedulers", None))
 
 
@@ -84,7 +82,6 @@ def _curve(scheduler: Any) -> Curve | None:
 
 
 def _of_function(scheduler: Any) -> Curve | None:
-    """Of LambdaLR, where its function changes nothing when it is called."""
     functions = getattr(scheduler, "lr_lambdas", None)
     if type(scheduler).__name__ != "LambdaLR" or not functions or not _is_pure(functions[0]):
         return None
@@ -92,7 +89,6 @@ def _of_function(scheduler: Any) -> Curve | None:
 
 
 def _is_pure(function: Any) -> bool:
-    """Whether a function computes a number of numbers, and calls nothing but arithmetic."""
     while isinstance(function, partial):
         function = function.func
     if not isinstance(function, FunctionType):

@@ -111,12 +111,10 @@ def _make(model: SeenModel) -> tuple[str, int, tuple[tuple[str, int], ...]]:
 
 
 def _saved(saved: dict[str, Any]) -> dict[str, Any]:
-    """What was saved, and whether the file is still there."""
     return {**saved, "is_there": bool(saved["path"]) and os.path.exists(saved["path"])}
 
 
 def _with_inside(watch: Watch, loader: SeenLoader, folder: Path | None) -> Loader:
-    """A loader's facts; with those of its workers, which are read once, at the end."""
     if folder is not None:
         watch.attempt(loader.compare_with_others)  # it asks the script's own dataset
     facts = loader.result()
@@ -145,7 +143,6 @@ def _fill_lanes(observation: Observation, watch: Watch) -> None:
 
 
 def _fill_sync(observation: Observation) -> None:
-    """What ranks wait for one another is seen where the script calls collectives itself."""
     lanes = observation.lanes_ms
     kinds = {call.kind for call in observation.calls}
     if KIND in kinds and "ddp" not in kinds:

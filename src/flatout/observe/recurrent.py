@@ -29,7 +29,6 @@ class _Cell:
         self._last: Any = None
 
     def begins(self, given: Any, states: Any) -> None:
-        """It is called with a step of a sequence, and the states from before."""
         self.calls += 1
         whole = given.untyped_storage() if given.dim() == 2 else None
         is_part = whole is not None and whole.nbytes() >= _LEAST * given.nbytes
@@ -42,7 +41,6 @@ class _Cell:
         self.began = perf_counter_ns()
 
     def ends(self, result: Any) -> None:
-        """What it has computed goes into the next step, in a loop that can be fused."""
         self.ns += perf_counter_ns() - self.began
         self._last = result
 

@@ -91,25 +91,17 @@ class _Row:
     is_other: bool = False
 
     def is_of(self, key: tuple[Any, ...], tensors: list[Any]) -> bool:
-        """Whether these are its parameters, and not others that lie where they were."""
         return self.key == key and all(
             mine() is other for mine, other in zip(self.tensors, tensors, strict=True)
         )
 
     def number(self) -> int:
-        """For the weights as they are."""
         alive = [item for reference in self.tensors[:_TENSORS] if (item := reference()) is not None]
         return number_of([local(item) for item in alive])
 
 
 class Remade:
-    """Follows optimizers from one to the next.
-
-    Args:
-        torch: the module.
-        watch: what is looked at.
-        tables: what batches are taken from where there is no loader.
-    """
+    """Follows optimizers from one to the next."""
 
     def __init__(self, torch: Any, watch: Watch, tables: Tables) -> None:
         self._watch = watch
@@ -164,7 +156,6 @@ class Remade:
         row.lives.append(_Life(ref(optimizer), rate, row.until))
 
     def _follows(self, row: _Row) -> None:
-        """The latest one of a row is about to have a successor."""
         if not row.lives:
             return
         latest, steps = row.lives[-1], self._watch.lanes.steps
@@ -179,7 +170,6 @@ class Remade:
             row.is_other |= not is_same
 
     def _has_stepped(self) -> None:
-        """An optimizer has stepped for the first time."""
         seen = self._watch.optimizers[-1]
         optimizer = seen.ref()
         row = next((item for item in self._rows if item.lives[-1].ref() is optimizer), None)
@@ -198,7 +188,6 @@ class Remade:
             self._watch.at(steps + took, partial(self._may_end, row, life), is_once=True)
 
     def _may_end(self, row: _Row, life: _Life) -> None:
-        """It has taken as many steps as the one before it."""
         if row.lives[-1] is life:
             row.ended = life, self._watch.lanes.steps, row.number()
 
@@ -239,7 +228,6 @@ class Remade:
             )
 
     def _is_one_epoch(self, lives: list[_Life], took: list[int]) -> bool:
-        """Whether all saw the same data, and none of them more than once."""
         if lives[0].loader is not None:
             return all(
                 later.loader is former.loader
@@ -260,7 +248,6 @@ def _trains(tensor: Any) -> bool:
 
 
 def _options(optimizer: Any) -> tuple[str, str]:
-    """The kind, and all options but for the rate and what a scheduler has noted."""
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     plain = [
         sorted((name, repr(value)) for name, value in group.items() if name not in _OWN)
@@ -273,7 +260,6 @@ _OWN = ("params", "lr", "initial_lr")
 
 
 def _memory(optimizer: Any) -> int:
-    """Over how many steps the longest of its averages goes; 0 without one that is known."""
     shares = [
         value
         for group in optimizer.param_groups
@@ -288,14 +274,12 @@ def _numbers(betas: Any) -> tuple[Any, ...]:
 
 
 def _steps_before(optimizer: Any) -> bool:
-    """Whether it knows of more steps than its first, which has just ended."""
     state: Any = next(iter(optimizer.state.values()), None)
     count = state.get("step") if isinstance(state, dict) else None
     return count is not None and float(count) > 1
 
 
 def _data_of(loader: Any) -> Any:
-    """What tells the dataset of a loader from another; None where nothing does."""
     dataset = getattr(loader.ref(), "dataset", None)
     try:
         return None if dataset is None else ref(dataset)

@@ -77,7 +77,6 @@ class _Draws:
     draws: int = 0
 
     def wants(self, generator: Any) -> bool:
-        """Whether to look at a draw: to read a state takes as long as a small layer."""
         self.draws += 1
         if self.events >= _EVENTS:
             return False
@@ -88,11 +87,6 @@ class _Draws:
 
     @property
     def repeated(self) -> int | None:
-        """The state that comes again; None without one, or where that is meant.
-
-        Several seeds say so, such as of samples or epochs. A dataset that draws all of its samples
-        draws them in each epoch; for one sample after the other the same is drawn by mistake.
-        """
         is_meant = len({*self.seeds.values()}) > 1 or (self.is_of_loader and not self.is_alike)
         state = max(self.steps, key=lambda state: len(self.steps[state]), default=None)
         if state is None or is_meant or self.is_data or len(self.steps[state]) < 2:
@@ -101,12 +95,7 @@ class _Draws:
 
 
 class RepeatedDraws:
-    """Watches what draws from generators.
-
-    Args:
-        torch: the module.
-        watch: what says which step it is.
-    """
+    """Watches what draws from generators."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -154,8 +143,6 @@ class RepeatedDraws:
         self._other_at = -1  # a step in which a model got something else
 
     def _hook_rules(self, rules: Any) -> None:
-        """What torch.compile lists of torch's functions is to be these, not ours."""
-
         def listing(original: Any) -> Any:
             def listed() -> Any:
                 was_there = bool(self._hooks)
@@ -179,7 +166,6 @@ class RepeatedDraws:
             self._hooks.pop().remove()
 
     def _end(self) -> None:
-        """Nothing of ours is traced."""
         self._is_over = True
         self._leave()
 
@@ -197,7 +183,6 @@ class RepeatedDraws:
         return draw
 
     def _place(self, kind: str) -> _Draws | None:
-        """That of the user's line, where it draws itself; None where a package does."""
         frame: FrameType = sys._getframe(2)
         if not is_users(frame.f_code.co_filename):
             return None
@@ -254,7 +239,6 @@ class RepeatedDraws:
             steps.append(step)
 
     def _called(self, model: Any, batch: Any, is_trained: bool) -> None:
-        """A model is called: with what was drawn, and nothing else?"""
         if is_trained and type(batch) is self._torch.Tensor:
             found = [*self._drawn_beside(batch)]
             self._inputs += found
@@ -262,7 +246,6 @@ class RepeatedDraws:
                 self._other_at = self._watch.lanes.steps
 
     def _compared(self, tensors: Any) -> None:
-        """Backward is about to be called: of a loss that compares with what was drawn?"""
         if not self._held:
             return
         for root in [tensors] if self._torch.is_tensor(tensors) else list(tensors):
@@ -273,7 +256,6 @@ class RepeatedDraws:
                         place.is_data = True
 
     def _drawn_beside(self, data: Any) -> Iterator[_Draws]:
-        """Lines whose generator has drawn these data."""
         drawn: dict[_Draws, list[Any]] = {}
         for _, place, tensor in self._held:
             drawn.setdefault(place, []).append(tensor)
@@ -291,8 +273,6 @@ class RepeatedDraws:
 
 
 def _scripted_functions() -> dict[int, str]:
-    """Torch's names of the functions that `torch.jit.script` knows, by id, to which ours are added;
-    it would compile them else."""
     try:
         builtins: Any = import_module("torch.jit._builtins")
         table: dict[int, str] = builtins._get_builtin_table()
@@ -302,7 +282,6 @@ def _scripted_functions() -> dict[int, str]:
 
 
 def _are_drawn(torch: Any, data: Any, drawn: list[Any]) -> bool:
-    """Whether data are what was drawn: all of it, some of its rows, or scaled."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in drawn}
     if data.untyped_storage().data_ptr() in storages:
         return True
@@ -332,6 +311,5 @@ def _are_in(torch: Any, flat: Any, pool: Any) -> bool:
 
 
 def _are_alike(torch: Any, flat: Any, pool: Any) -> bool:
-    """Whether one is the other, scaled."""
     correlation = torch.corrcoef(torch.stack([flat.double(), pool.double()]))[0, 1]
     return bool(correlation.abs() > _ALIKE)

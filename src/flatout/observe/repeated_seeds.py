@@ -55,11 +55,7 @@ class _Place:
 
 
 class RepeatedSeeds:
-    """Watches what seeds the generators of `random`, NumPy and torch.
-
-    Args:
-        watch: what says which step it is.
-    """
+    """Watches what seeds the generators of `random`, NumPy and torch."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -94,7 +90,6 @@ class RepeatedSeeds:
         self._of_torch.append(wrap(torch, "randperm", "observe", self._ordering))
 
     def _leave_torch(self) -> None:
-        """Nothing of ours is traced."""
         while self._of_torch:
             self._of_torch.pop().remove()
 
@@ -132,7 +127,6 @@ class RepeatedSeeds:
         self._note(place, hash(tuple(order[:_COMPARED].tolist())))
 
     def _place(self, kind: str) -> _Place | None:
-        """That of the user's line, where it seeds itself; None where a package does."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_globals.get("__name__") in _INNER:
             frame = frame.f_back
@@ -147,7 +141,6 @@ class RepeatedSeeds:
         return place
 
     def _before(self, place: _Place) -> None:
-        """It seeds again: where nothing was drawn, nothing comes again."""
         if not place.has_drawn():
             place.steps.clear()
 
@@ -187,8 +180,6 @@ class RepeatedSeeds:
 
 
 def _of_process(name: str) -> Callable[[Any], int]:
-    """The state of one of those that are the same for all of the process."""
-
     def state(_: Any) -> int:
         return states_of_process().get(name, 0)
 

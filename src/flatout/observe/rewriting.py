@@ -90,7 +90,6 @@ def files_of(script: Path, home: Path) -> dict[Path, ast.Module]:
 
 
 def _imported(node: ast.AST, folder: Path, home: Path) -> Iterator[Path]:
-    """Where the modules would lie that a statement imports from the user's folders."""
     names: list[str] = []
     base = home
     if isinstance(node, ast.Import):
@@ -144,7 +143,6 @@ def _text(file: Path) -> bytes:
 
 
 def _called(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """The last names of all that is called in them."""
     for node in nodes:
         for part in ast.walk(node):
             if isinstance(part, ast.Call):
@@ -153,9 +151,6 @@ def _called(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 class Rewriting:
     """Compiles the user's files so that a function of ours stands around their loops.
-
-    Args:
-        command: the script or "-m" and its module, with its arguments.
 
     Attributes:
         loops: file and line of each, by number.
@@ -186,11 +181,7 @@ class Rewriting:
         self.makes: list[Any] = []
 
     def install(self, around: Callable[[int, Iterable[Any]], Iterable[Any]]) -> None:
-        """From now on, for all that is imported.
-
-        Args:
-            around: called with the number of a loop and what it goes through.
-        """
+        """From now on, for all that is imported."""
         setattr(builtins, _LOOPS, around)
         setattr(builtins, CALLS, self.makes)
         original = SourceFileLoader.get_code
@@ -208,11 +199,7 @@ class Rewriting:
         SourceFileLoader.get_code = get_code  # type: ignore[assignment, method-assign]
 
     def code(self, source: bytes, file: str) -> CodeType:
-        """A file's code.
-
-        Raises:
-            SyntaxError: as Python says it.
-        """
+        """A file's code."""
         plain = compile(source, file, "exec", dont_inherit=True)
         if self.is_compiled:
             return plain
@@ -283,7 +270,6 @@ class _Loops(ast.NodeTransformer):
         return node
 
     def visit_While(self, node: ast.While) -> ast.AST:
-        """`while more():` becomes `for TURN in LOOPS(7, None): if not more(): break`."""
         called = {*_called(node.body)}
         self.generic_visit(node)
         if node.orelse or not called & self._stepping or not _can_end(node):
@@ -301,12 +287,10 @@ class _Loops(ast.NodeTransformer):
 
 
 def _can_end(node: ast.While) -> bool:
-    """Whether what stands behind the loop can be reached from it."""
     return not isinstance(node.test, ast.Constant) or any(map(_breaks, node.body))
 
 
 def _breaks(node: ast.AST) -> bool:
-    """Whether it ends the loop that it stands in."""
     if isinstance(node, (ast.For, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return any(map(_breaks, getattr(node, "orelse", ())))
     return isinstance(node, ast.Break) or any(map(_breaks, ast.iter_child_nodes(node)))

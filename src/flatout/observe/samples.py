@@ -138,8 +138,6 @@ def samples_of(dataset: Any) -> Samples | None:
 
 
 def _picked_in(dataset: Any, picked: Sequence[int] | None) -> tuple[Any, Sequence[int] | None]:
-    """The table of which a dataset takes rows by a list of their numbers that it holds, and the
-    numbers."""
     tables = [item for item in held_by(dataset) if is_in_memory(item) and item.ndim > 1]
     length = length_of(dataset) or 0
     if len(tables) != 1 or len(tables[0]) <= length:
@@ -156,8 +154,6 @@ def _picked_in(dataset: Any, picked: Sequence[int] | None) -> tuple[Any, Sequenc
 
 
 def _figures_in(dataset: Any, width: int) -> list[Any]:
-    """Rows of as many numbers as a sample has that a dataset reaches, each as an array."""
-
     def is_row(value: Any) -> bool:
         return is_in_memory(value) and prod(value.shape) == width and len(value.shape) < 3
 
@@ -192,7 +188,6 @@ def _windows(table: Any, chosen: Sequence[int]) -> list[tuple[int, int]] | None:
 
 
 def _sums(rows: Any) -> Any:
-    """A number for each row: the sum of its numbers' bits, each times an odd one of its own."""
     import numpy as np
 
     bits = np.ascontiguousarray(rows).view("uint32").reshape(len(rows), -1).astype("uint64")
@@ -313,7 +308,6 @@ def _table_in(dataset: Any) -> Any:
 
 
 def _first_of_keras(dataset: Any) -> Any:
-    """The first array that Keras' own dataset makes batches of."""
     value = getattr(dataset, "array", None)
     while isinstance(value, (tuple, list, dict)) and value:
         value = next(iter(value.values())) if isinstance(value, dict) else value[0]
@@ -321,7 +315,6 @@ def _first_of_keras(dataset: Any) -> Any:
 
 
 def _targets_of_keras(dataset: Any) -> Any:
-    """The targets that Keras' own dataset makes batches of: one number for each sample, or None."""
     parts = getattr(dataset, "array", None)
     if not (isinstance(parts, tuple) and parts[1:]):
         return None
@@ -351,7 +344,6 @@ def _labels_in(dataset: Any) -> Any:
 
 
 def _held(dataset: Any) -> list[Any]:
-    """Tensors and arrays in memory that a dataset has of all its samples."""
     return list(of_all_samples(dataset, is_in_memory))
 
 

@@ -114,7 +114,6 @@ class Scalers:
 
 
 def _table(data: Any) -> Any:
-    """An array of float32, of samples by columns; None of any other, and of a large one."""
     import numpy as np
 
     data = getattr(data, "values", data)  # of a DataFrame

@@ -16,13 +16,7 @@ from flatout.observe.watch import Watch
 
 
 class _Watched:
-    """A scheduler, of which enough is kept to tell of it when it is gone.
-
-    Args:
-        scheduler: as it was made.
-        site: where.
-        gone: called with its id and this when it is.
-    """
+    """A scheduler, of which enough is kept to tell of it when it is gone."""
 
     def __init__(
         self, scheduler: Any, site: Site | None, gone: Callable[[int, _Watched], None]

@@ -30,7 +30,6 @@ def series_of(dataset: Any) -> Any:
 
 
 def _span(picked: Sequence[int] | None, length: int) -> tuple[int, int] | None:
-    """First sample and one behind the last, where they follow one another."""
     if picked is None:
         return (0, length) if length else None
     first, last = min(picked, default=0), max(picked, default=0)
@@ -39,7 +38,6 @@ def _span(picked: Sequence[int] | None, length: int) -> tuple[int, int] | None:
 
 
 def _of_windows(dataset: Any, first: int, end: int) -> Any:
-    """The series of windows that are held one by one."""
     import numpy as np
 
     tensors = getattr(dataset, "tensors", None)
@@ -61,7 +59,6 @@ def _of_windows(dataset: Any, first: int, end: int) -> Any:
 
 
 def _follow(windows: Any) -> bool:
-    """Whether each begins one step behind the one before."""
     some = {0, len(windows) // 3, len(windows) // 2, len(windows) - 2}
     return len(windows) > _RUN and all(
         bool((windows[step, 1:] == windows[step + 1, :-1]).all()) for step in some
@@ -69,7 +66,6 @@ def _follow(windows: Any) -> bool:
 
 
 def _held(dataset: Any, first: int, end: int) -> Any:
-    """A series that a dataset holds, longer than the number of its windows."""
     length = length_of(dataset) or 0
     candidates = [
         item

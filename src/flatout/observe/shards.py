@@ -20,11 +20,7 @@ _MOST = 0.9
 
 
 def part_of(positions: Sequence[int]) -> tuple[int, int] | None:
-    """Of samples in any order: they are each n-th of a dataset, from which one on.
-
-    Returns:
-        The remainder by n, and n, which is 1 where there is no such; None of too few samples.
-    """
+    """Of samples in any order: they are each n-th of a dataset, from which one on."""
     if len(positions) < _FEWEST:
         return None
     each = reduce(gcd, (position - positions[0] for position in positions))
@@ -43,15 +39,7 @@ def parts_of_indices(dataset: Any, firsts: Iterable[Sequence[int]]) -> list[tupl
 def parts_of_rows(
     dataset: Any, rows: Iterable[Sequence[int]]
 ) -> tuple[int, list[tuple[int, int] | None]] | None:
-    """The part that each worker's first samples are of, by the rows of what a stream holds.
-
-    Args:
-        dataset: an IterableDataset.
-        rows: of each worker, numbers of its samples, as `row_numbers` makes them.
-
-    Returns:
-        How many rows there are, and the parts; None where samples are no rows of a tensor or array.
-    """
+    """The part that each worker's first samples are of, by the rows of what a stream holds."""
     for table in _tables_in(dataset):
         numbers = row_numbers(table, range(len(table))) or []
         often = Counter(numbers)

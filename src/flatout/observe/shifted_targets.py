@@ -88,18 +88,7 @@ class _Shift(NamedTuple):
 
 
 def place_in(torch: Any, module: Any, given: dict[str, Any], gave: Any, root: Any) -> Place | None:
-    """Where a token of what the model got can be replaced that it is to tell.
-
-    Args:
-        torch: the module.
-        module: the model.
-        given: what it was called with.
-        gave: what that gave.
-        root: the node of its loss.
-
-    Returns:
-        None where the targets are not the tokens, shifted by one, and where it cannot be told.
-    """
+    """Where a token of what the model got can be replaced that it is to tell."""
     nodes = nearest_nodes(root, _NODES, lambda node: node.name() in _LOSSES)
     losses = [node for node in nodes if node.name() in _LOSSES]
     told = _told_by(losses[0]) if len(losses) == 1 else None
@@ -127,7 +116,6 @@ def place_in(torch: Any, module: Any, given: dict[str, Any], gave: Any, root: An
 
 
 def _told_by(node: Any) -> _Told | None:
-    """What a loss of classes, or one that picks them by hand, has saved."""
     if node.name() in _NLL:
         targets, logarithms = node._saved_target, node._saved_self
         if logarithms.dim() == 4:
@@ -144,7 +132,6 @@ def _told_by(node: Any) -> _Told | None:
 
 
 def _shifts(torch: Any, path: Path, tensor: Any, told: _Told) -> Iterator[_Shift]:
-    """In which ways the targets are these tokens, shifted by one."""
     if tensor.dim() != 2 or tensor.dtype not in (torch.int64, torch.int32):
         return
     number = torch.arange(len(told.targets), device=told.targets.device)
@@ -166,7 +153,6 @@ def _shifts(torch: Any, path: Path, tensor: Any, told: _Told) -> Iterator[_Shift
 
 
 def _counts(tokens: Any, targets: Any, ignored: int | None) -> Any:
-    """Which targets are in the loss and a token of the input, if all of these are the next one."""
     size = targets.shape[1]
     following = tokens[:, 1 : size + 1]
     targets = targets[:, : following.shape[1]]
@@ -182,7 +168,6 @@ def _counts(tokens: Any, targets: Any, ignored: int | None) -> Any:
 
 
 def _is_compared(torch: Any, output: Any, shift: _Shift, told: _Told) -> bool:
-    """Whether the loss has compared this output at each place with the target there."""
     with torch.no_grad():
         at = shift.counts[:, :-1].nonzero()
         at = at[:: max(1, len(at) // _COMPARED)][:_COMPARED]
@@ -200,7 +185,6 @@ def _is_compared(torch: Any, output: Any, shift: _Shift, told: _Told) -> bool:
 def _chosen(
     module: Any, given: dict[str, Any], shift: _Shift, output: tuple[int, str], shape: Any
 ) -> Place | None:
-    """A token near the middle of a row, of those that are no padding and no mark."""
     tokens, counts = shift.tokens[:_ROWS].cpu(), shift.counts[:_ROWS].cpu()
     marks = _marks(module, tokens)
     following = tokens[:, 1 : counts.shape[1] + 1]
@@ -224,7 +208,6 @@ def _chosen(
 
 
 def _marks(module: Any, tokens: Any) -> set[int]:
-    """Tokens that may be padding, or begin and end a row: lengths and masks depend on them."""
     marks = {int(most_common(tokens[:, at].numpy())) for at in (0, -1)}
     for first, second in ((0, 1), (-1, -2)):
         marks |= {int(item) for item in tokens[tokens[:, first] == tokens[:, second], first]}
@@ -233,7 +216,6 @@ def _marks(module: Any, tokens: Any) -> set[int]:
 
 
 def _is_label(path: Path) -> bool:
-    """Whether it is told to be what the loss compares with."""
     return any(isinstance(key, str) and ("label" in key or "target" in key) for key in path)
 
 
@@ -290,7 +272,6 @@ def tensors_in(torch: Any, value: Any, path: Path = ()) -> Iterator[tuple[Path, 
 
 
 def _with(value: Any, path: Path, new: Any) -> Any:
-    """A container with another tensor at this place."""
     if not path:
         return new
     first, *rest = path

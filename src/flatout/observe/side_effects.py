@@ -65,11 +65,6 @@ def outermost(chains: list[list[int]], clean: list[int]) -> list[int]:
 class SideEffects:
     """Watches some calls, and says which have left the training alone.
 
-    Args:
-        watch: that of the observation.
-        code: the user's.
-        numbers: of the calls.
-
     Attributes:
         changed: what a call has changed, by its number; "" for nothing.
     """
@@ -124,7 +119,6 @@ class SideEffects:
             self._took += perf_counter_ns() - began
 
     def _state(self, number: int, frame: FrameType) -> dict[str, Any]:
-        """All that training goes on from."""
         torch: Any = sys.modules["torch"]
         modules = [one for model in self._watch.models if (one := model.ref()) is not None]
         weights = [t for module in modules for t in (*module.parameters(), *module.buffers())]
@@ -174,7 +168,6 @@ def _differs(before: Any, after: Any) -> bool:
 
 
 def _facts(tensors: list[Any]) -> tuple[list[tuple[int, int]], int]:
-    """Which they are, how often they were changed, and a number for what is in them."""
     return [(id(tensor), tensor._version) for tensor in tensors], number_of(tensors)
 
 
@@ -188,7 +181,6 @@ def _random_states(torch: Any) -> str:
 
 
 def _value(name: str, frame: FrameType) -> Iterator[Any]:
-    """What an expression such as `self.tracker` is there, without running code of the user's."""
     first, *names = name.split(".")
     with suppress(KeyError, AttributeError, TypeError):
         value = frame.f_locals[first] if first in frame.f_locals else frame.f_globals[first]
@@ -198,7 +190,6 @@ def _value(name: str, frame: FrameType) -> Iterator[Any]:
 
 
 def _tensors_in(torch: Any, roots: list[Any]) -> list[Any]:
-    """The tensors in modules, containers and objects, as deep as they are followed."""
     result: dict[int, Any] = {}
     for item in _parts_of(roots):
         if torch.is_tensor(item):
@@ -209,7 +200,6 @@ def _tensors_in(torch: Any, roots: list[Any]) -> list[Any]:
 
 
 def _arrays_in(roots: list[Any]) -> dict[int, int]:
-    """A number for what is in each of NumPy's arrays there."""
     numpy: Any = sys.modules.get("numpy")
     return {
         id(item): zlib.crc32(numpy.ascontiguousarray(item).view(numpy.uint8))
@@ -222,7 +212,6 @@ def _arrays_in(roots: list[Any]) -> dict[int, int]:
 
 
 def _parts_of(roots: list[Any]) -> Iterator[Any]:
-    """These, and what they hold, as deep as they are followed."""
     seen: set[int] = set()
     todo = [(root, 0) for root in roots]
     while todo and len(seen) < _OBJECTS:

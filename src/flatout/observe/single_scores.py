@@ -18,14 +18,7 @@ _NODES = 200
 
 
 def single_scores(root: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Nodes behind the last layer that take softmax over a dimension of 1, with what it is.
-
-    Args:
-        root: the node that gave a loss.
-
-    Raises:
-        RuntimeError: the graph's numbers are freed.
-    """
+    """Nodes behind the last layer that take softmax over a dimension of 1, with what it is."""
     for node in nearest_nodes(root, _NODES, _is_inside):
         softmax = _SOFTMAX.get(node.name())
         if softmax is None:
@@ -36,7 +29,6 @@ def single_scores(root: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _is_inside(node: Any) -> bool:
-    """Whether below a node is no longer what the model says."""
     name = node.name()
     if name == "MulBackward0":  # by weights that are learned, too: no probabilities of classes
         return sum(child is not None for child, _ in node.next_functions) > 1

@@ -55,12 +55,7 @@ def is_users(file: str) -> bool:
 
 
 def site_of(frame: FrameType | None, outermost: str = "") -> Site | None:
-    """The user's line in or above this frame, not yet read; None where no code of the user's is.
-
-    Args:
-        frame: where to begin.
-        outermost: the module at whose frame to give up.
-    """
+    """The user's line in or above this frame, not yet read; None where no code of the user's is."""
     while frame is not None and not is_users(frame.f_code.co_filename):
         if outermost and frame.f_globals.get("__name__") == outermost:
             return None

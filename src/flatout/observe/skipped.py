@@ -132,7 +132,6 @@ class SkippedSteps:
     # -- read on the host -------------------------------------------------------------------------
 
     def _number(self, number: float) -> None:
-        """A number has come to the host, in the thread that steps."""
         is_one, before = number - number == 0.0, self._read
         if is_one and before is None:
             return

@@ -132,11 +132,6 @@ def spread_of(rows: Any) -> Spread | None:
 def missed_end(alone: Spread, both: Spread, mean: Any, variance: Any) -> float | None:
     """How far the rows that are trained on stay from an end which all reach, that are scaled to
     reach it; None where nothing says so.
-
-    Args:
-        alone: of the rows that are trained on.
-        both: of all of them.
-        mean, variance: of all of them, by column.
     """
     measures = (both.different > _DIFFERENT) & ~_is_even(both, mean, variance)
     for ends in ((0.0, 1.0), (-1.0, 1.0)):
@@ -180,7 +175,6 @@ def _missed(
 
 
 def _is_even(spread: Spread, mean: Any, variance: Any) -> Any:
-    """Whether the numbers of a column have the same distance from one to the next."""
     wide = spread.high - spread.low
     even = wide**2 * (spread.count + 1) / (12 * max(1, spread.count - 1))
     is_middle = abs(mean - (spread.low + spread.high) / 2) <= _EVEN * wide

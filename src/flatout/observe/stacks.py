@@ -64,7 +64,6 @@ class Place:
 
 
 def _without_arguments(text: str) -> str:
-    """Cuts the last pair of brackets off, and what is too long; leaves what a loop runs over."""
     text = text.strip()
     loop = re.fullmatch(r"for .+? in (.+):", text)
     if loop:
@@ -82,7 +81,6 @@ def _without_arguments(text: str) -> str:
 
 
 def _before_open_bracket(text: str) -> str:
-    """The first line of a call that goes on in the next ones, up to its arguments."""
     is_open: list[int] = []
     for position, letter in enumerate(text):
         if letter == "(":
@@ -136,12 +134,7 @@ def stacks_in(
     nodes: list[tuple[int, int, int, int, list[float], list[float]]],
     known: dict[int, CodeType],
 ) -> Iterator[Stack]:
-    """The stacks of a tree of places.
-
-    Args:
-        nodes: as kernels' Stacks.seen() gives them.
-        known: codes by id.
-    """
+    """The stacks of a tree of places."""
     for number, node in enumerate(nodes):
         if not node[3]:
             continue
@@ -159,7 +152,6 @@ NOWHERE = Place(compile("", "<nowhere>", "exec"), 0)
 
 
 def _is_module(place: Place) -> bool:
-    """Whether it is the forward pass of a module, or of a layer of Keras'."""
     names = ("call",) if place.package == "keras" else ("forward",)
     return place.code.co_name in names
 

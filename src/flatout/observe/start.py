@@ -106,7 +106,6 @@ def parse(arguments: list[str]) -> Asked:
 
 
 def _up_to_script(arguments: list[str]) -> int:
-    """How many of the arguments are ours, the script's name included."""
     names = 0
     count = 0
     while count < len(arguments) and names < 2:
@@ -168,7 +167,6 @@ class Observer:
         self.begin_writing()
 
     def _rewriting(self, command: list[str]) -> Rewriting:
-        """Compiles the script's files so that its loops can end early, and calls be left out."""
         rewriting = Rewriting(command)
         rewriting.install(self._loops.around)
         self._compiled = rewriting.code
@@ -222,7 +220,6 @@ class Observer:
         self.watch.lanes.thread = 0  # of no thread: what a forked process does is not this rank's
 
     def _look_early(self) -> bool:
-        """Whether workers want the CPUs shows in seconds; nothing else is worth so many looks."""
         if any((loader.facts.num_workers or 0) > 1 for loader in self.watch.loaders):
             self._meters.look_at_job()
         return bool(self.watch.lanes.steps)
@@ -254,7 +251,6 @@ class Observer:
         return result
 
     def _add_notes(self, result: Observation) -> None:
-        """Notes the looks that have failed since the notes were read."""
         failed = [note for note in self.watch.notes if note.startswith(FAILED)]
         result.notes += [note for note in failed if note not in result.notes]
 
@@ -273,7 +269,6 @@ class Observer:
         self.finish("done" if is_well else "failed")
 
     def _becomes(self, program: str) -> None:
-        """Writes the state before the script becomes another program; "" when it has failed to."""
         if os.getpid() != self._pid or self._is_finished:
             return
         notes = self.watch.notes
@@ -315,7 +310,6 @@ class Observer:
         self._writer.stop()
 
     def _look_further(self) -> None:
-        """Most of the time is over: epochs have to end early, or there is some left."""
         assert self._lapse is not None
         assert self._asked.seconds is not None
         why_not = self._lapse.why_not()
@@ -331,7 +325,6 @@ class Observer:
         self.watch.go_on(_EARLIER * self._asked.seconds)
 
     def _ablate(self) -> None:
-        """Enough was seen: what comes now is no part of the observation."""
         thread = self.watch.lanes.thread
         self._observed = deepcopy(self._whole("stopped"))
         self.watch.lanes.thread = thread
@@ -342,7 +335,6 @@ class Observer:
             self._profiled.begin(self._observed, self._take_out)
 
     def _take_out(self) -> None:
-        """Lanes and calls, and then epochs end early."""
         assert self._observed is not None
         if self._lapse is not None:
             self.watch.then = self._begin_lapse
@@ -380,7 +372,6 @@ class Observer:
             )
 
     def _with_what_followed(self, observation: Observation, error: str) -> Observation:
-        """The Observation with what came of lanes that were taken out, and of a time-lapse."""
         lanes = self.watch.lanes
         lanes.end()
         lanes.thread = 0
@@ -405,7 +396,6 @@ class Observer:
         return observation
 
     def _whole(self, ended: str, error: str = "") -> Observation:
-        """All that was seen, looked at for the last time."""
         self.stop_writing()
         self._lines.stop()
         self._threads.stop()
@@ -418,7 +408,6 @@ class Observer:
         return observed
 
     def _leave(self) -> None:
-        """The script goes on although it was ended: ends the process."""
         if self._is_finished:  # it is about to
             return
         self.finish("stopped")
@@ -427,11 +416,7 @@ class Observer:
         os._exit(0)
 
     def observe(self) -> int:
-        """Runs the script; returns the exit code where it was ended from here.
-
-        Raises:
-            BaseException: what the script has raised.
-        """
+        """Runs the script; returns the exit code where it was ended from here."""
         try:
             run(self._asked.command, self._compiled)
         except BaseException as error:
@@ -467,8 +452,6 @@ def end_workers() -> None:
 
 
 def _end_anyway() -> None:
-    """Ends the process when threads of the script keep it from ending."""
-
     def end() -> None:
         _flush()
         os._exit(0)

@@ -42,7 +42,6 @@ class _Stamp:
     weights: int
 
     def is_before(self, now: _Stamp) -> bool:
-        """Whether the weights have been stepped or loaded since."""
         has_passed = now.steps > self.steps or now.loads > self.loads
         return has_passed and now.weights != self.weights
 
@@ -147,7 +146,6 @@ class StateLoads:
         return any(site in (item.site, item.taken_at) for item, _ in self._told)
 
     def _outlives(self, taken: _Taken) -> None:
-        """A step after it was taken: whether it is kept, to be loaded later."""
         state, module = taken.ref(), taken.owner()
         if state is None or module is None or self._is_told(taken.site):
             return
@@ -157,7 +155,6 @@ class StateLoads:
             self._tell("kept", module, loaded_at, taken, now)
 
     def _loads_own(self, module: Any, state: Any, site: Site) -> None:
-        """Whether what is about to be loaded are the tensors that it is loaded into."""
         if not _is_own(state, module):
             return
         taken = self._taken.get(id(state))
@@ -183,7 +180,6 @@ class StateLoads:
     # -- what has no name of the model's ----------------------------------------------------------
 
     def _has_loaded(self, module: Any, given: list[str], result: Any, site: Site) -> None:
-        """Whether a state dict had anything of the module's, in this load of it or a later one."""
         own = [name for name, _ in module.named_parameters()]
         missing = set(getattr(result, "missing_keys", ()))
         unexpected = set(getattr(result, "unexpected_keys", ()))
@@ -204,7 +200,6 @@ def _has_values(parameter: Any) -> bool:
 
 
 def _is_own(state: Any, module: Any) -> bool:
-    """Whether all that a state dict has of a module's parameters are these themselves."""
     shared = [(state[name], own) for name, own in module.named_parameters() if name in state]
     return bool(shared) and all(
         hasattr(given, "data_ptr") and given.data_ptr() == own.data_ptr() != 0

@@ -54,11 +54,9 @@ class _Followed:
         self._gradient = self.tensor.grad
 
     def look(self) -> None:
-        """Before something that may zero it."""
         self._was_set = self._is_set()
 
     def look_again(self, site: Site | None) -> None:
-        """After that, at this line."""
         if self._was_set and not self._is_set():
             self.discarded += self.pending
             self.pending = 0
@@ -70,8 +68,6 @@ class _Followed:
 
     @property
     def is_of_last(self) -> bool:
-        """Whether a step would use one batch of several, by what backward has made of it: the
-        script itself may keep gradients, and set one of all."""
         if not (self.discarded and self.pending) or self.tensor.grad is not self._gradient:
             return False
         batches = [batch for batch, _ in self.passes]
@@ -123,7 +119,6 @@ class StepGradients:
     # -- each optimizer --------------------------------------------------------------------------
 
     def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """It is about to step: one that is given a closure has its gradients made within."""
         given = [*args[1:], *kwargs.values()] if args and args[0] is optimizer else [*args]
         if get_ident() != self._watch.lanes.thread or any(map(callable, given)):
             return
@@ -164,7 +159,6 @@ class StepGradients:
         return zero_grad
 
     def _round_ends(self, optimizer: SeenOptimizer) -> None:
-        """It alone steps."""
         followed = self._followed
         if followed is None:
             self._follow(optimizer)

@@ -52,19 +52,12 @@ class _Pair:
 
     @property
     def is_still(self) -> bool:
-        """Whether the model has moved, and the copy has not."""
         own, theirs = self.numbers
         return number_of(self.own) == own and number_of(self.theirs) != theirs
 
 
 class StillTargets:
-    """Looks for such copies before the first step, and at them in the end.
-
-    Args:
-        torch: the module.
-        watch: what is looked at.
-        uses: knows which optimizers were made.
-    """
+    """Looks for such copies before the first step, and at them in the end."""
 
     def __init__(self, torch: Any, watch: Watch, uses: GradientUse) -> None:
         self._torch = torch
@@ -82,7 +75,6 @@ class StillTargets:
         self._going_on: set[int] = set()  # those that get what another one gave
 
     def _called(self, model: SeenModel, batch: Any, is_trained: bool) -> None:
-        """A model is called: with which numbers, in which step."""
         step = self._watch.lanes.steps
         if step < _STEPS and self._torch.is_tensor(batch) and batch.numel():
             known = self._inputs.setdefault(id(model), set())
@@ -91,7 +83,6 @@ class StillTargets:
                 self._going_on.add(id(model))
 
     def _find(self) -> None:
-        """Before the first step."""
         if self._is_asked or self._watch.lanes.steps or is_anything_compiled():
             return
         self._is_asked = True
@@ -128,8 +119,6 @@ class StillTargets:
         ]
 
     def _gets_others(self, pair: _Pair) -> bool:
-        """Whether it was never called with what the model has got in the same step; or with both of
-        two views, one of which is the other's target."""
         own, theirs = (self._inputs.get(id(item), set()) for item in (pair.copy, pair.model))
         if not own or not theirs:
             return False
@@ -140,14 +129,12 @@ class StillTargets:
 
 
 def _are_equal(own: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Whether all parameters are, as far as a sample of each shows."""
     if [(n, t.shape) for n, t in own.items()] != [(n, t.shape) for n, t in theirs.items()]:
         return False
     return number_of([*map(local, own.values())]) == number_of([*map(local, theirs.values())])
 
 
 def _pair(copy: SeenModel, own: dict[str, Any], model: SeenModel, theirs: dict[str, Any]) -> _Pair:
-    """With the smallest parameters that can be seen to move."""
     names = sorted(
         (name for name, tensor in theirs.items() if tensor.requires_grad and tensor.numel()),
         key=lambda name: int(theirs[name].numel()),
@@ -171,7 +158,6 @@ def is_fresh(torch: Any, module: Any) -> bool:
 
 
 def _signs(torch: Any, module: Any) -> Iterator[tuple[str, bool]]:
-    """Of each layer of a known kind, whether its weights say that it is fresh."""
     for inner in module.modules():
         weight, bias = inner._parameters.get("weight"), inner._parameters.get("bias")
         if weight is None or not weight.is_floating_point() or weight.is_meta:

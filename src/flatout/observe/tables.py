@@ -42,12 +42,10 @@ class _HeldTable:
         self.samples: Samples = samples_in(value)
 
     def has(self, wanted: Any) -> bool:
-        """Whether it has these rows."""
         value = self._ref()
         return value is not None and _has(value, wanted)
 
     def is_within(self, value: Any) -> bool:
-        """Whether another table has its rows too."""
         own = self._ref()
         return own is not None and own is not value and _has(value, _rows(own))
 
@@ -68,7 +66,6 @@ class Tables:
         self._calls = {True: 0, False: 0}
 
     def _look(self, model: Any, batch: Any, is_trained: bool) -> None:
-        """A model is called."""
         if is_trained:
             self._watch.rows = None
         if self._is_of_loader(is_trained):
@@ -87,7 +84,6 @@ class Tables:
             self._watch.rows = id(known), wanted.tobytes()
 
     def _search(self, model: Any, wanted: Any, rows: int, is_trained: bool) -> _HeldTable | None:
-        """Looks through what the script's names mean, for the smallest that is no batch."""
         result = sorted(
             self._having(wanted, rows, sys._getframe()), key=lambda value: len(value[1])
         )
@@ -107,12 +103,10 @@ class Tables:
         return self._tables[-1]
 
     def _is_of_loader(self, is_trained: bool) -> bool:
-        """Whether a DataLoader has given the batch, as far as that is known."""
         loader = self._watch.lanes.loader
         return loader is not None and (is_trained or not loader.in_training)
 
     def _having(self, wanted: Any, rows: int, frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-        """Names and tables of the script's that have these rows, and no fewer than a batch."""
         known: set[int] = set()
         for name, value in _named_in(frame):
             if id(value) in known or not _is_table(self._torch, value):
@@ -147,7 +141,6 @@ def _is_table(torch: Any, value: Any) -> bool:
 
 
 def _rows(batch: Any) -> Any:
-    """The numbers of some of its samples; None where too few tell these from others."""
     if batch.dtype.itemsize == 2 or "complex" in str(batch.dtype):
         return None  # rounded, or no sample
     last = len(batch) - 1
@@ -160,12 +153,10 @@ def _rows(batch: Any) -> Any:
 
 
 def _columns(width: int) -> list[int]:
-    """Those that are compared, from all parts of a row."""
     return [*range(0, width - 1, max(1, width // _COLUMNS)), width - 1]
 
 
 def _has(table: Any, wanted: Any) -> bool:
-    """Whether it has rows of these numbers."""
     if wanted is None or prod(table.shape[1:]) != wanted.shape[1]:
         return False
     return all(_has_row(table, row) for row in wanted)
@@ -189,19 +180,16 @@ def _has_row(table: Any, wanted: Any) -> bool:
 
 
 def _numbers(table: Any, rows: Any, columns: Any) -> Any:
-    """Those of rows, in columns counted as of flat rows; a table of any strides is not copied."""
     from numpy import unravel_index
 
     return as_array(table[(rows, *unravel_index(columns, table.shape[1:]))])
 
 
 def _is_equal(numbers: Any, wanted: Any) -> Any:
-    """A table in float64 is rounded on its way to the model."""
     return abs(numbers - wanted) <= 1e-6 * abs(wanted)
 
 
 def _named_in(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """What the names of the user's frames mean, and what is within."""
     left = _FRAMES
     while frame is not None and left:
         if is_users(frame.f_code.co_filename):
@@ -219,7 +207,6 @@ def named_here() -> Iterator[tuple[str, Any]]:
 
 
 def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What a tuple, list or dict holds, or an object of a class of the user's."""
     if isinstance(value, (tuple, list)) and len(value) <= _FEW:
         yield from ((f"{name}[{at}]", item) for at, item in enumerate(value))
     elif isinstance(value, dict) and len(value) <= _FEW:

@@ -85,7 +85,6 @@ def batches_in(iterator: Any) -> int | None:
 
 
 def _length(iterator: Any) -> float:
-    """The same, asked for once; infinity where it is not known."""
     known = iterator.__dict__.get("_flatout_length")
     if known is None:
         length = batches_in(iterator)
@@ -118,7 +117,6 @@ def _deeply(batch: Any) -> Any:
 
 
 def _versions(batch: Any) -> list[int]:
-    """Torch counts the changes of each tensor."""
     return [tensor._version for tensor in _tensors(batch)]
 
 
@@ -136,7 +134,6 @@ def _tensors(part: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def _around(part: Any) -> Any:
-    """The same tensors in their own containers, from which a step may take them."""
     if type(part) is dict:
         return {key: _around(value) for key, value in part.items()}
     if type(part) in (list, tuple):
@@ -172,12 +169,7 @@ def summing(watch: Watch) -> list[Any]:
 
 
 class OneCall:
-    """A call of the user's whose value is not used: it is not made.
-
-    Args:
-        code: the user's.
-        number: of the call.
-    """
+    """A call of the user's whose value is not used: it is not made."""
 
     def __init__(self, code: Rewriting, number: int) -> None:
         self._makes, self._at = code.makes, 2 * number

@@ -29,13 +29,7 @@ _COPY = 0.5
 
 
 class Teachers:
-    """Looks at models that no optimizer steps, in a few steps of each training.
-
-    Args:
-        torch: the module.
-        watch: what is looked at.
-        uses: knows which optimizers were made.
-    """
+    """Looks at models that no optimizer steps, in a few steps of each training."""
 
     def __init__(self, torch: Any, watch: Watch, uses: GradientUse) -> None:
         self._torch = torch
@@ -57,7 +51,6 @@ class Teachers:
         return [look.teacher for look in self._seen if look.is_untouched()]
 
     def _confirm(self) -> None:
-        """Whether those that were seen are what they were: at the end they may be gone."""
         for look in self._seen:
             look.confirm()
         self._watch.at(2 * self._watch.lanes.steps, self._confirm, is_once=True)
@@ -80,8 +73,6 @@ class Teachers:
                 self._seen.append(look)
 
     def _may_be(self, module: Any) -> bool:
-        """Whether no optimizer steps it, or is yet to do so, and it is no copy of what is
-        trained, as target networks are."""
         owners = self._owners(module)
         stepping = [item.ref() for item in self._watch.stepping()]
         known = [item.ref() for item in self._watch.optimizers]
@@ -99,7 +90,6 @@ class Teachers:
         return True
 
     def _owners(self, module: Any) -> list[Any]:
-        """The optimizers that have any of its parameters."""
         own = {id(tensor) for tensor in module.parameters()}
         return [
             one
@@ -151,7 +141,6 @@ class _Look:
             self.teacher.dropped = 1 - left / had if had else None
 
     def ends(self) -> bool:
-        """Takes the hooks off; returns whether it is such a model."""
         while self._handles:
             self._handles.pop().remove()
         module = self._seen.ref()
@@ -166,13 +155,10 @@ class _Look:
         return True
 
     def confirm(self) -> None:
-        """Keep whether it is untouched, for when it is gone."""
         if self._seen.ref() is not None:
             self._is_confirmed = self.is_untouched()
 
     def is_untouched(self) -> bool:
-        """Whether neither an optimizer nor the script has changed its weights since; of one that
-        is gone, when that was asked last."""
         module = self._seen.ref()
         if module is None:
             return self._is_confirmed
@@ -181,12 +167,10 @@ class _Look:
 
 
 def _acts(module: Any) -> bool:
-    """Whether it computes otherwise in train mode, and is in it."""
     return acts_in_training(module) and getattr(module, "p", 1) != 0
 
 
 def _statistics(module: Any) -> Iterator[tuple[str, list[Any]]]:
-    """The running statistics of BatchNorms in train mode, by their names."""
     for name, inner in module.named_modules():
         mean = getattr(inner, "running_mean", None)
         if mean is not None and inner.training and "BatchNorm" in type(inner).__name__:
@@ -194,7 +178,6 @@ def _statistics(module: Any) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _tensors(torch: Any, output: Any) -> Iterator[Any]:
-    """Those in what a model gives."""
     if torch.is_tensor(output):
         yield output
     elif isinstance(output, dict):
@@ -206,7 +189,6 @@ def _tensors(torch: Any, output: Any) -> Iterator[Any]:
 
 
 def _is_near(module: Any, other: Any) -> bool:
-    """Whether it has the other one's weights, or had them a while ago."""
     theirs = dict(unwrapped(other)[-1].named_parameters())
     apart = [
         _apart(tensor, theirs[name])
@@ -217,7 +199,6 @@ def _is_near(module: Any, other: Any) -> bool:
 
 
 def _apart(one: Any, other: Any) -> float:
-    """Root mean square of the difference over that of the second."""
     a, b = (some_of(local(tensor.detach()), _NUMBERS).double().cpu() for tensor in (one, other))
     return float((a - b).square().mean().sqrt() / b.square().mean().sqrt().clamp(min=1e-12))
 

@@ -180,10 +180,6 @@ class IndexWindow:
         return __getitem__
 
     def _rows_of(self, data: Any, index: Any, frame: FrameType) -> list[list[int | None]]:
-        """The places in the frame's line that pick rows by number: line, column, and their ends.
-
-        A place that was seen to do something else once is none of them.
-        """
         line = frame.f_code.co_filename, frame.f_lineno
         result = self._places.setdefault(line, [])
         instruction = id(frame.f_code), frame.f_lasti
@@ -211,7 +207,6 @@ class IndexWindow:
 
 
 def _place(frame: FrameType) -> list[int | None]:
-    """Where in its file the instruction is that a frame is at, as ast counts; None if unknown."""
     positions = islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
     line, end_line, column, end_column = next(positions)
     return [line, column, end_line, end_column]

@@ -23,17 +23,7 @@ def timed(
     shifted: Counter[tuple[str, int]] | None = None,
     size_of: Callable[[list[Any]], int] | None = None,
 ) -> Any:
-    """A function whose calls are noted as of this kind, their time in this lane.
-
-    Args:
-        original: the function.
-        kind, lane: of its calls.
-        watch: gets them.
-        detail, depth: as of `Calls.note`.
-        not_in: lanes in which calls are let through unseen.
-        shifted: gets the ns, by kind and the lane before.
-        size_of: the bytes of a call, by its arguments.
-    """
+    """A function whose calls are noted as of this kind, their time in this lane."""
     lanes, note = watch.lanes, watch.calls.note
 
     def call(*args: Any, **kwargs: Any) -> Any:

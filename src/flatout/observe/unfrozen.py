@@ -59,7 +59,6 @@ class NeverFrozen:
 
 
 def _misspelt(module: Any, stepped: set[int]) -> Iterator[Unfrozen]:
-    """Attributes of parameters and modules that are none of torch's, set to False."""
     named: dict[str, dict[str, Any]] = {}
     for path, tensor in module.named_parameters():
         for name in _set_to_false(tensor):
@@ -80,12 +79,10 @@ def _set_to_false(owner: Any) -> list[str]:
 
 
 def _own(path: str, inner: Any) -> dict[str, Any]:
-    """The parameters in a module, by their names in the whole model."""
     return {f"{path}.{name}" if path else name: one for name, one in inner.named_parameters()}
 
 
 def _of_modules(module: Any, stepped: set[int]) -> Iterator[Unfrozen]:
-    """Modules that were given what is for parameters, from outside of their class."""
     for path, inner in module.named_modules():
         if vars(inner).get(_TORCHS) is not False or hasattr(type(inner), _TORCHS):
             continue
@@ -103,8 +100,6 @@ def _told(name: str, kind: str, training: dict[str, Any], site: Site | None) -> 
 
 
 def _line_that_sets(name: str) -> Site | None:
-    """Where a script's file sets an attribute of this name to False, on something that is neither
-    `self` nor comes out of a loop over parameters."""
     for file, tree in users_code():
         looped = _looped(tree) if name == _TORCHS else {"self"}
         for node in ast.walk(tree):
@@ -119,7 +114,6 @@ def _line_that_sets(name: str) -> Site | None:
 
 
 def _looped(tree: ast.Module) -> set[str]:
-    """Names that loops over parameters give, and `self`."""
     names = {"self"}
     for node in ast.walk(tree):
         if isinstance(node, (ast.For, ast.comprehension)) and "parameters" in ast.unparse(

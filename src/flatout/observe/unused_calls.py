@@ -63,17 +63,7 @@ class UnusedCall:
 def with_conditions(
     tree: ast.Module, file: str, first: int, in_step: Collection[str] = ()
 ) -> tuple[ast.Module, list[UnusedCall]]:
-    """Puts a condition before each of them, in functions and loops.
-
-    Args:
-        tree: the whole file.
-        file: its name.
-        first: the number of the first call.
-        in_step: names of functions that a step calls.
-
-    Returns:
-        The file with the conditions, and the calls in the order of their numbers.
-    """
+    """Puts a condition before each of them, in functions and loops."""
     conditions = _Conditions(tree, file, first, in_step)
     tree = conditions.visit(tree)
     return tree, conditions.calls
@@ -161,7 +151,6 @@ class _Conditions(ast.NodeTransformer):
         return result
 
     def _unused(self, statement: ast.stmt) -> ast.Call | None:
-        """The call of a statement that can be left out, as far as the source shows."""
         call = statement.value if isinstance(statement, (ast.Expr, ast.Assign)) else None
         if not isinstance(call, ast.Call):
             return None
@@ -187,11 +176,9 @@ class _Conditions(ast.NodeTransformer):
         return None if self._is_read(receiver) else call
 
     def _is_kept(self, store: ast.Subscript) -> bool:
-        """Whether it is a list or dict that nothing in this function reads."""
         return not self._is_read(store.value)
 
     def _is_read(self, what: ast.expr) -> bool:
-        """Whether a step uses it otherwise than by telling it something, as far as is written."""
         text = ast.unparse(what)
         loops = [node for node in ast.walk(self._scope) if isinstance(node, (ast.For, ast.While))]
         where: list[ast.AST] = [part for loop in loops for part in loop.body] or [self._scope]
@@ -202,7 +189,6 @@ class _Conditions(ast.NodeTransformer):
         return text.startswith("self.") and any(_read_in([method], text) for method in methods)
 
     def _is_read_by(self, statement: ast.stmt, group: list[ast.stmt]) -> bool:
-        """Whether it gives names that nothing but these statements reads."""
         if not isinstance(statement, ast.Assign):
             return False
         names: list[str] = []
@@ -243,7 +229,6 @@ class _Conditions(ast.NodeTransformer):
 
 
 def _read_in(nodes: list[ast.AST], text: str) -> bool:
-    """Whether an expression is used in them, and not only told or given something."""
     receivers: set[int] = set()
     seen: set[int] = set()
     for node in (part for root in nodes for part in ast.walk(root)):
@@ -265,7 +250,6 @@ def _read_in(nodes: list[ast.AST], text: str) -> bool:
 
 
 def _loads(nodes: Iterable[ast.AST]) -> Counter[str]:
-    """How often each name is read in them."""
     return Counter(
         part.id
         for node in nodes
@@ -285,7 +269,6 @@ def _is_self(node: ast.expr) -> bool:
 
 
 def _named(call: ast.Call) -> Iterator[str]:
-    """The receiver and the arguments that are names, or attributes of names."""
     parts = [call.func.value] if isinstance(call.func, ast.Attribute) else []
     for part in [*parts, *call.args, *(word.value for word in call.keywords)]:
         node = part

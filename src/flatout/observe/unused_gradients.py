@@ -44,7 +44,6 @@ class _Group:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether there is one other than zero."""
         having = [item for item in self.parameters if item.grad is not None]
         smallest = sorted(having, key=lambda item: int(item.numel()))[:_ASKED]
         return any(not item.grad.is_sparse and bool(local(item.grad).any()) for item in smallest)
@@ -121,7 +120,6 @@ class GradientUse:
         self._handle = unnumbered(hook(self._steps))
 
     def _comes_later(self) -> None:
-        """An optimizer has stepped that did not before: another training may have begun."""
         steps = self._watch.lanes.steps
         if steps < AFTER_STEPS or self._later == _LATER:
             return
@@ -130,7 +128,6 @@ class GradientUse:
         self._watch.at(steps + _RESTS, lambda: self._begin_again(counts))
 
     def _begin_again(self, counts: dict[int, int]) -> None:
-        """Follows gradients in some steps more; `counts` are those steps of each until then."""
         if self._handle is not None or is_anything_compiled():
             return
         watched = self._watch.optimizers
@@ -158,7 +155,6 @@ class GradientUse:
         return [*self._told, *(item for _, item in self._shared())]
 
     def _shared(self) -> Iterator[tuple[int, UnusedGradients]]:
-        """What the steps looked at last have shown, with the group that they were for."""
         for (_, then, _), item in self._found.items():
             if item.count > 1:
                 # A pass for each step of the optimizer that it was for.
@@ -184,7 +180,6 @@ class GradientUse:
         self._last.append(done)
 
     def _reaches(self, number: int, done: _Pass) -> None:
-        """A backward pass is about to add to the gradients of a group."""
         group, before = self._groups[number], self._open.setdefault(number, [])
         is_left = bool(before) and group.has_gradient
         if not group.is_stepped:
@@ -199,7 +194,6 @@ class GradientUse:
         before.append(done)
 
     def _steps(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
-        """An optimizer is about to step."""
         if self._torch.compiler.is_dynamo_compiling():
             return
         number = next((at for at, item in enumerate(self._groups) if _is_of(item, optimizer)), None)
@@ -219,7 +213,6 @@ class GradientUse:
                 self._keep(item, number, "added")
 
     def _keep(self, done: _Pass, number: int, fate: str) -> None:
-        """What became of the gradients of a group that a pass for another one has computed."""
         if done.then is None or done.then == number:
             return
         passes_on = done.then in done.behind.get(number, ())
@@ -245,7 +238,6 @@ class GradientUse:
     # -- who has what -----------------------------------------------------------------------------
 
     def _find_groups(self) -> None:
-        """Also when another optimizer has stepped: what was seen before is left out."""
         for kept in (self._groups, self._known, self._open, self._last, self._found, self._times):
             kept.clear()
         self.looks = self._elements = 0
@@ -275,7 +267,6 @@ class GradientUse:
             self._groups.append(_Group(owner, is_stepped, mine))
 
     def _model_of(self, number: int) -> Any:
-        """The model that has parameters of a group, if one alone does."""
         wanted = {id(item) for item in self._groups[number].parameters}
         having = []
         for model in self._watch.models:
@@ -287,7 +278,6 @@ class GradientUse:
     # -- a graph ----------------------------------------------------------------------------------
 
     def _pass(self, roots: list[Any]) -> _Pass:
-        """Which groups a loss reaches, and through which others."""
         elements: dict[int, int] = {}
         behind: dict[int, set[int]] = {}
         reached: dict[Any, frozenset[int]] = {}
@@ -318,7 +308,6 @@ def _is_of(group: _Group, optimizer: Any) -> bool:
 
 
 def _from_leaves(roots: list[Any]) -> Iterator[Any]:
-    """The nodes of a graph, each behind all that it is computed from."""
     known: set[Any] = set()
     todo = [(root, False) for root in roots]
     while todo and len(known) < _NODES:

@@ -117,8 +117,6 @@ class Probe:
 
 
 def _lane_of(frame: FrameType | None) -> str:
-    """Which part of making a sample this frame is in, by the packages above it and the user's line
-    that led to it."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if name.startswith("torch.utils.data"):

@@ -33,12 +33,6 @@ def write(path: Path, observation: Observation) -> None:
 class Writer:
     """A thread that writes now and then, for the one who looks on, and for a script that is killed.
 
-    Args:
-        path: of the file.
-        look: looks at the job, in its first seconds; whether it steps.
-        seen_so_far: gives what to write.
-        place: of this process among the ranks.
-
     Attributes:
         cpu_seconds: what writing has taken from the script since its first step, after the first
             time.

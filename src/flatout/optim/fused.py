@@ -83,7 +83,6 @@ def begins_late(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _move_step(state: dict[str, Any], device: torch.device) -> None:
-    """The step count is a float32 scalar: fused kernels want it on the parameter's device."""
     step = state.get("step")
     if step is not None:
         state["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)

@@ -81,7 +81,6 @@ class Lamb(Layerwise):
         torch._foreach_sub_(weights, updates)
 
     def _updates(self, part: GroupPart, group: dict[str, Any]) -> Tensors:
-        """Adam's direction, from averages that a bad gradient leaves as they are."""
         gradients, (beta1, beta2) = part.gradients, group["betas"]
         states = [self._state(p) for p in part.parameters]
         means = [state["exp_avg"] for state in states]

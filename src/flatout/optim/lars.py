@@ -80,7 +80,6 @@ class Lars(Layerwise):
 
 
 def _moves(part: GroupPart, group: dict[str, Any]) -> Tensors:
-    """By how much this step alone moves the weights; zero for bad gradients."""
     weights, gradients, rate = part.parameters, part.gradients, group["lr"]
     if not part.adapted:
         return list(torch._foreach_mul(gradients, rate))

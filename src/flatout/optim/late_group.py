@@ -59,7 +59,6 @@ def add_late_group(
 
 
 def _all(scheduler: Any) -> Iterator[Any]:
-    """A scheduler and those that it is made of."""
     yield scheduler
     for inner in getattr(scheduler, "_schedulers", ()):
         yield from _all(inner)
@@ -70,14 +69,7 @@ def _leaves(scheduler: Any) -> Iterator[Any]:
 
 
 def _join(scheduler: Any, group: dict[str, Any], other: dict[str, Any], lr: float | None) -> None:
-    """Let one schedule know of the group, as its `__init__` would have.
-
-    Args:
-        scheduler: made of no others.
-        group: the new one.
-        other: the first one.
-        lr: as of `add_late_group`.
-    """
+    """Let one schedule know of the group, as its `__init__` would have."""
     if isinstance(scheduler, ReduceLROnPlateau):
         scheduler.min_lrs = [*scheduler.min_lrs, scheduler.min_lrs[0]]
         return
@@ -118,7 +110,6 @@ def _only_function(scheduler: Any) -> Any:
 
 
 def _divided(rate: Any, whole: Any, part: Any) -> Any:
-    """The rate divided by what `part` is of `whole`, to the bit where that is a short number."""
     if not part:
         return part
     ratio = whole / part
@@ -127,7 +118,6 @@ def _divided(rate: Any, whole: Any, part: Any) -> Any:
 
 
 def _rate_by_now(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """What the last group's rate is by now."""
     groups = [
         {name: _apart(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -156,7 +146,6 @@ def _apart(value: Any) -> Any:
 
 
 def _copied(scheduler: Any, optimizer: Any) -> Any:
-    """The schedule, on other groups."""
     copied = copy.copy(scheduler)
     copied.optimizer = optimizer
     if hasattr(copied, "_schedulers"):
@@ -165,7 +154,6 @@ def _copied(scheduler: Any, optimizer: Any) -> Any:
 
 
 def _start(scheduler: Any) -> None:
-    """Bring a schedule to where its `__init__` leaves it."""
     if not hasattr(scheduler, "_schedulers"):
         scheduler.last_epoch = -1
         scheduler._initial_step()
@@ -180,7 +168,6 @@ def _start(scheduler: Any) -> None:
 
 
 def _steps(scheduler: Any) -> int:
-    """How many steps it has made."""
     if hasattr(scheduler, "last_epoch"):
         return int(scheduler.last_epoch)
     return max(map(_steps, scheduler._schedulers))

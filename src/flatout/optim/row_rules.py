@@ -157,7 +157,6 @@ class _TorchRule:
 
     @property
     def _names(self) -> tuple[str | None, str | None]:
-        """What the optimizer calls the two tensors of its state."""
         momentum = "momentum_buffer" if self._group.get("momentum") else None
         return {
             "adam": ("exp_avg", "exp_avg_sq"),
@@ -167,8 +166,6 @@ class _TorchRule:
         }[self.name]
 
     def lower(self) -> LowerBits | None:
-        """In the optimizer's state, so that its state dict has them: of the weight's own dtype, to
-        which torch casts all that is loaded."""
         if self._weight.dtype is torch.float32:
             return None
         state = self._optimizer.state[self._weight]
@@ -199,7 +196,6 @@ class _TorchRule:
         return first, second
 
     def step(self, count: int) -> Step:
-        """Its numbers are rounded as torch's kernels round them."""
         group = self._group
         rate, decay = group["lr"], group["weight_decay"]
         if self.name == "adam":

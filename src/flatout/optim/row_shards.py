@@ -127,7 +127,6 @@ class RowShards:
         return True
 
     def _held_with(self, table: _Table, rows: int, row: int) -> list[int]:
-        """Bytes of weights of each rank, one more table of rows of so many bytes included."""
         return [held + self._count(table, rows, rank) * row for rank, held in enumerate(self._held)]
 
     def words(self) -> str:
@@ -195,7 +194,6 @@ class RowShards:
         return part
 
     def _count(self, table: _Table, rows: int, rank: int) -> int:
-        """How many of a table's rows are a rank's."""
         own = range((rank - table.first) % self.world.size, table.blocks, self.world.size)
         is_last_short = table.blocks - 1 in own
         return len(own) * _BLOCK - is_last_short * (table.blocks * _BLOCK - rows)
@@ -265,22 +263,16 @@ class RowShards:
         return self._ahead[number][1]
 
     def _keep_rows(self, number: int, rows: torch.Tensor, asked: RowRequest) -> None:
-        """Rows of a table are there."""
         self._ahead[number], self._asked[number] = (asked.dealt, rows), asked
         self._all_asked.setdefault(number, []).append(asked)
 
     def _owned_of(self, number: int, dealt: GroupsByRank, ids: list[torch.Tensor]) -> RowRequest:
-        """What ranks ask for: where the rows lie here that each asks this one for, by rank."""
         weight, local = list(self._tables)[number], torch.cat(ids)
         groups = table_rows.group(local, self.owned(weight))
         rows = self.in_whole(weight, groups.rows)
         return RowRequest(dealt, local, [len(item) for item in ids], groups, rows)
 
     def _fetch_changed(self, number: int, dealt: GroupsByRank) -> bool:
-        """Get what has changed of rows that were prefetched.
-
-        Returns whether that are the rows that all ranks need now; else they fetch them as usual.
-        """
         assert self.ahead is not None
         is_so, parts = self.ahead.changed_for(dealt)
         _, messages, come = self._say(number, 0, parts, _AS_PREDICTED if is_so else _OTHERWISE)
@@ -294,7 +286,6 @@ class RowShards:
         return True
 
     def _rows_for(self, asked: RowRequest, wanted: list[int]) -> list[torch.Tensor]:
-        """The rows that this rank asks for, of each of the tables."""
         parts: list[list[torch.Tensor]] = [[] for _ in asked.lengths]
         for item in wanted:
             values = self._reads[item].read(asked.local, asked.groups)
@@ -314,7 +305,6 @@ class RowShards:
         return [torch.cat(rows) for rows in result]
 
     def _note(self, read: TableLookup) -> None:
-        """Keep in mind which tables are read by the same ids."""
         number = read.number
         for other, _, theirs in self._read:
             if theirs is read.dealt and other != number and number < _MOST_TOGETHER:
@@ -324,10 +314,6 @@ class RowShards:
     def _say(
         self, number: int, together: int, parts: list[list[torch.Tensor]], ahead: int = 0
     ) -> tuple[int, list[int], list[torch.Tensor]]:
-        """Tell all ranks what is looked up next, which must be the same, and send tensors to each.
-
-        Returns what all have of `together`, what each says of rows prefetched, what has come.
-        """
         note = [number, together, ahead]
         each, come = self.world.exchange(note, parts, "lookups in sharded tables")
         if any(theirs != number for theirs, *_ in each):
@@ -482,22 +468,18 @@ class _Elsewhere(NamedTuple):
     weight: nn.Parameter
 
     def by_rows(self, ids: torch.Tensor) -> Lookup | None:
-        """An embedding reads rows."""
         self.shards.refuse(self.weight)
         return None
 
     def whole(self) -> None:
-        """Something reads or writes any of the values."""
         self.shards.refuse(self.weight)
 
 
 def _bits(number: int) -> list[int]:
-    """The places of its bits."""
     return [place for place in range(number.bit_length()) if number >> place & 1]
 
 
 def _give_back(tensor: torch.Tensor) -> None:
-    """Give the pages of a tensor back to the system, which has zeros in their place."""
     if _madvise is None:
         return
     page, start = mmap.PAGESIZE, tensor.data_ptr()

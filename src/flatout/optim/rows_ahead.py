@@ -88,10 +88,6 @@ class OwnedRows(Protocol):
 class Fetched:
     """Rows for one set of ids of the next batch.
 
-    Args:
-        numbers: of the tables that are read by these ids.
-        dealt: the rows that this rank needs.
-
     Attributes:
         asked: what all ranks ask for; None until that is known.
         changed: of the rows that this rank needs, whether the present step may change them.
@@ -110,14 +106,7 @@ class Fetched:
 
 
 class RowsAhead:
-    """Fetches rows ahead.
-
-    Args:
-        world: of this rank.
-        kept: by number, the tables.
-        owned: gives all of what ranks ask for, of a table's number and rows: `RowRequest`.
-        following: the inputs of the next batch; None where there is none.
-    """
+    """Fetches rows ahead."""
 
     def __init__(
         self,
@@ -146,11 +135,7 @@ class RowsAhead:
             self._recording.__enter__()  # type: ignore[no-untyped-call]
 
     def end_recording(self, reads: Sequence[TableLookup]) -> None:
-        """The forward is over, or has failed.
-
-        Args:
-            reads: its lookups; none where it has failed.
-        """
+        """The forward is over, or has failed."""
         recording, self._recording = self._recording, None
         if recording is None:
             return
@@ -162,11 +147,7 @@ class RowsAhead:
         self._replayed = recording.of([read.ids for read in reads])
 
     def predict(self, deal: Callable[[int, torch.Tensor], GroupsByRank]) -> int:
-        """See what the next batch reads; a number that is the same on all ranks that can, or 0.
-
-        Args:
-            deal: gives, of a table's number and ids, their rows by owner.
-        """
+        """See what the next batch reads; a number that is the same on all ranks that can, or 0."""
         self._next = []
         inputs = self._following() if self._replayed is not None else None
         if inputs is None:
@@ -191,11 +172,7 @@ class RowsAhead:
     # -- fetching ----------------------------------------------------------------------------
 
     def begin(self, touched: dict[int, list[RowRequest]]) -> None:
-        """Fetch beside the backward pass; all ranks call it.
-
-        Args:
-            touched: by a table's number, what ranks have asked for in this step.
-        """
+        """Fetch beside the backward pass; all ranks call it."""
         if self._exchange is None:
             self._exchange = self._world.exchange_beside()
         sets: dict[int, list[TableLookup]] = {}
@@ -241,7 +218,6 @@ class RowsAhead:
     def _rows_of(
         self, fetched: Fetched, touched: dict[int, list[RowRequest]]
     ) -> list[list[torch.Tensor]]:
-        """For each rank which of its rows this step may change, and the others."""
         asked = fetched.asked
         assert asked is not None
         there = [other.groups.rows for n in fetched.numbers for other in touched.get(n, ())]
@@ -346,11 +322,7 @@ class RowsAhead:
         return result
 
     def drop(self, *, wrong: bool = False) -> None:
-        """Fetch again what was fetched.
-
-        Args:
-            wrong: whether that is because a rank reads by other ids.
-        """
+        """Fetch again what was fetched."""
         self._fetched, self._reads = [], []
         if wrong:
             self._wrong += 1
@@ -374,18 +346,12 @@ class _Work:
             self._error = error
 
     def wait(self) -> None:
-        """Until it is done.
-
-        Raises:
-            what it has raised.
-        """
         self._thread.join()
         if self._error is not None:
             raise self._error
 
 
 def _are_in(rows: torch.Tensor, others: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Of rising rows whether they are among others, each rising."""
     result = torch.zeros(len(rows), dtype=torch.bool)
     for item in others:
         if len(item):

@@ -53,19 +53,11 @@ class TorchOptimizer:
         )
 
     def scaler(self, device: str) -> torch.amp.GradScaler | None:
-        """None: it takes gradients of a loss as it is.
-
-        Args:
-            device: type of the device that it is on.
-        """
+        """None: it takes gradients of a loss as it is."""
         return None
 
     def second(self, parameters: Sequence[Sequence[torch.Tensor]]) -> torch.optim.Optimizer:
-        """One of the same class and options, as it would be unpickled, without hooks and state.
-
-        Args:
-            parameters: what each group is to hold; one that is to hold none is left out.
-        """
+        """One of the same class and options, as it would be unpickled, without hooks and state."""
         groups = [
             {**group, "params": own}
             for group, own in zip(self.given.param_groups, parameters, strict=True)
@@ -110,14 +102,7 @@ class TorchOptimizer:
     def hold(
         self, values: Sequence[torch.Tensor], model: Any, lr: float | None, scheduler: Any = None
     ) -> None:
-        """Hold parameters that do not train yet.
-
-        Args:
-            values: the parameters.
-            model: that they are of.
-            lr: their rate, in their own group; None for the optimizer's.
-            scheduler: of the optimizer's rates.
-        """
+        """Hold parameters that do not train yet."""
         groups = self.given.param_groups
         grouped = {id(p) for group in groups for p in group["params"]}
         if lr is None:
@@ -153,13 +138,7 @@ class TorchOptimizer:
         shape: torch.Size,
         change: Callable[[str, torch.Tensor], torch.Tensor],
     ) -> None:
-        """Change the tensors that have a row for each of a table's.
-
-        Args:
-            parameter: the table.
-            shape: that it has had.
-            change: gives the new tensor for a name in the state and the old tensor.
-        """
+        """Change the tensors that have a row for each of a table's."""
         state = self.given.state.get(parameter, {})
         for key, value in state.items():
             if torch.is_tensor(value) and value.dim() == 2 and len(value) == shape[0]:

@@ -71,15 +71,7 @@ def steppable_rows(
 
 
 class KeptTable:
-    """A table, its optimizer's state, and which of its rows are behind.
-
-    Args:
-        weight: float32 of shape (rows, width), contiguous; or bfloat16, as the upper halves of
-            float32 numbers, of which the rule has the lower ones.
-        rule: by which its optimizer steps it.
-        grouped: of ids that were read since the last step, their rows.
-        shards: where rows lie on several ranks while they train; None where each has all.
-    """
+    """A table, its optimizer's state, and which of its rows are behind."""
 
     def __init__(
         self,
@@ -150,12 +142,10 @@ class KeptTable:
 
     @property
     def _is_behind(self) -> bool:
-        """Whether rows may have missed steps."""
         steps = self.steps
         return steps is not None and self.table is not None and steps.now > self._settled
 
     def _bring(self, rows: torch.Tensor) -> None:
-        """Rows, each once, up to date."""
         if self._is_behind:
             assert self.steps is not None
             assert self.table is not None
@@ -199,7 +189,6 @@ class KeptTable:
         return self._apart(local, self.steps)
 
     def _apart(self, local: torch.Tensor, steps: Steps) -> torch.Tensor:
-        """What rows are after steps."""
         assert self.table is not None
         whole = self.table[:4]
         weights, first, second, last = (None if t is None else t[local] for t in whole)
@@ -267,11 +256,7 @@ class KeptTable:
         )
 
     def settle(self) -> None:
-        """Bring all rows up to date.
-
-        Raises:
-            ModelError: its rows lie on several ranks.
-        """
+        """Bring all rows up to date."""
         if self.is_spread:
             assert self.shards is not None
             self.shards.refuse(self.weight)
@@ -287,19 +272,13 @@ class KeptTable:
             torch.autograd.graph.increment_version(self.weight)
 
     def begin(self, state: State, steps: Steps) -> None:
-        """Step from here on: all rows are at the last step.
-
-        Args:
-            state: the optimizer's, of all rows.
-            steps: that are made.
-        """
+        """Step from here on: all rows are at the last step."""
         self.steps, self._settled = steps, steps.now
         self._state, self._address = state, self.weight.data_ptr()
         self._lower = self.rule.lower()
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Step what is here; all of it is at the last step."""
         assert self.steps is not None
         tensors = [self.values, *self._state]
         if self.shards is not None and self.is_spread:
@@ -333,7 +312,6 @@ class KeptTable:
 
 
 def _same(lower: LowerBits | None, other: LowerBits | None) -> bool:
-    """Whether these are the same tensors."""
     return all(a is b for a, b in zip(lower or (None,) * 3, other or (None,) * 3, strict=True))
 
 
@@ -350,11 +328,7 @@ class Grouped:
         self._known: dict[tuple[Any, ...], tuple[torch.Tensor, int, Groups]] = {}
 
     def of(self, ids: torch.Tensor, size: int) -> Groups:
-        """The rows of ids in a table of `size` rows.
-
-        Raises:
-            IndexError: an id is outside of the table.
-        """
+        """The rows of ids in a table of `size` rows."""
         # An array may be filled in once more, which only its next tensor shows.
         storage = ids.untyped_storage()._cdata
         key = (storage, ids.data_ptr(), ids.dtype, ids.shape, ids.stride(), size)
@@ -400,16 +374,11 @@ class _Lookup(NamedTuple):
     fetched: _FetchedRows | None  # in the order of `groups`; None where they lie in the table
 
     def embedding(self, padding_idx: int | None, scale_grad_by_freq: bool) -> torch.Tensor:
-        """As torch.nn.functional.embedding."""
         return _Gathered.apply(self.kept.weight, *self, padding_idx, scale_grad_by_freq)  # type: ignore[no-any-return,no-untyped-call]
 
     def embedding_bag(
         self, offsets: torch.Tensor | None, padding_idx: int | None, **options: Any
     ) -> torch.Tensor:
-        """What torch's operator gives of the rows of ids, as their own table.
-
-        They rise in it: in which order the operator adds up follows from that.
-        """
         groups, fetched = self.groups, self.fetched
         if fetched is None:
             order, rows, numbers = None, groups.rows, table_rows.numbers_in(groups)
@@ -653,7 +622,6 @@ class TouchedRows:
                 self._restart(steps)
 
     def _begin(self, kept: KeptTable) -> None:
-        """Before a table's step: its state is that of its optimizer, made where there is none."""
         rule = kept.rule
         state, count = rule.state(), rule.count()
         if kept.holds(state, count):
@@ -711,11 +679,6 @@ def why_read_whole(
 def _times_itself(
     weight: torch.Tensor, gradient: torch.Tensor, read: Iterable[torch.Tensor]
 ) -> float | None:
-    """By what rows that no batch has read are multiplied in their gradient, as L2 in the loss does.
-
-    None where there are no such rows, or their gradient is another. Of the rows that this rank has
-    not read others may have read some: so it is that of most rows.
-    """
     is_unread = torch.ones(len(weight), dtype=torch.bool)
     for rows in read:
         is_unread[rows] = False

@@ -55,7 +55,6 @@ def _adam_states(facts: dict[str, bool]) -> tuple[str, ...]:
 
 
 def _adam_factors(rates: Tensors, _facts: dict[str, bool], state: Tensors) -> Tensors:
-    """The size of a step, and what the root of the squares is divided by."""
     lr, beta1, beta2, _, _ = rates
     step = state[0].double() + 1
     # Inductor computes powers again for each vector of weights, but exponentials once.

@@ -57,11 +57,7 @@ class Layerwise(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the gradients; returns what `closure` gives.
-
-        Raises:
-            RuntimeError: for a sparse gradient.
-        """
+        """Apply the gradients; returns what `closure` gives."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -76,11 +72,7 @@ class Layerwise(torch.optim.Optimizer):
 
 
 def parts_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterator[GroupPart]:
-    """The parts of a parameter group, unscaled, and with zeros where gradients are bad.
-
-    Raises:
-        RuntimeError: for a gradient that is not dense.
-    """
+    """The parts of a parameter group, unscaled, and with zeros where gradients are bad."""
     kinds: dict[tuple[torch.device, torch.dtype, bool], Tensors] = {}
     for parameter in group["params"]:
         if parameter.grad is None:

@@ -129,7 +129,6 @@ class Update:
             torch.nn.utils.clip_grad_value_(self.parameters, self.clip_value)
 
     def _clip_rows(self) -> None:
-        """The same where torch's functions refuse: of sparse gradients, the rows that they have."""
         values: Tensors = []
         own: Tensors = []
         shards = self._shards_now()
@@ -150,7 +149,6 @@ class Update:
             torch._foreach_clamp_max_(every, self.clip_value)
 
     def _shards_now(self) -> RowShards | None:
-        """Those of tables of which each rank has its own rows, in a step of all ranks."""
         shards = self._shards
         return shards if shards is not None and shards.is_in_step else None
 
@@ -250,10 +248,6 @@ class Update:
         return 0 if self._skipped is None else int(self._skipped)
 
     def _unwatched(self) -> AbstractContextManager[Any]:
-        """Within, tables are as other parameters: only their gradients are looked at.
-
-        A parameter whose reads are watched takes 3 us to tell its gradient.
-        """
         return torch._C.DisableTorchFunctionSubclass() if self._rows else _NOTHING
 
     def _check(self, gradients: Tensors) -> None:
@@ -343,13 +337,7 @@ class OptimizerStep:
             self.rows.step()
 
     def __call__(self, gradients: Tensors, flag: torch.Tensor | None, on_cpu: bool) -> None:
-        """Step.
-
-        Args:
-            gradients: those that its own parameters have, in their order.
-            flag: on the one device where all parameters are, whether a gradient is bad.
-            on_cpu: whether that is the CPU, where the flag was read already.
-        """
+        """Step."""
         complete = len(gradients) == len(self.own)
         # An empty state means that someone had the optimizer start over.
         if self.direct is not None and complete and self._state and not self.hooked():
@@ -360,7 +348,6 @@ class OptimizerStep:
             self.direct = direct_kernels(self.optimizer, self._own)
 
     def _step_optimizer(self, flag: torch.Tensor | None) -> None:
-        """The optimizer's own step, gated on the device where it can be."""
         optimizer = self.optimizer
         if self._fused and begins_late(optimizer):
             self._step_unfused()
@@ -384,7 +371,6 @@ class OptimizerStep:
                 group["fused"] = True
 
     def _step_directly(self, gradients: Tensors, flag: torch.Tensor | None) -> None:
-        """The same kernels that the optimizer calls, without its bookkeeping (100 us a step)."""
         assert self.direct is not None
         start = 0
         for kernel, own in zip(self.direct, self._own, strict=True):
@@ -432,10 +418,6 @@ def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
 
 def direct_kernels(optimizer: torch.optim.Optimizer, own: Sequence[Tensors]) -> list[Kernel] | None:
     """One function per parameter group that calls torch's fused kernel with cached lists.
-
-    Args:
-        optimizer: whose state is there.
-        own: of each group, the parameters to step.
 
     Returns None where the optimizer must step itself: another class, options that the kernels do
     not take, or state that does not exist yet.

@@ -72,7 +72,6 @@ def seconds_of_update(
 
 
 def _like(parameter: torch.Tensor, share: float) -> nn.Parameter:
-    """The first rows of a tensor like it, about as large a share of it, with a gradient."""
     shape = list(parameter.shape)
     if shape:
         shape[0] = math.ceil(shape[0] * share)
@@ -84,7 +83,6 @@ def _like(parameter: torch.Tensor, share: float) -> nn.Parameter:
 def _second(
     optimizer: torch.optim.Optimizer, parameters: Sequence[Sequence[nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """One of the same class and options; of a class that may hold anything, the simplest."""
     adapter = optimizer_adapter(optimizer)
     room = ".".join(type(adapter.given).__module__.split(".")[:2])
     if room in _KNOWN:

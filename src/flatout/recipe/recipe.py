@@ -75,7 +75,6 @@ class _Sections(PlainData):
     script: Script = Script()
 
     def get(self, field: str) -> Value:
-        """Return a field's value by its dotted name."""
         section, name = split(field)
         value: Value = getattr(getattr(self, section), name)
         return value
@@ -144,11 +143,7 @@ class Recipe(_Sections):
 
 
 def of_fields(fields: Mapping[str, Value]) -> Recipe:
-    """Return the Recipe that names exactly these fields, given by dotted name.
-
-    Raises:
-        RecipeError: an unknown field, or a value that a field does not take.
-    """
+    """Return the Recipe that names exactly these fields, given by dotted name."""
     tables: dict[str, Any] = {}
     for field, value in fields.items():
         section, name = split(field)

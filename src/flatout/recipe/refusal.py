@@ -15,14 +15,7 @@ from flatout.errors import RecipeError
 
 
 class FieldError(RecipeError):
-    """A RecipeError that knows its field, so that what read the text can say where it stands.
-
-    Args:
-        what: what was expected and what was found.
-        path: the keys that lead to the field, as in ("compute", "precision").
-        where: the place; `in code` until a reader of a file or of `--set` says better.
-        do: what to write instead.
-    """
+    """A RecipeError that knows its field, so that what read the text can say where it stands."""
 
     def __init__(
         self,
@@ -90,14 +83,7 @@ def bad_value(full: str, value: object, words: str) -> FieldError:
 
 
 def unknown(full: str, known: Iterable[str], taker: str, names: Iterable[str]) -> FieldError:
-    """Return the error for a name that is no field, with the closest one that is.
-
-    Args:
-        full: the name as found, with its section.
-        known: every full name it could have meant.
-        taker: what takes the `names`, in words.
-        names: the names allowed in this place.
-    """
+    """Return the error for a name that is no field, with the closest one that is."""
     near = closest(full, known)
     return FieldError(
         f"{full} is not a field of a Recipe; {taker} {', '.join(names)}",

@@ -32,11 +32,7 @@ PLAIN = {field: setting.plain for field, setting in SETTINGS.items() if setting.
 
 
 def split(field: str) -> tuple[str, str]:
-    """Return the section and the name in it of a dotted field.
-
-    Raises:
-        RecipeError: no field has this name.
-    """
+    """Return the section and the name in it of a dotted field."""
     section, dot, name = field.partition(".")
     if field in FIELDS:
         return section, name

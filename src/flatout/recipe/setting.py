@@ -122,13 +122,7 @@ class Setting:
 
 
 def setting(default: Value, description: str, **facts: Any) -> Any:
-    """Declare a field of a section: what is not named is decided by `default`.
-
-    Args:
-        default: "auto" where measuring may decide it.
-        description: for the reference.
-        facts: of the Setting; the plain value is the default where it is not given.
-    """
+    """Declare a field of a section: what is not named is decided by `default`."""
     field: Any = Field(default=default, description=description)
     field.metadata.append(Setting(**{"plain": default, **facts}))
     return field

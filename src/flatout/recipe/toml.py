@@ -185,7 +185,6 @@ def _line_of(text: str, path: tuple[str, ...]) -> int | None:
 
 
 def _keys(dotted: str) -> tuple[str, ...]:
-    """Return the keys of a dotted key as TOML reads it; none if it is not one."""
     import tomllib
 
     try:

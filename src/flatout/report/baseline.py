@@ -247,15 +247,7 @@ def compare(
     floor: float = FLOOR,
     seed: int = 0,
 ) -> Compared:
-    """Return what got worse since the baseline.
-
-    Args:
-        baseline: what was kept.
-        verdict: the new one, as plain data (see `flatout.report.page`).
-        machine: fingerprint of the machine on which it was made, as plain data.
-        floor: how far from 1 the ratio of two runs of the same thing may lie: 0.06 is 6%.
-        seed: of the resampling.
-    """
+    """Return what got worse since the baseline."""
     ranks = observed(verdict.get("observations"))
     new_dangers = _new_dangers(baseline, verdict)
     floor = max(floor, _spread(baseline.runs))
@@ -275,7 +267,6 @@ def compare(
 
 
 def _proven(verdict: Mapping[str, Any]) -> tuple[float, float, float] | None:
-    """The ratio of all that was prescribed at once."""
     ratio = tried(verdict["prescription"])["step_ratio"] if verdict.get("prescription") else None
     return tuple(ratio) if ratio else None
 
@@ -299,7 +290,6 @@ def _run(ranks: Sequence[Observation]) -> BaselineRun:
 
 
 def _steady(step_ms: Sequence[float]) -> list[float]:
-    """Without the first tenth, which warms up, but no more than some."""
     warm_up = min(_MOST_WARM_UP, len(step_ms) // 10)
     return [ms for ms in step_ms[warm_up:] if 0 < ms < math.inf]
 
@@ -323,7 +313,6 @@ def _unfit(ranks: Sequence[Observation]) -> str:
 def _incomparable(
     baseline: Baseline, ranks: Sequence[Observation], machine: Mapping[str, Any]
 ) -> str:
-    """Why times say nothing here; "" where they do."""
     other = _differences(baseline.machine, machine, hardware=True)
     if other:
         return f"the baseline is of another machine ({'; '.join(other)})"
@@ -356,7 +345,6 @@ def _dangers(verdict: Mapping[str, Any]) -> Counter[tuple[str, str]]:
 
 
 def _new_dangers(baseline: Baseline, verdict: Mapping[str, Any]) -> list[str]:
-    """What the dangers say that the baseline does not know: of two alike in a file, one more."""
     known, new = Counter(baseline.dangers), []
     for item in verdict.get("findings") or []:
         if item["kind"] != "danger":
@@ -369,13 +357,11 @@ def _new_dangers(baseline: Baseline, verdict: Mapping[str, Any]) -> list[str]:
 
 
 def _spread(runs: Sequence[BaselineRun]) -> float:
-    """How much the slowest of the runs takes more than the fastest: 0.05 is 5%."""
     medians = [float(np.median(run.step_ms)) for run in runs]
     return max(medians) / min(medians) - 1
 
 
 def _growth(kept: Sequence[BaselineRun], new: BaselineRun) -> dict[str, tuple[float, float]]:
-    """By lane what it took before and takes now, where it grew by more than 1% of a step."""
     before = {
         lane: mean(run.lanes_ms[lane] for run in kept)
         for lane in new.lanes_ms

@@ -76,12 +76,7 @@ class Changes:
 
 
 def changes_of(verdict: Verdict, prescription: Prescription | None = None) -> Changes:
-    """The edits of all findings, but of those whose cure brings nothing here.
-
-    Args:
-        verdict: whose findings have their edits.
-        prescription: what trials gave, if they were made.
-    """
+    """The edits of all findings, but of those whose cure brings nothing here."""
     result = Changes()
     proofs = {
         name: proof for proof in (prescription or Prescription()).proofs for name in proof.names
@@ -97,7 +92,6 @@ def changes_of(verdict: Verdict, prescription: Prescription | None = None) -> Ch
 
 
 def _change(finding: Finding, verdict: Verdict, proof: Proof | None) -> Change | None:
-    """What a finding comes to after its trial, if there was one."""
     parity = finding.parity
     if proof is not None and finding.kind == "slow":
         if proof.outcome == "left alone":
@@ -111,15 +105,7 @@ def _change(finding: Finding, verdict: Verdict, proof: Proof | None) -> Change |
 
 
 def show(changes: Changes, console: Console) -> None:
-    """Prints a diff on standard output, bare and to the byte, colored only in a terminal.
-
-    Args:
-        changes: what is shown.
-        console: where words beside it go.
-
-    Raises:
-        FlatoutError: a file has changed meanwhile.
-    """
+    """Prints a diff on standard output, bare and to the byte, colored only in a terminal."""
     if not changes.made:
         console.print("there is nothing to change in your code")
         return

@@ -36,18 +36,7 @@ _Event = dict[str, Any]
 def trace(
     observations: Iterable[Observation | Mapping[str, Any]], *, most_steps: int = MOST_STEPS
 ) -> dict[str, Any]:
-    """Return a trace of what was observed of each rank.
-
-    Args:
-        observations: one for each rank, also as their plain data.
-        most_steps: the latest steps of each rank that are drawn.
-
-    Returns:
-        A mapping for `json.dump`. A rank starts at time 0, whenever it really did.
-
-    Raises:
-        pydantic.ValidationError: plain data that are no Observation.
-    """
+    """Return a trace of what was observed of each rank."""
     ranks = observed(observations)
     events = [event for rank in ranks for event in _observed(rank, most_steps)]
     notes = [
@@ -64,15 +53,7 @@ def trace(
 def trace_timelines(
     timelines: Mapping[int, Timeline], *, most_steps: int = MOST_STEPS
 ) -> dict[str, Any]:
-    """Return a trace of steps as they were recorded.
-
-    Args:
-        timelines: by rank. The ranks of one machine share a clock; those of several do not.
-        most_steps: the latest steps of each rank that are drawn.
-
-    Returns:
-        A mapping for `json.dump`. The first step of any rank starts at time 0.
-    """
+    """Return a trace of steps as they were recorded."""
     rows = {rank: value.rows()[-most_steps:].tolist() for rank, value in timelines.items()}
     zero = min((of[0][0] for of in rows.values() if of), default=0)
     events: list[_Event] = []
@@ -134,7 +115,6 @@ def _observed(observation: Observation, most_steps: int) -> Iterator[_Event]:
 def _step(
     rank: int, number: int, start: int, length: int, lanes: Mapping[str, int]
 ) -> list[_Event]:
-    """A step and its lanes, one after the other; `start` and all lengths in ns."""
     took = length / 1e3
     of_step = {"step": number}
     events = [_event("X", rank, f"step {number}", start, dur=took, cat="step", args=of_step)]

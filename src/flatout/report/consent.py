@@ -37,15 +37,7 @@ def terms(
     budget_s: float,
     whole_runs: int = 0,
 ) -> list[str]:
-    """What trials of this script would be, and what it cannot do in them, a line each.
-
-    Args:
-        what: the script and its arguments.
-        look: the first look at it.
-        cures: those that would be tried.
-        budget_s: seconds for all of them.
-        whole_runs: to the script's end, that follow.
-    """
+    """What trials of this script would be, and what it cannot do in them, a line each."""
     # The script as it is and itself, each cure with its other values, and all of them together.
     reruns = 2 + sum(1 + len(cure.others) for cure in cures) + 1
     lines = [

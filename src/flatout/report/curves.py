@@ -82,16 +82,7 @@ def chart(
     unit: str = "",
     shows_names: bool = True,
 ) -> Chart | None:
-    """Return where lines and ticks stand; None without two points in a row.
-
-    Args:
-        title: what is drawn.
-        lines: on one scale.
-        x_is: "samples" or "seconds".
-        from_zero: whether the scale begins there.
-        unit: behind the numbers of the vertical scale.
-        shows_names: whether it has its own legend.
-    """
+    """Return where lines and ticks stand; None without two points in a row."""
     lines = [_finite(line) for line in lines]
     lines = [line for line in lines if len(line.points) > 1]
     if not lines:
@@ -132,7 +123,6 @@ def _finite(line: Line) -> Line:
 
 
 def _stepped(points: Points) -> Points:
-    """With the value since the point before, or since 0."""
     result, before = [], 0.0
     for x, y in points:
         result += [(before, y), (x, y)]
@@ -141,7 +131,6 @@ def _stepped(points: Points) -> Points:
 
 
 def _thinned(points: Points) -> Points:
-    """No more than can be seen: of each stretch the lowest and the highest, so that peaks stay."""
     if len(points) <= _MOST_POINTS:
         return points
     result: list[tuple[float, float]] = [points[0]]
@@ -154,7 +143,6 @@ def _thinned(points: Points) -> Points:
 
 
 def _rounded_out(low: float, high: float) -> tuple[float, float]:
-    """To round numbers, so that ticks are."""
     if high <= low:
         spread = abs(low) * 0.1 or 1.0
         low, high = low - spread, high + spread

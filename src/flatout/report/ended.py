@@ -47,13 +47,11 @@ def _error(look: FirstLook, verdict: Verdict | None) -> str:
 
 
 def _last(look: FirstLook, verdict: Verdict | None) -> list[str]:
-    """The end of the error as Python prints it, or of the output where no error is known."""
     error = verdict.error.strip().splitlines() if verdict else []
     return [f"  {line}" for line in (error[-8:] or look.output)]
 
 
 def _refused(look: FirstLook, verdict: Verdict | None) -> list[str]:
-    """What the script was kept from, which may be why it failed."""
     has_other_cause = (look.exit_code or 0) < 0 or "EOFError" in _error(look, verdict)
     if not look.held or has_other_cause:
         return []

@@ -131,11 +131,6 @@ class FirstLookReport:
                 yield part
 
     def _middle(self, left: int, width: int, height: Height) -> Iterator[RenderableType]:
-        """What fits into the lines that are left.
-
-        Dangers first, cut where a few lines of the script would have no room, then what could be
-        tried. Lines of the script take the rest, but stand above them.
-        """
         worth = len(self._worth())
         choices = [list(self._dangers(cut)) for cut in (None, *_CUTS, 0)]
         lines = list(self._where_it_goes(width, _LINES))
@@ -160,7 +155,6 @@ class FirstLookReport:
         yield from (*(shown if len(shown) > 1 else ()), *dangers, *proposals, *notes)
 
     def _head(self, width: int, *, is_short: bool = False) -> Iterator[RenderableType]:
-        """What was seen of steps, and of steps without a part; in short the steps of few ranks."""
         yield Text(header(self.verdict, self.machine))
         yield Text(self._heading(), style="bold")
         ranks = self.verdict.observations
@@ -182,7 +176,6 @@ class FirstLookReport:
         yield from self._lapse(width)
 
     def _lapse(self, width: int) -> Iterator[RenderableType]:
-        """What epochs that ended early have shown, and what was cut."""
         lapse = next((rank.lapse for rank in self.verdict.observations if rank.lapse), None)
         if lapse is None or not (lapse.epochs or lapse.parts):
             return
@@ -210,19 +203,16 @@ class FirstLookReport:
         )
 
     def _telling(self) -> Observation | None:
-        """The rank that matters, of those whose lines are known."""
         critical = self.verdict.critical
         ranks = [rank for rank in self.verdict.observations if rank.lines]
         chosen = [rank for rank in ranks if critical is not None and rank.rank == critical.rank]
         return next(iter([*chosen, *ranks]), None)
 
     def _lines(self) -> list[Line]:
-        """Lines worth telling."""
         rank = self._telling()
         return [] if rank is None else [x for x in rank.lines if x.ms >= _WORTH * _whole_ms(rank)]
 
     def _backwards(self) -> list[ModuleTime]:
-        """Modules whose backward is worth telling, the dearest first."""
         rank = self._telling()
         if rank is None:
             return []
@@ -232,9 +222,6 @@ class FirstLookReport:
         return sorted(worth, key=lambda module: -module.backward_ms)
 
     def _where_it_goes(self, width: int, most: int | None = None) -> Iterator[RenderableType]:
-        """The lines of the script that take most, with those that led to them; and modules of its
-        backward.
-        """
         explained, room = self.verdict.explained, width - _LABEL - 1
         lines = [line for line in self._lines() if not _is_told_by_lanes(line)]
         modules = self._backwards()[: most and _MODULES]
@@ -248,7 +235,6 @@ class FirstLookReport:
         yield from self._other_threads(width)
 
     def _other_threads(self, width: int) -> Iterator[RenderableType]:
-        """The line at which each busy thread beside the steps is most often."""
         threads = [thread for rank in self.verdict.observations for thread in rank.other_threads]
         for thread in [thread for thread in threads if thread.busy >= _BUSY][:_THREADS]:
             words = f"{short(str(thread.site))} {thread.site.code}"
@@ -258,17 +244,11 @@ class FirstLookReport:
             )
 
     def _dangers(self, lines: int | None = None) -> Iterator[RenderableType]:
-        """Each in full, or cut to so many lines of what was found, and one of what to do.
-
-        With 0 lines it is one of what was found alone.
-        """
         for danger in self.verdict.dangers:
             told = _finding_words(danger) if lines != 0 else _finding_words(danger)[:1]
             yield Row("DANGER", "bold red", *told, most=1 if lines == 0 else lines)
 
     def _slow(self) -> list[Finding]:
-        """What costs time, the most first: before that what costs more with each step or takes more
-        than time, behind it what is a setting alone."""
         slow = [finding for finding in self.verdict.findings if finding.kind == "slow"]
         return sorted(
             slow,
@@ -280,7 +260,6 @@ class FirstLookReport:
         )
 
     def _worth(self) -> list[Finding]:
-        """What could return more than the little that no one would notice."""
         step = max((_step_ms(rank) for rank in self.verdict.observations), default=0.0)
         return [
             finding
@@ -291,8 +270,6 @@ class FirstLookReport:
     def _proposals(
         self, lines: int, many: int, *, is_named: bool = True
     ) -> Iterator[RenderableType]:
-        """So many that could return most, each cut to so many lines of what was found; the others
-        by line and name, or their number alone."""
         worth = self._worth()
         once = {finding.name: finding for finding in reversed(worth) if finding.name in _GENERAL}
         # One setting for several models is one thing to try.
@@ -309,7 +286,6 @@ class FirstLookReport:
             yield Row("--verbose", "bold", ", ".join(dict.fromkeys(names)), most=1)
 
     def _notes(self) -> Iterator[RenderableType]:
-        """What costs nothing, but may change what the job learns: a line each."""
         for note in self.verdict.findings:
             if note.kind == "note" and note.parity == "changes learning":
                 yield Row("NOTE", "bold", _finding_words(note)[0], most=1)
@@ -342,7 +318,6 @@ class FirstLookReport:
             yield Padding(Text(note, style="dim"), (0, 0, 0, 2))
 
     def _where_written(self) -> Iterator[RenderableType]:
-        """Where what the script has written lies now."""
         if self.uncontained:
             reason = f"it could not be contained ({self.uncontained}): what it wrote, it wrote"
             yield Padding(Text(reason, style="dim"), (0, 0, 0, 2))
@@ -354,7 +329,6 @@ class FirstLookReport:
 
 
 def _lines_of(text: Text, console: Console, width: int) -> Iterator[Text]:
-    """The lines that a text takes, without the blanks at which it breaks."""
     for line in text.wrap(console, width):
         line.rstrip()
         yield line
@@ -365,7 +339,6 @@ def _fitting(
     left: int,
     height: Height,
 ) -> list[RenderableType]:
-    """The first of them that fits into the lines that are left; of the last one what fits."""
     for parts in choices:
         if height(parts) <= left:
             return parts
@@ -395,27 +368,23 @@ def could_be_tried(slow: Sequence[Finding], hidden: int) -> str:
 
 
 def _finding_words(finding: Finding) -> tuple[str, str]:
-    """What was found and where; and what to do, with what that does to the result."""
     place = f"{short(finding.where)} " if finding.where else ""
     of = f"  [{finding.parity}]" if finding.parity and finding.kind == "slow" else ""
     return f"{place}{finding.what}", f"do: {finding.do}{of}"
 
 
 def _is_told_by_lanes(line: Line) -> bool:
-    """Whether it is a call that is a lane itself: backward() or step()."""
     most = max(line.lanes_ms, key=lambda lane: line.lanes_ms[lane], default="")
     is_whole = not line.within or line.trainer
     return most in ("backward", "optimizer") and not line.growth and bool(is_whole)
 
 
 def _module_words(one: ModuleTime) -> str:
-    """What backward computes, and by which operator."""
     by = f", by {one.operator}" if one.operator else ""
     return f"backward {'of ' if one.kind else ''}{one.words}{by}"
 
 
 def _line_words(line: Line, width: int) -> str:
-    """The place and what it calls; then how it grows, what called it, as far as they fit."""
     words = f"{short(str(line.site))} {line.words}".rstrip()
     more: list[tuple[str, ...]] = []  # each with shorter words for the same
     if line.growth is not None:
@@ -434,7 +403,6 @@ def _line_words(line: Line, width: int) -> str:
 
 
 def _whole_ms(rank: Observation) -> float:
-    """Of a step, with what lies between two of them."""
     return sum(rank.lanes_ms.get(name) or 0.0 for name in (*STEP, *BETWEEN))
 
 
@@ -443,13 +411,7 @@ def _step_ms(rank: Observation) -> float:
 
 
 def what_next(findings: Sequence[Finding], what: Sequence[str], cures: int) -> Iterator[Text]:
-    """What can be done after a first look, as commands that exist, a line each.
-
-    Args:
-        findings: of the verdict.
-        what: the script and its arguments.
-        cures: how many of the findings trials could prove.
-    """
+    """What can be done after a first look, as commands that exist, a line each."""
     script = shlex.join(what)
     lines = []
     if cures:
@@ -518,7 +480,6 @@ def short(where: str) -> str:
 
 
 def _on_gpu(rank: Observation) -> Iterator[Text]:
-    """One line: what the GPU did in a step, of which the lanes above tell the host's side."""
     time = rank.device_time
     if time is None:
         return
@@ -528,9 +489,6 @@ def _on_gpu(rank: Observation) -> Iterator[Text]:
 
 
 def _taken_out(ranks: Sequence[Observation], *, is_full: bool) -> Iterator[RenderableType]:
-    """One line: what steps gain without each lane, of the rank that gains most; in full also
-    where that is no more than noise.
-    """
     best: dict[str, Ablation] = {}
     for rank in ranks:
         for lane, ablation in rank.ablations.items():
@@ -550,9 +508,6 @@ def _taken_out(ranks: Sequence[Observation], *, is_full: bool) -> Iterator[Rende
 def _left_out(
     ranks: Sequence[Observation], width: int, most: int | None
 ) -> Iterator[RenderableType]:
-    """A line for each call that costs a step something, with its interval and its share; of so
-    many that cost most.
-    """
     proven = [call for rank in ranks for call in rank.left_out if call.is_proven]
     proven.sort(key=lambda call: -call.ms()[1])
     for call in proven[:most]:
@@ -575,7 +530,6 @@ def _bound(finding: Finding) -> str:
 
 
 def _added(verdict: Verdict) -> str:
-    """What observing has cost the rank that paid most, and what share of its steps that is."""
     us = verdict.added_us_per_step
     if us is None:
         return "not counted"
@@ -588,14 +542,7 @@ def _added(verdict: Verdict) -> str:
 
 
 class Row:
-    """Lines beside a label, without blanks behind them.
-
-    Args:
-        label, style: on the left, and how it is shown.
-        lines: wrapped at the columns that are left.
-        width: of the label.
-        most: the first line is cut to so many, and the others to one.
-    """
+    """Lines beside a label, without blanks behind them."""
 
     def __init__(
         self, label: str, style: str, *lines: str, width: int = _LABEL, most: int | None = None

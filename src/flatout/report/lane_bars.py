@@ -58,7 +58,6 @@ def _words(
 
 
 def _bar(columns: float) -> str:
-    """So many columns, to an eighth; never none."""
     eighths = max(1, round(8 * columns))
     part = _PARTS[eighths % 8].strip()
     return "█" * (eighths // 8) + part

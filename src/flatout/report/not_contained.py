@@ -14,9 +14,5 @@ _WORDS = {
 
 
 def not_contained(lacks: Sequence[str]) -> str:
-    """A line without its full stop.
-
-    Args:
-        lacks: as of trials.process.Process, or "files"; not empty.
-    """
+    """A line without its full stop."""
     return f"Not contained here: {'; '.join(_WORDS[lack] for lack in lacks)}"

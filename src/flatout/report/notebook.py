@@ -61,7 +61,6 @@ class _Extension:
         ipython.register_magic_function(self.magic, "line_cell", _NAME)
 
     def unload(self) -> None:
-        """Leaves the shell as it was found."""
         self._ipython.events.unregister("pre_run_cell", self._begin)
         self._ipython.events.unregister("post_run_cell", self._end)
         for kind in ("line", "cell"):
@@ -78,7 +77,6 @@ class _Extension:
             self._cells.end(failed=not result.success)
 
     def magic(self, line: str, cell: str | None = None) -> Any:
-        """The verdict on what has run since the last one; `reset` forgets that."""
         from IPython.core.error import UsageError
 
         asked = line.strip()
@@ -115,13 +113,11 @@ def _machine() -> Inventory:
 
 
 def _cell_of(ipython: Any, file: str) -> str:
-    """A cell's file as "cell 3"; any other as it is."""
     label = ipython.compile.format_code_name(file)
     return file if label is None else f"cell {label[1].removeprefix('In[').removesuffix(']')}"
 
 
 def _number_here(ipython: Any) -> int:
-    """Of the cell that runs; the shell itself counts the next one already."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         cell = _cell_of(ipython, frame.f_code.co_filename).removeprefix("cell ")
@@ -132,7 +128,6 @@ def _number_here(ipython: Any) -> int:
 
 
 def _run(ipython: Any, body: str) -> Any:
-    """Runs the body of a cell, whose first line was the magic; the value of its last expression."""
     source = "\n" + ipython.transform_cell(body)
     name = ipython.compile.cache(source, _number_here(ipython))
     tree = ipython.transform_ast(ipython.compile.ast_parse(source, filename=name))

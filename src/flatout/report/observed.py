@@ -12,11 +12,7 @@ from flatout.observe import Observation
 
 
 def observed(ranks: Iterable[Observation | Mapping[str, Any]] | None) -> list[Observation]:
-    """Return each rank's Observation; None is no one's.
-
-    Raises:
-        pydantic.ValidationError: plain data that are no Observation.
-    """
+    """Return each rank's Observation; None is no one's."""
     return _adapter().validate_python(list(ranks or ()))
 
 

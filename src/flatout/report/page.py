@@ -49,22 +49,7 @@ PARITY_WORDS = {
 
 
 def page(verdict: Mapping[str, Any]) -> str:
-    """Return a verdict as an HTML page.
-
-    Args:
-        verdict: plain data. Any of its keys may be absent: `command` (text or list), `environment`
-            (name to value), `observations` (`Observation.as_dict()` of each rank), `findings`
-            (`Finding.as_dict()`), `critical` (what steps wait for most: `words`, `share` from 0 to
-            1, `where`), `passed` (names of checks), `unknown` ([name, reason] of checks without
-            their signal), `trials` (dicts with `name`, `ratio` [low, mid, high] of time
-            before / time after, and if known `floor`, `parity`, `loss`, `verdict`), `floor` (of all
-            trials without one: 0.01 is 1%), `before_s` and `after_s` (seconds of
-            the user's whole run); or in place of the last four `prescription`
-            (`Prescription.as_dict()`); and `verified` (`Verified.as_dict()`).
-
-    Raises:
-        pydantic.ValidationError: an observation or a finding is not what its room writes.
-    """
+    """Return a verdict as an HTML page."""
     verdict = _with_trials(verdict)
     ranks = observed(verdict.get("observations"))
     findings = TypeAdapter(list[Finding]).validate_python(verdict.get("findings") or [])
@@ -136,7 +121,6 @@ def _sentence(verdict: Mapping[str, Any], ranks: Sequence[Observation]) -> str:
 
 
 def _about_the_run(ranks: Sequence[Observation]) -> str | None:
-    """What keeps a verdict on speed from being given."""
     failed = next((rank for rank in ranks if rank.ended == "failed"), None)
     if failed is not None:
         last = failed.error.strip().splitlines()[-1:] or ["it left no message"]
@@ -252,7 +236,6 @@ def _trial(data: Mapping[str, Any], floor_of_all: float | None) -> Trial:
 
 
 def _code(observed: Any) -> dict[str, str]:
-    """The lines of code that the observations hold, by "file:line"."""
     return {f"{site['file']}:{site['line']}": site["code"] for site in _sites(observed)}
 
 

@@ -62,11 +62,7 @@ class Bar:
 
 
 def lane_bars(lanes_of_ranks: Mapping[int, Mapping[str, float | None]]) -> list[Bar]:
-    """Bars of the ranks, by rank, on one scale.
-
-    Args:
-        lanes_of_ranks: by rank the milliseconds per step by lane; None where a lane was not seen.
-    """
+    """Bars of the ranks, by rank, on one scale."""
     known = {rank: _known(lanes) for rank, lanes in lanes_of_ranks.items()}
     totals = {rank: sum(lanes.values()) for rank, lanes in known.items() if lanes}
     slowest = sorted(totals, key=lambda rank: (-totals[rank], rank))[:MOST_RANKS]
@@ -77,7 +73,6 @@ def lane_bars(lanes_of_ranks: Mapping[int, Mapping[str, float | None]]) -> list[
 
 
 def _known(lanes: Mapping[str, float | None]) -> dict[str, float]:
-    """The lanes that took time, in the order in which a step passes through them."""
     names = dict.fromkeys([*LANES, *lanes])
     result = {name: lanes.get(name) for name in names}
     return {name: ms for name, ms in result.items() if ms is not None and 0 < ms < math.inf}
@@ -177,12 +172,7 @@ class Forest:
 def forest(
     ratios: Sequence[tuple[float, float, float] | None], floors: Sequence[float | None]
 ) -> Forest | None:
-    """Where intervals and floors stand; None without a ratio.
-
-    Args:
-        ratios: [low, mid, high] of each trial.
-        floors: how far from 1 noise alone may lead, of each trial: 0.01 is 1%.
-    """
+    """Where intervals and floors stand; None without a ratio."""
     known = [ratio for ratio in ratios if ratio is not None]
     if not known:
         return None

@@ -172,7 +172,6 @@ class ProvenReport:
 
     @property
     def _widens(self) -> bool:
-        """Whether there is a cure that only the user's word keeps from being prescribed."""
         asks = [proof for proof in self.prescription.proofs if proof.outcome == "needs your OK"]
         return any(ask.parity == "redrawn" for ask in asks)
 

@@ -40,11 +40,7 @@ def place(asked: Path | None, *, force: bool = False) -> Path:
 
 
 def check_target(path: Path) -> None:
-    """Refuse a path that cannot be written, before a script runs to fill it.
-
-    Raises:
-        FlatoutError: the folder is missing, or the file name is too long for the file system.
-    """
+    """Refuse a path that cannot be written, before a script runs to fill it."""
     if not os.path.isdir(path.absolute().parent):
         raise FlatoutError(
             f"cannot write {path}: there is no such folder", do="make it, or name another"
@@ -77,11 +73,8 @@ def write(path: Path, prescription: Prescription, what: Sequence[str]) -> bool:
 
 
 def as_recipe(prescription: Prescription, what: Sequence[str]) -> ResolvedRecipe | None:
-    """What was prescribed, field by field, with its proof; None where a Recipe can say none of it.
-
-    Args:
-        prescription: of a script on this machine.
-        what: the script and its arguments.
+    """What was prescribed, field by field, with its proof; None where a Recipe can say none of
+    it.
     """
     proofs = prescription.prescribed
     alone = {field: proof for proof in proofs for field in proof.recipe}

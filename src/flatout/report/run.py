@@ -103,11 +103,7 @@ class SeenRun:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> SeenRun:
-        """Read a run folder.
-
-        Raises:
-            FlatoutError: it is missing, or nothing in it is of a run.
-        """
+        """Read a run folder."""
         folder = Path(path)
         if os.path.isfile(folder) and folder.name == PROFILE_FILE:
             folder = folder.parent
@@ -172,7 +168,6 @@ class SeenRun:
 
     @property
     def _left(self) -> str:
-        """What there is beside a Profile."""
         result = [name for name, item in (("log", self.log), ("history", self.history)) if item]
         return f"there is its {' and its '.join(result)}" if result else "it came to no step"
 
@@ -259,7 +254,6 @@ class SeenRun:
 
     @cached_property
     def _seconds(self) -> list[float]:
-        """Of each line of the log, seconds of training; pauses between jobs are left out."""
         times = [float(line.get("time") or 0.0) for line in self.log]
         begins = sorted(float(life.began.get("time") or 0.0) for life in self.lives)
         if not times:
@@ -285,12 +279,7 @@ def _other_work(ranks: Sequence[RankProfile]) -> str:
 
 
 def lives_of(folder: Path, problems: list[str] | None = None) -> list[Life]:
-    """When jobs ran in a folder, the oldest first.
-
-    Args:
-        folder: of a run.
-        problems: gets a line where the history is damaged.
-    """
+    """When jobs ran in a folder, the oldest first."""
     began: dict[str, Mapping[str, Any]] = {}
     lives: dict[str, Mapping[str, Any]] = {}
     for line in _lines(folder / RUNS, [] if problems is None else problems):
@@ -325,7 +314,6 @@ def _history(folder: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _lines(file: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Objects of a file of JSON lines; the last one may have been cut off."""
     try:
         if not file.is_file():
             return []
@@ -359,7 +347,6 @@ def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _lives(began: Mapping[str, Any]) -> bool:
-    """Whether the process that began then is still there."""
     try:
         process = psutil.Process(int(began["pid"]))
         started = float(process.create_time())

@@ -58,11 +58,7 @@ class Limit:
 
     @classmethod
     def parse(cls, text: str) -> Limit:
-        """From words such as "slower=5%".
-
-        Raises:
-            FlatoutError: they are none.
-        """
+        """From words such as "slower=5%"."""
         name, _, value = text.partition("=")
         number = value.strip().removesuffix("%")
         try:
@@ -280,7 +276,6 @@ class Pair:
         return [line for line in self.not_comparable if not line.startswith("speed: ")]
 
     def _why_not(self, name: str) -> str:
-        """Why a figure of learning cannot be compared; "" where it can."""
         a, b = self.a, self.b
         for called, run, other in ((self.a_name, a, b), (self.b_name, b, a)):
             if name not in run.figures and name in other.figures:
@@ -447,7 +442,6 @@ class Comparison:
 
 
 def _noise(runs: Sequence[SeenRun]) -> tuple[float, str]:
-    """By how much runs with the first one's settings differ, and from what that is known."""
     first = runs[0]
     if first.profile is None or not first.step_ms:
         return FLOOR, f"{_percent(FLOOR)} is what two processes of the same job may differ by"
@@ -467,14 +461,12 @@ def _noise(runs: Sequence[SeenRun]) -> tuple[float, str]:
 
 
 def _at_least(noise: float, noise_of: str, a: SeenRun, b: SeenRun) -> tuple[float, str]:
-    """No less than what either has measured of itself."""
     own = [run.profile.steps.noise for run in (a, b) if run.profile is not None]
     most = max((item for item in own if item is not None), default=0.0)
     return (most, "what a run has measured of itself (A/A)") if most > noise else (noise, noise_of)
 
 
 def _beside(runs: Sequence[SeenRun]) -> list[SeenRun]:
-    """Runs in the first one's folder that are not compared, the newest."""
     named = [os.path.realpath(run.path) for run in runs]
     folder = Path(named[0]).parent
     files = [
@@ -510,7 +502,6 @@ def _is_alike(first: Profile, run: SeenRun) -> bool:
 
 
 def _lanes(profile: Profile) -> dict[str, float]:
-    """Ms per step, the mean of all ranks: of steady steps the medians, of the rest the means."""
     result = {}
     for lane in LANES:
         result[lane] = mean(
@@ -559,7 +550,6 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def _is_of_other(fact: str, figure: str) -> bool:
-    """Whether a fact is of figures of the other kind: validation's, or training's."""
     if fact == "validation data":
         return not figure.startswith("val_")
     return False
@@ -575,7 +565,6 @@ def _short(words: Any) -> str:
 
 
 def _change(ratio: Interval, word: str) -> str:
-    """ "12% slower [10,14]"; from twice on "takes 2.30 times as long [2.21,2.41]"."""
     if ratio.mid >= 2:
         how = "takes {:.2f} times as long" if word == "slower" else "{:.2f} times as fast"
         return f"{how.format(ratio.mid)} [{ratio.low:.2f},{ratio.high:.2f}]"

@@ -47,12 +47,7 @@ class _Decision:
 
 
 def run_page(runs: Sequence[SeenRun], comparison: Comparison | None = None) -> str:
-    """Return runs as an HTML page.
-
-    Args:
-        runs: one, or several whose curves are drawn over each other.
-        comparison: of these runs, where there are several.
-    """
+    """Return runs as an HTML page."""
     names = names_of(runs)
     only = runs[0] if len(runs) == 1 else None
     profile = only.profile if only else None
@@ -191,7 +186,6 @@ def facts(run: SeenRun) -> Iterator[tuple[str, str]]:
 
 
 def _device_words(profile: Profile) -> str:
-    """Where the first rank computed, such as `cuda:0 (NVIDIA H100), 8 threads`."""
     first = profile.ranks[0]
     gpus = dict.fromkeys(first.machine.get("gpus") or ())
     processor = ", ".join(gpus) if first.device.startswith("cuda") else first.machine.get("cpu")
@@ -232,7 +226,6 @@ def _lanes(profile: Profile) -> _Lanes:
 
 
 def _curves(runs: Sequence[SeenRun], names: Sequence[str]) -> list[tuple[Chart, Chart | None]]:
-    """Each figure by samples and by time, validation's dashed over training's."""
     result: dict[str, list[tuple[Line, Line]]] = {}
     for number, run in enumerate(runs):
         for curve in run.curves:
@@ -297,7 +290,6 @@ def _decisions(run: SeenRun) -> Iterator[_Decision]:
 
 
 def _trials(run: SeenRun) -> list[Trial]:
-    """What was measured on the run's own steps, from its history."""
     try:
         return list(_trials_of(run.history.get("tuning") or {}))
     except (LookupError, TypeError, ValueError, AttributeError):

@@ -154,7 +154,6 @@ def diagnose(asked: Asked) -> int:
 def _treated(
     asked: Asked, look: FirstLook, verdict: Verdict, cures: list[Cure], console: Console
 ) -> _Treated:
-    """Trials and what came of them, where the user agrees."""
     if not _agreed(asked, look, cures, console):
         console.print(*what_next(verdict.findings, asked.what, len(cures)), sep="\n", crop=False)
         return _Treated()
@@ -171,7 +170,6 @@ def _to_prove(asked: Asked, verdict: Verdict) -> Verdict:
 
 
 def _console(asked: Asked) -> Console:
-    """Where words go: beside a diff that goes on to another program, to standard error."""
     goes_on = asked.diff and not sys.stdout.isatty()
     return Console(highlight=False, markup=False, quiet=asked.as_json, stderr=goes_on)
 
@@ -209,7 +207,6 @@ def _agreed(asked: Asked, look: FirstLook, cures: list[Cure], console: Console) 
 
 
 def _proven(asked: Asked, verdict: Verdict, console: Console) -> tuple[Prescription, int | None]:
-    """What the trials gave, and the signal that ended them early."""
     with _signals_end_trials() as met:
         try:
             given = prove(
@@ -228,7 +225,6 @@ def _proven(asked: Asked, verdict: Verdict, console: Console) -> tuple[Prescript
 def _verified(
     asked: Asked, prescription: Prescription, console: Console
 ) -> tuple[Verified, int | None]:
-    """What whole runs have shown, and the signal that ended them early."""
     console.print()
     with _signals_end_trials() as met:
         verified = verify(
@@ -245,7 +241,6 @@ def _verified(
 
 @contextmanager
 def _signals_end_trials() -> Iterator[list[int]]:
-    """The first signal that would end this process ends the trials; later ones change nothing."""
     met: list[int] = []
 
     def meet(number: int, _: FrameType | None) -> None:

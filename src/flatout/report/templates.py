@@ -47,7 +47,6 @@ def plain(value: Any) -> str:
 
 
 def _breakable(words: str) -> Markup:
-    """For narrow screens: names may be broken where they are joined, and no arrow in two."""
     from markupsafe import Markup, escape
 
     result = escape(words.replace("->", "→"))

@@ -372,7 +372,6 @@ def pulse_lines(pulse: Pulse) -> Iterator[Text]:
 
 
 def _busy(gpus: Sequence[GpuUse], pid: int | None) -> float | None:
-    """The share of time in which the GPUs ran that this process computes on; None without."""
     own = [g.busy_percent for g in gpus if pid in g.pids and g.busy_percent is not None]
     return sum(own) / len(own) / 100 if own else None
 
@@ -383,7 +382,6 @@ def _is_asked_for(rank: Rank, which: str) -> bool:
 
 
 def _cells(rank: Rank) -> list[str]:
-    """The lanes of the table, the rest, and all together."""
     lanes = rank.lanes_ms
     if not lanes:
         return ["-"] * (len(_LANES) + 2)
@@ -399,7 +397,6 @@ def _ms(ms: float | None) -> str:
 
 
 def _command(rank: Rank) -> str:
-    """The script without its folder, and its arguments, as far as there is room."""
     words = [Path(rank.command[0]).name, *rank.command[1:]] if rank.command else ["?"]
     line = " ".join(words)
     return line if len(line) <= 40 else f"{line[:39]}…"

@@ -9,16 +9,7 @@ _ORDER = ("prescribed", "left alone", "needs your OK", "not tried")
 
 
 def tried(prescription: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a verdict (see `flatout.report.page`) that trials have to say.
-
-    Args:
-        prescription: `Prescription.as_dict()`.
-
-    Returns:
-        `trials`: each cure, what is prescribed first and then all of it together; `floor`,
-        `before_s`, `after_s`, `run_steps`, `stopped` and `refused`; `step_ratio`, of all that is
-        prescribed.
-    """
+    """The parts of a verdict (see `flatout.report.page`) that trials have to say."""
     proofs, together = prescription["proofs"], prescription.get("together")
     trials = list(_trials(proofs, together))
     whole = [trial for trial in trials if trial["group"] == "together"] or [

@@ -42,11 +42,7 @@ class RunWeights:
 
 
 def kept_in(folder: Folder) -> list[RunWeights]:
-    """The best and the last of a folder of checkpoints: one of them where they are the same.
-
-    Raises:
-        CheckpointError: the newest is damaged.
-    """
+    """The best and the last of a folder of checkpoints: one of them where they are the same."""
     checkpoints = Checkpoints(folder.url)
     newest = checkpoints.latest()
     if newest is None:
@@ -76,11 +72,7 @@ def kept_in(folder: Folder) -> list[RunWeights]:
 
 
 def choose(kept: list[RunWeights], which: Which | None, where: str) -> RunWeights:
-    """The one asked for; without a wish the best where there is one.
-
-    Raises:
-        CheckpointError: the best is asked for and nothing shows which it is.
-    """
+    """The one asked for; without a wish the best where there is one."""
     if which == "last":
         return replace(kept[-1], which="last")
     if which == "best" and kept[0].which != "best":
@@ -101,6 +93,5 @@ def _name(path: Any) -> str:
 
 
 def _figure(watcher: Mapping[str, Any], value: Any) -> str:
-    """A figure that a callback watches, in words."""
     monitor = watcher.get("monitor")
     return f"{monitor} {value:.6g}" if monitor and isinstance(value, (int, float)) else ""

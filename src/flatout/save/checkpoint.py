@@ -288,7 +288,6 @@ class Checkpoints:
         return self._pieces.agree(lambda: self._claim(step))
 
     def _claim(self, step: int) -> tuple[str, str]:
-        """A name for a checkpoint that no other writer uses, and one to write it under."""
         mark = unfinished.new_name()
         for name in _names(step):
             folder = self._folder.child(name)
@@ -342,7 +341,6 @@ class Checkpoints:
     def _write_part(
         self, folder: Folder, name: str, mark: str, content: _Content, pieces: Pieces
     ) -> None:
-        """What a rank writes that is not the first; that one cleans up where this fails."""
         try:
             pieces.tell(mark, self._write_content(folder, name, content))
         except BaseException as error:
@@ -367,7 +365,6 @@ class Checkpoints:
         return {file: folder.write(file, chunks) for file, chunks in files.items()}
 
     def _keep(self, saved: str, score: float | None) -> None:
-        """Delete what is no longer to be kept, now that `saved` is whole."""
         if self._manifest_if_whole(saved) is None:
             raise CheckpointError(
                 "the checkpoint was written but is not whole", where=self._folder.where(saved)
@@ -398,7 +395,6 @@ class Checkpoints:
         return [name for _, name in sorted(scored, key=lambda pair: pair[0])]
 
     def _remove(self, name: str) -> None:
-        """Delete a checkpoint so that, killed half-way, what is left does not count as one."""
         if self._folder.renames:
             unfinished_name = unfinished.new_name()
             if self._folder.exists(name) and self._folder.rename_folder(name, unfinished_name):
@@ -408,7 +404,6 @@ class Checkpoints:
             self._folder.remove(name)
 
     def _remove_abandoned(self) -> list[str]:
-        """Clear away what killed writers left; the names of checkpoints that are there."""
         self._folder.remove_abandoned()
         names = [name for name in self._folder.list() if _NAME.fullmatch(name)]
         for name in names:
@@ -422,7 +417,6 @@ class Checkpoints:
         return names
 
     def _candidates(self) -> list[str]:
-        """Names of folders that have a manifest, sound or not, the newest first."""
         names = [name for name in self._folder.list() if _NAME.fullmatch(name)]
         return [
             name
@@ -463,7 +457,6 @@ def is_checkpoint(name: str) -> bool:
 
 
 def _all_of(model: Mapping[str, Any], state: Any, own: Sequence[Any]) -> _Content:
-    """What the one rank writes that writes for all."""
     weights, extra = _without_extra(model)
     tensors, tree = flatten(state)
     extra_tensors, extra_tree = flatten(extra, "model")
@@ -479,7 +472,6 @@ def _part_of(
     own: Sequence[Any],
     replicated: Sequence[str],
 ) -> _Content:
-    """What one rank writes of several; what is not replicated, the first."""
     weights, extra = _without_extra(model)
     tensors, common_tree = flatten({key: state[key] for key in replicated})
     own_weights, own_state = pieces.own(weights, tensors)
@@ -497,7 +489,6 @@ def _part_of(
 
 
 def _without_extra(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a state_dict, and the rest: a module's get_extra_state may be anything."""
     weights = {key: value for key, value in model.items() if isinstance(value, Tensor)}
     return weights, {key: value for key, value in model.items() if key not in weights}
 
@@ -523,7 +514,6 @@ def _read(folder: Folder, name: str) -> LoadedCheckpoint:
 def _state_files(
     folder: Folder, manifest: Manifest
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Any]]]:
-    """The tensors of everything but the model, and the trees that they belong into, by rank."""
     by_rank = [
         decode(manifests.read_file(folder, manifest, file), folder.where(file))
         for file in _files(manifest, "state", _TENSORS)
@@ -538,7 +528,6 @@ def _state_files(
 def _state(
     by_rank: list[dict[str, Tensor]], trees: list[dict[str, Any]]
 ) -> tuple[Any, dict[str, Tensor]]:
-    """What was given as `state`, and the tensors of all ranks."""
     tensors = {name: tensor for part in by_rank for name, tensor in part.items()}
     state = unflatten(tensors, trees[0]["state"])
     if "replicated" in trees[0]:
@@ -557,7 +546,6 @@ def _weights(folder: Folder, manifest: Manifest) -> tuple[dict[str, Tensor], dic
 
 
 def _files(manifest: Manifest, kind: str, whole: str) -> list[str]:
-    """The files of a kind: the parts of all ranks, or the one that holds it whole."""
     return parts(list(manifest.files), kind, whole.rpartition(".")[2]) or [whole]
 
 

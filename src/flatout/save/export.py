@@ -94,29 +94,6 @@ def export(
 
     Of a Keras model (.keras, .h5), or of its weights (.weights.h5), what multi_gpu_model put around
     it is taken off.
-
-    Args:
-        source: a run, a checkpoint, a safetensors file, a file made by torch.save (.pt, .pth,
-            .bin, .ckpt) or by Keras (.keras, .h5, .weights.h5), as a path or an fsspec URL.
-        target: a name in .safetensors, or a folder, which gets `model.safetensors`. By default
-            the source's name with .safetensors, beside the source. Of Keras also a name in .keras
-            (the default for an .h5 that holds a model) or .weights.h5.
-        which: of a run, its "best" weights (of the checkpoint with the best score, or those that
-            EarlyStopping holds) or those of its "last" checkpoint; by default the best where
-            something shows which they are.
-        key: for a file made by torch.save, the key of a set of weights, such as "state_dict_ema" or
-            "generator"; a dot joins nested keys. The default is "state_dict", "model_state_dict",
-            "model" or "module" if the file has one of them, or the only set.
-        prefix: keep only the names that begin so, without it. By default the wrappers' own are
-            taken off: torch.compile's, FSDP's and checkpointing's anywhere in a name; "module."
-            (DDP, AveragedModel) and, in Lightning checkpoints, "model." where every name begins so.
-            "" takes off nothing.
-        overwrite: whether a file at `target` may be replaced.
-
-    Raises:
-        CheckpointError: the source cannot be read, or only by executing code from it; names
-            become equal without their prefixes; the target exists or cannot be written.
-        FlatoutError: Keras is not installed, or runs on another backend.
     """
     if is_keras_file(source) and not Folder(source).is_folder():
         return _export_keras(source, target, (which, key, prefix), overwrite)
@@ -169,11 +146,6 @@ def export_program(
 
     It takes inputs of the examples' shapes and dtypes. It is read back and its outputs are compared
     with the model's before the file appears under its name.
-
-    Raises:
-        ModelError: torch.export cannot trace the model, or the outputs differ by more than
-            rounding (`torch.testing.assert_close`'s tolerances).
-        CheckpointError: the file exists or cannot be written.
     """
     _refuse_existing(path, overwrite)
     inputs = tuple(example_inputs)
@@ -303,7 +275,6 @@ def _refuse_existing(path: str | os.PathLike[str], overwrite: bool) -> None:
 
 
 def _plain_names(weights: Weights, prefix: str | None) -> tuple[dict[str, str], list[str]]:
-    """The plain name of each tensor that is kept, and what was taken off."""
     names = {name: name for name in weights.tensors}
     stripped: list[str] = []
     if prefix is None:
@@ -380,7 +351,6 @@ def _build(factory: str) -> nn.Module:
 
 
 def _example(text: str) -> Tensor:
-    """A tensor of a shape: random numbers where they are floating, zeros else."""
     sizes, _, name = text.partition(":")
     dtype = getattr(torch, name or "float32", None)
     try:

@@ -185,9 +185,6 @@ def check_archive(file: IO[bytes], where: str) -> None:
     """Compare each member of a ZIP archive with its CRC-32; accept every file of another kind.
 
     A CRC-32 of 0 is not compared: torch.save writes 0 if its checksums are switched off.
-
-    Raises:
-        CheckpointError: a member differs, or the archive is damaged.
     """
     try:
         if zipfile.is_zipfile(file):

@@ -79,7 +79,6 @@ class InUse:
         )
 
     def _is_there(self, file: int) -> bool:
-        """Whether the file that is open is the one in the folder."""
         with suppress(OSError):
             return os.path.samestat(os.fstat(file), os.stat(self._path))
         return False

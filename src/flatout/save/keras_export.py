@@ -53,19 +53,12 @@ def is_keras_file(name: str | os.PathLike[str]) -> bool:
 class KerasFile:
     """A Keras file that has been looked through; nothing of it was run.
 
-    Args:
-        source: a path or fsspec URL.
-
     Attributes:
         where: the file.
         wrapper: name of the model that held the real one as a layer; None without one.
         left_out: what it holds that no plain file keeps: the optimizer.
         has_model: whether it describes a model; else it holds weights alone.
         metadata: text that goes with the model.
-
-    Raises:
-        CheckpointError: it is missing, damaged, no file of Keras, or names code to run.
-        FlatoutError: h5py is missing.
     """
 
     def __init__(self, source: str | os.PathLike[str]) -> None:
@@ -99,11 +92,7 @@ class KerasFile:
         return self._config is not None
 
     def model(self) -> Any:
-        """The real model, built by Keras with the file's weights.
-
-        Raises:
-            CheckpointError: Keras cannot build it, such as where it has its own classes.
-        """
+        """The real model, built by Keras with the file's weights."""
         keras = _keras()
         if self._inner is None:
             return self._built(keras)
@@ -204,7 +193,6 @@ class KerasFile:
                 )
 
     def _layers_of(self, file: Any) -> tuple[Any, str | None]:
-        """The group that holds the real model's layers, and what was taken off on the way."""
         group, wrapper = file, None
         while (inner := held_in_weights(group)) is not None:
             if wrapper is None:
@@ -215,7 +203,6 @@ class KerasFile:
     # -- the wrapper -----------------------------------------------------------------------------
 
     def _take_off_wrapper(self, config: dict[str, Any]) -> None:
-        """Cut slices and joins out, so that the outer model is inputs and the real one alone."""
         layer = held_in_config(config)
         if layer is None:
             return
@@ -240,7 +227,6 @@ class KerasFile:
             outer["output_layers"] = [_origins(joins[0]["inbound_nodes"])[0][:3]]
 
     def _without_wrapper(self, beside: Path) -> Path:
-        """A local file for Keras, with the description as it is now."""
         is_zip = self.where.endswith(".keras")
         local = beside / ("model.keras" if is_zip else "model.h5")
         if not is_zip:
@@ -331,7 +317,6 @@ def _no_description(where: str, error: Exception | None = None) -> CheckpointErr
 
 
 def _origins(nodes: Any) -> list[list[Any]]:
-    """Every [layer, node, tensor, ...] that a layer is called on, as old and new files have it."""
     if isinstance(nodes, dict):
         return [origin for part in nodes.values() for origin in _origins(part)]
     if not isinstance(nodes, list):
@@ -355,10 +340,6 @@ def _drop_compiling(config: dict[str, Any]) -> bool:
 
 
 def _in_new_form(config: dict[str, Any]) -> None:
-    """Sequential models of early Keras 2, in a form that Keras 3 reads.
-
-    Their config was the list of their layers, and Keras 3 misreads a first layer's own shape.
-    """
     is_sequential = config.get("class_name") == "Sequential"
     if is_sequential and isinstance(config["config"], list):
         config["config"] = {"name": config.get("name", "sequential"), "layers": config["config"]}
@@ -418,7 +399,6 @@ def _is_of_keras(module: Any, kind: Any) -> bool:
 
 @contextmanager
 def _open(data: bytes, where: str) -> Iterator[Any]:
-    """Within, what HDF5 finds wrong, at the beginning or later, is a damaged file."""
     try:
         import h5py
     except ImportError as error:
@@ -479,7 +459,6 @@ def _optimizer_in(path: str) -> str:
 
 
 def _old_weights(file: Any, where: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights as Keras 2's save_weights writes them, named by layer and weight."""
     names: set[str] = set()
     for layer in _names(file, "layer_names"):
         for weight in _names(file[layer], "weight_names") if layer in file else ():
@@ -499,7 +478,6 @@ def _is_old(file: Any) -> bool:
 
 
 def _names(group: Any, attribute: str) -> list[str]:
-    """Names in an attribute, which Keras spreads over several where they are too long for one."""
     if attribute in group.attrs:
         return [_text(name) for name in group.attrs[attribute]]
     names: list[str] = []

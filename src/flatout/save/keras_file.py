@@ -29,16 +29,7 @@ _OURS = "flatout."
 
 
 def save_keras(model: Any, path: str | Path, metadata: Mapping[str, str] | None = None) -> Path:
-    """Write the model (`.keras`) or its weights, whole or not at all.
-
-    Args:
-        model: a built `keras.Model` on the torch backend.
-        path: a path or fsspec URL that ends in .keras or .weights.h5.
-        metadata: text that goes with it, by names that begin with "flatout.".
-
-    Raises:
-        CheckpointError: the file cannot be written.
-    """
+    """Write the model (`.keras`) or its weights, whole or not at all."""
     name = os.fspath(path)
     suffix = ".keras" if name.endswith(".keras") else ".weights.h5"
     folder, file = Folder(name).parent()
@@ -54,19 +45,7 @@ def save_keras(model: Any, path: str | Path, metadata: Mapping[str, str] | None 
 def load_keras(
     model: Any, path: str | Path, prepare: Callable[[dict[str, str]], object] = bool
 ) -> dict[str, str]:
-    """Load weights into the model, in place; nothing of the file is executed.
-
-    Args:
-        model: a built `keras.Model` on the torch backend.
-        path: a path or fsspec URL that ends in .keras or .weights.h5.
-        prepare: gets the text that goes with it, before the weights are loaded.
-
-    Returns:
-        the text that goes with it.
-
-    Raises:
-        CheckpointError: the file is missing, damaged or of another model.
-    """
+    """Load weights into the model, in place; nothing of the file is executed."""
     name = os.fspath(path)
     suffix = ".keras" if name.endswith(".keras") else ".weights.h5"
     folder, file = Folder(name).parent()

@@ -51,11 +51,7 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def read(folder: Folder) -> Manifest:
-    """The manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or of a newer format.
-    """
+    """The manifest of a checkpoint."""
     text = folder.read(MANIFEST)
     where = folder.where(MANIFEST)
     try:
@@ -81,7 +77,6 @@ def read(folder: Folder) -> Manifest:
 
 
 def _checked(fields: dict[str, Any]) -> Manifest:
-    """What a seal does not tell: the author of a file may have sealed anything."""
     step, score = fields["step"], fields["score"]
     if type(step) is not int or step < 0:
         raise ValueError(f"expected a step from 0 on, found {step!r:.80}")

@@ -90,7 +90,6 @@ def _open_one(folder: Folder, name: str) -> tuple[dict[str, Tensor], dict[str, s
 
 
 def _open_several(folder: Folder, index: str) -> tuple[dict[str, Tensor], dict[str, str], bool]:
-    """What an index lists, of the files beside it."""
     file_by_name = _weight_map(folder, index)
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
@@ -214,7 +213,6 @@ def _check_entry(name: object, tensor: Any, where: str) -> None:
 
 
 def _header(data: bytes, where: str) -> tuple[dict[str, Any], int]:
-    """The header and the position of the first byte behind it."""
     end = 8 + int.from_bytes(data[:8], "little")
     if len(data) < 8 or end > len(data):
         raise CheckpointError(

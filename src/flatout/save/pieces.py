@@ -145,7 +145,6 @@ def shares(tensors: Mapping[_Key, Tensor], ranks: int) -> list[list[_Key]]:
 def _together(
     weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> dict[tuple[str, str], Tensor]:
-    """Return the weights and the tensors of the state by kind of file and name."""
     both = (("model", weights), ("state", state))
     return {(kind, name): t for kind, tensors in both for name, t in tensors.items()}
 
@@ -190,7 +189,6 @@ def check_shared(folder: Folder, world: World) -> None:
 
 
 def _written(folder: Folder, name: str, *, remove: bool = False) -> str:
-    """Write a small file; what went wrong, if anything."""
     try:
         folder.write(name, [b"flatout"])
         if remove:

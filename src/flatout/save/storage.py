@@ -193,7 +193,6 @@ class Folder:
         return f"{self._root.rstrip('/')}/{name}" if name else self._root
 
     def _remove_quietly(self, name: str) -> None:
-        """Tidy up where an error is being reported already, or where failing to does no harm."""
         with suppress(CheckpointError):
             self.remove(name)
 
@@ -273,7 +272,6 @@ def _make_folders(path: Path) -> None:
 
 
 def _free(path: str) -> int | None:
-    """Bytes that the disk under `path`, or under its nearest existing parent, has left."""
     for place in [Path(path), *Path(path).parents]:
         with suppress(OSError):
             return shutil.disk_usage(place).free

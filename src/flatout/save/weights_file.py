@@ -40,18 +40,7 @@ def save_weights(
     weights: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write weights by name, whole or not at all, over an older file if there is one.
-
-    Args:
-        path: a path or an fsspec URL. `.safetensors` has checksums; `.pt` and `.pth` hold a plain
-            dict of tensors on the CPU, which `torch.load(weights_only=True)` reads.
-        weights: tensors of any device.
-        metadata: text that goes with them.
-
-    Raises:
-        CheckpointError: the ending is another, an entry is no dense tensor, or the file cannot be
-            written.
-    """
+    """Write weights by name, whole or not at all, over an older file if there is one."""
     check_ending(path, TorchModel)
     if not os.fspath(path).endswith(_PICKLES):
         save_model(path, weights, metadata)
@@ -111,11 +100,7 @@ def _text_in(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def text_in(archive: zipfile.ZipFile, where: str) -> dict[str, str]:
-    """The text beside the weights in a ZIP archive, by name; nothing where there is none.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """The text beside the weights in a ZIP archive, by name; nothing where there is none."""
     members = (m for m in archive.infolist() if m.filename.rpartition("/")[2] == MEMBER)
     member = next(members, None)
     if member is None or member.file_size > _LARGEST:
@@ -133,7 +118,6 @@ def text_in(archive: zipfile.ZipFile, where: str) -> dict[str, str]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """On the CPU, without the rest of a larger memory that it may be a view of."""
     here = tensor.detach().cpu()
     is_part = here.untyped_storage().nbytes() > here.numel() * here.element_size()
     return here.clone() if is_part else here

@@ -142,7 +142,6 @@ class AsyncParameterServer(Strategy):
         self._say(share_words(self._layouts, self._servers))
 
     def _make_server(self) -> Server | None:
-        """The server that this rank is, if it is one."""
         if self._world.rank >= self._servers:
             return None
         shares = [
@@ -190,7 +189,6 @@ class AsyncParameterServer(Strategy):
         return way_of(layout, server, up, down)
 
     def _words_of_all(self) -> int:
-        """How many numbers a message to a server has."""
         return HEAD + max(
             2 * len(optimizer.param_groups) + len(layout.parameters)
             for optimizer, layout in zip(self._optimizers, self._layouts, strict=True)
@@ -206,28 +204,23 @@ class AsyncParameterServer(Strategy):
         self._world.wait("all servers are there")
 
     def _answer_all(self) -> None:
-        """As a server, answer each worker from here on."""
         if self._answers is not None:
             self._answers.start(self._ends)
 
     def _tell_servers(self, name: str, *arguments: Any) -> None:
-        """Let each server do something; all ranks call it."""
         if self._answers is not None:
             self._answers.called(name, *arguments)
 
     def _of_first_server(self, name: str) -> Any:
-        """What the first server knows, on the first rank."""
         return self._answers.called(name) if self._answers is not None else None
 
     def _update_ms(self) -> list[float]:
-        """How long each server's update takes, in ms; all ranks call it, the first one knows."""
         server = self._server
         own = 0.0 if server is None else sum(share.update_ms() for share in server.shares)
         return self._world.gather(own, "times of the servers")[: self._servers]
 
     @property
     def _first(self) -> Server | None:
-        """The first server, where this rank is it."""
         return self._server if self._world.is_first else None
 
     # -- around a step -----------------------------------------------------------------------
@@ -248,10 +241,6 @@ class AsyncParameterServer(Strategy):
 
     @torch.no_grad()
     def _push(self, place: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """In place of an optimizer's own step: the servers make it.
-
-        Before it gradients were clipped and seen to be finite, and a schedule has set the rates.
-        """
         gradients = [gradient_of(p) for p in self._layouts[place].parameters]
         for way in self._ways[place].values():
             way.put(gradients)
@@ -302,17 +291,14 @@ class AsyncParameterServer(Strategy):
         return stop_at
 
     def _named(self, server: int) -> AbstractContextManager[None]:
-        """Tell which server it is that has failed."""
         return answering(f"rank {server}, a parameter server,")
 
     def _words(self, kind: int, place: int = 0) -> torch.Tensor:
-        """A message to a server."""
         words = torch.zeros(self._length, dtype=torch.float64)
         words[0], words[1] = kind, place
         return words
 
     def _take(self, place: int) -> None:
-        """The weights that came become the model's."""
         own = [numbers_of(p) for p in self._layouts[place].parameters]
         for way in self._ways[place].values():
             way.take(own)
@@ -370,11 +356,6 @@ class AsyncParameterServer(Strategy):
             self._links[0].send(self._words(CLOSE))
 
     def _rest(self) -> list[int]:
-        """No steps of this rank are left before all meet; which ranks have come to that.
-
-        Raises:
-            RuntimeError: others have not.
-        """
         for server, link in self._links.items():
             with self._speaking, self._named(server):
                 link.send(self._words(MEET if server == 0 else REST))
@@ -393,7 +374,6 @@ class AsyncParameterServer(Strategy):
         return met
 
     def _go_on_with(self, met: list[int]) -> None:
-        """Some workers have ended since the ranks have met: go on with the others."""
         lost = [self._ids[item] for item in self._met if item not in met]
         for link in self._links.values():
             link.send(self._words(END))
@@ -412,7 +392,6 @@ class AsyncParameterServer(Strategy):
             self._say(dropped_words(lost, self._of_first_server("untaken"), self.parts))
 
     def _may_end(self) -> list[int]:
-        """Ranks without which the others can go on."""
         return [*self._ids[self._servers :]]
 
     def _end_threads(self) -> None:
@@ -447,11 +426,6 @@ class AsyncParameterServer(Strategy):
         return bool(votes)
 
     def _mean_of_buffers(self, share: float) -> None:
-        """Statistics, as of BatchNorm, become the mean of those of all ranks.
-
-        Args:
-            share: of this rank, of all steps.
-        """
         # Counts too, such as of the batches that BatchNorm has seen.
         buffers = [
             b
@@ -538,13 +512,7 @@ class AsyncParameterServer(Strategy):
 
 
 def dropped_words(lost: Sequence[int], untaken: int, parts: int) -> str:
-    """What the user should know of workers that were killed.
-
-    Args:
-        lost: their ranks.
-        untaken: how many parts of batches no other worker has taken.
-        parts: of a batch.
-    """
+    """What the user should know of workers that were killed."""
     who = "rank" if len(lost) == 1 else "ranks"
     words = f"{who} {', '.join(map(str, lost))} killed: the others go on"
     if not untaken:

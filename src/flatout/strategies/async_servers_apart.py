@@ -66,7 +66,6 @@ class AsyncServersApart(AsyncParameterServer):
         return None
 
     def _told_to(self, server: int) -> dict[str, Any]:
-        """What a server has to know."""
         return {
             "optimizers": optimizers_told(self._optimizers, self._layouts, server),
             "words": self._words_of_all(),
@@ -97,7 +96,6 @@ class AsyncServersApart(AsyncParameterServer):
         ]
 
     def _serve(self) -> None:
-        """Let the servers begin with the weights of now."""
         self._is_serving = True
         for place, layout in enumerate(self._layouts):
             for server in self._links if self._world.is_first else ():
@@ -137,7 +135,6 @@ class AsyncServersApart(AsyncParameterServer):
         return [*self._ids[1:]]
 
     def _go_on_with(self, met: list[int]) -> None:
-        """Some workers have ended since the ranks have met: go on with the others."""
         lost = [self._ids[item] for item in self._met if item not in met]
         self._met = met
         self._world.go_on_with([self._ids[item] for item in met])

@@ -26,16 +26,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def blocks_of(model: nn.Module, run: Callable[[], object] | None) -> list[nn.Module]:
-    """Parts of a model that are to be gathered each by itself, inner ones first.
-
-    Args:
-        model: the rest of it is gathered together.
-        run: a forward and loss of a few samples, which shows how parameters are used; without it
-            only members of lists are taken for parts.
-
-    Raises:
-        ModelError: parameters are read outside of the model's forward.
-    """
+    """Parts of a model that are to be gathered each by itself, inner ones first."""
     reads = _Reads(model)
     if run is not None:
         reads.watch(run)
@@ -77,11 +68,6 @@ class _Reads:
         self._readers: dict[nn.Parameter, set[nn.Module]] = {}
 
     def watch(self, run: Callable[[], object]) -> None:
-        """See a forward.
-
-        Raises:
-            ModelError: it reads a parameter while the model itself does not run.
-        """
         running: list[nn.Module] = []
         called: set[nn.Module] = set()
 
@@ -114,7 +100,6 @@ class _Reads:
         self._readers[parameter] = self._readers.get(parameter, now) & now
 
     def may_be_block(self, module: nn.Module, is_member: bool) -> bool:
-        """Whether all that is in it is read only while it runs."""
         if isinstance(module, _LISTS):
             return False
         if self._called is None:

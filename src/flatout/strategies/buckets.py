@@ -94,7 +94,6 @@ def bucket_groups(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]
 
 
 def _matrix(view: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of a gradient as it lies in memory; a vector is one column."""
     if not view.numel():
         return 0, 0
     real = view.numel() * (2 if view.is_complex() else 1)

@@ -37,14 +37,6 @@ _ARE_SPARSE, _USED = 3, 4
 class _Summed:
     """Adds up the gradients of all ranks, for some of the job's optimizers.
 
-    Args:
-        world: of this rank.
-        parameters: what the optimizer trains, in the same order on every rank.
-        reduction: how gradients are added up.
-        sparse: those whose gradients have only some of their rows.
-        turn: which of the job's optimizers these are, from 1: each has its own buckets.
-        shards: whose tables each rank steps in the rows that it owns; None without such.
-
     Attributes:
         sparse: as given, and those of which a rank had a sparse gradient since.
         steps: how many were summed.
@@ -104,7 +96,6 @@ class _Summed:
         ]
 
     def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether this is for these parameters as they lie in memory now, and those that train."""
         if parameters is not self._of:
             return False
         if sum([p.requires_grad for p in parameters]) != self._trained:
@@ -118,21 +109,10 @@ class _Summed:
         )
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def arm(self, own: Sums, samples: float, scaler: torch.amp.GradScaler | None = None) -> None:
-        """The next backward completes the gradients: send each bucket as soon as it is full.
-
-        Before it, backwards of other pieces of the batch only add to this rank's own gradients.
-        Buckets that were sent in this step already, before `disarm`, are not sent again.
-
-        Args:
-            own: this rank's part of the sums.
-            samples: what the loss was divided by.
-            scaler: what the loss was scaled by, if it was.
-        """
         self._own = own
         if self._shards is not None:
             self._shards.end_forward()
@@ -148,7 +128,6 @@ class _Summed:
             bucket.missing = len(bucket.parameters)
 
     def traffic(self) -> list[dict[str, float]]:
-        """Each bucket: its bytes, and how many ms after the backward began it was ready."""
         return [
             {
                 "bytes": bucket.flat.numel() * bucket.flat.element_size(),
@@ -158,16 +137,10 @@ class _Summed:
         ]
 
     def disarm(self) -> None:
-        """That backward has failed, and the gradients are computed again from the beginning.
-
-        What was sent is this rank's whole gradient of some parameters, and stays: no rank can take
-        back its part of a sum.
-        """
         self._armed = False
 
     @torch.no_grad()
     def finish(self) -> Sums:
-        """Wait for all sums, which become the gradients."""
         if self._device.type == "cuda":
             # So that what is waited for from here on is other ranks, and not this one's backward.
             torch.cuda.current_stream(self._device).synchronize()
@@ -217,7 +190,6 @@ class _Summed:
         bucket.send(self.world, self.reduction)
 
     def _write_numbers(self) -> None:
-        """This rank's part of the sums, and which parameters it has used."""
         for place, number in enumerate(self._own):
             self._numbers[place] = number
         used = [item for bucket in self._buckets for item in bucket.used]
@@ -228,14 +200,6 @@ class _Summed:
             self._numbers[_USED:] = torch.tensor(used, dtype=self._numbers.dtype)
 
     def _give_out(self, used: Sequence[float]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Gradients are views of the buckets; where no rank has one, there is none.
-
-        Args:
-            used: how each parameter was used, summed over ranks, bucket by bucket.
-
-        Returns:
-            the parameters of which a rank has a sparse gradient, with this rank's own.
-        """
         each = iter(used)
         own = []
         for bucket in self._buckets:
@@ -341,6 +305,5 @@ class Ddp(Strategy):
 def _has_room_for_numbers(
     groups: Sequence[Sequence[torch.Tensor]], reduction: ThreadedReduction
 ) -> bool:
-    """Whether gradients are added up exactly, in numbers that losses and weights fit in as well."""
     kinds = {parameter.dtype for group in groups for parameter in group}
     return bool(groups) and reduction.is_exact and kinds in ({torch.float32}, {torch.float64})

@@ -39,11 +39,6 @@ class SentFragment(NamedTuple):
 class Fragments:
     """Cuts weights into fragments, of which one at a time is on its way.
 
-    Args:
-        world: of this rank.
-        reduction: adds up changes.
-        count: how many fragments.
-
     Attributes:
         count: likewise.
     """
@@ -54,11 +49,7 @@ class Fragments:
         self._sent: SentFragment | None = None
 
     def lay_out(self, weights: Tensors) -> None:
-        """Cut the weights, of which none is on its way.
-
-        Raises:
-            ModelError: there are fewer weights than fragments.
-        """
+        """Cut the weights, of which none is on its way."""
         parts = cut([w.numel() if w.is_floating_point() else 0 for w in weights], self.count)
         if parts == [fragment.numbers for fragment in self._fragments]:
             return
@@ -72,14 +63,7 @@ class Fragments:
 
     @torch.no_grad()
     def send(self, number: int, weights: Tensors, anchors: Tensors, vote: float) -> None:
-        """Let what has changed in a fragment be averaged.
-
-        Args:
-            number: counts them, from 1, and begins again behind the last one.
-            weights: all of this rank.
-            anchors: what the ranks had in common last.
-            vote: above 0 where this rank wants to stop.
-        """
+        """Let what has changed in a fragment be averaged."""
         fragment = self._fragments[(number - 1) % self.count]
         sent = [weights[n].detach().clone() for n in fragment.numbers]
         values = fragment.flat.values
@@ -93,12 +77,7 @@ class Fragments:
 
     @torch.no_grad()
     def receive(self, weights: Tensors, move: Callable[[int, torch.Tensor], torch.Tensor]) -> bool:
-        """Take what is on its way; returns whether a rank wanted to stop when it was sent.
-
-        Args:
-            weights: all of this rank.
-            move: gives the weight of all ranks, from its number and the mean change.
-        """
+        """Take what is on its way; returns whether a rank wanted to stop when it was sent."""
         if self._sent is None:
             return False
         (fragment, sent, mean), self._sent = self._sent, None
@@ -114,15 +93,7 @@ def _pieces(values: torch.Tensor, tensors: Tensors) -> Sequence[torch.Tensor]:
 
 
 def cut(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """The numbers of weights, in order, in so many parts of about as many elements each.
-
-    Args:
-        lengths: elements of each weight; 0 for one that is not averaged.
-        count: how many parts.
-
-    Raises:
-        ModelError: there are fewer weights than parts.
-    """
+    """The numbers of weights, in order, in so many parts of about as many elements each."""
     used = [number for number, length in enumerate(lengths) if length]
     if len(used) < count:
         raise ModelError(

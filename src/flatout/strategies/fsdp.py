@@ -114,7 +114,6 @@ class Fsdp(Strategy):
         check_replicas(model, world, "at the start")
 
     def _modules_of(self, model: nn.Module) -> nn.Module:
-        """What has the parameters, and is called where the model is."""
         return model
 
     def _check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -147,7 +146,6 @@ class Fsdp(Strategy):
         self._say(self._expected(self._reserve()))
 
     def _blocks(self) -> list[nn.Module]:
-        """Those that a rank with a batch has found; the same on all ranks."""
         run, self._run = self._run, None
         modules = dict(self._model.named_modules())
         names = {module: name for name, module in modules.items()}
@@ -204,10 +202,6 @@ class Fsdp(Strategy):
         return self._mailbox.reserve(largest * size if self._adds_up else largest)
 
     def _note_use_within(self, block: nn.Module) -> None:
-        """Note which of its parameters this rank's backward reaches.
-
-        What is gathered is made once, with the first forward.
-        """
         waiting = [
             (place, part.places[0]) for place, part in enumerate(self._parts) if part.block is block
         ]
@@ -287,7 +281,6 @@ class Fsdp(Strategy):
         self._sum(numbers, "size of the gradients, and whether they are finite")
 
     def _sum(self, numbers: torch.Tensor, what: str) -> None:
-        """Add up a few numbers of all ranks, in place."""
         world = self._world
         if self._mailbox is None or not self._adds_up:
             later = world.sum(numbers, what, later=True)
@@ -344,7 +337,6 @@ class Fsdp(Strategy):
         }
 
     def _owners(self, optimizer: torch.optim.Optimizer) -> dict[int, ParameterPart]:
-        """The parts that states are of, by their number in the optimizer's state dict."""
         parts = {part.part: part for part in self._parts}
         order = [p for group in optimizer.param_groups for p in group["params"]]
         return {number: parts[p] for number, p in enumerate(order) if p in parts}
@@ -403,7 +395,6 @@ class Fsdp(Strategy):
         )
 
     def _measured(self) -> Held:
-        """What this rank holds, once all of it is there."""
         return Held(
             sum(part.part.nbytes for part in self._parts),
             self._gradient_bytes,
@@ -411,17 +402,14 @@ class Fsdp(Strategy):
         )
 
     def _states_in(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """What an optimizer keeps."""
         states = [value for state in optimizer.state.values() for value in state.values()]
         return [value for value in states if torch.is_tensor(value)]
 
     def _expected_in(self, optimizer: torch.optim.Optimizer) -> int | None:
-        """Bytes that it will keep; None where that is not known."""
         return state_bytes(optimizer)
 
 
 def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Where each parameter is; one that several layers share is in several places."""
     result: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -17,12 +17,7 @@ from flatout.world import World
 
 
 class AllGatherOf(DefaultAllGather):
-    """Gathers a block's weights.
-
-    Args:
-        world: of this rank.
-        what: is gathered.
-    """
+    """Gathers a block's weights."""
 
     def __init__(self, world: World, what: str) -> None:
         self._world, self._what = world, what
@@ -34,12 +29,7 @@ class AllGatherOf(DefaultAllGather):
 
 
 class ReduceScatterOf(DefaultReduceScatter):
-    """Adds up a block's gradients, of which each rank gets its part.
-
-    Args:
-        world: of this rank.
-        what: is added up.
-    """
+    """Adds up a block's gradients, of which each rank gets its part."""
 
     def __init__(self, world: World, what: str) -> None:
         self._world, self._what = world, what

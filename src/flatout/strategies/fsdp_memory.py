@@ -54,17 +54,7 @@ def expected_words(
     blocks: Sequence[int],
     shared: int = 0,
 ) -> str:
-    """What the first step will take.
-
-    Args:
-        ranks: how many there are.
-        parameters: bytes of one rank's.
-        gradients: the like.
-        states: of each optimizer, the like; None where that is not known.
-        root: bytes of what is whole from the beginning of the forward to the end of the backward.
-        blocks: bytes of each of the others, whole.
-        shared: bytes of memory by which ranks of one node send.
-    """
+    """What the first step will take."""
     known = sum(size for size in states if size is not None)
     optimizer = f"optimizer {size_words(known)}" if None not in states else "optimizer not known"
     # Of the others one is gathered while another one is in use. In backward each has gradients.

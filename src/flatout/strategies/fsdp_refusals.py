@@ -34,11 +34,7 @@ ELEMENTWISE = (
 
 
 def check_layout(model: nn.Module) -> None:
-    """Refuse models that cannot be laid out.
-
-    Raises:
-        ModelError: naming what, and what to do instead.
-    """
+    """Refuse models that cannot be laid out."""
     if not calls_hooks(model):
         raise ModelError(
             "world.strategy=fsdp gathers weights around the calls of torch's modules, and a Keras "
@@ -72,10 +68,8 @@ def check_layout(model: nn.Module) -> None:
 
 
 def check_gpus(world: World) -> None:
-    """Refuse ranks that share a GPU: all parts would lie there, and gloo cannot scatter its sums.
-
-    Raises:
-        WorldError: some do.
+    """Refuse ranks that share a GPU: all parts would lie there, and gloo cannot scatter its
+    sums.
     """
     if world.shares_gpus:
         raise WorldError(
@@ -86,15 +80,7 @@ def check_gpus(world: World) -> None:
 
 
 def check_one_device(strategy: str, named: Mapping[str, nn.Parameter]) -> None:
-    """Refuse a model that a rank has on several devices.
-
-    Args:
-        strategy: for the message.
-        named: the model's parameters.
-
-    Raises:
-        ModelError: it is such.
-    """
+    """Refuse a model that a rank has on several devices."""
     places = {str(parameter.device): name for name, parameter in named.items()}
     if len(places) > 1:
         words = ", ".join(f"{name} is on {device}" for device, name in places.items())
@@ -124,16 +110,7 @@ def _after_accumulating(parameter: Any) -> Any:
 
 
 def check_elementwise(strategy: str, optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
-    """Refuse an optimizer whose step of a part is not that part of its step.
-
-    Args:
-        strategy: for the message.
-        optimizer: of the job.
-        known: the model's parameters.
-
-    Raises:
-        ModelError: it is such, or trains parameters that are not the model's.
-    """
+    """Refuse an optimizer whose step of a part is not that part of its step."""
     if type(optimizer) not in ELEMENTWISE:
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ModelError(
@@ -145,11 +122,7 @@ def check_elementwise(strategy: str, optimizer: torch.optim.Optimizer, known: se
 
 
 def check_known(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
-    """Refuse an optimizer that trains something else than the model's parameters.
-
-    Raises:
-        ModelError: it does.
-    """
+    """Refuse an optimizer that trains something else than the model's parameters."""
     if not known.issuperset(p for group in optimizer.param_groups for p in group["params"]):
         raise ModelError(
             f"{type(optimizer).__name__} trains parameters that are not the model's",

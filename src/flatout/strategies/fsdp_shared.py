@@ -21,13 +21,7 @@ from flatout.world import Mailbox, World
 
 
 class SharedAllGather(DefaultAllGather):
-    """Gathers a block's weights.
-
-    Args:
-        world: of this rank.
-        mailbox: of the ranks.
-        what: is gathered.
-    """
+    """Gathers a block's weights."""
 
     def __init__(self, world: World, mailbox: Mailbox, what: str) -> None:
         self._world, self._mailbox, self._what = world, mailbox, what
@@ -46,13 +40,7 @@ class SharedAllGather(DefaultAllGather):
 
 
 class SharedReduceScatter(DefaultReduceScatter):
-    """Adds up a block's gradients, of which each rank gets its part.
-
-    Args:
-        world: of this rank.
-        mailbox: of the ranks.
-        what: is added up.
-    """
+    """Adds up a block's gradients, of which each rank gets its part."""
 
     def __init__(self, world: World, mailbox: Mailbox, what: str) -> None:
         self._world, self._mailbox, self._what = world, mailbox, what

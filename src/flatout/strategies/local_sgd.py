@@ -140,7 +140,6 @@ class LocalSgd(Strategy):
         return stops or bool(votes)
 
     def _mean_changes(self, weights: Tensors) -> None:
-        """Weights become those of the last meeting, moved by the mean change of all ranks."""
         floats = [n for n, weight in enumerate(weights) if weight.is_floating_point()]
         for n in floats:
             weights[n].sub_(self._anchors[n])
@@ -149,7 +148,6 @@ class LocalSgd(Strategy):
             weights[n].copy_(self._move(n, weights[n].detach()))
 
     def _move(self, number: int, change: torch.Tensor) -> torch.Tensor:
-        """A weight of the last meeting, moved by the mean change; it is that of this one now."""
         if self._outer:
             velocity = self._velocities[number].mul_(_OUTER_MOMENTUM).add_(change)
             change = _OUTER_RATE * (change + _OUTER_MOMENTUM * velocity)
@@ -207,12 +205,10 @@ def bytes_per_average(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
 
 
 def _trained(optimizers: Sequence[torch.optim.Optimizer]) -> Tensors:
-    """What the optimizers train, in one order on all ranks."""
     return [p for o in optimizers for g in o.param_groups for p in g["params"]]
 
 
 def _kept_beside(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Tensors:
-    """What optimizers keep of these, and the model's other weights, such as statistics."""
     trained = _trained(optimizers)
     known = {parameter.data_ptr() for parameter in trained}
     others = [w for w in weights_of(model).values() if w.data_ptr() not in known]
@@ -227,14 +223,12 @@ def _kept_beside(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
 
 
 def _messages(tensors: Tensors) -> Iterator[tuple[torch.dtype, Tensors]]:
-    """What travels together, and as numbers of which dtype."""
     for dtype in (torch.float32, torch.float64):
         for parts in _grouped([part for tensor in tensors for part in _parts_in(tensor, dtype)]):
             yield dtype, parts
 
 
 def _parts_in(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Views of its numbers, where they travel in this dtype; each fits into a message."""
     travels = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     if tensor.is_floating_point() and tensor.dim() and travels is dtype:
         # As it lies in memory, in whatever format.
@@ -243,14 +237,12 @@ def _parts_in(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor
 
 
 def _length_of(parts: Tensors) -> int:
-    """Of the bucket that they travel in: at most an eighth more, so that there are few of them."""
     used = sum(map(len, parts))
     step = 1 << max(0, used.bit_length() - 4)
     return max(_LEAST, -(-used // step) * step)
 
 
 def _grouped(parts: Tensors) -> Iterator[Tensors]:
-    """As many as fit into a message together."""
     group: list[torch.Tensor] = []
     room = _LENGTH
     for part in parts:

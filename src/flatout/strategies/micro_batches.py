@@ -9,14 +9,7 @@ _FOR_EACH_STAGE = 4
 
 
 def micro_batches(asked: int, stages: int, rows: int, least: int = 1) -> int:
-    """Into how many a copy's rows of a batch are split.
-
-    Args:
-        asked: that many; 0 for four for each stage.
-        stages: of the model.
-        rows: of the batch.
-        least: the fewest rows of a micro-batch, if the batch has at least that many.
-    """
+    """Into how many a copy's rows of a batch are split."""
     return max(1, min(asked or _FOR_EACH_STAGE * stages, rows // least))
 
 

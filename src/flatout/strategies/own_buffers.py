@@ -54,7 +54,6 @@ class OwnBuffers:
             buffer.copy_(mean.view(buffer.shape))
 
     def _look(self) -> list[torch.Tensor]:
-        """Return the buffers that differ between ranks after a step."""
         named = dict(self._model.named_buffers())
         for path, module in self._model.named_modules():
             for name in module._non_persistent_buffers_set:

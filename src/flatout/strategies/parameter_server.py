@@ -251,11 +251,7 @@ def share_words(layouts: Sequence[Layout], servers: int) -> str:
 
 
 def times_words(update_ms: Sequence[float]) -> str:
-    """A line about how long each server's update takes; "" where that is not known.
-
-    Args:
-        update_ms: of each server, in ms.
-    """
+    """A line about how long each server's update takes; "" where that is not known."""
     known = [ms for ms in update_ms if ms]
     if not known:
         return ""
@@ -271,12 +267,6 @@ def gathered_states(
     """The state of an optimizer, by the number of its parameter, from all servers.
 
     All ranks call it.
-
-    Args:
-        world: of this rank.
-        layout: of its parameters.
-        own: what this rank has as a server; empty where it is none.
-        servers: how many there are.
     """
     told = [[number, state] for number, state in own.items()]
     pieces: dict[int, list[tuple[slice, dict[str, Any]]]] = {}

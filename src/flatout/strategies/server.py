@@ -53,13 +53,6 @@ class Push(NamedTuple):
 class Share:
     """The share of an optimizer's parameters that a server holds in CPU memory.
 
-    Args:
-        kind: the kind of the optimizer.
-        groups: the optimizer's parameter groups, with numbers of parameters as "params".
-        lengths: the number of values that the server has of each parameter.
-        dtype: the dtype of all values.
-        most: the most parameter values to step as one tensor; None for the fastest size.
-
     Attributes:
         values: the weights of the share, in one piece of memory.
         parameters: the number of parameters.
@@ -105,13 +98,7 @@ class Share:
         }
 
     def step(self, worker: int, push: Push, gradient: torch.Tensor) -> int:
-        """Step with a worker's gradient; of how many steps ago its weights were.
-
-        Args:
-            worker: whose.
-            push: what came with it.
-            gradient: of the share.
-        """
+        """Step with a worker's gradient; of how many steps ago its weights were."""
         stale = self.version - self._seen.get(worker, 0)
         began = perf_counter()
         self._set_rates(push.rates)
@@ -121,12 +108,7 @@ class Share:
         return stale
 
     def pieces(self, rates: Sequence[float], used: list[bool]) -> list[tuple[slice, nn.Parameter]]:
-        """Begin a step at these rates: what it changes of `values`, in order.
-
-        Args:
-            rates: as of a Push.
-            used: which parameters have a gradient.
-        """
+        """Begin a step at these rates: what it changes of `values`, in order."""
         began = perf_counter()
         self._set_rates(rates)
         result = self._runs.pieces(used)
@@ -161,14 +143,7 @@ class Share:
 def share_of(
     optimizer: torch.optim.Optimizer, layout: Layout, server: int, most: int | None = None
 ) -> Share:
-    """Return the share of a server with its present optimizer state. Its weights are zeros.
-
-    Args:
-        optimizer: the optimizer of the job.
-        layout: the layout of its parameters.
-        server: the number of the server.
-        most: the most parameter values to step as one tensor; None for the fastest size.
-    """
+    """Return the share of a server with its present optimizer state. Its weights are zeros."""
     lengths = layout.lengths(server)
     groups = groups_of(optimizer, layout)
     share = Share(type(optimizer), groups, lengths, layout.parameters[0].dtype, most)
@@ -197,12 +172,6 @@ def groups_of(optimizer: torch.optim.Optimizer, layout: Layout) -> list[dict[str
 class Server:
     """Takes the workers' gradients, one after the other.
 
-    Args:
-        shares: of each of the job's optimizers.
-        workers: how many there are.
-        staleness: how many steps a worker may be ahead of the slowest; None sets no bound.
-        timeout_s: seconds for which a worker may wait for steps of other workers.
-
     Attributes:
         stale: of each worker, how many of its gradients were how many steps old.
         handing: of the parts of an epoch's batches.
@@ -226,20 +195,7 @@ class Server:
 
     @torch.no_grad()
     def push(self, worker: int, push: Push, gradient: torch.Tensor, into: torch.Tensor) -> int:
-        """Step with a worker's gradient and give the weights; waits where it is too far ahead.
-
-        Args:
-            worker: whose.
-            push: what came with it.
-            gradient: of the share.
-            into: gets the weights.
-
-        Returns:
-            after how many of its steps each worker stops; 0 where none is to.
-
-        Raises:
-            RuntimeError: the other workers made no step within `timeout_s`.
-        """
+        """Step with a worker's gradient and give the weights; waits where it is too far ahead."""
         share = self.shares[push.place]
         with self._changed:
             self._clocks[worker] = push.clock
@@ -255,7 +211,6 @@ class Server:
             return self._stop_at
 
     def _take(self, worker: int, push: Push, gradient: torch.Tensor) -> None:
-        """Step with a gradient."""
         share = self.shares[push.place]
         self.stale[worker][share.step(worker, push, gradient)] += 1
 
@@ -298,15 +253,7 @@ class Server:
             self._changed.notify_all()
 
     def rest(self, worker: int, patience_s: float) -> list[int]:
-        """A worker has no step left: wait until that is so of all that were not dropped.
-
-        Args:
-            worker: that waits.
-            patience_s: for how long.
-
-        Returns:
-            which workers these are, the same to all; none where they do not come.
-        """
+        """A worker has no step left: wait until that is so of all that were not dropped."""
         self.leave(worker)
         with self._changed:
             before = self._meetings

@@ -35,15 +35,7 @@ _BETWEEN_S = 30 * 24 * 3600.0
 
 
 class Answers:
-    """Answers workers.
-
-    Args:
-        server: takes their gradients.
-        words: how many numbers their messages have.
-        groups: of each optimizer, how many parameter groups it has.
-        ids: of the workers, the numbers by which they were started.
-        timeout_s: how long workers wait for one another, in seconds.
-    """
+    """Answers workers."""
 
     def __init__(
         self,
@@ -74,7 +66,6 @@ class Answers:
         self._threads.clear()
 
     def _answer(self, worker: int, link: Link) -> None:
-        """Answer a worker until it ends."""
         torch.set_num_threads(1)  # a rank's own step has the cores
         result: list[float] = []
         with suppress(RuntimeError):  # it has ended: its rank, or the launcher, says so

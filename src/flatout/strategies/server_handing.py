@@ -13,9 +13,6 @@ from threading import Lock
 class Handing:
     """What the first server knows of the parts that are claimed.
 
-    Args:
-        parts: how many a step has: as many as there were workers at the start.
-
     Attributes:
         parts: as above.
     """

@@ -47,7 +47,6 @@ class Layout:
         self._bounds = list(accumulate(lengths, initial=0))
 
     def _alike(self, kinds: Sequence[Hashable]) -> list[list[int]]:
-        """Numbers of parameters of one kind; kinds of less than a slice are one."""
         sizes: Counter[Hashable] = Counter()
         for kind, parameter in zip(kinds, self.parameters, strict=True):
             sizes[kind] += parameter.numel()
@@ -58,7 +57,6 @@ class Layout:
         return list(result.values())
 
     def _cut(self, numbers: Sequence[int], servers: int) -> dict[int, list[slice]]:
-        """The pieces of some parameters, of which each server gets as much."""
         sizes = [self.parameters[number].numel() for number in numbers]
         *starts, length = accumulate(sizes, initial=0)
         bounds = [length * server // servers for server in range(servers + 1)]
@@ -161,12 +159,7 @@ def part_of_state(value: Any, whole: torch.Tensor, piece: slice) -> Any:
 def whole_state(
     whole: torch.Tensor, pieces: Sequence[tuple[slice, dict[str, Any]]]
 ) -> dict[str, Any]:
-    """A parameter's state from what the servers have of it.
-
-    Args:
-        whole: the parameter.
-        pieces: of each server that has some, which of its numbers, and their state.
-    """
+    """A parameter's state from what the servers have of it."""
     result: dict[str, Any] = {}
     for piece, state in pieces:
         for name, value in state.items():

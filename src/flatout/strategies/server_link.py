@@ -28,13 +28,6 @@ CALL = 15
 class Link:
     """One end of it.
 
-    Args:
-        pair: the channel, whose ends are made at once; that of the server is 0.
-        same_node: whether they share a node.
-        words: how many numbers a message to the server has.
-        length: of the longest share.
-        dtype: of gradients and weights.
-
     Attributes:
         up: where a gradient lies on its way to the server.
         down: where weights lie on their way back.
@@ -56,23 +49,11 @@ class Link:
             self.pair.send(data).wait()
 
     def send_last(self, words: torch.Tensor, patience_s: float) -> None:
-        """Send words to a server that may not listen any more.
-
-        Raises:
-            RuntimeError: it does not.
-        """
+        """Send words to a server that may not listen any more."""
         self.pair.send(words).wait(timedelta(seconds=patience_s))
 
     def words(self, count: int, patience_s: float | None = None) -> list[float]:
-        """Words that come.
-
-        Args:
-            count: how many.
-            patience_s: how long to wait for them; None as long as in a collective.
-
-        Raises:
-            RuntimeError: the other rank has ended, or does not send any.
-        """
+        """Words that come."""
         told = torch.zeros(count, dtype=torch.float64)
         work = self.pair.receive(told)
         work.wait(*([] if patience_s is None else [timedelta(seconds=patience_s)]))
@@ -86,7 +67,6 @@ class Link:
 
 
 def _shared(pair: Pair, size: int) -> torch.Tensor | None:
-    """Memory that both ranks see; None where one cannot open the other's files."""
     size = max(size, 1)
     file = os.memfd_create("flatout-server", os.MFD_CLOEXEC) if pair.own == 0 else -1
     try:
@@ -114,14 +94,7 @@ def _told(file: int) -> list[int]:
 
 @contextmanager
 def answering(who: str) -> Iterator[None]:
-    """Within, a server is waited for: where it fails, that is told.
-
-    Args:
-        who: it is, for people.
-
-    Raises:
-        LostRank: it has failed.
-    """
+    """Within, a server is waited for: where it fails, that is told."""
     try:
         yield
     except RuntimeError as error:

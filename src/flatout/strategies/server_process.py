@@ -53,14 +53,7 @@ _AHEAD = 2
 
 
 def serve(number: int) -> int:
-    """Serve the ranks of this job until their script has ended.
-
-    Args:
-        number: of this server.
-
-    Returns:
-        the exit code.
-    """
+    """Serve the ranks of this job until their script has ended."""
     # Ranks agree on their last step after a signal, for which they need the servers.
     stopped: list[int] = []
     for signum in not_ignored(*_STOPS):
@@ -86,7 +79,6 @@ def serve(number: int) -> int:
 
 
 def _asked(store: Any, session: int, stopped: Sequence[int]) -> tuple[int, float] | None:
-    """How many ranks want this server next, and their patience in seconds; None at the end."""
     with suppress(RuntimeError):  # the store ends with its agent, or with the first rank
         while not stopped:
             if store.check([f"session-{session}"]):
@@ -99,16 +91,7 @@ def _asked(store: Any, session: int, stopped: Sequence[int]) -> tuple[int, float
 
 
 class _Session:
-    """From the begin of a fit to its end.
-
-    Args:
-        store: of the servers.
-        session: its number.
-        number: of this server.
-        ranks: how many compute.
-        timeout_s: how long one of them may take to send what it has begun, in seconds.
-        same_node: whether they share this node.
-    """
+    """From the begin of a fit to its end."""
 
     def __init__(
         self,
@@ -138,7 +121,6 @@ class _Session:
         self._timeout_s = timeout_s
 
     def _take(self, told: dict[str, Any]) -> None:
-        """What the first rank tells of the optimizers."""
         self._told, self._words, self._dtype = told, told["words"], told["dtype"]
         self._clip_value = told.get("clip_value")
         self._shares: list[Share] = []
@@ -158,7 +140,6 @@ class _Session:
 
     @property
     def _waits(self) -> bool:
-        """Whether a step is of the gradients of all ranks."""
         return "staleness" not in self._told
 
     def _length_on_links(self, same_node: bool) -> int:
@@ -168,18 +149,12 @@ class _Session:
         return sum(len(sums) for sums in self._sums) if same_node else 0
 
     def run(self) -> None:
-        """Serve until the fit has ended.
-
-        Raises:
-            RuntimeError: a rank has ended, or they do not say the same.
-        """
         if self._waits:
             self._run_together()
         else:
             self._run_apart()
 
     def _run_apart(self) -> None:
-        """Answer each rank by itself."""
         told, ranks = self._told, len(self._links)
         spare, bound = told["spare"], told["staleness"]
         makes, own = (SpareServer, spare) if spare else (Server, bound)
@@ -192,11 +167,6 @@ class _Session:
 
     @torch.no_grad()
     def _run_together(self) -> None:
-        """Do what the first rank says, until it says that this is the end.
-
-        Raises:
-            RuntimeError: a rank has ended, or they do not say the same.
-        """
         first = self._links[0]
         while True:
             kind, at, factor, *told = first.words(self._words, _BETWEEN_S)
@@ -255,7 +225,6 @@ class _Session:
             yield chunk
 
     def _begin(self, number: int, chunk: slice) -> list[tuple[torch.Tensor, Any]]:
-        """Each rank's gradients of a chunk, and what to wait for until they are there."""
         result: list[tuple[torch.Tensor, Any]] = []
         for link in self._links:
             if link.is_shared:
@@ -276,7 +245,6 @@ class _Session:
             link.send(answer)
 
     def _step(self, number: int, factor: float, told: Sequence[float]) -> None:
-        """Step with the gradients that were added up."""
         sums, share = self._sums[number], self._shares[number]
         if factor != 1.0:
             sums.mul_(factor)
@@ -311,7 +279,6 @@ class _Session:
         return gradient if limit is None else gradient.clamp_(-limit, limit)
 
     def _send(self, number: int, chunk: slice) -> list[Any]:
-        """Begin to send weights to all ranks."""
         weights, result = self._shares[number].values[chunk], []
         for link in self._links:
             if link.is_shared:

@@ -17,12 +17,7 @@ _NAME = "world.strategy=parameter_server"
 def check_served(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], servers: int, ranks: int
 ) -> None:
-    """Refuse models and optimizers whose weights cannot be shared out among servers.
-
-    Raises:
-        ModelError: naming what, and what to do instead.
-        WorldError: there are more servers than ranks, or than numbers to step.
-    """
+    """Refuse models and optimizers whose weights cannot be shared out among servers."""
     check_one_device(_NAME, dict(model.named_parameters()))
     names = {parameter: name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
@@ -65,11 +60,7 @@ def check_served(
 
 
 def check_spare(spare: int, servers: int, ranks: int) -> None:
-    """Refuse spare workers where they cannot be told.
-
-    Raises:
-        WorldError: servers might find others late, or no worker is left to wait for.
-    """
+    """Refuse spare workers where they cannot be told."""
     if spare and servers > 1:
         raise WorldError(
             f"world.spare_workers={spare} with world.servers={servers}: each server might find "
@@ -84,11 +75,7 @@ def check_spare(spare: int, servers: int, ranks: int) -> None:
 
 
 def check_known(parameters: Iterable[torch.Tensor], shared_out: set[torch.Tensor]) -> None:
-    """Refuse parameters that an optimizer was given after its weights were shared out.
-
-    Raises:
-        ModelError: there are some.
-    """
+    """Refuse parameters that an optimizer was given after its weights were shared out."""
     if not shared_out.issuperset(parameters):
         raise ModelError(
             f"{_NAME} shares out what the optimizers train before the first step, and parameters "

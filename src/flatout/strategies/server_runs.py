@@ -36,19 +36,11 @@ class _Run(NamedTuple):
 
     @property
     def is_part(self) -> bool:
-        """Whether it is a part as it is."""
         return self.pieces[0] is self.parts[0]
 
 
 class Runs:
-    """The parts of a share, as its optimizer steps them.
-
-    Args:
-        optimizer: has them in its parameter groups, in their order.
-        parts: end to end in `values`; some may be empty.
-        values: the weights of the share.
-        most: how many numbers are stepped as one tensor at most; None for as many as are fast.
-    """
+    """The parts of a share, as its optimizer steps them."""
 
     def __init__(
         self,
@@ -68,12 +60,7 @@ class Runs:
         self._changes = 0
 
     def step(self, used: list[bool], gradient: torch.Tensor) -> None:
-        """Step the parts that have a gradient.
-
-        Args:
-            used: whether a part has one.
-            gradient: of the share.
-        """
+        """Step the parts that have a gradient."""
         self._prepare(used)
         for run in self._runs:
             for piece, place in zip(run.pieces, run.places, strict=True):
@@ -144,7 +131,6 @@ class Runs:
             self._runs += joined
 
     def _goes_on(self, before: nn.Parameter, part: nn.Parameter) -> bool:
-        """Whether a part lies behind another one, and both were stepped as often."""
         state = self._optimizer.state
         is_next = self._start_of[part] == self._start_of[before] + len(before)
         return is_next and _scalars(state.get(before)) == _scalars(state.get(part))
@@ -160,12 +146,10 @@ class Runs:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether of a state a number belongs to each weight."""
     return torch.is_tensor(value) and value.dim() > 0
 
 
 def _scalars(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What is the same for all weights of a part; "" stands for the rest."""
     if not state:
         return None
     return {

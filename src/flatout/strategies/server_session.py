@@ -24,20 +24,7 @@ def open_session(
     length: Callable[[int], int],
     dtype: torch.dtype,
 ) -> list[Link]:
-    """The links to all servers, where this rank has some; all ranks call it.
-
-    Args:
-        world: of this rank.
-        there: the servers.
-        told: what a server has to know, of its number; the first rank tells it.
-        ranks: which have links, the first one among them.
-        words: how many numbers a message to a server has.
-        length: how many numbers gradients or weights on a link have, of the number of its server.
-        dtype: of these.
-
-    Raises:
-        LostRank: a server does not come.
-    """
+    """The links to all servers, where this rank has some; all ranks call it."""
     store = servers.open_store(world.timeout_s)
     number = int(store.add("sessions", 1)) if world.is_first else 0
     number = world.from_first(number, "number of the servers' session")
@@ -88,11 +75,6 @@ def parts_told(world: World, links: Sequence[Link], group: Group | None) -> list
 
     Of several ranks each gets a part from every server, before they gather all: so no link carries
     it more than twice.
-
-    Args:
-        world: of this rank.
-        links: to the servers; none on a rank that gets nothing.
-        group: the ranks that get a part; None where the first one alone gets all.
     """
     by, own = (1, 0) if group is None else (len(group.ranks), group.own)
     with world.within(world.begun(None, "the servers' states")):
@@ -108,7 +90,6 @@ def parts_told(world: World, links: Sequence[Link], group: Group | None) -> list
 
 
 def _receive(links: Sequence[Link], into: Sequence[torch.Tensor]) -> None:
-    """What comes from each server, all at once."""
     works = [
         (server, link.pair.receive(item))
         for server, (link, item) in enumerate(zip(links, into, strict=True))

@@ -17,9 +17,6 @@ from flatout.strategies.server import Push, Server, Share
 class _Step:
     """What has come of the next step of an optimizer's share.
 
-    Args:
-        share: of a server.
-
     Attributes:
         came: how many gradients.
     """
@@ -29,14 +26,12 @@ class _Step:
         self.forget()
 
     def forget(self) -> None:
-        """Begin the next one."""
         self.came = 0
         self._weight = 0.0
         self._used: list[bool] = []
         self._sum.zero_()
 
     def add(self, worker: int, push: Push, gradient: torch.Tensor) -> None:
-        """A gradient of the mean loss over a worker's samples."""
         self.came += 1
         self._weight += push.weight
         self._used = [a or b for a, b in zip(self._used or push.used, push.used, strict=True)]
@@ -44,7 +39,6 @@ class _Step:
         self._latest = worker, push
 
     def make(self, share: Share) -> None:
-        """Step with the mean over the samples of all that came."""
         worker, push = self._latest
         share.step(worker, push._replace(used=self._used), self._sum.div_(self._weight))
         self.forget()
@@ -52,12 +46,6 @@ class _Step:
 
 class SpareServer(Server):
     """Steps with the mean gradient of all workers but the slowest.
-
-    Args:
-        shares: of each of the job's optimizers.
-        workers: how many there are.
-        spare: how many of them no step waits for.
-        timeout_s: seconds for which a worker may wait for steps of other workers.
 
     Attributes:
         late: of each worker, how many of its gradients were dropped.

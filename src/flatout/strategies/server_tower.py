@@ -20,11 +20,6 @@ _AT_ONCE = 1 << 20
 class Tower:
     """The ranks of this host.
 
-    Args:
-        world: of this rank.
-        mailbox: of the ranks of its host, in their order; the first one leads. None of one alone.
-        is_leader: whether that is this rank.
-
     Attributes:
         is_leader: as above.
     """
@@ -40,25 +35,14 @@ class Tower:
                 add_in_order(list(box), part)
 
     def share(self, parts: Sequence[torch.Tensor], what: str) -> None:
-        """Tensors become those of the leader.
-
-        Args:
-            parts: of the same shapes on every rank of the host.
-            what: they are.
-        """
+        """Tensors become those of the leader."""
         boxes = self._met(parts, what)
         if not self.is_leader:
             for box, part in zip(boxes[0], parts, strict=True):
                 part.copy_(box)
 
     def hand_out(self, parts: Sequence[torch.Tensor], count: int, what: str) -> list[torch.Tensor]:
-        """The leader's bytes, on every rank of the host.
-
-        Args:
-            parts: uint8 of any lengths; of the leader alone.
-            count: of these.
-            what: they are.
-        """
+        """The leader's bytes, on every rank of the host."""
         lengths = torch.tensor([len(part) for part in parts] or [0] * count)
         self.share([lengths], what)
         result = list(parts) if self.is_leader else []
@@ -70,10 +54,6 @@ class Tower:
         return result
 
     def _met(self, parts: Sequence[torch.Tensor], what: str) -> list[list[torch.Tensor]]:
-        """What each rank has laid there, to be read before the next call; of one alone nothing.
-
-        It counts all the same as a collective, which all ranks of the job have as many of.
-        """
         later = self._world.begun(None, what)
         if self._mailbox is None:
             return []

@@ -50,14 +50,7 @@ class Way(NamedTuple):
 
 
 def way_of(layout: Layout, server: int, up: torch.Tensor, down: torch.Tensor) -> Way:
-    """The way to a server.
-
-    Args:
-        layout: of the optimizer's parameters.
-        server: its number.
-        up: memory for the gradients of its share, on the CPU.
-        down: and for its weights.
-    """
+    """The way to a server."""
     device = layout.parameters[0].device
     # To and from a GPU in one piece.
     up_here, down_here = up.to(device), down.to(device)

@@ -166,7 +166,6 @@ class ServersApart(Strategy):
                 ways.append(way)
 
     def _told(self, server: int) -> dict[str, Any]:
-        """What a server has to know."""
         return {
             "optimizers": optimizers_told(self._optimizers, self._layouts, server),
             "words": self._words,
@@ -242,7 +241,6 @@ class ServersApart(Strategy):
                 way.put(gradients)
 
     def _are_small(self) -> bool:
-        """Whether the sum of all ranks' gradients is finite if those of others are as small."""
         ways = [way for place in self._turn for way in self._ways[place] if len(way.up)]
         most = torch.finfo(ways[0].up.dtype).max / _ROOM / self._world.size
         return all(float(torch.linalg.vector_norm(way.up, torch.inf)) <= most for way in ways)
@@ -263,7 +261,6 @@ class ServersApart(Strategy):
 
     @torch.no_grad()
     def _step(self, place: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """In place of an optimizer's own step: the servers make it."""
         if self._is_bad:
             return
         rates = [rate for group in optimizer.param_groups for rate in rates_of(group)]
@@ -299,7 +296,6 @@ class ServersApart(Strategy):
                             link.words(1)
 
     def _begun(self, place: int, kind: int) -> list[tuple[int, Any]]:
-        """Gradients and weights on their way by network, a chunk to each server in turn."""
         result: list[tuple[int, Any]] = []
         if not self._links:
             return result
@@ -317,7 +313,6 @@ class ServersApart(Strategy):
         return result
 
     def _answers_begun(self) -> list[tuple[int, Any]]:
-        """What the servers measure, on its way."""
         result: list[tuple[int, Any]] = []
         for server, link in enumerate(self._links):
             self._answers.append(torch.zeros(2, dtype=torch.float64))

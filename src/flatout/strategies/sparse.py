@@ -40,12 +40,6 @@ def sum_rows(world: World, tables: Sequence[torch.Tensor]) -> int:
 
     How many rows each rank has goes first, then the rows of all tables together. Where a rank's
     gradient is dense, since something has read the table whole, it is so on all of them.
-
-    Returns:
-        bytes of rows that this rank had for the others.
-
-    Raises:
-        ModelError: a gradient is sparse in another way than by rows.
     """
     own = [_rows_of(table) for table in tables]
     # Of a gradient that is there but has no rows, the optimizer still takes note.
@@ -76,14 +70,7 @@ def _sum_by_rows(
     own: Sequence[torch.Tensor | None],
     counts: Sequence[Sequence[int]],
 ) -> None:
-    """Make gradients those of all ranks.
-
-    Args:
-        world: of this rank.
-        tables: whose.
-        own: this rank's, with every row once; None where there is none.
-        counts: by rank and table, how many rows it has.
-    """
+    """Make gradients those of all ranks."""
     sizes = [sum(map(_bytes, tables, of_rank)) for of_rank in counts]
     message = torch.zeros(max(sizes), dtype=torch.uint8, device=tables[0].device)
     at = 0
@@ -101,14 +88,6 @@ def sum_own_rows(world: World, tables: Sequence[torch.Tensor], shards: RowShards
 
     Where no rank has one, there is none. The rows of all tables go together. Of rows that a rank
     has asked for, their owners know which these are.
-
-    Args:
-        world: of this rank.
-        tables: that are sharded.
-        shards: tells who owns which row.
-
-    Returns:
-        bytes that this rank had for the others.
     """
     counts: list[int] = []
     parts: list[list[torch.Tensor]] = [[] for _ in range(world.size)]
@@ -138,7 +117,6 @@ def sum_own_rows(world: World, tables: Sequence[torch.Tensor], shards: RowShards
 
 
 def _for_owners(table: torch.Tensor, shards: RowShards) -> list[tuple[int, list[torch.Tensor]]]:
-    """How many rows a gradient has for each owner, and what it is to have: ids, then values."""
     rows = _rows_of(table)
     if rows is None:
         return [(_NONE, [])] * shards.world.size
@@ -160,15 +138,7 @@ def _set_own(
     ids: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
 ) -> None:
-    """Make a table's gradient that of all ranks.
-
-    Args:
-        table: that is sharded.
-        shards: tells who owns which row.
-        counts: by rank, how many rows have come; _NONE where it has no gradient.
-        ids: by rank, int64, where the rows lie here.
-        values: of them, by rank.
-    """
+    """Make a table's gradient that of all ranks."""
     if all(count == _NONE for count in counts):
         table.grad = None
         return
@@ -188,7 +158,6 @@ def _set_own(
 def _view(
     message: torch.Tensor, at: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, int]:
-    """Numbers of a message from a byte on, and where the next begin."""
     shape = (max(shape[0], 0), *shape[1:])
     size = math.prod(shape) * dtype.itemsize
     return message[at : at + size].view(dtype).view(shape), at + to_eight(size)
@@ -199,13 +168,7 @@ def _set_gradients(
     messages: Sequence[torch.Tensor],
     counts: Sequence[Sequence[int]],
 ) -> None:
-    """Make the gradient of each table that of its rows in all messages.
-
-    Args:
-        tables: that the messages are of, in their order.
-        messages: of the ranks; none where no rank has rows.
-        counts: by rank and table, how many rows; -1 where a rank has no gradient.
-    """
+    """Make the gradient of each table that of its rows in all messages."""
     starts = [0] * len(counts)
     for place, table in enumerate(tables):
         parts = []
@@ -217,7 +180,6 @@ def _set_gradients(
 
 
 def _bytes(table: torch.Tensor, rows: int) -> int:
-    """What so many rows take in a message, each part of it a multiple of 8."""
     values = math.prod((max(rows, 0), *table.shape[1:])) * table.element_size()
     return max(rows, 0) * _ID_BYTES + to_eight(values)
 
@@ -225,7 +187,6 @@ def _bytes(table: torch.Tensor, rows: int) -> int:
 def _parts(
     message: torch.Tensor, at: int, table: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Where a message has the places and the values of so many rows, and where the next begin."""
     rows = max(rows, 0)
     middle = at + rows * _ID_BYTES
     shape = (rows, *table.shape[1:])
@@ -238,7 +199,6 @@ def _parts(
 def _put_together(
     table: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
-    """The rows of all ranks, each row once."""
     places = (
         torch.cat([item for item, _ in parts])
         if parts

@@ -24,17 +24,11 @@ Stage = tuple[int, int]
 class Chain:
     """The calls of a model's forward, in order.
 
-    Args:
-        model: its forward is looked at once.
-
     Attributes:
         model: the same.
         graph: of the whole forward.
         inputs: what the forward is given, in order.
         calls: of layers and functions.
-
-    Raises:
-        ModelError: the forward is no straight line.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,7 +51,6 @@ class Chain:
         self._last = self._last_uses()
 
     def _put(self, graph: fx.Graph, prefix: str, known: dict[fx.Node, Any]) -> Any:
-        """Copy a graph behind what is there; returns what it gives."""
         for node in graph.nodes:
             if node.op == "output":
                 return map_arg(node.args[0], known.__getitem__)
@@ -76,7 +69,6 @@ class Chain:
         raise AssertionError("a graph without an output")
 
     def _within(self, path: str, node: fx.Node) -> fx.Graph | None:
-        """The graph of a module that is looked into; None for all other calls."""
         if node.op != "call_module" or node.kwargs:
             return None
         module = self.model.get_submodule(path)
@@ -91,7 +83,6 @@ class Chain:
         return traced.graph
 
     def _last_uses(self) -> dict[fx.Node, int]:
-        """The place of the last call that reads each value; the output's is behind all."""
         last: dict[fx.Node, int] = {}
         for place, call in enumerate(self.calls):
             last.update(dict.fromkeys(call.all_input_nodes, place))
@@ -104,11 +95,7 @@ class Chain:
         return list(result)
 
     def check_constants(self) -> None:
-        """Refuse to go on where an attribute of a module is another one than the graph has.
-
-        Raises:
-            ModelError: naming it.
-        """
+        """Refuse to go on where an attribute of a module is another one than the graph has."""
         for module, constants in self._constants:
             for name, value in constants.items():
                 if vars(module).get(name) != value:

@@ -26,10 +26,6 @@ _MOST_BUCKETS = 1 << 20
 class Copies:
     """The ranks of a job as copies of a model in stages; all ranks make it.
 
-    Args:
-        world: of this rank.
-        stages: of the model; the ranks are a multiple of it.
-
     Attributes:
         stages, count: how many stages, and how many copies of each.
         stage, number: which stage and copy are this rank's, from 0. The first copy's ranks have
@@ -76,12 +72,7 @@ class Copies:
 
     @torch.no_grad()
     def sum_gradients(self, turn: int, parameters: Tensors) -> None:
-        """Make gradients the sums of those of all copies; None stays where no copy has one.
-
-        Args:
-            turn: which of the job's optimizers step, from 1.
-            parameters: what they train of this stage, in the same order on all its ranks.
-        """
+        """Make gradients the sums of those of all copies; None stays where no copy has one."""
         # One collective of all ranks, however much a stage has to send.
         with self._world.within(self._world.begun(None, "sum of each stage's gradients")):
             buckets = self._buckets_of(turn, [p for p in parameters if p.requires_grad])
@@ -144,7 +135,6 @@ class Copies:
 
 
 def _give_out(bucket: Bucket) -> None:
-    """Sums become the gradients, of what any copy has used."""
     used = bucket.more.tolist()
     for parameter, view, use in zip(bucket.parameters, bucket.views, used, strict=True):
         parameter.grad = view if use else None

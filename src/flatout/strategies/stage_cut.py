@@ -71,7 +71,6 @@ class _Timed(fx.Interpreter):
         self.torn: set[int] = set()
 
     def run_node(self, n: fx.Node) -> Any:
-        """One call, and its backward."""
         if not n.op.startswith("call"):
             result = super().run_node(n)
         else:
@@ -122,17 +121,7 @@ def _leaf(value: Any) -> Any:
 
 
 def cut(chain: Chain, measured: LayerTimes, stages: int, ns_per_byte: float) -> Cut:
-    """Where the slowest stage takes least, what it sends and gets included.
-
-    Args:
-        chain: the forward.
-        measured: of a micro-batch.
-        stages: how many.
-        ns_per_byte: between two ranks.
-
-    Raises:
-        ModelError: there are not as many places, or only within what reads one weight.
-    """
+    """Where the slowest stage takes least, what it sends and gets included."""
     calls = len(chain.calls)
     sent = {
         place: [measured.sizes.get(value) for value in chain.crossing(place)]
@@ -154,14 +143,12 @@ def cut(chain: Chain, measured: LayerTimes, stages: int, ns_per_byte: float) -> 
 
 
 def _too_large(shares: Sequence[float], stages: int) -> tuple[int, float] | None:
-    """The call that takes most, where that is far more than a stage's share, and what it takes."""
     largest = max(range(len(shares)), key=shares.__getitem__)
     is_so = shares[largest] * stages > _TOO_LARGE
     return (largest, shares[largest]) if is_so else None
 
 
 def _untied(chain: Chain, crossing: Mapping[int, int], stages: int) -> dict[int, int]:
-    """Without the places between two readers of one weight."""
     spans = list(chain.spans())
     result = {
         place: size
@@ -187,7 +174,6 @@ def _untied(chain: Chain, crossing: Mapping[int, int], stages: int) -> dict[int,
 
 
 def _best(until: Sequence[int], ways: Mapping[int, float], stages: int) -> list[int]:
-    """The places of least largest cost; of equal ones the first."""
     calls = len(until) - 1
     places = [0, *sorted(ways), calls]
 

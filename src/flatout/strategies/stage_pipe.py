@@ -81,18 +81,7 @@ class Clock:
 
 
 class OwnStage(PipelineStage):
-    """A stage whose micro-batches may be of different sizes.
-
-    Args:
-        module: what it computes.
-        place: of the stage, from 0.
-        places: how many stages there are.
-        group: of the ranks, which have the stages in turn.
-        given: what each micro-batch gets from the stage before; of the first stage, its inputs.
-        gives: what it gives.
-        clock: notes what it takes.
-        within: around each forward.
-    """
+    """A stage whose micro-batches may be of different sizes."""
 
     def __init__(
         self,
@@ -129,11 +118,7 @@ class OwnStage(PipelineStage):
                 _make_room(infos, self._gives[chunk])
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Return the operations that send outputs to the next stage.
-
-        Raises:
-            Failed: an output has another shape or dtype than the next stage's rank waits for.
-        """
+        """Return the operations that send outputs to the next stage."""
         sent, expected = self.fwd_cache[fwd_chunk_id][0], self._gives[fwd_chunk_id]
         for value, shape in zip(sent, expected, strict=True):
             if (tuple(value.shape), value.dtype) != shape[:2]:
@@ -181,16 +166,7 @@ def _as_sent(gradient: torch.Tensor | None, shape: Shape) -> torch.Tensor | None
 
 
 class ScheduleRun:
-    """A schedule for batches of one form.
-
-    Args:
-        world: of this rank.
-        stages: of this rank.
-        micro_batches: into how many a batch is split.
-        schedule: "gpipe" or "1f1b", the first where micro-batches are fewer than stages; or
-            "interleaved".
-        trains: whether there is a backward.
-    """
+    """A schedule for batches of one form."""
 
     def __init__(
         self,
@@ -223,13 +199,7 @@ class ScheduleRun:
             return self._loss(output, int(number))
 
     def __call__(self, inputs: Sequence[torch.Tensor], loss: Loss | None, what: str) -> Any:
-        """Run it; returns the output of an evaluation, on the last rank.
-
-        Args:
-            inputs: of the whole batch.
-            loss: of the last rank's outputs; None in an evaluation.
-            what: it is for, where it hangs.
-        """
+        """Run it; returns the output of an evaluation, on the last rank."""
         self._loss = loss
         first, last = self._stages[0], self._stages[-1]
         args = tuple(inputs) if first.is_first else ()

@@ -40,11 +40,7 @@ def shape_of(tensor: torch.Tensor) -> Shape:
 
 
 def shapes(stages: Sequence[fx.GraphModule], inputs: Sequence[Shape]) -> list[list[Shape]]:
-    """What each stage gives for inputs, with gradients where they are on.
-
-    Raises:
-        ModelError: the form of what crosses depends on values.
-    """
+    """What each stage gives for inputs, with gradients where they are on."""
     result: list[list[Shape]] = []
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
         given = [item.like("cpu") for item in inputs]
@@ -97,7 +93,6 @@ def no_fast_attention() -> Iterator[None]:
 
 @contextmanager
 def _unwatched(stage: nn.Module) -> Iterator[None]:
-    """Hide tensors without values from hooks on layers and functions."""
     names = ("_forward_hooks", "_forward_pre_hooks")
     kept = [(module, {name: vars(module)[name] for name in names}) for module in stage.modules()]
     for module, _ in kept:
@@ -111,6 +106,5 @@ def _unwatched(stage: nn.Module) -> Iterator[None]:
 
 
 def _weights(stage: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, of which some other rank may have the memory."""
     named = (*stage.named_parameters(), *stage.named_buffers())
     return {name: shape_of(tensor).like("cpu") for name, tensor in named}

@@ -77,22 +77,8 @@ class _Taken(BaseException):
 class Staged(Strategy):
     """Lays the layers of a model over the ranks.
 
-    Args:
-        world: of this rank.
-        model: of this rank; the same on all. Until `begin` it stays as it is.
-        optimizers: what trains it.
-        first: forward and loss, and the first batch.
-        asked: the settings.
-        say: gets what the user should know of the cut.
-        within: around each forward, such as autocast.
-
     Attributes:
         shares: of the parts that the model is cut into, of the time of all; after `begin`.
-
-    Raises:
-        ModelError: the model cannot be cut, or the optimizers cannot step parts of it; what, and
-            what to do instead.
-        WorldError: the ranks' models are not the same.
     """
 
     meets_in_compute = takes_whole_batches = True
@@ -162,7 +148,6 @@ class Staged(Strategy):
             self._warn_of_one_layer(*too_large)
 
     def _warn_of_one_layer(self, call: int, share: float) -> None:
-        """Say that a layer, which cannot be cut, is larger than a stage should be."""
         self._say(
             f"layer {self._chain.words((call, call + 1))} takes {share:.0%} of the time and is in "
             f"one stage, so a step in {self._parts} stages takes at least that: write it as "
@@ -170,7 +155,6 @@ class Staged(Strategy):
         )
 
     def _words(self, spans: Sequence[Stage]) -> str:
-        """What is on the ranks, such as "staged: a | b (41% | 59% of the time), ..."."""
         count, idle = self._count(self._own_size), self._copies.stages - 1
         names = " | ".join(map(self._chain.words, spans))
         shares = " | ".join(f"{share:.0%}" for share in self.shares)
@@ -182,11 +166,9 @@ class Staged(Strategy):
 
     @property
     def _own_size(self) -> int:
-        """How many samples of the first batch a copy has at most."""
         return -(-self._size // self._copies.count)
 
     def _rate(self) -> float:
-        """What a byte takes from one rank to another, in ns."""
         probe, best = torch.zeros(_PROBE), float("inf")
         for _ in range(_PROBES):
             start = clock()
@@ -214,7 +196,6 @@ class Staged(Strategy):
     def _check_same(
         self, cut: Cut, piece: list[torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> None:
-        """See that stage behind stage gives what the model gives, bit for bit."""
         chain, outputs = self._chain, []
         for staged in (False, True):
             self._put_back(buffers)
@@ -238,7 +219,6 @@ class Staged(Strategy):
             ) from error
 
     def _find_owners(self, spans: Sequence[Stage]) -> None:
-        """The stage of each weight: the one that reads it, or the first where none does."""
         readers = {
             id(tensor): part % self._copies.stages
             for part, span in enumerate(spans)
@@ -254,10 +234,6 @@ class Staged(Strategy):
         self._orders = [[list(g["params"]) for g in o.param_groups] for o in self._optimizers]
 
     def _move_states(self) -> None:
-        """Give each rank what optimizers know of its parameters, and only that.
-
-        An earlier fit may have been cut elsewhere.
-        """
         for optimizer, order in zip(self._optimizers, self._orders, strict=True):
             parameters = [p for group in order for p in group]
             have = self._world.gather(
@@ -276,7 +252,6 @@ class Staged(Strategy):
                     optimizer.state.pop(parameter, None)
 
     def _keep_own(self) -> None:
-        """Leave optimizers and model the parameters of this rank, and others no memory."""
         own_stage, owner_of = self._copies.stage, self._owner_of
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -297,14 +272,12 @@ class Staged(Strategy):
     # -- a batch through the stages ------------------------------------------------------------
 
     def _count(self, samples: int) -> int:
-        """Into how many micro-batches a copy's samples of a batch are split."""
         count = micro_batches(self.micro_batches, self._copies.stages, samples, self._least)
         if self._rounds > 1 and count > self._copies.stages:  # its rounds are of equal length
             count -= count % self._copies.stages
         return count
 
     def _inputs(self, compute: Compute, batch: Batch) -> list[torch.Tensor]:
-        """What forward and loss of a batch give the model, in the order of its forward."""
         model, before = self._model, vars(self._model).get("forward")
 
         def take(*args: Any, **kwargs: Any) -> Any:
@@ -341,7 +314,6 @@ class Staged(Strategy):
     def _run(
         self, inputs: list[torch.Tensor], within: Within, *, trains: bool
     ) -> tuple[ScheduleRun, list[Shape]]:
-        """The schedule for inputs of this form, and what the model gives for all of them."""
         training = tuple(p.requires_grad for p in self._model.parameters()) if trains else ()
         modes = tuple(module.training for module in self._model.modules())
         with within():
@@ -381,19 +353,13 @@ class Staged(Strategy):
         return ScheduleRun(self._world, stages, count, self._asked.schedule, trains=trains), whole
 
     def _crossing(self, inputs: Sequence[Shape], rows: int) -> list[list[Shape]]:
-        """What each stage is given for so many rows, and last what the model gives."""
         given = [item._replace(size=(rows, *item.size[1:])) for item in inputs]
         return [given, *shapes(self._stages, given)]
 
     def pass_on(
         self, compute: Compute, batch: Batch, loss: Callable[[Batch], torch.Tensor]
     ) -> tuple[int, int]:
-        """Forward and backward of a batch; the last rank calls the loss.
-
-        Raises:
-            ModelError: a plain attribute of the model has changed, or the loss calls the model
-                in another way than once.
-        """
+        """Forward and backward of a batch; the last rank calls the loss."""
         self._chain.check_constants()
         clock, copies, what = self._clock, self._copies, "micro-batches of a step"
         clock.forward = clock.backward = 0
@@ -423,7 +389,6 @@ class Staged(Strategy):
         return clock.forward, clock.backward
 
     def _forward(self, _: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward: of a step's micro-batch, or of a batch that all ranks evaluate."""
         if self._output is not None:
             if not self._output:
                 raise ModelError(
@@ -443,7 +408,6 @@ class Staged(Strategy):
         return self._chain.put_together(values)
 
     def _evaluated(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What the last stage gives for a batch, on every rank."""
         copies, what = self._copies, "micro-batches of an evaluation"
         shares = copies.shares(len(inputs[0]))
         first, stop = shares[copies.number]
@@ -469,23 +433,17 @@ class Staged(Strategy):
         return [item[0] if len(item) == 1 else torch.cat(item) for item in zip(*parts, strict=True)]
 
     def _pass_by(self, what: str) -> None:
-        """Other copies have samples where this one has none: count it like them."""
         with self._world.within(self._world.begun(None, what)):
             pass
 
     def _room_for(self, inputs: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
-        """Tensors for what the model gives for so many rows."""
         _, gives = self._run([value[:rows] for value in inputs], nullcontext, trains=False)
         return [item.like("cpu") for item in gives]
 
     # -- around a step -----------------------------------------------------------------------
 
     def before_step(self, turn: int, parameters: Tensors) -> None:
-        """A step begins.
-
-        Raises:
-            ModelError: an optimizer was given parameters since.
-        """
+        """A step begins."""
         self._turn = turn
         if parameters is not self._seen:
             if not self._owner_of.keys() >= set(parameters):
@@ -524,7 +482,6 @@ class Staged(Strategy):
         return {name: result[id(value)] for name, value in state.items()}
 
     def _fetched(self, value: torch.Tensor, owner: int, *, kept: bool) -> torch.Tensor:
-        """A tensor of another rank, in its own memory here; all ranks call it."""
         is_mine = owner == self._world.rank
         result = (
             value.detach().contiguous() if is_mine else torch.empty(value.shape, dtype=value.dtype)
@@ -565,7 +522,6 @@ class Staged(Strategy):
         return {**state, "state": states, "param_groups": groups}
 
     def _order_of(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
-        """An optimizer's parameters by group, those of other ranks too."""
         return next(
             o for item, o in zip(self._optimizers, self._orders, strict=True) if item is optimizer
         )
@@ -599,10 +555,6 @@ class Staged(Strategy):
 def _check_rows(
     outputs: Sequence[torch.Tensor], gives: Sequence[Shape], rows: int, *, is_all: bool
 ) -> None:
-    """Whether what came in parts is what the model gives for all at once.
-
-    Where other copies have the rest, what they give is to be put behind it.
-    """
     for value, shape in zip(outputs, gives, strict=True):
         if value.dtype != shape.dtype:
             raise unlike_form(shape_of(value), shape)

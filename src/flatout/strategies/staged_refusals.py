@@ -20,15 +20,7 @@ _DDP = "train with world.strategy=ddp"
 
 
 def check_stage_count(stages: int, ranks: int) -> None:
-    """Refuse stages that ranks cannot have in whole copies.
-
-    Args:
-        stages: that are asked for; 0 for one on each rank.
-        ranks: of the job.
-
-    Raises:
-        RecipeError: saying which numbers there are.
-    """
+    """Refuse stages that ranks cannot have in whole copies."""
     if stages == 0 or (stages > 1 and ranks % stages == 0):
         return
     may = [number for number in range(2, ranks + 1) if ranks % number == 0]
@@ -47,16 +39,7 @@ def check_stage_count(stages: int, ranks: int) -> None:
 def check_stages(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, per_micro_batch: bool
 ) -> None:
-    """Refuse models and optimizers that cannot be laid out.
-
-    Args:
-        model: to be cut.
-        optimizers: that train it.
-        per_micro_batch: whether layers may take statistics over a micro-batch.
-
-    Raises:
-        ModelError: naming what, and what to do instead.
-    """
+    """Refuse models and optimizers that cannot be laid out."""
     if not calls_hooks(model):
         raise ModelError(
             "world.strategy=staged cuts the forward of torch modules, and this is Keras'", do=_DDP
@@ -89,12 +72,7 @@ def check_stages(
 
 
 def too_few_samples(rows: int, copies: int) -> DataError:
-    """Return the error for a batch that leaves one sample for the statistics of a layer.
-
-    Args:
-        rows: of the batch.
-        copies: of the model, which share the batch.
-    """
+    """Return the error for a batch that leaves one sample for the statistics of a layer."""
     share = f", which {copies} copies of the model share," if copies > 1 else ""
     return DataError(
         f"a batch of {rows}{share} leaves one sample for BatchNorm, which needs at least two",

@@ -145,10 +145,6 @@ class _Normalized(torch.autograd.Function):
 def _over_all(
     world: World, mean: torch.Tensor, variance: torch.Tensor, count: float
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Mean, variance and count of all ranks' parts, from those of each.
-
-    A count below 0 is of filling, which counts only where there is nothing else.
-    """
     channels = len(mean)
     table = torch.zeros(world.size, 2 * channels + 1, dtype=torch.float64, device=mean.device)
     table[world.rank, :channels] = mean
@@ -165,5 +161,4 @@ def _over_all(
 
 @torch.no_grad()
 def _spread(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Of each channel, in a shape to be combined with `like`."""
     return values.view(1, -1, *[1] * (like.dim() - 2))

@@ -169,7 +169,6 @@ def _is_in_code(word: bytes, job: Job) -> bool:
 
 
 def _script(asked: JobOptions, root: Path) -> str:
-    """Relative to the code, with slashes; a module's name stays."""
     if asked.is_module or asked.script == "flatout":
         if asked.is_module and file_of(asked.script, is_module=True) is None:
             raise SubmitError(
@@ -190,19 +189,16 @@ def _script(asked: JobOptions, root: Path) -> str:
 
 
 def _free(name: str, base: Path) -> str:
-    """A name whose folder is not there yet: a second job of the same minute gets a number."""
     names = [name, *(f"{name}-{count}" for count in range(2, 1000))]
     return next((name for name in names if not os.path.exists(base / name)), name)
 
 
 def _measured_threads(recipe: Recipe | ResolvedRecipe | None) -> int | None:
-    """Of each rank, where the Recipe says."""
     result = None if recipe is None else recipe.process.threads
     return result if isinstance(result, int) else None
 
 
 def _gpus(recipe: Recipe | ResolvedRecipe | None, devices: int | None) -> int:
-    """One for each rank, where the Recipe or this machine has any."""
     asked = "auto" if recipe is None else recipe.world.device
     is_on_gpu = bool(fingerprint().gpus) if asked == "auto" else asked.startswith("cuda")
     if is_on_gpu and devices is None:
@@ -235,11 +231,7 @@ def _environment(given: tuple[str, ...]) -> Mapping[str, str]:
 
 
 def pairs(given: tuple[str, ...], option: str) -> dict[str, str]:
-    """NAME=VALUE, each at most once.
-
-    Raises:
-        SubmitError: it is no pair, or a name comes twice.
-    """
+    """NAME=VALUE, each at most once."""
     result: dict[str, str] = {}
     for item in given:
         name, sign, value = item.partition("=")
@@ -252,11 +244,7 @@ def pairs(given: tuple[str, ...], option: str) -> dict[str, str]:
 
 
 def seconds(text: str) -> int:
-    """A time in seconds: "2h", "1h30m", "90m", "1d", "1:30:00", or seconds alone.
-
-    Raises:
-        SubmitError: it is none.
-    """
+    """A time in seconds: "2h", "1h30m", "90m", "1d", "1:30:00", or seconds alone."""
     clock = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if clock is not None:
         days, hours, minutes, rest = (int(group or 0) for group in clock.groups())

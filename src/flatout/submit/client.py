@@ -40,11 +40,7 @@ class Answer:
 
 
 def require_program(name: str, package: str) -> str:
-    """Where a client is.
-
-    Raises:
-        SubmitError: it is not installed.
-    """
+    """Where a client is."""
     path = shutil.which(name)
     if path is None:
         raise SubmitError(
@@ -62,15 +58,7 @@ def ask(
     again: Callable[[Answer], bool] = lambda answer: answer.code is None,
     stdin: bytes | None = None,
 ) -> Answer:
-    """Run a client and take its answer.
-
-    Args:
-        command: of the client.
-        patience_s: how long one answer may take, in seconds.
-        tries: how often it is asked at most.
-        again: whether to ask once more after an answer; by default where there was none.
-        stdin: what it reads; None is nothing.
-    """
+    """Run a client and take its answer."""
     for left in reversed(range(tries)):
         answer = _once(command, patience_s, stdin)
         if not left or not again(answer):

@@ -45,11 +45,7 @@ class CodeArchive:
         return f"{size_words(self.bytes)}, {counted(len(self.files), 'file')}"
 
     def write(self, root: Path, path: Path) -> None:
-        """Write them as a tar file that is the same for the same code at any time.
-
-        Raises:
-            SubmitError: a file cannot be read any more, or there is no room.
-        """
+        """Write them as a tar file that is the same for the same code at any time."""
         try:
             with (
                 atomic_write(path, "wb") as file,
@@ -81,16 +77,6 @@ def collect(
     """Collect the code in a folder: all files that no .gitignore names, following links to files.
 
     Run folders are left out, because a job would resume from their checkpoints.
-
-    Args:
-        root: the folder of the code.
-        without: folders in `root` that are no code, such as the folder of the jobs.
-        named: paths that the script reads. Run folders among them are included.
-        largest: the most bytes of a file of code. Larger files are data, and are left out.
-        largest_archive: the most bytes of code in total.
-
-    Raises:
-        SubmitError: the folder holds more than `largest_archive` bytes.
     """
     files: list[str] = []
     left_out: list[tuple[str, str]] = []
@@ -118,10 +104,6 @@ def collect(
 def _walk(
     root: Path, without: tuple[Path, ...], named: tuple[Path, ...]
 ) -> Iterator[tuple[str, int]]:
-    """Files with their sizes, and run folders with a slash behind their names.
-
-    The rules of a folder hold for all that is below it.
-    """
     # Those of the folders above hold too, as far as the repository goes.
     above = _rules_above(root)
     skipped = {item.resolve() for item in without}
@@ -151,7 +133,6 @@ def _walk(
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a Trainer has written its run there."""
     return (folder / RUNS).is_file() and (folder / "checkpoints").is_dir()
 
 
@@ -164,7 +145,6 @@ def _rules(path: Path, prefix: str) -> list[tuple[str, pathspec.GitIgnoreSpec]]:
 
 
 def _rules_above(root: Path) -> list[tuple[str, pathspec.GitIgnoreSpec]]:
-    """Those of the repository's folders around the code, the outermost first; prefix "../../"."""
     result = [("", pathspec.GitIgnoreSpec.from_lines(_NEVER))]
     if (root / ".git").exists():
         return result
@@ -177,7 +157,6 @@ def _rules_above(root: Path) -> list[tuple[str, pathspec.GitIgnoreSpec]]:
 
 
 def _is_ignored(name: str, rules: list[tuple[str, pathspec.GitIgnoreSpec]]) -> bool:
-    """As git decides: the last rule that says something about it, the innermost folder's last."""
     for prefix, spec in reversed(rules):
         result = f"{prefix[1:]}{name}" if prefix.startswith("<") else name.removeprefix(prefix)
         included = spec.check_file(result).include

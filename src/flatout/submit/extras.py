@@ -9,15 +9,7 @@ from flatout.errors import SubmitError
 
 
 def require(module: str, extra: str) -> Any:
-    """A module of an optional dependency.
-
-    Args:
-        module: its name.
-        extra: of Flatout's that installs it.
-
-    Raises:
-        SubmitError: it is not installed.
-    """
+    """A module of an optional dependency."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

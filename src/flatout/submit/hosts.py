@@ -51,12 +51,7 @@ def problems_of(job: Job) -> list[str]:
 
 
 def address_of(host: str, config: str | None = None) -> str:
-    """Of a host whose name may be one that only the user's ssh knows, so ssh is asked.
-
-    Args:
-        host: as for ssh, such as me@host2.
-        config: of ssh, if it is not the user's own.
-    """
+    """Of a host whose name may be one that only the user's ssh knows, so ssh is asked."""
     if shutil.which("ssh") is not None:
         answer = ask(["ssh", *config_words(config), "-G", "--", host])
         for line in answer.output.splitlines():

@@ -136,12 +136,7 @@ class Mount:
 
 
 def mount_of(path: str | os.PathLike[str], table: str | None = None) -> Mount:
-    """The file system that a path lies on, or would lie on where it is not there yet.
-
-    Args:
-        path: links in it are followed.
-        table: the text of /proc/self/mountinfo, if it is not to be read.
-    """
+    """The file system that a path lies on, or would lie on where it is not there yet."""
     if table is None:
         table = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
     real = os.path.realpath(path)
@@ -165,14 +160,7 @@ def is_seen(path: str | os.PathLike[str], shared: Iterable[str] = ()) -> bool:
 def look_at(
     given: str, root: Path, code: CodeArchive | None = None, shared: Sequence[str] = ()
 ) -> Input:
-    """What is known of one thing that a script reads.
-
-    Args:
-        given: a path, relative to the code, a quoted pattern, or a URL.
-        root: the folder of the code.
-        code: what travels.
-        shared: paths that all nodes see, whatever they lie on here.
-    """
+    """What is known of one thing that a script reads."""
     if "://" in given:
         return Input(given, given)
     path = os.path.normpath(root / given)
@@ -219,7 +207,6 @@ def _names_something(part: str, root: Path) -> bool:
 
 
 def _is_among(path: str, root: Path, files: set[str]) -> bool:
-    """Whether a file is one of the code, or all files of a folder are."""
     if not os.path.isdir(path):
         return os.path.relpath(path, root) in files
     below = (os.path.join(at, name) for at, _, names in os.walk(path) for name in names)
@@ -232,7 +219,6 @@ def _is_within(path: str, folder: str) -> bool:
 
 
 def _unescaped(point: str) -> str:
-    """The kernel writes spaces and their like as octal numbers."""
     for code, letter in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         point = point.replace(code, letter)
     return point

@@ -248,11 +248,7 @@ TARGET = Kubernetes()
 
 
 class _Cluster:
-    """The official client, with what it was told of the cluster; it alone knows who the user is.
-
-    Raises:
-        SubmitError: it is not installed, or was told of no cluster.
-    """
+    """The official client, with what it was told of the cluster; it alone knows who the user is."""
 
     def __init__(self) -> None:
         client = require("kubernetes.client", EXTRA)
@@ -273,7 +269,6 @@ class _Cluster:
         self.custom = client.CustomObjectsApi()
 
     def space(self, manifest: Manifest) -> str:
-        """The namespace: the manifest's, or that of the present context."""
         given = manifest["metadata"].get("namespace")
         if given is not None:
             return str(given)
@@ -285,7 +280,6 @@ class _Cluster:
         return own.read_text().strip() if own.is_file() else "default"
 
     def create(self, manifest: Manifest, space: str, dry_run: str | None = None) -> Any:
-        """Create one object; the job's own kind through the API of custom objects."""
         options: dict[str, Any] = {"_request_timeout": _PATIENCE_S}
         if dry_run is not None:
             options["dry_run"] = dry_run
@@ -299,7 +293,6 @@ class _Cluster:
         )
 
     def read(self, kind: str, space: str, name: str) -> Any:
-        """An object; None where there is none."""
         at = _KINDS[kind]
         try:
             return self.custom.get_namespaced_custom_object(
@@ -311,7 +304,6 @@ class _Cluster:
             raise
 
     def complete(self, job: Manifest, others: Sequence[Manifest], space: str) -> None:
-        """Create what a job's pods wait for and is not there yet; it goes when the job goes."""
         for item in others:
             item["metadata"]["ownerReferences"] = [_owner(job)]
             try:
@@ -321,7 +313,6 @@ class _Cluster:
                     raise
 
     def has_queue(self, name: str, space: str) -> bool:
-        """Whether Kueue has a queue, in any version of its API."""
         return not all(
             self.is_missing(
                 lambda name, space, version=version, **options: (
@@ -336,7 +327,6 @@ class _Cluster:
         )
 
     def labeled(self, kind: str, space: str, labels: str) -> list[Manifest]:
-        """The objects with these labels."""
         at = _KINDS[kind]
         result = self.custom.list_namespaced_custom_object(
             *(at.group, at.version, space, at.plural),
@@ -346,14 +336,12 @@ class _Cluster:
         return list(result["items"])
 
     def pods(self, kind: str, space: str, name: str) -> list[Any]:
-        """The pods of a job."""
         listed = self.core.list_namespaced_pod(
             space, label_selector=f"{_KINDS[kind].pods}={name}", _request_timeout=_PATIENCE_S
         )
         return list(listed.items)
 
     def delete(self, kind: str, space: str, name: str) -> None:
-        """Delete an object; one that is gone is no error."""
         at = _KINDS[kind]
         try:
             self.custom.delete_namespaced_custom_object(
@@ -366,7 +354,6 @@ class _Cluster:
                 raise
 
     def refusal(self, ask: Callable[[], object]) -> str:
-        """What the cluster says against something; "" where it has nothing against it."""
         try:
             ask()
         except self.error as error:
@@ -374,7 +361,6 @@ class _Cluster:
         return ""
 
     def is_missing(self, read: Callable[..., object], name: str, space: str) -> bool:
-        """Whether an object is surely not there; who may not ask for it is told nothing."""
         try:
             read(name, space, _request_timeout=_PATIENCE_S)
         except self.error as error:
@@ -385,7 +371,6 @@ class _Cluster:
 
 
 def _load(config: Any) -> None:
-    """As kubectl goes by it: KUBECONFIG, the file in the user's home, or the pod's own account."""
     try:
         config.load_kube_config(config_file=os.environ.get("KUBECONFIG"))
     except config.ConfigException:
@@ -396,7 +381,6 @@ def _load(config: Any) -> None:
 
 @contextmanager
 def _answered(where: str) -> Iterator[None]:
-    """Errors of the client in plain words."""
     error = require("kubernetes.client", EXTRA).exceptions.ApiException
     lost = require("urllib3.exceptions", EXTRA).HTTPError
     try:
@@ -412,7 +396,6 @@ def _answered(where: str) -> Iterator[None]:
 
 
 def _message(error: Any) -> str:
-    """What the API server said, without its wrapping."""
     body = getattr(error, "body", None)
     with suppress(ValueError, TypeError):
         return str(json.loads(body or "")["message"])
@@ -420,7 +403,6 @@ def _message(error: Any) -> str:
 
 
 def _documents(folder: Path) -> list[Manifest]:
-    """What lies in a job's folder, as the user may have changed it."""
     yaml = require("yaml", EXTRA)
     path = folder / FILE
     try:
@@ -433,7 +415,6 @@ def _documents(folder: Path) -> list[Manifest]:
 
 
 def _owner(created: Manifest) -> Manifest:
-    """The reference that lets an object go with the job."""
     return {
         "apiVersion": created["apiVersion"],
         "kind": created["kind"],
@@ -443,7 +424,6 @@ def _owner(created: Manifest) -> Manifest:
 
 
 def _secret(name: str) -> Manifest:
-    """What the nodes of one job know and no one else does."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -453,7 +433,6 @@ def _secret(name: str) -> Manifest:
 
 
 def _conditions(manifest: Manifest) -> list[Manifest]:
-    """Those that hold, in the order in which they began to."""
     listed = manifest.get("status", {}).get("conditions") or []
     holding = [item for item in listed if item.get("status") == "True"]
     return sorted(holding, key=lambda value: value.get("lastTransitionTime") or "")
@@ -486,7 +465,6 @@ def _train_job_state(manifest: Manifest) -> JobState:
 
 
 def _exit_code(pods: list[Any], container: str) -> int | None:
-    """That of the container which failed first."""
     terminated = [
         one.state.terminated
         for pod in pods
@@ -501,7 +479,6 @@ def _exit_code(pods: list[Any], container: str) -> int | None:
 
 
 def _since_s(pods: list[Any]) -> float | None:
-    """For how long the pods have had their nodes, from the first of them on."""
     own = [pod.status for pod in pods if pod.status and pod.status.start_time]
     if not own:
         return None
@@ -515,7 +492,6 @@ def _since_s(pods: list[Any]) -> float | None:
 
 
 def _eta(manifest: Manifest) -> str:
-    """What the run itself has told, which kubectl shows as well."""
     parts = []
     if "estimatedRemainingSeconds" in manifest:
         parts.append(clock(manifest["estimatedRemainingSeconds"]))
@@ -552,7 +528,6 @@ def _pytorch_job_state(manifest: Manifest) -> JobState:
 
 
 def _lines(answer: Any) -> Iterator[str]:
-    """Lines of an answer that comes in pieces, each with its end."""
     rest = b""
     for piece in answer.stream():
         *whole, rest = (rest + piece).split(b"\n")
@@ -562,7 +537,6 @@ def _lines(answer: Any) -> Iterator[str]:
 
 
 def _merged(streams: list[Iterator[str]]) -> Iterator[str]:
-    """Lines of several streams as they come; each is read by a thread."""
     lines: queue.SimpleQueue[str | SubmitError | None] = queue.SimpleQueue()
 
     def read(stream: Iterator[str]) -> None:

@@ -19,19 +19,7 @@ _BETWEEN = " -+-+- "
 def output_of(
     pod: str, space: str, container: str, command: Sequence[str], *, extra: str, patience_s: float
 ) -> str:
-    """What a command prints on stdout.
-
-    Args:
-        pod: its name.
-        space: its namespace.
-        container: in which the command runs.
-        command: its words; no shell reads them.
-        extra: of Flatout's that installs the client, which knows its cluster already.
-        patience_s: how long it may take.
-
-    Raises:
-        SubmitError: it was refused, did not end in time, or ended with an error.
-    """
+    """What a command prints on stdout."""
     where = f"pod {pod}"
     broken = (require("websocket", extra).WebSocketException, OSError)
     try:
@@ -87,7 +75,6 @@ def _opened(
 
 
 def _problem(status: str, errors: str) -> str:
-    """Why a command has not ended well; "" where it has."""
     told: dict[str, Any] = {}
     with suppress(ValueError):
         told = json.loads(status)
@@ -98,7 +85,6 @@ def _problem(status: str, errors: str) -> str:
 
 
 def _refusal(reason: str) -> str:
-    """What the API server said against a websocket."""
     what, *_, body = reason.split(_BETWEEN)
     with suppress(ValueError, KeyError, TypeError):
         return str(json.loads(body)["message"])

@@ -68,11 +68,7 @@ class Volume:
 
 
 def manifests(job: Job) -> list[Manifest]:
-    """The job, and before it the ConfigMap of its code and Recipe, where it has one.
-
-    Raises:
-        SubmitError: Kubernetes would refuse them; the extra `kubernetes` is not installed.
-    """
+    """The job, and before it the ConfigMap of its code and Recipe, where it has one."""
     options = options_of(job, OPTIONS)
     volumes = volumes_of(options.get("volumes", ""))
     refuse(_problems(job, options, volumes), where="flatout submit kubernetes")
@@ -126,11 +122,7 @@ def yaml_of(documents: Sequence[Manifest]) -> str:
 
 
 def volumes_of(text: str) -> list[Volume]:
-    """What `--option volumes=data:/data:ro,runs:/runs` says.
-
-    Raises:
-        SubmitError: it is not of that form.
-    """
+    """What `--option volumes=data:/data:ro,runs:/runs` says."""
     volumes = []
     for part in filter(None, text.split(",")):
         claim, _, rest = part.partition(":")
@@ -194,7 +186,6 @@ def _bad_variables(job: Job, api: str) -> list[str]:
 
 
 def _bad_text(job: Job) -> list[str]:
-    """Kubernetes takes text alone: no NUL and no bytes that are not UTF-8."""
     result = []
     for item in (job.script, *job.arguments, *job.environment.values()):
         try:
@@ -229,7 +220,6 @@ def unseen(job: Job) -> list[str]:
 
 
 def _config_map(job: Job, options: Mapping[str, str]) -> tuple[Manifest | None, list[Manifest]]:
-    """The code and the Recipe, and which key lies at which path where it is mounted."""
     contents = {} if job.recipe is None else {"recipe.toml": os.fsencode(dumps(job.recipe))}
     if "code" not in options and not job.is_command:
         contents |= {f"code/{name}": (job.root / name).read_bytes() for name in job.code.files}
@@ -261,11 +251,6 @@ def _config_map(job: Job, options: Mapping[str, str]) -> tuple[Manifest | None, 
 
 
 def _text(data: bytes) -> str:
-    """Bytes as text that comes back from YAML as the same bytes.
-
-    Raises:
-        ValueError: they are no such text.
-    """
     text = data.decode()
     if not all(letter.isprintable() or letter in "\n\t" for letter in text):
         raise ValueError("not printable")
@@ -273,7 +258,6 @@ def _text(data: bytes) -> str:
 
 
 def _key(path: str, taken: set[str]) -> str:
-    """A ConfigMap's key for a path: as like it as its letters allow."""
     name = _NO_KEY.sub("_", path)[: _LONGEST_KEY - 8]
     for number in range(len(taken) + 1):
         key = f"{name}.{number}" if number else name
@@ -296,7 +280,6 @@ def _metadata(job: Job, options: Mapping[str, str]) -> Manifest:
 
 
 def _in_its_folder(job: Job, options: Mapping[str, str]) -> tuple[list[str], str]:
-    """What runs a command in the folder of the code, and where the Recipe lies from there."""
     run = 'exec "$@"'
     if job.is_command:
         return [], f"{_MOUNTED}/recipe.toml"
@@ -344,7 +327,6 @@ def _mounts(volumes: Sequence[Volume], items: Sequence[Manifest]) -> list[Manife
 def _pod(
     job: Job, options: Mapping[str, str], volumes: Sequence[Volume], items: list[Manifest]
 ) -> Manifest:
-    """What of a pod is neither its container nor what it is restarted by."""
     pod: Manifest = {"terminationGracePeriodSeconds": job.stop_ahead_s}
     if "service-account" in options:
         pod["serviceAccountName"] = options["service-account"]
@@ -371,7 +353,6 @@ def _pairs(text: str, option: str) -> list[tuple[str, str]]:
 
 
 def _toleration(text: str) -> Manifest:
-    """Of `key=value:effect`, `key:effect` or `key`, as kubectl taint writes them."""
     head, _, effect = text.partition(":")
     name, equals, value = head.partition("=")
     if not name or effect not in ("", "NoSchedule", "PreferNoSchedule", "NoExecute"):
@@ -393,11 +374,6 @@ def _toleration(text: str) -> Manifest:
 def _train_job(
     job: Job, options: Mapping[str, str], volumes: Sequence[Volume], items: list[Manifest]
 ) -> Manifest:
-    """https://github.com/kubeflow/trainer, trainer.kubeflow.org/v1alpha1.
-
-    Nodes and ranks come from the variables of its torch plugin. How often a whole job starts again
-    is the runtime's to say (its failurePolicy).
-    """
     inside, recipe = _in_its_folder(job, options)
     ranks = job.devices_option if job.is_auto else []
     command = job.command_with(*ranks, recipe=recipe)
@@ -434,7 +410,6 @@ def _train_job(
 
 
 def _runtime(name: str) -> Manifest:
-    """A ClusterTrainingRuntime, or after `namespace/` a TrainingRuntime of the job's own."""
     kind, _, own = name.rpartition("/")
     return {"name": own, **({"kind": "TrainingRuntime"} if kind else {})}
 
@@ -442,10 +417,6 @@ def _runtime(name: str) -> Manifest:
 def _pytorch_job(
     job: Job, options: Mapping[str, str], volumes: Sequence[Volume], items: list[Manifest]
 ) -> Manifest:
-    """https://github.com/kubeflow/training-operator, kubeflow.org/v1.
-
-    Older operators number the pods alone, so the nodes are told by the command.
-    """
     inside, recipe = _in_its_folder(job, options)
     ranks = job.devices_option
     if job.nodes > 1:
@@ -490,11 +461,7 @@ def _pytorch_job(
 
 
 def _check_by_model(manifest: Manifest) -> None:
-    """Refuse what Kubeflow's own model of a TrainJob does not hold.
-
-    Raises:
-        SubmitError: with what is wrong.
-    """
+    """Refuse what Kubeflow's own model of a TrainJob does not hold."""
     models = require("kubeflow_trainer_api.models", EXTRA)
     try:
         kept = models.TrainerV1alpha1TrainJob.from_dict(manifest).to_dict()
@@ -509,7 +476,6 @@ def _check_by_model(manifest: Manifest) -> None:
 
 
 def _lost(given: Any, kept: Any, path: str = "") -> set[str]:
-    """Fields of a document that another has not, or has otherwise."""
     if isinstance(given, dict) and isinstance(kept, dict):
         parts = [_lost(value, kept.get(name), f"{path}.{name}") for name, value in given.items()]
         return set().union(*parts)

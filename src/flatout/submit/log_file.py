@@ -14,15 +14,7 @@ _PIECE = 1 << 16
 
 
 def follow_file(path: Path, goes_on: Callable[[], bool]) -> Iterator[str]:
-    """The text of a file, and what is added to it as long as `goes_on` says so.
-
-    Args:
-        path: of the file, which need not be there yet while `goes_on`.
-        goes_on: whether more may come; asked when there is nothing to read.
-
-    Raises:
-        SubmitError: there is no such file, and none will come.
-    """
+    """The text of a file, and what is added to it as long as `goes_on` says so."""
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     at, more = 0, True
     while more:

@@ -54,12 +54,7 @@ def inputs_seen(asked: JobOptions, root: Path) -> list[str]:
 
 
 def data_of(opened: Sequence[tuple[str, str]], root: Path) -> list[str]:
-    """What of opened paths is data: not the code, not Python's own files, not what was written.
-
-    Args:
-        opened: in order, each how and which path.
-        root: the folder of the code.
-    """
+    """What of opened paths is data: not the code, not Python's own files, not what was written."""
     top = str(root.resolve())
     written: set[str] = set()
     read: dict[str, None] = {}
@@ -85,7 +80,6 @@ def data_of(opened: Sequence[tuple[str, str]], root: Path) -> list[str]:
 
 
 def _outermost(path: str, folders: Iterable[str]) -> str:
-    """The folder with all that was listed around a path, or the path."""
     around = [folder for folder in folders if path == folder or _below(path, folder)]
     return min(around, key=len, default=path)
 
@@ -99,7 +93,6 @@ def _is_above(path: str, root: str) -> bool:
 
 
 def _has_code(folder: str) -> bool:
-    """Whether it is a package, which Python lists when it imports."""
     try:
         return any(name.endswith(".py") for name in os.listdir(folder))
     except OSError:  # a file, or gone
@@ -107,7 +100,6 @@ def _has_code(folder: str) -> bool:
 
 
 def _installed(root: str) -> tuple[str, ...]:
-    """Folders of what is installed here, and of the system."""
     paths = {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix, str(cache_folder())}
     paths |= {os.path.realpath(item) for item in sys.path if item}
     return tuple(item for item in {*paths, *_SYSTEM} if not (_is_above(item, root) or item == "/"))

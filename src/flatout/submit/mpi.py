@@ -131,7 +131,6 @@ def script(job: Job) -> str:
 
 
 def _command(job: Job) -> list[str]:
-    """Mpirun with one process on each host, in words of bash."""
     names = ["PATH", "FLATOUT_SECRET", "MASTER_ADDR", "MASTER_PORT", shell.REMAINING]
     names += [SUBMITTED, *job.environment]
     how = _on_each_host(job.options, job.nodes, f"../{HOSTFILE}", names)
@@ -148,7 +147,6 @@ def _command(job: Job) -> list[str]:
 def _on_each_host(
     options: Mapping[str, str], nodes: int, hosts: str, names: Sequence[str] = ()
 ) -> list[str]:
-    """Mpirun with one process on each host, which gets these variables."""
     if _kind(options) == "openmpi":
         given = [part for name in names for part in ("-x", name)]
         how = ["-np", str(nodes), "--hostfile", hosts, "--map-by", "ppr:1:node"]

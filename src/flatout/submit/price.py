@@ -33,11 +33,7 @@ class Price:
 
 
 def price_of(per_hour: float | None, currency: str | None) -> Price | None:
-    """What the user has said; None where nothing.
-
-    Raises:
-        SubmitError: it is no price, or one of the two is missing.
-    """
+    """What the user has said; None where nothing."""
     if per_hour is None and currency is None:
         return None
     if per_hour is None:

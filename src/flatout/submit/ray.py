@@ -192,11 +192,7 @@ TARGET = Ray()
 
 
 class _Cluster:
-    """The client of the job server.
-
-    Raises:
-        SubmitError: Ray is not installed, or the server is not reached.
-    """
+    """The client of the job server."""
 
     def __init__(self, options: Any) -> None:
         given = os.environ.get("RAY_API_SERVER_ADDRESS") or _ADDRESS
@@ -208,7 +204,6 @@ class _Cluster:
 
     @contextmanager
     def answered(self) -> Iterator[None]:
-        """Errors of the client in plain words."""
         try:
             yield
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
@@ -223,7 +218,6 @@ class _Cluster:
 
 
 def _client(address: str) -> Any:
-    """Ray's own client, which by itself would wait for an answer for ever."""
     submission, http = require("ray.job_submission", "ray"), require("requests", "ray").exceptions
 
     class Client(submission.JobSubmissionClient):  # type: ignore[misc, name-defined]
@@ -248,12 +242,10 @@ def _client(address: str) -> Any:
 
 
 def _status(details: Any) -> str:
-    """The job server's word for how a job stands."""
     return str(getattr(details.status, "value", details.status))
 
 
 def _words(status: str, details: Any) -> str:
-    """What a job's status says, in a line: why it has failed, and what was said last."""
     if status == "PENDING":
         return "PENDING (waits for room on a node)"
     if status != "FAILED":
@@ -280,7 +272,6 @@ def _problems(job: Job) -> list[str]:
 
 
 def _storage(job: Job) -> str | None:
-    """Where Ray keeps what it notes: beside the checkpoints, if no one says."""
     given = job.options.get("storage")
     if given is None and job.checkpoint is not None:
         return f"{job.checkpoint.rstrip('/')}-ray"
@@ -292,7 +283,6 @@ def _entrypoint(options: Any) -> str:
 
 
 def _script(folder: Path) -> str:
-    """What looks into the nodes, as the user may have changed it."""
     try:
         return (folder / TOP).read_text()
     except OSError as error:
@@ -304,7 +294,6 @@ def _python(options: Any) -> str:
 
 
 def _by_hand(job: Job, options: Any) -> str:
-    """The same with Ray's own command."""
     environment = json.dumps({"env_vars": _VARIABLES})
     lines = [
         "#!/bin/sh",
@@ -320,12 +309,10 @@ def _by_hand(job: Job, options: Any) -> str:
 
 
 def _variables(key: str) -> dict[str, str]:
-    """Of a driver and all that it starts; the ranks are known by the key."""
     return {**_VARIABLES, SUBMITTED: key}
 
 
 def _printed(client: Any, name: str) -> str:
-    """What a short job has printed when it has ended, or its time is up."""
     until = time.monotonic() + _LOOK_S
     while time.monotonic() < until:
         if _BY_STATUS.get(_status(client.get_job_info(name)), State.lost).is_final:
@@ -335,7 +322,6 @@ def _printed(client: Any, name: str) -> str:
 
 
 def _options(folder: Path) -> dict[str, str]:
-    """Those that the job was sent with."""
     try:
         return dict(json.loads((folder / "job.json").read_text())["options"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -343,7 +329,6 @@ def _options(folder: Path) -> dict[str, str]:
 
 
 def _left_s(folder: Path) -> float | None:
-    """What the first rank has told, where its folder is seen from here too."""
     try:
         where = json.loads((folder / "job.json").read_text())["checkpoint"]
         told = json.loads(Path(remaining(where)).read_text())["remaining_s"]
@@ -353,12 +338,10 @@ def _left_s(folder: Path) -> float | None:
 
 
 def _message(error: BaseException) -> str:
-    """The last line that says something: Ray hands on whole tracebacks."""
     return _last_line(str(error)) or type(error).__name__
 
 
 def _shortened(text: str) -> str:
-    """The last line that says something, as far as there is room."""
     last = colorless(_last_line(text))
     return last if len(last) <= _MOST_WORDS else f"{last[: _MOST_WORDS - 1]}…"
 

@@ -175,7 +175,6 @@ def environment(job: Job) -> dict[str, str]:
 
 
 def _listed(command: list[str]) -> str:
-    """A list of Python, a line for each word where they are many."""
     line = repr(command)
     if len(line) < 80:
         return line

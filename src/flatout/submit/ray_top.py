@@ -64,14 +64,7 @@ def top_script(job: Job) -> str:
 
 
 def told_by_nodes(printed: str) -> list[str] | None:
-    """What each node with ranks of the job has told, or all where none has any.
-
-    Args:
-        printed: by the script.
-
-    Returns:
-        None where it did not come to its end.
-    """
+    """What each node with ranks of the job has told, or all where none has any."""
     lines = [line for line in printed.splitlines() if line.startswith(_TOLD)]
     if not lines:
         return None

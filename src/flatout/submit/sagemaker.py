@@ -198,11 +198,7 @@ TARGET = SageMaker()
 
 
 class _Cloud:
-    """boto3, and what its errors mean.
-
-    Args:
-        region: None goes by the user's own configuration.
-    """
+    """boto3, and what its errors mean."""
 
     def __init__(self, region: str | None) -> None:
         boto3, errors = require("boto3", EXTRA), require("botocore.exceptions", EXTRA)
@@ -214,7 +210,6 @@ class _Cloud:
         self._session = boto3.session.Session(region_name=region)
 
     def client(self, service: str, tries: int = 3) -> Any:
-        """A client of one of AWS' services; what creates a job is tried once, or there were two."""
         retries = {"total_max_attempts": tries, "mode": "standard"}
         config = self._config(connect_timeout=5, read_timeout=30, retries=retries)
         try:
@@ -227,7 +222,6 @@ class _Cloud:
 
     @contextmanager
     def answered(self) -> Iterator[None]:
-        """Errors of boto3 in plain words."""
         try:
             yield
         except self.refused as error:
@@ -238,7 +232,6 @@ class _Cloud:
             raise SubmitError(f"boto3 cannot ask AWS: {error}", do=_SET_UP) from error
 
     def refusal(self, ask: Any) -> str:
-        """What AWS says against something; "" where it has nothing against it."""
         try:
             ask()
         except self.refused as error:
@@ -247,12 +240,7 @@ class _Cloud:
 
 
 class _HostOutput:
-    """What a job's hosts write beside its checkpoints, which SageMaker copies to S3.
-
-    Args:
-        cloud: that is asked.
-        folder: of the job.
-    """
+    """What a job's hosts write beside its checkpoints, which SageMaker copies to S3."""
 
     def __init__(self, cloud: _Cloud, folder: Path) -> None:
         uri = _request(folder).get("CheckpointConfig", {}).get("S3Uri", "")
@@ -261,7 +249,6 @@ class _HostOutput:
         self._prefix = f"{prefix.rstrip('/')}/{LIVE}/".lstrip("/")
 
     def left_s(self) -> float | None:
-        """How long the job will still take; None where it has not told."""
         if not self._bucket:
             return None
         with suppress(ValueError, LookupError, TypeError, self._cloud.refused):
@@ -271,7 +258,6 @@ class _HostOutput:
         return None
 
     def hosts(self) -> list[str]:
-        """What each host that runs has shown last."""
         if not self._bucket:
             return []
         listed = self._cloud.client("s3").list_objects_v2(Bucket=self._bucket, Prefix=self._prefix)
@@ -300,7 +286,6 @@ class _Logs:
         self.streams: dict[str, str | None] = {}
 
     def more(self) -> Iterator[str]:
-        """What has come since."""
         try:
             listed = self._client.describe_log_streams(
                 logGroupName=_GROUP, logStreamNamePrefix=f"{self._job}/"
@@ -332,7 +317,6 @@ class _Logs:
 
 
 def _request(folder: Path) -> dict[str, Any]:
-    """What lies in a job's folder, as the user may have changed it."""
     path = folder / FILE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -345,7 +329,6 @@ def _request(folder: Path) -> dict[str, Any]:
 
 
 def _region(folder: Path) -> str | None:
-    """The region that the job was sent to, where it was given."""
     try:
         data = json.loads((folder / "job.json").read_text())["options"].get("region")
     except (OSError, ValueError, LookupError):
@@ -354,7 +337,6 @@ def _region(folder: Path) -> str | None:
 
 
 def _split(uri: str) -> tuple[str, str]:
-    """The bucket and the prefix."""
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     return bucket, prefix
 

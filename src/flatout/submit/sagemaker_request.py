@@ -78,11 +78,7 @@ class Channel:
 
 
 def request(job: Job) -> Request:
-    """The parameters of CreateTrainingJob, checked by botocore's own model of the service.
-
-    Raises:
-        SubmitError: SageMaker would refuse them; the extra `sagemaker` is not installed.
-    """
+    """The parameters of CreateTrainingJob, checked by botocore's own model of the service."""
     options = options_of(
         job, [*OPTIONS, *(option for option in job.options if _is_channel(option))]
     )
@@ -162,7 +158,6 @@ def start_script(job: Job) -> str:
 
 
 def _shown(job: Job) -> list[str]:
-    """Lines that write what the ranks of a host do now where SageMaker copies it to S3."""
     if job.checkpoint is None:
         return []
     return [
@@ -182,10 +177,8 @@ def folder_of(job: Job) -> str:
 
 
 def channels(job: Job) -> list[Channel]:
-    """The channels of data: a FIFO has one reader, so each rank of a host has its own in Pipe mode.
-
-    Raises:
-        SubmitError: one is not as it should be.
+    """The channels of data: a FIFO has one reader, so each rank of a host has its own in Pipe
+    mode.
     """
     made: list[Channel] = []
     for option, text in job.options.items():
@@ -210,7 +203,6 @@ def _is_channel(option: str) -> bool:
 
 
 def _channel(name: str, text: str) -> Channel:
-    """Of `s3://bucket/day,mode=Pipe,split=host,wrap=recordio,shuffle=1`."""
     uri, *settings = text.split(",")
     fields = dict.fromkeys(("mode", "split", "wrap", "shuffle"), "")
     for setting in settings:
@@ -242,13 +234,11 @@ def _channel(name: str, text: str) -> Channel:
 
 
 def _command(job: Job) -> list[str]:
-    """The containers know which of them they are, but not how many ranks each has."""
     local = job if job.checkpoint is None else replace(job, checkpoint=_CHECKPOINTS)
     return local.command_with(*job.devices_option)
 
 
 def _limit(job: Job) -> int:
-    """When SageMaker sends SIGTERM, so that the job has ended by its limit."""
     if job.time_s is None:
         return _TIME_S
     return job.time_s - min(_GRACE_S, job.stop_ahead_s)
@@ -262,7 +252,6 @@ def _tags(job: Job) -> list[Request]:
 
 
 def _tagged(text: str) -> str:
-    """Text as a tag takes it; the whole command stands in the script."""
     return re.sub(r"[^A-Za-z0-9 _.:/=+\-@]", "_", text)[:256]
 
 
@@ -321,7 +310,6 @@ def unseen(job: Job) -> list[str]:
 
 
 def _refused(made: Request) -> list[str]:
-    """What botocore's model of SageMaker says against a request; nothing is sent."""
     require("botocore", EXTRA)
     validate = require("botocore.validate", EXTRA)
     shape = _model()
@@ -333,14 +321,12 @@ def _refused(made: Request) -> list[str]:
 
 @cache
 def _model() -> Any:
-    """What CreateTrainingJob takes, from botocore's files."""
     loaders, model = require("botocore.loaders", EXTRA), require("botocore.model", EXTRA)
     described = loaders.Loader().load_service_model("sagemaker", "service-2")
     return model.ServiceModel(described).operation_model("CreateTrainingJob").input_shape
 
 
 def _beyond(value: Any, shape: Any, path: str) -> Iterator[str]:
-    """Lengths, patterns and choices of the model, which botocore leaves to the service."""
     if shape.type_name == "structure":
         for name, item in value.items():
             yield from _beyond(item, shape.members[name], f"{path}.{name}".lstrip("."))

@@ -75,11 +75,7 @@ def facts_of(job: Job, target: Target) -> dict[str, Any]:
 
 
 def facts_in(folder: Path) -> dict[str, Any]:
-    """What a job is that was written into a folder.
-
-    Raises:
-        SubmitError: the folder is not as it was.
-    """
+    """What a job is that was written into a folder."""
     try:
         return dict(json.loads((folder / FACTS).read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -191,7 +187,6 @@ def settle(entry: Entry, target: Target, ledger: Ledger) -> Entry:
 
 
 def _look_for(look: Callable[[], SentJob | None], wait_s: float) -> tuple[SentJob | None, str]:
-    """The job, or why it is not known whether there is one."""
     until = time.monotonic() + wait_s
     pause = 0.2
     while True:

@@ -42,7 +42,6 @@ def unseen(job: Job) -> list[str]:
 
 
 def _not_writable(path: str) -> str:
-    """The folder that would have to take a path and does not; "" where it does, or is not here."""
     for folder in (path, os.path.dirname(path)):
         if os.path.exists(folder):
             return "" if os.path.isdir(folder) and os.access(folder, os.W_OK) else folder
@@ -55,14 +54,6 @@ def told_by_nodes(
     """What a command prints on each node of a running job.
 
     It goes through files in the job's folder: lines of several nodes would come mixed.
-
-    Args:
-        folder: of the job, which all nodes see.
-        command: for each node.
-        launcher: words before a command that start it once on each of so many nodes.
-
-    Raises:
-        SubmitError: it does not end well.
     """
     nodes = facts_in(folder)["nodes"]
     with tempfile.TemporaryDirectory(prefix=".told-", dir=folder) as reports:

@@ -30,16 +30,7 @@ SECRET = (
 
 
 def quoted(text: str, seed: str = "") -> str:
-    """One word of bash, in one line.
-
-    Args:
-        text: what the word is; a NUL cannot be in it.
-        seed: bash's own words for the seed, such as "$SLURM_ARRAY_TASK_ID", put where
-            `{seed}` stands; "" where the job has no seeds.
-
-    Raises:
-        SubmitError: no process can be given it.
-    """
+    """One word of bash, in one line."""
     if "\0" in text:
         raise SubmitError(f"an argument of a program cannot hold a NUL character; found {text!r}")
     if not seed or SEED not in text:
@@ -49,7 +40,6 @@ def quoted(text: str, seed: str = "") -> str:
 
 
 def _in_one_line(text: str) -> str:
-    """Control characters become escapes: sbatch refuses a script that has a carriage return."""
     if not _CONTROL.search(text):
         return shlex.quote(text)
     plain = text.replace("\\", "\\\\").replace("'", "\\'")
@@ -79,11 +69,7 @@ def array(name: str, words: Sequence[str]) -> list[str]:
 
 
 def exports(variables: Mapping[str, str]) -> list[str]:
-    """Return lines of bash that set environment variables.
-
-    Raises:
-        SubmitError: a name cannot be the name of a variable.
-    """
+    """Return lines of bash that set environment variables."""
     if wrong := [name for name in variables if not VARIABLE.fullmatch(name)]:
         raise SubmitError(f"expected the name of a variable, found {wrong[0]!r}")
     return [f"export {name}={quoted(value)}" for name, value in variables.items()]

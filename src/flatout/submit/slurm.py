@@ -295,12 +295,10 @@ def _srun(job: Job) -> list[str]:
 
 
 def _takes_nodes(job: Job) -> bool:
-    """Whether it takes whole nodes, as many CPUs as they have."""
     return job.is_auto and not job.has_measured_threads
 
 
 def _comments(job: Job) -> list[str]:
-    """Lines that show what is left of the job as its comment."""
     return [
         "",
         "# What is left of it is in its comment: squeue -O JobID,State,Comment",
@@ -322,7 +320,6 @@ def _comments(job: Job) -> list[str]:
 
 
 def _task(job: Job) -> str:
-    """Of one run of the job, for scontrol."""
     return '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' if job.seeds else '"$SLURM_JOB_ID"'
 
 
@@ -331,7 +328,6 @@ def _suffix(job: Job) -> str:
 
 
 def _afterwards(job: Job) -> list[str]:
-    """Lines that start the job again where that may help."""
     task = _task(job)
     killed = f"killed{_suffix(job)}"
     # What lies on no file system cannot be looked at here; flatout data goes on where it was.
@@ -358,11 +354,7 @@ def _afterwards(job: Job) -> list[str]:
 
 
 def _value(text: str) -> str:
-    """Return the value of an option, quoted as #SBATCH expects.
-
-    Raises:
-        SubmitError: the value does not fit in one line.
-    """
+    """Return the value of an option, quoted as #SBATCH expects."""
     if not text.isprintable():
         raise SubmitError(f"expected one line of text for an option of sbatch, found {text!r:.200}")
     if re.fullmatch(r"[\w./:,@%+=\[\]-]+", text):
@@ -392,11 +384,6 @@ def _is_unanswered(answer: Answer) -> bool:
 
 
 def _run_client(command: list[str]) -> Answer:
-    """An answer, after some tries where SLURM is slow.
-
-    Raises:
-        SubmitError: there is none, or it is an error.
-    """
     require_program(command[0], "SLURM's client, Debian's slurm-client")
     answer = ask(command, tries=3, again=_is_unanswered)
     if answer.code != 0:
@@ -405,7 +392,6 @@ def _run_client(command: list[str]) -> Answer:
 
 
 def _state_words(line: str) -> dict[str, str]:
-    """What `scontrol --oneliner show job` says. Only values before Command= have no spaces."""
     return dict(re.findall(r"(\w+(?:/\w+)?)=(\S*)", line))
 
 
@@ -436,7 +422,6 @@ def _state(answer: dict[str, str], folder: Path) -> JobState:
 
 
 def _earlier_s(folder: Path, task: str, starts: int) -> float:
-    """How long a job ran before its present start, to half a minute, as its script has noted."""
     name = f"ran.{task}" if task else "ran"
     ran = 0.0
     for start in range(starts - 1):
@@ -446,7 +431,6 @@ def _earlier_s(folder: Path, task: str, starts: int) -> float:
 
 
 def _together(states: list[JobState]) -> JobState:
-    """One state for all tasks of an array: that of the one which is least far."""
     if len(states) == 1:
         return states[0]
     order = list(State)
@@ -502,7 +486,6 @@ def _why_slurm_ended_it(folder: Path, task: str) -> str | None:
 
 
 def _seconds(text: str) -> float | None:
-    """SLURM's time, such as 1-02:03:04."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if match is None:
         return None

@@ -150,7 +150,6 @@ def script(job: Job) -> str:
 
 
 def _command(job: Job) -> list[str]:
-    """`flatout run` as this node, in words of bash."""
     limit = shell.words(shell.limited(job))
     if job.is_command:
         return [*limit, *shell.words(job.command)]
@@ -198,7 +197,6 @@ class _SshRoute:
 
     @classmethod
     def read(cls, folder: Path) -> _SshRoute:
-        """Of a job that was sent, from what was written then."""
         facts = facts_in(folder)
         try:
             hosts = (folder / HOSTS).read_text().split()
@@ -210,7 +208,6 @@ class _SshRoute:
         return cls(facts["name"], hosts, there, facts["options"].get("config"))
 
     def each(self, command: Callable[[int], str], stdin: bytes | None = None) -> dict[str, Answer]:
-        """The answers of all hosts, asked at once; the command depends on the node's number."""
         with ThreadPoolExecutor(32) as pool:
             result = pool.map(
                 lambda value: ask([*self.to(value[1]), command(value[0])], stdin=stdin),
@@ -221,16 +218,13 @@ class _SshRoute:
     def inside(
         self, command: Callable[[str], str], stdin: bytes | None = None
     ) -> dict[str, Answer]:
-        """As `each`, in the job's folder; the command is given what its node's files begin with."""
         at = f"cd {shlex.quote(self.there)} && "
         return self.each(lambda node: f"{at}{{ {command(_NAME.format(node))}; }}", stdin)
 
     def to(self, host: str) -> list[str]:
-        """The words of ssh before a command; it asks no one for a password."""
         return ["ssh", *config_words(self.config), *_OPTIONS, "--", host]
 
     def states(self) -> dict[str, JobState]:
-        """Of each host's node."""
         return {host: self._state(host, value) for host, value in self.inside(detached.ask).items()}
 
     def _state(self, host: str, answer: Answer) -> JobState:
@@ -239,7 +233,6 @@ class _SshRoute:
         return detached.state_of(answer.output if answer.code == 0 else "absent")
 
     def logs(self, follow: bool) -> Iterator[str]:
-        """Lines of all hosts' logs, as they come."""
         lines: queue.Queue[str | None] = queue.Queue()
         for node, host in enumerate(self.hosts):
             arguments = (node, host, follow, lines)
@@ -270,7 +263,6 @@ class _SshRoute:
 
 
 def _way(job: Job, key: str = "") -> _SshRoute:
-    """Of a job that is not sent yet."""
     base = job.options.get("folder", ".flatout/jobs")
     return _SshRoute(job.name, hosts_of(job), f"{base}/{job.name}-{key}", job.options.get("config"))
 
@@ -280,7 +272,6 @@ def _failed(answers: dict[str, Answer]) -> list[str]:
 
 
 def _packed(job: Job) -> bytes:
-    """The job's folder as it lies here."""
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as tar:
         for path in sorted(job.folder.iterdir()):
@@ -289,7 +280,6 @@ def _packed(job: Job) -> bytes:
 
 
 def _lacks(job: Job) -> str:
-    """A command that prints a line for each thing that is missing on a host."""
     bin = job.options.get("bin") or str(Path(sys.executable).parent)
     program = shlex.quote(f"{bin}/flatout")
     lines = [
@@ -317,7 +307,6 @@ def _lacks(job: Job) -> str:
 
 
 def _not_shared(job: Job, way: _SshRoute) -> list[str]:
-    """Whether what the first host writes where checkpoints go is read by the others."""
     if job.checkpoint is None or "://" in job.checkpoint:
         return []
     folder = shlex.quote(job.checkpoint)

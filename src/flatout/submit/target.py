@@ -106,11 +106,7 @@ def target_of(name: str) -> Target:
 
 
 def options_of(job: Job, known: Sequence[str]) -> dict[str, str]:
-    """A job's own options of its target.
-
-    Raises:
-        SubmitError: one that the target does not know.
-    """
+    """A job's own options of its target."""
     unknown = sorted(set(job.options) - set(known))
     if unknown:
         raise SubmitError(

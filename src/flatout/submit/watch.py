@@ -109,7 +109,6 @@ class JobStatus:
 
 
 def _of_the_first(lines: list[str]) -> list[str]:
-    """What the rank that failed first has told, or else the last lines."""
     first = next((n for n, item in enumerate(lines) if " has failed:" in item), None)
     if first is None:
         first = next((n for n, item in enumerate(lines) if "Traceback (most recent" in item), None)

@@ -116,23 +116,7 @@ def resolve(
     world: World | None = ONE,
     terms: Terms = TERMS,
 ) -> Decision:
-    """Return the settings with which this job starts on this machine. All ranks call it.
-
-    Args:
-        requested: the Recipe. Its `auto` fields are decided here.
-        stepper: holds model and optimizer. Both are unchanged at the return.
-        compute: forward and loss of one batch; None decides without measuring.
-        batches: the first batches, on the device; none decides without measuring.
-        facts: of the model.
-        allow: the farthest parity that a choice may have.
-        steps: planned optimizer steps; None if their number is unknown.
-        say: prints the one line about the decision.
-        planned: the planned run, if outputs of frozen layers may be kept. Then the frozen layers
-            decide the precision of a run that is too short to try it.
-        known: facts about a step that are known before it is measured.
-        world: the World of this rank; None if nothing is to be tried on the run's steps.
-        terms: the clocks, the facts of the machine and the limits of the search.
-    """
+    """Return the settings with which this job starts on this machine. All ranks call it."""
     budget = Budget(steps, terms)
     machine = fingerprint().as_dict()
     plain = _plain_choices(requested, stepper, allow)
@@ -171,7 +155,6 @@ def _looked_at(
     planned: PlannedRun | None,
     known: KnownStep,
 ) -> Decision:
-    """What a job starts with that was never decided: a few samples are looked at."""
     machine, began = fingerprint().as_dict(), check.budget.terms.clock()
     facts = check.facts(facts)
     if CAPTURE in plain and facts.draws_random:
@@ -217,7 +200,6 @@ def _looked_at(
 def _without_ended(
     decision: Decision, requested: Recipe, marks: Marks, say: Callable[[str], None]
 ) -> Decision:
-    """Say which settings are not tried because they have ended earlier runs."""
     start, ended = decision.recipe, _ended(requested, marks)
     for name, why in ended.items():
         trial = SETTINGS[name].trial
@@ -262,7 +244,6 @@ def _checked(
     began: float,
     known: KnownStep,
 ) -> tuple[Search | None, str]:
-    """What to search, or why nothing."""
     budget, plain = check.budget, check.plain
     options = _options(requested, stepper, batch, facts, allow, check.budget.terms)
     is_cpu = stepper.switch.device.type == "cpu"  # elsewhere threads compute next to nothing
@@ -337,7 +318,6 @@ def _cached_line(cached: auto_cache.KeptSettings, plain: Settings) -> str:
 def _settled(
     cached: auto_cache.KeptSettings, start: ResolvedRecipe, stepper: Stepper, budget: Budget
 ) -> Search | None:
-    """A search that an earlier run has come to the end of, where steps still depend on it."""
     choice = cached.recipe.choices.get(CAPTURE)
     captures = budget.steps is None and choice is not None and choice.reason == NOT_YET
     if stepper.world.size > 1 or not (captures or cached.by_length is not None):
@@ -506,7 +486,6 @@ _MEASURED = [name for name, one in SETTINGS.items() if one.trial and one.trial.w
 
 
 def _is_open(requested: Recipe, allow: Parity) -> bool:
-    """Whether the request leaves anything to measure."""
     fields = [*_MEASURED, CAPTURE]
     if allow >= Parity.TOLERANT:
         fields += ["process.threads", *([COUNT] if requested.world.strategy == "staged" else [])]
@@ -516,10 +495,6 @@ def _is_open(requested: Recipe, allow: Parity) -> bool:
 def _counts(
     requested: Recipe, batch: Batch, facts: ModelFacts, allow: Parity
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Other numbers of micro-batches to try, where batches pass through stages.
-
-    Statistics of a micro-batch depend on its size.
-    """
     asked, ranks = requested.world, place().world_size
     is_open = asked.micro_batches == "auto" and asked.batch_statistics == "whole"
     if ranks == 1 or asked.strategy != "staged" or not is_open:
@@ -531,11 +506,6 @@ def _counts(
 
 
 def _plain_choices(requested: Recipe, stepper: Stepper, allow: Parity) -> Choices:
-    """What torch does unasked, for every field that says `auto`.
-
-    One thing is mended unmeasured: more threads than usable CPUs, as in a container, wait for one
-    another in every operator.
-    """
     usable = usable_cpus()
     fewer = usable < torch.get_num_threads() and allow >= Parity.TOLERANT
     choices = {}
@@ -550,10 +520,6 @@ def _plain_choices(requested: Recipe, stepper: Stepper, allow: Parity) -> Choice
 
 
 def _rows_at_once(requested: Recipe, stepper: Stepper, batch: Batch, allow: Parity) -> Choices:
-    """Steps by rows where tables are so large that a trial would show nothing else.
-
-    Not one dense gradient of such a table is made, nor waited for.
-    """
     field = "compute.touched_rows"
     is_open = requested.get(field) == "auto" and allow >= Parity.TOLERANT
     if not is_open or stepper.switch.device.type != "cpu":
@@ -604,10 +570,6 @@ def _options(
     allow: Parity,
     terms: Terms,
 ) -> list[Option]:
-    """Options that are open in the request, fit model and machine, and lie within `allow`.
-
-    What earlier jobs on this machine have chosen comes first.
-    """
     votes = auto_cache.chosen_here()
     fitting = _fitting(requested, stepper, batch, terms)
     options = [one for one in fitting if _parity(one, facts) <= allow]
@@ -615,7 +577,6 @@ def _options(
 
 
 def _fitting(requested: Recipe, stepper: Stepper, batch: Batch, terms: Terms) -> list[Option]:
-    """Options that are open in the request and fit model and machine."""
     job = _Job(stepper.switch, batch, terms)
     return [
         Option(field, trial)
@@ -638,7 +599,6 @@ def _redrawn(
     allow: Parity,
     terms: Terms,
 ) -> dict[str, str]:
-    """Fields that are not tried because what is drawn at random would fall elsewhere, and why."""
     if allow is not Parity.TOLERANT:
         return {}
     fields = [
@@ -650,7 +610,6 @@ def _redrawn(
 
 
 def _convolutions(model: nn.Module) -> int:
-    """How many layers may be convolutions, of Keras too."""
     return sum("Conv" in type(module).__name__ for module in model.modules())
 
 
@@ -662,7 +621,6 @@ def _is_any_left(search: Search) -> bool:
 
 
 def _choices(search: Search, facts: ModelFacts) -> Choices:
-    """A Choice for each field that was looked at, chosen or not."""
     choices = {}
     for option in search.options:
         trial, plain = search.results.get(option.field), getattr(search.plain, option.setting)
@@ -687,7 +645,6 @@ def _choices(search: Search, facts: ModelFacts) -> Choices:
 
 
 def _evidence(search: Search, option: Option) -> str:
-    """Why a chosen option is there."""
     if option.setting == "allocator":
         return "page faults a step: {:,.0f} before, {:,.0f} after".format(*search.faults)
     if option.setting == "compile":
@@ -702,7 +659,6 @@ def _evidence(search: Search, option: Option) -> str:
 
 
 def _objection(search: Search, option: Option) -> str:
-    """Why an option is not chosen."""
     trial = search.results.get(option.field)
     if trial is None:
         return search.dropped.get(option.field, _NOT_MEASURED)

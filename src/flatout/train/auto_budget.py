@@ -22,10 +22,6 @@ _UNKNOWN_S = 20.0
 class Budget:
     """The time that tuning may take.
 
-    Args:
-        steps: steps of the run; None if their number is unknown.
-        terms: the clocks, the facts of the machine and the limits of the search.
-
     Attributes:
         steps, terms: as given.
         step_s: seconds of a step, as far as is known: at first the least that it can take.

@@ -66,7 +66,6 @@ def _shapes(batch: Batch) -> list[Any]:
 
 
 def _shape(tensor: torch.Tensor, *, is_jagged: bool) -> list[int]:
-    """Of a jagged batch lengths count by their order of magnitude: they differ in each."""
     if not is_jagged:
         return list(tensor.shape)
     return [size.bit_length() for size in tensor.shape]

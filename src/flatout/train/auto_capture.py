@@ -29,16 +29,11 @@ _REPAID = 4.0
 
 
 def objection(search: Search) -> str:
-    """Why the step is not worth compiling beside this run; "" where it is.
-
-    Args:
-        search: that is over but for that.
-    """
+    """Why the step is not worth compiling beside this run; "" where it is."""
     return _unfit(search) or _too_short(search)
 
 
 def _unfit(search: Search) -> str:
-    """Why it is not, however long the run lasts."""
     step_s = search.step_s.get(search.best)
     if search.best.compile != "off":
         return "the model is compiled already"
@@ -54,11 +49,6 @@ def _unfit(search: Search) -> str:
 
 
 def _too_short(search: Search) -> str:
-    """Why the run does not last long enough.
-
-    One of unknown length is taken to last as long again as it has lasted, so what is paid for
-    nothing is never more than tuning's share of a run.
-    """
     budget, terms = search.budget, search.budget.terms
     is_known = budget.steps is not None
     left_s = budget.run_s - budget.elapsed_s if is_known else budget.elapsed_s
@@ -71,7 +61,6 @@ def _too_short(search: Search) -> str:
 
 
 def _slowed(search: Search) -> float:
-    """The share of compiling that steps beside it pay."""
     threads = search.best.threads
     if lends_cpu(threads, search.threads):
         trial = search.results.get("process.threads")
@@ -81,9 +70,6 @@ def _slowed(search: Search) -> float:
 
 class CompilePauses:
     """A measurement of the time that steps lose to a compiling child, which is paused in spells.
-
-    Args:
-        terms: hold the seconds of each spell.
 
     Attributes:
         is_alone: True if the child is to be paused.
@@ -114,11 +100,6 @@ class CompilePauses:
 
 class BackgroundCompile:
     """The compilation of a step beside the run.
-
-    Args:
-        capture: traces, compiles and runs it.
-        compute: forward and loss of a batch.
-        search: what has been found before, and whose budget pays.
 
     Attributes:
         is_open: whether the package is still to come.
@@ -169,12 +150,7 @@ class BackgroundCompile:
         self._ask()
 
     def after(self, seconds: float, number: int) -> None:
-        """A step was made.
-
-        Args:
-            seconds: that it took.
-            number: of it.
-        """
+        """A step was made."""
         self.steps = (self.steps[0], number)
         if not self._spells.count(seconds):
             return
@@ -203,7 +179,6 @@ class BackgroundCompile:
         self._close()
 
     def _close(self) -> None:
-        """It is over: noise may have made some of the cost, and never earns anything."""
         if self.is_open:
             self.is_open = False
             self._search.budget.lost_s += max(0.0, self.cost_s)

@@ -96,14 +96,6 @@ class PassTimes(NamedTuple):
 class FirstCheck:
     """Run a few samples under settings, and compare results and times with plain settings.
 
-    Args:
-        stepper: holds model and optimizer.
-        compute: runs forward and loss of a batch.
-        batch: the first batch, on the device.
-        plain: the settings to start from.
-        budget: counts the time of the check by its clocks.
-        marks: name the settings that ended earlier runs of the job; None for no marks.
-
     Attributes:
         compute, plain, budget: as given.
         dropped: fields that cannot be used, with the reasons.
@@ -202,7 +194,6 @@ class FirstCheck:
         return True
 
     def _forward_of(self, batch: Batch) -> float:
-        """The seconds of a forward pass."""
         return self._timed(partial(self._stepper.look, batch, self._run))
 
     def _run(self, pieces: list[Batch]) -> None:
@@ -221,11 +212,6 @@ class FirstCheck:
         self.budget.input_s = min(known.batches * known.batch_s, self.budget.step_s)
 
     def _forward_s(self, looked_s: float) -> float:
-        """Seconds of a forward pass of the whole batch.
-
-        Args:
-            looked_s: of the first one. Where it is long there is none other, and it counts.
-        """
         if self._sample_s * self._whole.size > _LONG_S:
             return self._sample_s * self._whole.size
         if looked_s > _LONG_S and not self.starts_cold:
@@ -238,7 +224,6 @@ class FirstCheck:
             return self._forward_of(self._whole)
 
     def _update_s(self) -> float:
-        """About the seconds of an update, without the tables that are stepped by rows."""
         switch = self._stepper.switch
         by_rows = [
             module.weight
@@ -251,11 +236,7 @@ class FirstCheck:
         return sum(seconds_of_update(one, by_rows, self._clock) for one in switch.optimizers)
 
     def of(self, options: list[Option], facts: ModelFacts) -> bool:
-        """Look at each option alone, and at all together; returns whether there was time to.
-
-        Raises:
-            RuntimeError, MemoryError: as of a pass under plain settings.
-        """
+        """Look at each option alone, and at all together; returns whether there was time to."""
         few_s = self._pass_s * self._few.size / self._whole.size
         in_passes = [one for one in options if LIVE[one.setting].in_passes]
         if not self.budget.pays_before(2 * (min(len(in_passes), 2) + 1) * few_s):
@@ -288,7 +269,6 @@ class FirstCheck:
         return self._is_slow(_FORWARDS * self._first_s * self._whole.size / self._few.size)
 
     def _is_slow(self, seconds: float) -> bool:
-        """Whether a step, or the passes of one, take so long that each tells."""
         return not self.starts_cold and is_slow(seconds)
 
     def _keep(self, options: Sequence[Option], now: PassTimes, plain: PassTimes) -> float:
@@ -300,16 +280,7 @@ class FirstCheck:
     def frozen_rates(
         self, tried: Sequence[tuple[Option, ...]], facts: ModelFacts, least_s: float
     ) -> dict[tuple[Option, ...], tuple[float, float]]:
-        """Seconds that the forward and the backward of a sample take, by a few samples.
-
-        Args:
-            tried: options that are on together; the first one changes the result the most.
-            facts: of the model, as `facts` gave them.
-            least_s: where the plain forward takes less, nothing is tried.
-
-        Returns:
-            of plain, (), and of those options under which a few samples have the same gradients.
-        """
+        """Seconds that the forward and the backward of a sample take, by a few samples."""
         found: dict[tuple[Option, ...], tuple[float, float]] = {}
         plain: Gradients = []
         for options in ((), *tried):
@@ -334,11 +305,6 @@ class FirstCheck:
         return found
 
     def _rates(self, settings: Settings) -> tuple[Gradients, float, float]:
-        """Gradients, and the seconds that the forward and the backward of a sample take.
-
-        Each is the faster of two: a first one makes what is made once. Later epochs are told by
-        the backward, which takes little where most layers are frozen.
-        """
         self._stepper.use(settings)
         batch, first_s = self._few_as(settings), self._first_s
         if settings != self.plain:
@@ -360,10 +326,6 @@ class FirstCheck:
     def _alike(
         self, options: list[Option], plain: Gradients, taken: PassTimes, facts: ModelFacts
     ) -> list[Option]:
-        """Those that round, without precision, where a look at all at once speaks against none.
-
-        Each look makes or loads kernels, which takes longer than the look itself.
-        """
         of_parity = {one: of_change(one.field, "plain", one.value, facts) for one in options}
         some = [
             option
@@ -417,7 +379,6 @@ class FirstCheck:
     def _look_at_all(
         self, options: list[Option], plain: Gradients, taken: PassTimes, facts: ModelFacts
     ) -> None:
-        """All at once: what each does right alone may not be so beside the others."""
         if not self.budget.pays_before(2 * taken.wall_s):
             self.unchecked = options
             return
@@ -435,15 +396,7 @@ class FirstCheck:
     def of_step(
         self, options: Sequence[Option], settings: Settings, batch: Batch, facts: ModelFacts
     ) -> str:
-        """Why settings are not to be tried on the next step of a run; "" where nothing says so.
-
-        Args:
-            options: of the settings, those that were not looked at before the first step: forward
-                and backward are compared with those without them.
-            settings: to be tried. The model is left under them.
-            batch: of the step.
-            facts: of the model, as `facts` gave them.
-        """
+        """Why settings are not to be tried on the next step of a run; "" where nothing says so."""
         # Compiled code is made for the shape of a batch.
         is_whole = any(LIVE[option.setting].switches == "once" for option in options)
         is_whole |= batch.is_jagged
@@ -470,15 +423,7 @@ class FirstCheck:
         return why
 
     def rounding(self, batch: Batch, settings: Settings) -> float:
-        """By what share of their norm gradients differ from those at plain precision.
-
-        Args:
-            batch: of the next step of a run, or a part of it.
-            settings: of that step. The model is left under them.
-
-        Raises:
-            RuntimeError, MemoryError: as of a pass under either.
-        """
+        """By what share of their norm gradients differ from those at plain precision."""
         check = copy.copy(self)
         check._few, check._random = batch, random_state()
         exact = settings.but(precision=self.plain.precision)
@@ -499,10 +444,6 @@ class FirstCheck:
     def _wrong(
         self, options: Sequence[Option], plain: Gradients, gradients: Gradients, facts: ModelFacts
     ) -> str:
-        """What is wrong with gradients under some options; "" where nothing is.
-
-        That of which most is allowed is said of all.
-        """
         if not all(map(_is_finite, gradients)):
             return "gave NaN"
         return min((self._differ(one, plain, gradients, facts) for one in options), key=len)
@@ -522,7 +463,6 @@ class FirstCheck:
         return ""
 
     def _is_plain_again(self, plain: Gradients, share: float) -> bool:
-        """Whether plain passes differ among themselves by as much: a GPU adds up in any order."""
         if not self.starts_cold:
             return False
         self._stepper.use(self.plain)
@@ -530,10 +470,6 @@ class FirstCheck:
         return 0 < share <= _AS_PLAIN * difference(plain, again)
 
     def _own_rounding(self, plain: Gradients) -> float:
-        """What may be rounding where plain gradients are rounded themselves, as by TF32's 10 bits.
-
-        A GPU computes convolutions of float32 so, unless it is told otherwise.
-        """
         if not (self.starts_cold and torch.backends.cudnn.allow_tf32):
             return 0.0
         if self._rounding is None:
@@ -544,13 +480,11 @@ class FirstCheck:
         return self._rounding
 
     def _few_as(self, settings: Settings) -> Batch:
-        """The few samples in the memory format of settings."""
         if settings.memory_format == "channels_last":
             return self._few.to_memory_format(torch.channels_last)
         return self._few
 
     def _timed(self, run: Callable[[], object]) -> float:
-        """The seconds that it takes until the device is done."""
         began = self._clock()
         run()
         finish_device()
@@ -559,16 +493,6 @@ class FirstCheck:
     def _marked(
         self, fields: Collection[str], look: Callable[[], T], *, may_fork: bool = True
     ) -> T:
-        """Look, under a mark that lasts where that ends this process.
-
-        Args:
-            fields: that are not plain in it.
-            look: does it.
-            may_fork: whether a child of this process could look.
-
-        Raises:
-            EndsProcess: it has ended earlier runs.
-        """
         self.marks.check(fields, "look", look if may_fork else None)
         with self.marks.on(fields, "look"):
             return look()
@@ -576,17 +500,6 @@ class FirstCheck:
     def _passes(
         self, settings: Settings, plain: PassTimes | None = None
     ) -> tuple[Gradients, PassTimes]:
-        """Loss and gradients under settings, and the seconds of the faster of two times.
-
-        The second is made where there is time, and where the first one is cold.
-
-        Args:
-            settings: to be taken.
-            plain: of plain passes; a first pass that takes little longer tells of no difference.
-
-        Raises:
-            EndsProcess: they have ended earlier runs.
-        """
         fields = settings.other_than(self.plain)
         return self._marked(fields, partial(self._passes_under, settings, plain))
 
@@ -627,7 +540,6 @@ class FirstCheck:
         return self._take_gradients(loss)
 
     def _begin_pass(self) -> None:
-        """Each draws the same random numbers, meets the same state, and has its own gradients."""
         self._moved.put_back()  # as Keras' seeds, or what a spectral norm goes on from
         set_random_state(self._random)
         self._stepper.update.begin()
@@ -642,7 +554,6 @@ class FirstCheck:
         return loss
 
     def _take_gradients(self, loss: torch.Tensor) -> Gradients:
-        """The loss and the gradients, which parameters have no longer."""
         update = self._stepper.update
         found = [loss.detach(), *map(_summed, (p.grad for p in update.parameters))]
         update.forget()
@@ -661,7 +572,6 @@ class FirstCheck:
 
     @contextmanager
     def _keeping_gradients(self) -> Iterator[None]:
-        """All that passes change is as before behind it; settings stay."""
         model = self._stepper.switch.model
         kept = [(p, p.grad) for p in adapter_of(model).parameters()]
         self._moved = Moving(model, draws=False, weights=self._moving)
@@ -675,7 +585,6 @@ class FirstCheck:
 
 
 def _summed(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """A sparse one with each row once: in full it may be as large as memory."""
     return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
 
 

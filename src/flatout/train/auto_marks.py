@@ -82,14 +82,7 @@ def failure(error: Exception) -> str:
 
 
 class Marks:
-    """Those of a job, and those that earlier runs of it have left.
-
-    Args:
-        key: of the job's kept settings; "" marks nothing.
-        left: by earlier runs.
-        writes: whether this rank is the one that writes.
-        may_fork: whether a child of this process could try something.
-    """
+    """Those of a job, and those that earlier runs of it have left."""
 
     def __init__(
         self,
@@ -106,13 +99,7 @@ class Marks:
 
     @classmethod
     def of(cls, key: str, world: World, *, may_fork: bool) -> Marks:
-        """Those of a job. All ranks call it.
-
-        Args:
-            key: of its kept settings; the first rank's holds for all.
-            world: of this rank.
-            may_fork: whether a child of this process could try something, were it the only rank.
-        """
+        """Those of a job. All ranks call it."""
         own = [tuple(one) for one in _left(key)] if world.is_first and key else []
         found = world.from_first(own, "settings that ended earlier runs")
         left = [Left(name, tuple(fields), at, ended) for name, fields, at, ended in found]
@@ -145,16 +132,7 @@ class Marks:
         return any(not set(fields).isdisjoint(one.fields) for one in self._left)
 
     def check(self, fields: Collection[str], at: At, run: Callable[[], Any] | None) -> None:
-        """See that something may be tried, where that is needed by a child that tries it first.
-
-        Args:
-            fields: that are not plain.
-            at: what the run is at.
-            run: what is to be tried; the child alone runs it. None where no child can.
-
-        Raises:
-            EndsProcess: it may not.
-        """
+        """See that something may be tried, where that is needed by a child that tries it first."""
         is_first = self._may_fork and self.is_suspect(fields) and not self.objection(fields)
         if run is not None and is_first:
             self._try_in_child(fields, at, run)
@@ -176,12 +154,7 @@ class Marks:
 
     @contextmanager
     def on(self, fields: Collection[str], at: At) -> Iterator[None]:
-        """Within, settings are tried for the first time in this run.
-
-        Args:
-            fields: that are not plain; none are not marked.
-            at: what the run is at.
-        """
+        """Within, settings are tried for the first time in this run."""
         path = self._write(fields, at) if fields else None
         try:
             yield
@@ -192,17 +165,12 @@ class Marks:
         self._take_back(_sorted(fields), at)
 
     def _take_back(self, fields: tuple[str, ...], at: At) -> None:
-        """The files alone: all ranks go by what was there when the job began."""
         if self._writes:
             for one in self._left:
                 if one.name and (one.fields, one.at) == (fields, at):
                     remove(cache_folder() / _KIND / one.name)
 
     def _write(self, fields: Collection[str], at: At, ended: str = "") -> str | None:
-        """A file that is not whole names nothing: it need not be written beside and renamed.
-
-        Returns its path; None where it cannot be, which is no reason not to train.
-        """
         if not self._writes:
             return None
         path = None
@@ -225,7 +193,6 @@ def _sorted(fields: Collection[str]) -> tuple[str, ...]:
 
 
 def _left(key: str) -> list[Left]:
-    """What runs have left that are gone, or whose children have told."""
     folder = cache_folder() / _KIND
     try:
         names = sorted(name for name in os.listdir(folder) if name.startswith(key))

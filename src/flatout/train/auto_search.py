@@ -142,7 +142,6 @@ def is_faster(trial: TrialResult) -> bool:
 
 
 def _is_clear(trial: TrialResult) -> bool:
-    """Whether a trial need not go on."""
     if trial.pairs == 1:
         return is_faster(trial) or 1 / trial.ratio > _FAR_SLOWER + 3 * trial.floor
     is_lost = trial.loses and (trial.pairs >= _LOST_PAIRS or trial.ratio < 1 - _SMALL)
@@ -150,34 +149,12 @@ def _is_clear(trial: TrialResult) -> bool:
 
 
 def _gives_nothing(trial: TrialResult) -> bool:
-    """Whether a trial denies that B is faster; a wide interval does not."""
     return trial.high <= 1 + _LEAST_GAIN
 
 
 @dataclass
 class Search:
     """What is tried, in which order, and what came of it.
-
-    Args:
-        plain: the settings to start from.
-        options: what may be faster, in the order in which it is tried.
-        budget: what the search may cost.
-        modules: of the model, which tell how long compiling may take.
-        threads: whether fewer threads may be tried.
-        compiles: whether compiling may be tried.
-        captures: whether the whole step may be compiled beside the run.
-        prefers_capture: whether that is to be done, so that the model is not compiled.
-        counts: other numbers of micro-batches, larger ones and smaller ones, the nearest first;
-            none where ranks have no stages.
-        few_s: seconds that forward and backward of a few samples take, where they were measured.
-        is_settled: whether an earlier run has tried all; but for the whole step, where `captures`.
-        unchecked: options whose gradients were not looked at before the first step, alone or beside
-            the others; once they were on a step, they are none of these.
-        check: says why options are not to be tried on a batch under settings; "" where they are.
-        starts_cold: whether the first step under new settings loads kernels, as on a GPU.
-        fastest: the fields of those options under which a few samples took least; None where that
-            was not measured.
-        marks: tell what has ended earlier runs of the job.
 
     Attributes:
         dropped: fields that are not tried or not measured, and why.
@@ -251,7 +228,6 @@ class Search:
 
     @property
     def _rest(self) -> list[Option]:
-        """Options that can be switched on and off at any time."""
         return [option for option in self.options if LIVE[option.setting].switches != "once"]
 
     @property
@@ -341,7 +317,6 @@ class Search:
         yield from self._by_length()
 
     def _forget(self) -> None:
-        """What was measured: the steps from here on tell."""
         self._measured.clear()
         self.step_s.clear()
         self._cpu_s.clear()
@@ -356,11 +331,6 @@ class Search:
     # -- what is tried -----------------------------------------------------------------------
 
     def _order(self, seconds: float) -> None:
-        """What helps, and of that what is promised most, comes first; what promises less than
-        noise is not tried.
-
-        Options that nothing is promised of, or the same, stay in the order of earlier jobs.
-        """
         for option in self._rest:
             promise = self.promises.get(option.field)
             if promise is not None and promise.most_s < _WORTH * seconds:
@@ -371,15 +341,10 @@ class Search:
         self.options.sort(key=lambda option: (not self._helps(option), -self._saved(option)))
 
     def _saved(self, option: Option) -> float:
-        """Seconds of a step that an option is said to save; negative where it is said to lose."""
         promise = self.promises.get(option.field)
         return 0.0 if promise is None else promise.saved_s
 
     def _allocator(self, option: Option) -> _Steps:
-        """Blocks A A A A, then B B B B: glibc's own adaptive limits do not come back once set.
-
-        What makes up for the missing interleaving is the count of page faults.
-        """
         kept = self.best.but(allocator=option.value)
         before = yield Block(self.best, self._count(self.best), 0 if self._now == self.best else 1)
         self._now = self.best
@@ -415,13 +380,11 @@ class Search:
             self.best = everything
 
     def _helps(self, option: Option) -> bool:
-        """Whether an option is said to help the others: by a few samples, else by a roofline."""
         if self.fastest is not None and LIVE[option.setting].in_passes:
             return option.field in self.fastest
         return self._saved(option) >= 0
 
     def _one_by_one(self) -> _Steps:
-        """Each option, until none of them changes the best; at most twice."""
         tried = set()
         for _ in range(2):
             before = self.best
@@ -445,17 +408,10 @@ class Search:
                 return
 
     def _stays(self, field: str, result: TrialResult) -> bool:
-        """Whether an option is to be among the best.
-
-        What has won before, alone beside others or in all together, is proven: it goes where its
-        interval says that it gives nothing. To ask more would drop what noise hides, in each run
-        another.
-        """
         proven = [one for one in (self.results.get(field), self.together) if one is not None]
         return is_faster(result) or (any(map(is_faster, proven)) and not _gives_nothing(result))
 
     def _confirm(self) -> _Steps:
-        """What is left against plain."""
         base = self.plain.but(allocator=self.best.allocator)
         if self.best == base:
             return
@@ -475,7 +431,6 @@ class Search:
             self.best = base
 
     def _is_hidden(self, field: str, trial: TrialResult) -> bool:
-        """Whether noise hides if an earlier choice still is the faster one: then it stays."""
         is_told = is_faster(trial) or trial.loses or trial.floor <= self._terms.noise
         if is_told or not self._is_again:
             return False
@@ -484,7 +439,6 @@ class Search:
         return True
 
     def _micro_batches(self) -> _Steps:
-        """More of them as long as that is faster; where it is not, fewer."""
         before = self.best
         reasons = ("ranks idle for less time", "parts are larger")
         for why, numbers in zip(reasons, self.counts, strict=True):
@@ -504,10 +458,6 @@ class Search:
                 return
 
     def _by_length(self) -> _Steps:
-        """Settings by length against the best for all, with what it takes to switch between them.
-
-        Only the steps that run under other settings than the best count.
-        """
         # What is captured would be captured again for other settings.
         may_split = self.splits and self.varied and self.best.capture == "off"
         split = self.lengths.split(self.best) if may_split else None
@@ -522,7 +472,6 @@ class Search:
             self.by_length = split
 
     def _compiled(self) -> _Steps:
-        """torch.compile, where the run outlasts the compilation by far."""
         field, (fixed, each) = "compute.compile", self._terms.compile_s
         most = fixed + each * self.modules
         if not self.budget.pays_for(most):
@@ -532,7 +481,6 @@ class Search:
         self.compile_s = yield from self._graph(field, "on", "one kernel for many operators")
 
     def _graph(self, field: str, value: str, why: str) -> Generator[Block, BlockTimes, float]:
-        """A setting whose first step is slow for once; returns what that took, in seconds."""
         option = Option(field, Trial(value, bool, why=why))
         off, on = self.best, self.best.but(**{option.setting: value})
         try:
@@ -564,7 +512,6 @@ class Search:
         slower: float,
         field: str = "together",
     ) -> Generator[Block, BlockTimes, TrialResult | None]:
-        """A trial; None where a side fails, or there is no time."""
         challenger = on if self.best == off else off
         steps, first = self.budget.steps, self._at + 1
         if steps is not None and self._at > self._until * steps:
@@ -627,7 +574,6 @@ class Search:
             self.dropped[field] = f"{_NOT_MEASURED}: {why}"
 
     def _leave(self, field: str, why: str) -> None:
-        """Nothing tells that a setting is to be another one than it is."""
         (self.kept if self._is_chosen(field) else self.dropped)[field] = why
 
     def _is_chosen(self, field: str) -> bool:
@@ -640,7 +586,6 @@ class Search:
         self.dropped.pop(field, None)
 
     def _run(self, settings: Settings | ByLength) -> Generator[Block, BlockTimes, float]:
-        """Seconds per step of one block."""
         if settings not in self.step_s:
             # The first step may be slow for once, and the second is not made if it was too slow;
             # where it loads kernels, that says nothing yet.
@@ -669,18 +614,6 @@ class Search:
         wall_s: float | None = None,
         cpu_s: float | None = None,
     ) -> float:
-        """How many times as long it takes under settings as a step under others.
-
-        By the lesser of two clocks: other work on the machine makes any step take many times as
-        long, while what is slower by itself takes more CPU time, too. On fewer threads it may take
-        less, which says nothing.
-
-        Args:
-            settings: of what is judged.
-            than: what it is compared with.
-            wall_s: that it takes; None for a step, as measured last.
-            cpu_s: of CPU time, likewise.
-        """
         wall_s = self.step_s[settings] if wall_s is None else wall_s
         cpu_s = self._cpu_s.get(settings, math.inf) if cpu_s is None else cpu_s
         times = wall_s / self.step_s[than]
@@ -698,11 +631,6 @@ class Search:
 
     @staticmethod
     def _unknown(slower: float) -> float:
-        """What share of a step it may take longer under what was not measured yet.
-
-        Args:
-            slower: how many times as long a few samples took.
-        """
         return _UNLIKELY if slower < _CLEARLY_FASTER else max(_UNKNOWN, slower - 1)
 
     def _too_costly(self, settings: Settings | ByLength) -> bool:
@@ -722,11 +650,9 @@ class Search:
             self.budget.lost_s += max(0.0, times - done.steps) * self.step_s[self.best]
 
     def _affords(self, steps: float) -> bool:
-        """Whether there is time for what costs as much as so many of the best steps."""
         return self.budget.pays_for(steps * self.step_s[self.best])
 
     def _affords_pair(self, challenger: Settings | ByLength) -> bool:
-        """Whether there is time for two more blocks under settings that are tried."""
         excess = (self._times(challenger, self.best) - 1) * self.step_s[self.best]
         return excess <= 0 or self.budget.pays_for(2 * self._count(challenger) * excess)
 

@@ -38,14 +38,6 @@ def no_broadcast(name: str, output: object, batch: Batch) -> Iterator[None]:
     """Within, a function of output and targets may not match rows with anything but rows.
 
     Compiled functions run uncompiled meanwhile.
-
-    Args:
-        name: of the function, such as "the loss mine".
-        output: what the model returned for the batch.
-        batch: what the output is compared with.
-
-    Raises:
-        ModelError: it broadcasts them; with both shapes.
     """
     with uncompiled(), _Watch(name, output, batch):
         yield
@@ -53,14 +45,7 @@ def no_broadcast(name: str, output: object, batch: Batch) -> Iterator[None]:
 
 @contextmanager
 def no_broadcast_within(batch: Batch) -> Iterator[None]:
-    """Within, what is made of parameters may not match rows with anything but rows of targets.
-
-    Args:
-        batch: that a function of the user's own computes, forward and loss.
-
-    Raises:
-        ModelError: a loss of torch's or an operator would; with both shapes.
-    """
+    """Within, what is made of parameters may not match rows with anything but rows of targets."""
     with uncompiled(), _WatchCompute(batch):
         yield
 
@@ -69,9 +54,6 @@ def watched(compute: Callable[[Batch], _T]) -> Callable[[Batch], _T]:
     """The same function, which may not broadcast either, for a step.
 
     The check ends before the first call of compiled code, which would round differently under it.
-
-    Raises:
-        ModelError: as of `no_broadcast_within`, when it is called.
     """
 
     def within(batch: Batch) -> _T:
@@ -123,10 +105,6 @@ class _Watch(TorchFunctionMode):
     def _follow(
         self, result: torch.Tensor, outputs: list[torch.Tensor], targets: list[torch.Tensor]
     ) -> None:
-        """What is made of one of the two belongs to it while it has its rows.
-
-        But a user who adds a dimension wants to compare all with all.
-        """
         deepest = max(tensor.dim() for tensor in outputs or targets)
         if self._has_rows(result) and result.dim() <= deepest:
             (self._of_output if outputs else self._of_target)[id(result)] = result
@@ -138,7 +116,6 @@ class _Watch(TorchFunctionMode):
         return output.shape != target.shape and self._has_rows(output) and self._has_rows(target)
 
     def _has_matched(self, output: torch.Tensor, target: torch.Tensor, result: object) -> bool:
-        """Whether rows of the one were matched with something else of the other."""
         if output.dim() == target.dim() or not isinstance(result, torch.Tensor):
             return False
         try:

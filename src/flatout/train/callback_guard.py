@@ -82,12 +82,7 @@ _GENERATORS: dict[str, Callable[[], Any]] = {
 
 
 class CallbackGuard:
-    """A caller of callbacks' methods, which restores the model's mode and torch's flags.
-
-    Args:
-        model: the model that is trained.
-        note: a function that takes a line for the user.
-    """
+    """A caller of callbacks' methods, which restores the model's mode and torch's flags."""
 
     def __init__(self, model: nn.Module, note: Callable[[str], None]) -> None:
         self._model, self._note = model, note

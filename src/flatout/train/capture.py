@@ -75,16 +75,7 @@ Tensors = list[torch.Tensor]
 
 
 class Compiling:
-    """A child that compiles a graph.
-
-    Args:
-        graph: to compile.
-        digest: its name in the cache.
-        nice: by how much its priority is below that of the training.
-
-    Raises:
-        OSError: nothing can be written or started.
-    """
+    """A child that compiles a graph."""
 
     def __init__(self, graph: Graph, digest: str, nice: int = BEHIND) -> None:
         self._target = kind_folder(KIND) / f"{digest}.pt2"
@@ -119,11 +110,7 @@ class Compiling:
             )
 
     def done(self) -> Path | None:
-        """The package, once it is there.
-
-        Raises:
-            Unfit: it will not be.
-        """
+        """The package, once it is there."""
         status = self._process.poll()
         if status is None:
             if self.seconds > _LONGEST_S:
@@ -174,11 +161,7 @@ class Compiling:
 
 
 def loaded(path: Path) -> Callable[[Tensors], Tensors]:
-    """The function in a package, which takes the graph's inputs.
-
-    Raises:
-        OSError, RuntimeError: it cannot be loaded.
-    """
+    """The function in a package, which takes the graph's inputs."""
     # torch unpacks it into TMPDIR, and would leave that there if this process were killed.
     folder = kind_folder(KIND) / unfinished.new_name()
     folder.mkdir(mode=0o700)
@@ -201,18 +184,9 @@ def loaded(path: Path) -> Callable[[Tensors], Tensors]:
 class Program:
     """A compiled step, bound to the tensors of a run.
 
-    Args:
-        path: of the package.
-        graph: that it was compiled from.
-        stepper: whose steps it makes.
-        compute: forward and loss of a batch.
-
     Attributes:
         settings: that it computes at.
         left: steps until it is compared again.
-
-    Raises:
-        Unfit: the tensors are others than those that the graph was made for.
     """
 
     def __init__(self, path: Path, graph: Graph, stepper: Stepper, compute: ModelCompute) -> None:
@@ -225,11 +199,7 @@ class Program:
         self._of_batch = graph.inputs[len(self._held) + len(self._groups) :]
 
     def bind(self) -> None:
-        """Find the tensors.
-
-        Raises:
-            Unfit: they are others than those that the graph was made for.
-        """
+        """Find the tensors."""
         model, update = self._stepper.switch.model, self._stepper.joint.update
         self._places = places = places_of(model, update)
         self._held = places.tensors()
@@ -276,7 +246,6 @@ class Program:
         return self._tensors_of(batches[0]) is not None
 
     def _tensors_of(self, batch: Batch) -> Tensors | None:
-        """The batch as inputs of the graph; None where it has another shape."""
         if batch.padding or batch.copies > 1 or batch.kept is not None or batch.is_jagged:
             return None
         tensors = tensors_of(batch)
@@ -286,17 +255,7 @@ class Program:
         return tensors if len(tensors) == len(self._of_batch) else None
 
     def in_a_row(self, step: int) -> Callable[[Batch], tuple[torch.Tensor, Any] | None]:
-        """Makes steps between which nothing of the model or its optimizer changes.
-
-        Args:
-            step: number of the first of them. Their batches are of one source in memory, which
-                differ in size alone.
-
-        Returns:
-            what makes a step on a batch, and gives its loss and the weight of that; None where the
-            graph does not take the batch or an id or label is out of range, and nothing was
-            changed. It raises one of `FAILURES`. Others are told by `tell`.
-        """
+        """Makes steps between which nothing of the model or its optimizer changes."""
         run, graph, flag = self._run, self._graph, self._places.flag
         held, scale, metrics = self._held, self._stepper.lr_scale, self._compute.metrics
         self._set_rates(step)
@@ -373,14 +332,7 @@ class Program:
         self._rehearsed = (before, ours, loss)
 
     def compare(self, wanted: torch.Tensor) -> None:
-        """Compare it with the same step as it was made meanwhile.
-
-        Args:
-            wanted: its loss.
-
-        Raises:
-            Unfit: they differ by more than rounding.
-        """
+        """Compare it with the same step as it was made meanwhile."""
         before, ours, loss = self._rehearsed
         del self._rehearsed
         if self._stepper.joint.update.was_bad():
@@ -404,16 +356,6 @@ class Program:
 
 class Capture:
     """Make steps by a compiled graph, once it is compiled.
-
-    Args:
-        stepper: makes all other steps.
-        note: called with lines for the user.
-        waits: returns True while settings are still being chosen, because then it is too soon to
-            compile.
-        is_asked: whether steps are to be captured; else what tries it calls `begin`, once.
-        may_lend: whether steps may run on a thread less while the graph is compiled, where they
-            would leave it no CPU.
-        ask_every: steps between two checks if the child is done.
 
     Attributes:
         is_asked: as given.
@@ -486,7 +428,6 @@ class Capture:
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Within, what fails ends the capturing and never the run."""
         try:
             yield
         except FAILURES as error:
@@ -509,7 +450,6 @@ class Capture:
         return program if program.is_bound() else None
 
     def _advance(self, compute: Any, batches: Sequence[Batch], step: int) -> None:
-        """Do what comes next until the graph is there."""
         if self._compiling is not None:
             if step % self._ask_every == 0:
                 self._fetch(compute)
@@ -530,7 +470,6 @@ class Capture:
         return self._program is not None
 
     def _fetch(self, compute: Any) -> None:
-        """Take the package, if it is there."""
         if self._compiling is not None and (path := self._compiling.done()) is not None:
             self._compiling = None
             self._lend(False)
@@ -543,7 +482,6 @@ class Capture:
             self._lend(not holds)
 
     def _lend(self, lends: bool) -> None:
-        """Leave a CPU to the child, or take it back: threads that wait for others spin."""
         threads = self._stepper.switch.now.threads
         if lends_cpu(threads, self._may_lend):
             torch.set_num_threads(threads - 1 if lends else threads)
@@ -559,7 +497,6 @@ class Capture:
         return self._compiling
 
     def _begin(self, compute: Any, batches: Sequence[Batch]) -> None:
-        """Trace the step, and compile it unless that was done before."""
         if why := self._hindrance(compute, batches):
             raise Unfit(why)
         self._graphs += 1
@@ -583,7 +520,6 @@ class Capture:
         self._program = Program(path, self._graph, self._stepper, compute)
 
     def _hindrance(self, compute: Any, batches: Sequence[Batch]) -> str:
-        """Why a step is none that a graph could make; "" where there is nothing."""
         stepper, now = self._stepper, self._stepper.switch.now
         if self._graphs >= _MOST_GRAPHS:
             return "settings or the model change again and again"
@@ -616,11 +552,7 @@ class Capture:
 
 
 def keep_package(made: Path, digest: str) -> None:
-    """Keep a compiled package for later processes, with its checksum.
-
-    Raises:
-        OSError: the package or its checksum cannot be written.
-    """
+    """Keep a compiled package for later processes, with its checksum."""
     keep_text(KIND, f"{digest}.sum", _checksum(made))
     os.replace(made, kind_folder(KIND) / f"{digest}.pt2")
 
@@ -645,17 +577,11 @@ def _checksum(path: Path) -> str:
 
 
 def lends_cpu(threads: int, may_lend: bool) -> bool:
-    """Whether steps run on a thread less while a graph is compiled.
-
-    Args:
-        threads: that they run on.
-        may_lend: whether that is allowed.
-    """
+    """Whether steps run on a thread less while a graph is compiled."""
     return may_lend and threads > 1 and threads >= usable_cpus()
 
 
 def _share(old: Tensors, new: Tensors, wanted: Tensors) -> float:
-    """The norm of what differs beyond rounding, as a share of the norm of what has changed."""
     differing, changed, size = (
         math.hypot(*(float((a.double() - b.double()).norm()) for a, b in zip(x, y, strict=True)))
         for x, y in ((new, wanted), (wanted, old), (wanted, [torch.zeros_like(w) for w in wanted]))

@@ -130,11 +130,7 @@ class Places(NamedTuple):
 
 
 def places_of(model: nn.Module, update: Update) -> Places:
-    """The places of a step.
-
-    Raises:
-        Unfit: the model or its optimizer is of a kind that cannot be captured.
-    """
+    """The places of a step."""
     check_model(model)
     kind = kind_of(update.parts[0].optimizer) if len(update.parts) == 1 else None
     if kind is None:
@@ -176,15 +172,7 @@ def places_of(model: nn.Module, update: Update) -> Places:
 
 
 def check_model(model: nn.Module, *, compiled: bool = False) -> None:
-    """Refuse a model whose code may do more than its graph would.
-
-    Args:
-        model: to look at, with all its parts.
-        compiled: whether it may be compiled itself.
-
-    Raises:
-        Unfit: for hooks, compiled parts, and tensors in attributes.
-    """
+    """Refuse a model whose code may do more than its graph would."""
     before, after = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
     if not all(hasattr(hook, ONLY_LOOKS) for hook in (*before.values(), *after.values())):
         raise Unfit("modules have hooks")
@@ -199,11 +187,7 @@ def check_model(model: nn.Module, *, compiled: bool = False) -> None:
 
 
 class ModuleWatch:
-    """Tells whether something has changed on which the code of a traced step depends.
-
-    Args:
-        modules: of the model and its loss, whose modes and plain attributes are compared.
-    """
+    """Tells whether something has changed on which the code of a traced step depends."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._hooks = [getattr(module, name) for module in modules for name in _HOOKS]
@@ -243,18 +227,7 @@ class _Whole(nn.Module):
 def trace(
     compute: ModelCompute, batch: Batch, places: Places, update: Update, switch: Switch
 ) -> Graph:
-    """The step on batches like this one; nothing changes.
-
-    Args:
-        compute: forward and loss of a batch.
-        batch: tells the shapes.
-        places: of the step.
-        update: clips.
-        switch: holds the model, and gives the context of forward.
-
-    Raises:
-        Unfit: it cannot be one graph.
-    """
+    """The step on batches like this one; nothing changes."""
     whole, held, alike = _Whole(switch.model, compute), places.tensors(), places.alike()
     rates = [
         torch.tensor(places.kind.rates(group), dtype=torch.float64)
@@ -300,16 +273,7 @@ def trace(
 def code_of(
     function: Callable[..., Tensors], arguments: Tensors, moved: Tensors
 ) -> tuple[str, dict[str, torch.Tensor]]:
-    """A function of tensors as code, and the constants in it, as `Graph` has them.
-
-    Args:
-        function: is called with tensors without values.
-        arguments: tell their shapes.
-        moved: gets the statistics that BatchNorm changes.
-
-    Raises:
-        Unfit: it cannot be one graph.
-    """
+    """A function of tensors as code, and the constants in it, as `Graph` has them."""
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.graph import CodeGen
 
@@ -333,7 +297,6 @@ def code_of(
 
 
 def _draws(node: torch.fx.Node) -> bool:
-    """Whether an operator draws random numbers: attention does where it drops some."""
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
@@ -368,7 +331,6 @@ def _update(
     rates: list[Any],
     update: Update,
 ) -> None:
-    """Clip, gate and update, in place of the inputs."""
     result = {n: g for n, g in zip(now.parameters, gradients, strict=True) if g is not None}
     result = dict(zip(result, _clipped(list(result.values()), update), strict=True))
     bad = now.flag != 0
@@ -404,7 +366,6 @@ def _clipped(gradients: Tensors, update: Update) -> Tensors:
 
 
 def _decompositions(moved: Tensors) -> dict[Any, Callable[..., Any]]:
-    """The operators that are traced in parts; statistics that they change come into `moved`."""
     return {torch.ops.aten.native_batch_norm.default: partial(_batch_norm, moved)}
 
 
@@ -419,7 +380,6 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """BatchNorm whose change of its statistics is told: torch's operator says that it has none."""
     aten = torch.ops.aten
     if mean is None:
         return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)

@@ -20,21 +20,7 @@ from flatout.train.loop import Loop
 def captured_steps(
     loop: Loop, compute: Any, batches: Iterator[Batch], most: int, stops: Callable[[], bool]
 ) -> Batch | None:
-    """Make steps by the compiled graph, if it is there.
-
-    Args:
-        loop: whose steps they are; it has counted each of them.
-        compute: forward and loss of a batch.
-        batches: of the epoch, as the Loop gives them.
-        most: steps after which something is due.
-        stops: whether to end after the present step.
-
-    Returns:
-        a batch that was taken and is to be trained on eagerly; None where there is none.
-
-    Raises:
-        NumbersError: as of `Loop.step`.
-    """
+    """Make steps by the compiled graph, if it is there."""
     stepper, feed, tuner = loop.stepper, loop.feed, loop.tuner
     if tuner is not None:
         most = min(most, tuner.next_step - 1 - loop.step_count)

@@ -88,15 +88,7 @@ def rate_changes(
     then: Mapping[str, Any],
     state: Mapping[str, Any],
 ) -> RateChanges:
-    """Compare options and schedules with those of a checkpoint of the same kinds of both.
-
-    Args:
-        optimizers: not resumed yet.
-        schedulers: not resumed yet.
-        now: the job.
-        then: the job as the checkpoint tells it.
-        state: of the checkpoint.
-    """
+    """Compare options and schedules with those of a checkpoint of the same kinds of both."""
     changes = RateChanges()
     for number, optimizer in enumerate(optimizers):
         groups = then["options"][number], now["options"][number]
@@ -218,7 +210,6 @@ def _compare_schedule(
 def _not_replayable(
     schedulers: Sequence[Any], optimizer: torch.optim.Optimizer
 ) -> Iterator[Difference]:
-    """Schedules of an optimizer that cannot be brought to a step."""
     for scheduler in schedulers:
         if getattr(scheduler, "optimizer", None) is not optimizer:
             continue
@@ -250,7 +241,6 @@ def _steps_in(state: Mapping[str, Any]) -> int:
 
 
 def _schedules(schedulers: Sequence[Any], optimizer: torch.optim.Optimizer) -> bool:
-    """Whether schedules that are functions of their step set this optimizer's rate."""
     return any(
         isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
         for scheduler in schedulers
@@ -263,7 +253,6 @@ def _plateaus(schedulers: Sequence[Any], optimizer: torch.optim.Optimizer) -> bo
 
 
 def _foreign_schedule(schedulers: Sequence[Any], optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a schedule that is none of torch's may set this optimizer's rate."""
     return any(
         not isinstance(s, LRScheduler) and getattr(s, "optimizer", optimizer) is optimizer
         for s in schedulers
@@ -277,14 +266,12 @@ def _left_to_schedule(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _is_of_schedule(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether an option is one of a Keras schedule, where there was one then and is one now."""
     prefix, dot, _ = name.rpartition("learning_rate.")
     kind = f"{prefix}learning_rate.class_name"
     return bool(dot) and kind in then and kind in now
 
 
 def _may_change(name: str, then: Any, now: Any) -> bool:
-    """Numbers may, unless the optimizer's state would have to be another one."""
     name = name.rpartition(".")[2]
     if name in _CLIPS or not (_is_number(then) and _is_number(now)):
         return name == "weight_decay" and {type(then), type(now)} == {float, type(None)}
@@ -303,7 +290,6 @@ def _words_of_option(name: str) -> str:
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The plain values in a schedule's state, by dotted name."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         for key, item in value.items():
             if key not in _PROGRESS:
@@ -316,7 +302,6 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers, texts and lists of such; anything else in words."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     if isinstance(value, (tuple, list)):

@@ -27,13 +27,7 @@ _LAST_PIECES_S = 5.0
 
 
 class Checkpointing:
-    """The checkpoints in a run folder, which the first rank writes, or all of them in pieces.
-
-    Args:
-        run: folder or fsspec URL.
-        world: of this rank.
-        asked: how checkpoints are written, and how many are kept.
-    """
+    """The checkpoints in a run folder, which the first rank writes, or all of them in pieces."""
 
     def __init__(self, run: str, world: World, asked: Save) -> None:
         self.run = run
@@ -60,11 +54,7 @@ class Checkpointing:
         )
 
     def begin(self) -> None:
-        """Find out now, and not an hour later, whether checkpoints can be written.
-
-        Raises:
-            CheckpointError: they cannot, or another job writes here.
-        """
+        """Find out now, and not an hour later, whether checkpoints can be written."""
         if self._in_pieces:
             check_shared(Folder(self._folder), self._world)
         else:
@@ -81,11 +71,7 @@ class Checkpointing:
         self._in_use = InUse(self.run)
 
     def restore_folder(self) -> bool:
-        """Whether the folder was removed while this job runs; it is taken again then.
-
-        Raises:
-            CheckpointError: another job has begun in its place.
-        """
+        """Whether the folder was removed while this job runs; it is taken again then."""
         if self._in_use is None or not self._in_use.is_gone:
             return False
         self._in_use.release()
@@ -116,20 +102,7 @@ class Checkpointing:
         score: float | None,
         metadata: dict[str, str],
     ) -> str:
-        """Write a checkpoint on all ranks together; returns its path.
-
-        Args:
-            step: optimizer steps done.
-            weights: of the model, by name.
-            state: of the job; of several ranks that of the first is kept.
-            own: this rank's own state.
-            meta: how the job ran.
-            score: the checkpoint with the smallest is kept beside the newest.
-            metadata: text that goes with the weights.
-
-        Raises:
-            CheckpointError: it, or the one before it, could not be written.
-        """
+        """Write a checkpoint on all ranks together; returns its path."""
         result = (step, weights, state, meta, score)
         if self._in_pieces:
             self._on_all(self.checkpoints.wait)
@@ -143,18 +116,13 @@ class Checkpointing:
         return f"{self._folder}/{name}"
 
     def wait(self) -> None:
-        """Until the last checkpoint is written; all ranks call it.
-
-        Raises:
-            CheckpointError: on all ranks, it could not be written.
-        """
+        """Until the last checkpoint is written; all ranks call it."""
         if self._in_pieces:
             self._on_all(self.checkpoints.wait)
         else:
             self._world.by_first(self.checkpoints.wait, "the last checkpoint")
 
     def _on_all(self, do: Callable[[], Any]) -> Any:
-        """What `do` gives on this rank; where it raises on one, all raise, that one its error."""
         result, words = None, None
         failed: Exception | None = None
         try:
@@ -176,15 +144,7 @@ class Checkpointing:
         return result
 
     def find(self, resume: bool | str) -> LoadedCheckpoint | None:
-        """The checkpoint to go on from; None where there is none.
-
-        Args:
-            resume: True for the newest, or the name of one.
-
-        Raises:
-            CheckpointError: another job runs in this folder; the checkpoint is damaged; or there is
-                one, and no resume was requested.
-        """
+        """The checkpoint to go on from; None where there is none."""
         self._world.by_first(self._check_is_free)
         if isinstance(resume, str):
             return self._load(resume)
@@ -201,7 +161,6 @@ class Checkpointing:
         return self._load(name)
 
     def _load(self, name: str) -> LoadedCheckpoint:
-        """Each rank reads the checkpoint; where not all see it, the first sends it."""
         sees = Folder(self._folder).exists(name)
         if all(self._world.gather(sees)):
             return self.checkpoints.load(name)
@@ -209,14 +168,7 @@ class Checkpointing:
         return LoadedCheckpoint(**self._world.from_first(None if loaded is None else vars(loaded)))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Wait for the last checkpoint, as long as that has a chance, and leave the folder.
-
-        Args:
-            error: what has ended the training, where it has failed.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Wait for the last checkpoint, as long as that has a chance, and leave the folder."""
         try:
             if "checkpoints" in vars(self):
                 if error is not None:

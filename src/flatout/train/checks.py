@@ -41,19 +41,6 @@ def check_first_batch(
 
     Returns whether these take gradients themselves, as a gradient penalty does, so that they run
     only where gradients are on.
-
-    Args:
-        model: its buffers and the random states are put back.
-        compute: forward and loss.
-        pieces: the batch, in the pieces that a step would take; on the model's device.
-        source: where they come from, to name a sample's file and line.
-        is_own: whether compute is the user's own, and looks for no shapes that broadcast itself.
-        parameters: the parameters that get gradients from the step, and may get none from compute.
-
-    Raises:
-        DataError: naming shapes, dtypes and, for labels and ids, the sample.
-        ModelError: `compute` gives no loss, broadcasts, or calls `backward`.
-        RuntimeError, MemoryError: as memory ran out.
     """
     takes_gradients = False
     with untouched(model, compute):
@@ -75,11 +62,7 @@ def check_first_batch(
 
 @contextmanager
 def explained(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Where the model or the loss does not take this batch, say so with what both are.
-
-    Raises:
-        DataError: in place of torch's error.
-    """
+    """Where the model or the loss does not take this batch, say so with what both are."""
     try:
         yield
     except FlatoutError:
@@ -93,15 +76,7 @@ def explained(model: nn.Module, batch: Batch) -> Iterator[None]:
 
 
 def explain_kernel(error: Exception, precision: str) -> None:
-    """Explain an error of oneDNN that has no kernel on this CPU for a half precision.
-
-    Args:
-        error: the error of a forward or backward pass; another error is left to the caller.
-        precision: "fp32", or the name of a half precision.
-
-    Raises:
-        DeviceError: this CPU has no kernel for `precision`.
-    """
+    """Explain an error of oneDNN that has no kernel on this CPU for a half precision."""
     if precision != "fp32" and _NO_KERNEL in str(error):
         raise DeviceError(
             f"this CPU has no {precision} kernel for an operator of the model: {first_line(error)}",
@@ -114,9 +89,6 @@ def check_targets(loss: Loss, output: object, batch: Batch) -> None:
 
     On a GPU such a label would end the whole process without saying which it was; as a
     probability, a label 2 would be trained on in silence.
-
-    Raises:
-        DataError: naming the first such target and its sample.
     """
     target = batch.targets
     if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
@@ -135,10 +107,8 @@ def check_targets(loss: Loss, output: object, batch: Batch) -> None:
 
 
 def check_all_labels(loss: Loss, output: object, source: Source | None) -> None:
-    """Raise for a label anywhere in arrays in memory that the loss cannot compare with this output.
-
-    Raises:
-        DataError: naming the first such label in the first epoch's order, and its sample.
+    """Raise for a label anywhere in arrays in memory that the loss cannot compare with this
+    output.
     """
     result = None if source is None or isinstance(source, Pipeline) else source.labels_range()
     if result is None or source is None or not isinstance(output, torch.Tensor):
@@ -157,17 +127,7 @@ def check_all_labels(loss: Loss, output: object, source: Source | None) -> None:
 def check_labels(
     labels: torch.Tensor, classes: int, indices: torch.Tensor | None, ignore_index: int = -100
 ) -> None:
-    """Raise for class labels outside of 0..classes-1 that the loss does not ignore.
-
-    Args:
-        labels: class numbers, one row per sample.
-        classes: how many classes the model's output has.
-        indices: number of each sample in the data, or None.
-        ignore_index: a label that is always allowed.
-
-    Raises:
-        DataError: naming the first such label and its sample.
-    """
+    """Raise for class labels outside of 0..classes-1 that the loss does not ignore."""
     bad = ((labels < 0) | (labels >= classes)) & (labels != ignore_index)
     result = _first(bad, labels, indices)
     if result is not None:
@@ -209,7 +169,6 @@ def describe(batch: Batch) -> str:
 def _first(
     bad: torch.Tensor, values: torch.Tensor, indices: torch.Tensor | None
 ) -> tuple[float, str] | None:
-    """The first value marked bad, and its sample in words."""
     if not bool(bad.any()):
         return None
     bad, values = bad.reshape(len(bad), -1), values.reshape(len(bad), -1)
@@ -249,7 +208,6 @@ def _advice(error: Exception, model: nn.Module, batch: Batch) -> str:
 
 
 def _is_of_shapes(error: Exception) -> bool:
-    """Whether torch complains of shapes alone: what inputs are converted to is none of that."""
     words = str(error).lower()
     return "type" not in words and any(word in words for word in ("shape", "size"))
 

@@ -20,11 +20,7 @@ _TOLD = 8
 
 
 def classes_of(targets: Any, loss: Loss) -> torch.Tensor:
-    """The class of each sample, int64 of shape (samples,), as the loss understands its targets.
-
-    Raises:
-        ModelError: the targets are not one class per sample.
-    """
+    """The class of each sample, int64 of shape (samples,), as the loss understands its targets."""
     if isinstance(targets, torch.Tensor):
         takes_labels = loss.ignore_index is not None
         if takes_labels and targets.is_floating_point() and targets.dim() == 2:
@@ -50,16 +46,7 @@ def counted_classes(targets: Any, loss: Loss) -> torch.Tensor:
 def counts_of(
     source: Source, classes: Callable[[torch.Tensor], torch.Tensor], world: World
 ) -> Counts:
-    """How many samples of each class an epoch has, over all ranks.
-
-    Args:
-        source: of a training.
-        classes: gives the class of each target; negative ones are none.
-        world: the ranks that train.
-
-    Raises:
-        DataError: it cannot be known without reading all batches.
-    """
+    """How many samples of each class an epoch has, over all ranks."""
     targets = epoch_targets(source)
     own = count(classes(torch.tensor(targets)))
     if not (isinstance(source, Pipeline) and source.has_own_rows):
@@ -85,9 +72,6 @@ def balanced_weights(counts: Counts) -> dict[int, float]:
     """Weights with which all classes that there are count alike: n / (classes * count).
 
     As scikit-learn's `class_weight="balanced"`; their mean over all samples is 1.
-
-    Raises:
-        DataError: there is no sample of any class.
     """
     if not counts:
         raise DataError("class_weight='balanced' found no sample that has a class")

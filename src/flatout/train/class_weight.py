@@ -16,16 +16,7 @@ from flatout.train.losses import Loss
 
 
 class ClassWeight:
-    """Multiplies the weight of each sample by that of its class.
-
-    Args:
-        given: weight by class number; classes that are not named weigh 1.
-        loss: tells what targets are: class numbers (samples,), class probabilities
-            (samples, classes), of which the largest counts, or numbers that are rounded.
-
-    Raises:
-        ModelError: a class is no number from 0 on, or a weight is negative or not finite.
-    """
+    """Multiplies the weight of each sample by that of its class."""
 
     def __init__(self, given: Mapping[int, float], loss: Loss) -> None:
         if not isinstance(given, Mapping) or not given:
@@ -51,14 +42,7 @@ class ClassWeight:
         return ", ".join(f"{number}: {w:g}" for number, w in enumerate(self._table.tolist()))
 
     def check(self, output: object) -> None:
-        """Refuse a class that the model does not tell from others.
-
-        Args:
-            output: of the model, shape (samples, classes, ...); of binary_cross_entropy any.
-
-        Raises:
-            ModelError: the largest class that has a weight is none.
-        """
+        """Refuse a class that the model does not tell from others."""
         is_binary = self._loss.name == "binary_cross_entropy"
         if not isinstance(output, torch.Tensor) or not (is_binary or output.dim() > 1):
             return
@@ -73,11 +57,7 @@ class ClassWeight:
             )
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with each sample's weight times its class's.
-
-        Raises:
-            ModelError: the targets are not one class per sample.
-        """
+        """The batch with each sample's weight times its class's."""
         classes = classes_of(batch.targets, self._loss)
         if self._table.device != classes.device:
             self._table = self._table.to(classes.device)

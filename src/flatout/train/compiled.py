@@ -199,7 +199,6 @@ class CompiledObjective(Objective):
         return source, self.to_evaluate(x, y, loop, size, weight, data.validation_steps)
 
     def _given_weights(self, given: Any, y: Any, loop: Loop) -> Any:
-        """Weights as they were given, or those that balance the classes of `y`."""
         if not is_balanced(given):
             return given
         if not hasattr(y, "shape"):
@@ -476,7 +475,6 @@ class CompiledObjective(Objective):
         return bool(own_method(self.model, "predict_step"))
 
     def _counted(self, found: dict[str, float] | None, loop: Loop) -> dict[str, float] | None:
-        """With the mean recall of all ranks, where classes are counted."""
         if found is None or self._count is None:
             return found
         recall = self._count.compute(loop.world.gather(self._count.state_dict()))
@@ -484,11 +482,7 @@ class CompiledObjective(Objective):
         return {**found, "mean_recall": recall}
 
     def sample_loss(self) -> SampleLoss:
-        """The loss of each sample alone.
-
-        Raises:
-            ModelError: the model has several losses, or its own `compute_loss`.
-        """
+        """The loss of each sample alone."""
         return of_compiled(self.model)
 
     def output(self, inputs: Any, loop: Loop) -> Any:
@@ -511,7 +505,6 @@ class CompiledObjective(Objective):
 
 
 def _with_targets(model: Any, x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any]:
-    """Return inputs, targets and weights, all from the tuple `x` if the model has one input."""
     is_tuple = y is None and isinstance(x, tuple) and 1 < len(x) <= _MOST_PARTS and are_arrays(x)
     if not is_tuple or not _has_one_input(model):
         return x, y, weight
@@ -545,11 +538,6 @@ def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _class_weights(given: Any, model: Any, y: Any) -> dict[int, float] | None:
-    """The weights of classes as Keras takes them; None without any.
-
-    Raises:
-        ModelError: they are none, or the model has several outputs.
-    """
     if given is None or (isinstance(given, Mapping) and not given):
         return None
     if not isinstance(given, Mapping) or not all(map(_is_class, given)):

@@ -34,15 +34,6 @@ class ModelCompute:
     The targets of the first batch are looked at before the loss sees them, and on this batch the
     user's own functions are watched for shapes that broadcast. Later ones are looked at only when
     the loss has failed, which costs a step nothing.
-
-    Args:
-        model: called with the batch's inputs.
-        loss: compares output and targets.
-        metrics: fed with each output; nothing is read from the device.
-        unweighted: no target of the source is one that the loss ignores.
-        weigh: adds weights to a batch's samples, for the loss.
-        source: all of whose labels are looked at with the first batch, or None.
-        prepare: makes of each batch what the model takes.
     """
 
     def __init__(
@@ -113,11 +104,7 @@ class ModelCompute:
 
 
 def value_of(loss: Loss, output: Any, batch: Batch, watches: bool, unweighted: bool) -> Value:
-    """The loss of one output; what does not fit is explained, the first time before it is tried.
-
-    Raises:
-        FlatoutError: output and targets are not what the loss compares.
-    """
+    """The loss of one output; what does not fit is explained, the first time before it is tried."""
     try:
         if watches:
             check_targets(loss, output, batch)

@@ -127,11 +127,7 @@ def _percent(share: float) -> str:
 
 
 def draw_confusion(matrix: Matrix, classes: Sequence[str], path: str | Path) -> Figure:
-    """Draw it into an image file: true classes down, predicted ones across, shares of each row.
-
-    Raises:
-        FlatoutError: matplotlib is missing.
-    """
+    """Draw it into an image file: true classes down, predicted ones across, shares of each row."""
     figure_of = figure_class()
     names = names_of(matrix, classes)
     side = min(12.0, 3.5 + 0.5 * len(names))

@@ -54,12 +54,7 @@ class Answer(NamedTuple):
 
 
 class Child:
-    """Begins at once.
-
-    Args:
-        run: gives plain data.
-        most: bytes that it may take beyond what this process has; None for no limit.
-    """
+    """Begins at once."""
 
     def __init__(self, run: Callable[[], Any], most: int | None = None) -> None:
         self._reads, writes = os.pipe()

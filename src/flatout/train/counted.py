@@ -39,9 +39,6 @@ def counting(count: OperatorCount, loop: Loop) -> Iterator[Callable[[], bool]]:
 
     Compiled code would round differently while operators are counted. So if `allow` is exact,
     counting ends before the first call of compiled code.
-
-    Yields:
-        a function that returns whether all operators were counted.
     """
     if loop.allow is Parity.EXACT:
         with left_before_compiled(count) as is_left:

@@ -60,13 +60,7 @@ _Key = tuple[Settings, tuple[Any, ...]]
 
 
 class CudaGraphs:
-    """Makes steps by recorded graphs, where settings say so.
-
-    Args:
-        stepper: makes all others.
-        note: gets what the user should know.
-        is_asked: whether the user has asked for it, and hears why it is not done.
-    """
+    """Makes steps by recorded graphs, where settings say so."""
 
     def __init__(self, stepper: Stepper, note: Callable[[str], None], is_asked: bool) -> None:
         self._stepper, self._note, self._is_asked = stepper, note, is_asked
@@ -117,7 +111,6 @@ class CudaGraphs:
         return self._rates is not None and self._rates != rates_of(self._stepper)
 
     def _is_worth(self, shape: tuple[Any, ...]) -> bool:
-        """The first shape of all, and some others when they come again."""
         if shape in self._shapes:
             return True
         is_worth = not self._seen or shape in self._seen
@@ -168,7 +161,6 @@ class CudaGraphs:
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Within, what fails ends the recording and never the run."""
         try:
             yield
         except _FAILURES as error:
@@ -221,11 +213,7 @@ def computed(compute: Any, model: nn.Module) -> Computed | None:
 
 
 def watches_of(stepper: Stepper, compute: Computed) -> list[ModuleWatch | FunctionWatch]:
-    """What shows whether the code of a step has changed.
-
-    Raises:
-        Unfit: it may change unseen, or do more than compute.
-    """
+    """What shows whether the code of a step has changed."""
     model, parameters = stepper.switch.model, stepper.joint.update.parameters
     check_model(model, compiled=stepper.switch.now.compile == "on")
     check_containers(model)
@@ -245,11 +233,7 @@ def watches_of(stepper: Stepper, compute: Computed) -> list[ModuleWatch | Functi
 
 
 def check_containers(model: nn.Module) -> None:
-    """Refuse a model that keeps tensors in lists or dicts: others may take their place unseen.
-
-    Raises:
-        Unfit: naming the module.
-    """
+    """Refuse a model that keeps tensors in lists or dicts: others may take their place unseen."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
         for value in vars(module).values():
@@ -269,18 +253,7 @@ class _Place:
 
 
 class Recorded:
-    """A graph of the steps on batches of one shape.
-
-    Args:
-        stepper: whose forward and backward it has.
-        compute: forward and loss of a batch.
-        batch: like which others are.
-        place: where it is recorded.
-        update: that is part of it; None where it follows.
-
-    Raises:
-        Unfit, RuntimeError: the step cannot be recorded, or the graph computes something else.
-    """
+    """A graph of the steps on batches of one shape."""
 
     def __init__(
         self,
@@ -317,7 +290,6 @@ class Recorded:
             stepper.joint.update.forget()
 
     def _passes(self) -> tuple[torch.Tensor, torch.Tensor | float, Any]:
-        """Forward and backward: loss, its weight, and the output; gradients are in place."""
         switch = self._stepper.switch
         with switch.autocast():
             value, output = self._compute.traced(self._batch)
@@ -326,11 +298,6 @@ class Recorded:
         return loss.detach(), weight, tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
     def _rehearsed(self) -> list[torch.Tensor | None]:
-        """Loss and gradients of the step, made without a trace.
-
-        Raises:
-            Unfit: it waits for the device, or draws on the CPU.
-        """
         with untouched(self._stepper.switch.model, self._given), _waits() as waits:
             before = randomness.random_state()
             loss = self._passes()[0]
@@ -344,7 +311,6 @@ class Recorded:
         return [loss, *self._taken()]
 
     def _taken(self) -> list[torch.Tensor | None]:
-        """The gradients, which parameters have no longer."""
         gradients = [p.grad for p in self._parameters]
         self._stepper.joint.update.forget()
         return gradients
@@ -394,7 +360,6 @@ class Recorded:
         )
 
     def _fed(self) -> Any:
-        """The output, which metrics may keep; those of Keras copy what they keep."""
         if isinstance(self._compute, KerasJob):
             return self._output
         return tree_map_only(torch.Tensor, torch.Tensor.clone, self._output)
@@ -429,7 +394,6 @@ def _are_same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> b
 
 @contextmanager
 def _waits() -> Iterator[list[str]]:
-    """Within, the lines are listed that wait for the device."""
     lines: list[str] = []
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
@@ -450,7 +414,6 @@ def _waits() -> Iterator[list[str]]:
 
 
 def _end_recording() -> None:
-    """A recording that failed leaves torch's generator within it: one that succeeds ends that."""
     graph = torch.cuda.CUDAGraph()
     with suppress(RuntimeError):
         graph.capture_begin(capture_error_mode="thread_local")

@@ -31,11 +31,7 @@ def rates_of(stepper: Stepper) -> list[dict[str, Any]]:
 
 
 class RecordedUpdate:
-    """The update of one optimizer with fused kernels.
-
-    Args:
-        update: has made a step.
-    """
+    """The update of one optimizer with fused kernels."""
 
     def __init__(self, update: Update) -> None:
         self._update, self._part = update, update.parts[0]

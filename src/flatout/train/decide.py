@@ -111,13 +111,6 @@ def decide(
     """Resolve the Recipe on the first batches and switch the stepper to it.
 
     Returns it, and what is to be tried while the run goes on.
-
-    Args:
-        loop: has a stepper.
-        facts: what is known of the model.
-        compute: forward and loss of one batch; None where nothing can be measured.
-        first: the first batches, on the device.
-        steps: that are planned.
     """
     estimated, looked_s = 1, 0.0
     if compute is not None and not loop.is_staged:
@@ -160,12 +153,6 @@ def decide(
 
 
 def _check_first(loop: LoopState, compute: Compute, first: list[Batch]) -> float:
-    """See that the first batch fits the model and the loss; the seconds that all of it took.
-
-    Where frozen layers are computed once, a forward of the whole batch would be a good part of the
-    first epoch: some samples do, unless the model or the loss does not take so few. Of these it
-    is 0.
-    """
     source, own = loop.feed.source, loop.trainer_facts is None
     stepper = loop.stepper
 
@@ -188,7 +175,6 @@ def samples_of(batches: Sequence[Batch]) -> float:
 
 
 def _note_undo(loop: LoopState, stepper: Stepper) -> None:
-    """What a script expects to find as it was: its model's code and torch's global settings."""
     undo = loop.undo.callback
     undo(keep_matmul_precision())
     undo(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
@@ -238,14 +224,12 @@ def _has_spare_workers(loop: LoopState) -> bool:
 
 
 def _left_out(loop: LoopState) -> dict[str, str]:
-    """Settings that are not tried with this strategy, and why."""
     asked = loop.requested
     left_out = LEFT_OUT.get(loop.asked_strategy, {})
     return {field: why for field, why in left_out.items() if asked.get(field) == "auto"}
 
 
 def _with_reasons(loop: LoopState, resolved: ResolvedRecipe) -> ResolvedRecipe:
-    """The Recipe in which what the strategy leaves out is plain, and says why."""
     left = {
         field: Choice(value=SETTINGS[field].plain, reason=why, parity=Parity.EXACT)
         for field, why in _left_out(loop).items()
@@ -256,7 +240,6 @@ def _with_reasons(loop: LoopState, resolved: ResolvedRecipe) -> ResolvedRecipe:
 
 
 def _planned(loop: LoopState, first: list[Batch]) -> PlannedRun | None:
-    """What the run is, where what frozen layers give may be kept in it."""
     source = loop.feed.source
     if source is None or not first or first[0].indices is None or loop.planned_epochs is None:
         return None
@@ -283,7 +266,6 @@ def asked_here(loop: LoopState) -> Recipe:
 
 
 def _with_device(loop: LoopState, resolved: ResolvedRecipe, facts: ModelFacts) -> ResolvedRecipe:
-    """Say in the Recipe on which device the job runs, where another one was asked for."""
     name = str(loop.device)
     if resolved.world.device == name and loop.requested.world.device in ("auto", name):
         return resolved
@@ -296,7 +278,6 @@ def _with_device(loop: LoopState, resolved: ResolvedRecipe, facts: ModelFacts) -
 def _with_device_data(
     loop: LoopState, resolved: ResolvedRecipe, first: list[Batch]
 ) -> ResolvedRecipe:
-    """Say in the Recipe whether data in memory go to the device, which it tells by their size."""
     asked = loop.requested.input.on_device
     if asked == "off":
         return resolved
@@ -307,7 +288,6 @@ def _with_device_data(
 
 
 def _reduction(loop: LoopState, resolved: ResolvedRecipe) -> tuple[Reduction, ResolvedRecipe]:
-    """How the ranks add up, which is noted in the Recipe where that left it open."""
     asked, is_exact = loop.requested.world, loop.allow < Parity.TOLERANT
     reduction = reduction_of(asked, loop.world, loop.device, exact=is_exact)
     if asked.reduction != "auto" or not isinstance(reduction, Shared):
@@ -316,7 +296,6 @@ def _reduction(loop: LoopState, resolved: ResolvedRecipe) -> tuple[Reduction, Re
 
 
 def _shared(loop: LoopState, resolved: ResolvedRecipe) -> ResolvedRecipe:
-    """Note in the Recipe that ranks send by memory that they share."""
     parity = Parity.EXACT if loop.world.size == 2 else Parity.TOLERANT
     why = "all ranks share one node's memory"
     choice = Choice(value="shared", reason=why, parity=parity)
@@ -327,7 +306,6 @@ def _shared(loop: LoopState, resolved: ResolvedRecipe) -> ResolvedRecipe:
 def _parts(
     loop: LoopState, resolved: ResolvedRecipe, compute: Compute | None, first: list[Batch]
 ) -> tuple[Strategy, ResolvedRecipe]:
-    """A part of each weight on each rank; and how they send, where the Recipe left that open."""
     world, model, wanted = loop.world, loop.model, loop.requested.world.reduction
     run = None
     if compute is not None and first:
@@ -345,7 +323,6 @@ def _parts(
 def _strategy(
     loop: LoopState, resolved: ResolvedRecipe, compute: Compute | None, first: list[Batch]
 ) -> tuple[Strategy, ResolvedRecipe]:
-    """What makes the steps of several ranks those of all; and how they add up, in the Recipe."""
     asked, world, model = resolved.world, loop.world, loop.model
     if asked.strategy == "fsdp":
         return _parts(loop, resolved, compute, first)
@@ -370,7 +347,6 @@ def _strategy(
 
 
 def _served(loop: LoopState, resolved: ResolvedRecipe) -> Strategy:
-    """Servers step the weights: some of the ranks, or processes that compute nothing."""
     asked, there = resolved.world, servers.apart()
     bound = asked.staleness if isinstance(asked.staleness, int) else None
     waits = asked.staleness == "sync" and not asked.spare_workers
@@ -387,7 +363,6 @@ def _served(loop: LoopState, resolved: ResolvedRecipe) -> Strategy:
 def _stages(
     loop: LoopState, resolved: ResolvedRecipe, compute: Compute | None, first: list[Batch]
 ) -> Strategy:
-    """Each rank has some layers of the model."""
     # With them comes torch's compiler, which takes a second to import.
     from flatout.strategies import staged
 
@@ -407,13 +382,11 @@ def _stages(
 
 
 def _run_first(loop: LoopState, compute: Compute, batch: Batch) -> None:
-    """Forward and loss of the first piece of a batch, without a trace."""
     with untouched(loop.model, compute), loop.stepper.forward_alone():
         loop.stepper.look(batch, lambda pieces: compute(pieces[0]))
 
 
 def _warn_of_trips(loop: LoopState, compute: Compute, batch: Batch) -> None:
-    """Say which data leave the device and come back in a step: each trip waits twice."""
     if loop.device.type == "cpu":
         return
 
@@ -426,10 +399,6 @@ def _warn_of_trips(loop: LoopState, compute: Compute, batch: Batch) -> None:
 
 
 def _agree_on_pieces(loop: LoopState, compute: Compute, first: list[Batch], known: int) -> int:
-    """Into how many micro-batches the steps split a batch, by the memory that is free.
-
-    All ranks ask, also one without a batch; what one has split further since stays so.
-    """
     if loop.device.type == "cpu" and loop.stepper.micro_batch == "auto":
         own = loop.stepper.pieces
         if first and own == known:

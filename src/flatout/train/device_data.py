@@ -20,14 +20,7 @@ _MOST, _MOST_FREE = 0.05, 0.25
 
 
 def choose(asked: str, source: Source | None, device: torch.device, *, frozen: bool) -> Choice:
-    """Whether data are to be copied to the device, and why.
-
-    Args:
-        asked: "auto", "on" or "off".
-        source: of the training data; None where it is not known yet.
-        device: where the model trains.
-        frozen: whether features of frozen layers may be kept, which are read on the host.
-    """
+    """Whether data are to be copied to the device, and why."""
 
     def off(reason: str) -> Choice:
         return Choice(value="off", reason=reason, parity=Parity.EXACT)
@@ -54,10 +47,6 @@ def room(device: torch.device) -> int:
 
 class DeviceData:
     """Keeps copies of arrays on a device, as long as their sources are there.
-
-    Args:
-        device: where they are.
-        room: bytes that they may take, but for those of the training.
 
     Attributes:
         notes: what the user should know.
@@ -106,7 +95,6 @@ class DeviceData:
 
 
 def _on_host(source: Source | None) -> ArraySource | None:
-    """What gathers batches of arrays on the host; None where nothing does."""
     direct = source.direct if isinstance(source, Pipeline) else source
     if not isinstance(direct, ArraySource) or direct.data.device.type != "cpu":
         return None

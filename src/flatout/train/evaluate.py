@@ -64,18 +64,6 @@ def evaluate(
     rounding only, in larger or smaller ones.
     Runs at the precision that training resolved to. An (sum, weight) loss is summed over all
     batches before the division, so the size of the batches does not matter.
-
-    Args:
-        objective: has model, loss and metrics.
-        loop: has the ranks, and the precision and device of training.
-        source: read from its beginning, in the order of epoch 0.
-        stopped: asked after each batch whether to give up; the answer is then None.
-        watched: takes the batches and a function that reads the figures so far; returns all of the
-            batches or the first ones.
-
-    Raises:
-        NumbersError: if a weight or buffer is not finite.
-        OutOfMemory: on a single sample, or where ranks compute a batch together.
     """
     loop.meet_others()
     guard.check_state(objective.model, "evaluation")
@@ -178,11 +166,6 @@ def as_one_graph(
 
     As it is where `allow` wants the same bits, `compute.capture` is off, on several ranks or a GPU,
     and of a model that is compiled or is not torch's.
-
-    Args:
-        objective: whose model is evaluated; it is asked for before `evaluating`.
-        loop: has the settings.
-        source: that is evaluated; None where a few samples are looked at.
     """
     model, asked = objective.model, loop.requested.compute.capture
     if source is None or asked == "off" or loop.allow is Parity.EXACT:
@@ -199,21 +182,7 @@ def as_one_graph(
 def look_at_validation(
     objective: Evaluated, loop: Loop, source: Source, most: int
 ) -> list[str] | None:
-    """Evaluate some samples of a validation's first batches, without a trace.
-
-    Args:
-        objective: what is trained.
-        loop: prepared for a fit.
-        source: of the validation; nothing of it is used up.
-        most: samples of each batch.
-
-    Returns:
-        the names of the validation's figures; None if only a whole validation can give the names,
-        such as with an overridden test_step.
-
-    Raises:
-        FlatoutError: as the validation would.
-    """
+    """Evaluate some samples of a validation's first batches, without a trace."""
     if objective.tests_as_written:
         return None
     began = time.perf_counter()

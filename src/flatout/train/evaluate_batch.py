@@ -39,11 +39,6 @@ Run = Callable[[Batch], Any]
 class EvaluateBatch:
     """Choose the batch size of evaluations.
 
-    Args:
-        tell: called with a line if another size was much faster.
-        clock: returns seconds.
-        worth_s: the fewest seconds of an evaluation for which other sizes are tried.
-
     Attributes:
         trials: the measurements as plain data: sizes a and b, and time a / time b with its
             interval.
@@ -67,12 +62,7 @@ class EvaluateBatch:
         return latest is not None and latest.trials is not None and not latest.is_over
 
     def over(self, batches: Iterable[Batch], run: Run) -> Iterator[Batch]:
-        """The same samples in the same order, in batches of the size that is due.
-
-        Args:
-            batches: of one rank, none of which is changed after it was given.
-            run: the model's outputs for a batch; called once, with a few samples.
-        """
+        """The same samples in the same order, in batches of the size that is due."""
         iterator = iter(batches)
         first = next(iterator, None)
         if first is None:
@@ -140,7 +130,6 @@ class _Search:
         self.is_over = False
 
     def begin(self, sample_bytes: int | None) -> None:
-        """Start, or end at once where a sample's outputs depend on the others."""
         if sample_bytes is None:
             self.is_over = True
             return
@@ -149,7 +138,6 @@ class _Search:
         self._next(lambda: next(self.trials))  # type: ignore[arg-type]
 
     def send(self, seconds: float) -> None:
-        """Seconds per sample of a block."""
         self._next(lambda: self.trials.send(seconds))  # type: ignore[union-attr]
 
     def _next(self, ask: Callable[[], int]) -> None:
@@ -189,7 +177,6 @@ def _clear_from(result: TrialResult) -> float:
 
 
 def _take(batches: Iterator[Batch], samples: int) -> list[Batch]:
-    """The next batches with at least so many samples together; fewer at the end."""
     taken: list[Batch] = []
     while samples > 0 and (batch := next(batches, None)) is not None:
         taken.append(batch)
@@ -215,7 +202,6 @@ def rebatched(batches: list[Batch], size: int) -> Iterator[Batch]:
 
 
 def _kind(batch: Batch) -> Any:
-    """What batches must have in common to be joined, and their size."""
     return batch.size, _rows_of(batch)
 
 
@@ -226,7 +212,6 @@ def _rows_of(batch: Batch) -> list[Any] | tuple[Any, ...]:
 
 
 def _can_join(before: Batch, batch: Batch) -> bool:
-    """Whether `batch` may follow in one batch: of this rank alone, and all samples before it."""
     alone = all(
         item.copies == 1 and not item.is_copy and not item.whole and not item.is_jagged
         for item in (before, batch)
@@ -264,7 +249,6 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _bytes_where_it_fits(run: Run, batch: Batch) -> int | None:
-    """As `bytes_of_sample`; None where the batch's own samples were run in smaller parts, too."""
     try:
         return bytes_of_sample(run, batch)
     except Exception as error:
@@ -274,11 +258,8 @@ def _bytes_where_it_fits(run: Run, batch: Batch) -> int | None:
 
 
 def bytes_of_sample(run: Run, batch: Batch) -> int | None:
-    """Bytes of all values that a forward makes for a sample; None where others change its outputs.
-
-    Args:
-        run: the model's outputs.
-        batch: of which a few samples are run, all together and half of them.
+    """Bytes of all values that a forward makes for a sample; None where others change its
+    outputs.
     """
     if batch.is_jagged:
         return None

@@ -74,11 +74,6 @@ Call = Callable[[], Any]
 class EvaluateGraph:
     """Runs a model's calls within evaluations by compiled graphs, once they are there.
 
-    Args:
-        tell: gets a line where a graph is faster, or one was asked for and cannot be.
-        may_begin: asked whether something may be compiled now.
-        clock: returns seconds.
-
     Attributes:
         passes_left: evaluations like the present one that are planned after it; None where that is
             not known, so that they are taken to last as long again as they have lasted.
@@ -107,12 +102,7 @@ class EvaluateGraph:
 
     @contextmanager
     def over(self, model: nn.Module, samples: int | None) -> Iterator[None]:
-        """Within, the model's calls may be made by a graph.
-
-        Args:
-            model: in evaluation, without gradients, in the context in which it is called.
-            samples: of the whole evaluation; None where that is not known.
-        """
+        """Within, the model's calls may be made by a graph."""
         if model is not self._model:
             self.close()
             self._model, self._forms = model, []
@@ -151,7 +141,6 @@ class EvaluateGraph:
         return form(leaves, call)
 
     def _form_of(self, leaves: list[Any], spec: Any) -> _Form | None:
-        """What is known of calls like this one; None where they are made eagerly."""
         parts: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
@@ -245,7 +234,6 @@ class _Form:
         self._left = 0
 
     def __call__(self, leaves: list[Any], call: Call) -> Any:
-        """Make a call, by the graph where it can."""
         if self._program is None:
             return call() if self.why else self._eager(leaves, call)
         if self._left <= 0:
@@ -307,11 +295,7 @@ class _Form:
         self._traced_s = self._owner.clock() - began
 
     def _get(self, kernels: float) -> None:
-        """Take the package of an earlier process, or have one compiled.
-
-        Args:
-            kernels: the share of a call that is in kernels which a graph would call too.
-        """
+        """Take the package of an earlier process, or have one compiled."""
         assert self._made is not None
         known = self._made.answer()
         if known is not None and known["chosen"] == "a":
@@ -329,7 +313,6 @@ class _Form:
         self._owner.lend()
 
     def _objection(self, kernels: float) -> str:
-        """Why compiling does not pay; "" where it may."""
         left_s = self._owner.left_s(self)
         saved_s = _SAVED * max(0.0, 1.0 - kernels) * left_s
         threads = torch.get_num_threads()
@@ -343,7 +326,6 @@ class _Form:
         )
 
     def _wait(self, took: float) -> None:
-        """A call was made beside the child: ask for the package now and then."""
         assert self._compiling is not None
         is_over, now = self._spells.count(took), self._owner.clock()
         if not is_over and now < self._ask_at:  # short calls are a small part of the time
@@ -371,7 +353,6 @@ class _Form:
     # -- by the graph ------------------------------------------------------------------------
 
     def _by_graph(self, leaves: list[Any]) -> Any:
-        """What the graph returns; an ellipsis where the call is to be made eagerly."""
         assert self._program is not None
         with self._giving_up():
             return self._program(leaves)
@@ -394,7 +375,6 @@ class _Form:
         return wanted
 
     def _measured(self, leaves: list[Any], call: Call) -> Any:
-        """Make a call of a block of the trial."""
         assert self._trial is not None
         began = self._owner.clock()
         output = call() if self._trial.side == "a" else self._by_graph(leaves)
@@ -429,7 +409,6 @@ class _Form:
     # -- around the passes -------------------------------------------------------------------
 
     def resume(self, context: tuple[Any, int]) -> bool:
-        """Go on in another evaluation; False where the model or the settings are others by now."""
         is_current = self._made is None or self._made.is_current()
         if self.key[: len(context)] != context or not is_current:
             self.close()
@@ -443,23 +422,19 @@ class _Form:
         return True
 
     def hold(self, holds: bool) -> None:
-        """Hold the child up, or let it go on."""
         if self._compiling is not None:
             self._compiling.hold(holds or self._spells.is_alone)
 
     @property
     def is_compiling(self) -> bool:
-        """Whether a child compiles it."""
         return self._compiling is not None
 
     @property
     def is_beside(self) -> bool:
-        """Whether the child runs, and is not held up."""
         return self.is_compiling and not self._spells.is_alone
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Within, what fails ends the graph and never the evaluation."""
         try:
             yield
         except FAILURES as error:
@@ -472,14 +447,12 @@ class _Form:
             self._owner.tell(f"compute.capture: evaluation runs eagerly: {why}")
 
     def close(self) -> None:
-        """End the child; it may be begun again."""
         if self._compiling is not None:
             self._compiling.close()
             self._compiling = None
             self._owner.lend()
 
     def record(self) -> dict[str, Any]:
-        """As `EvaluateGraph.records` says."""
         is_used = self._program is not None and self._trial is None
         return {
             "samples": self.samples,
@@ -510,12 +483,10 @@ class _TracedForward:
     versions: list[int]
 
     def is_current(self) -> bool:
-        """Whether the model is still what was traced, but for its weights and buffers."""
         now = [tensor._version for tensor in self.graph.constants.values()]
         return now == self.versions and self.attributes.hold()
 
     def answer(self) -> dict[str, Any] | None:
-        """What an earlier process has measured; None where none has, or it is damaged."""
         try:
             data = json.loads(kept_text(KIND, f"{self.digest}.json") or "")
             return data if data["chosen"] in ("a", "b") and data["ratio"] > 0 else None
@@ -528,7 +499,6 @@ class _TracedForward:
             keep_text(KIND, f"{self.digest}.json", json.dumps(found))
 
     def compiled(self, *, behind: bool) -> Compiling:
-        """A child that compiles it."""
         size = sum(math.prod(shape) * dtype.itemsize for shape, _, dtype in self.graph.inputs)
         if size > _SHARE * available_bytes():
             raise Unfit("the weights once more would take too much of the free memory")
@@ -536,33 +506,19 @@ class _TracedForward:
 
 
 class _Program:
-    """A compiled forward, bound to the tensors of a model.
-
-    Args:
-        path: of the package.
-        graph: that it was compiled from.
-        model: whose forward it is.
-
-    Raises:
-        Unfit: its weights lie otherwise than those that the graph was made for.
-    """
+    """A compiled forward, bound to the tensors of a model."""
 
     def __init__(self, path: Path, graph: Graph, model: nn.Module) -> None:
         self._run, self._graph, self._model = loaded(path), graph, model
         self.bind()
 
     def bind(self) -> None:
-        """Find the weights and buffers.
-
-        Raises:
-            Unfit: they lie otherwise than those that the graph was made for.
-        """
+        """Find the weights and buffers."""
         self._held = list(held_by(self._model).values())
         if shapes_of(self._held) != self._graph.inputs[: len(self._held)]:
             raise Unfit("weights lie otherwise than before")
 
     def __call__(self, leaves: list[Any]) -> Any:
-        """The output; an ellipsis where an id is out of range."""
         tensors: Tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         returned = self._run([*self._held, *tensors])
         if not self._graph.reads_ids:
@@ -583,7 +539,6 @@ class _Trial:
         self._took, self._count = 0.0, 0
 
     def count(self, seconds: float) -> TrialResult | None:
-        """A call was made; the result, once it is clear."""
         self._took += seconds
         self._count += 1
         if self._took < _BLOCK_S:

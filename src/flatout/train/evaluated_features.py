@@ -61,13 +61,7 @@ class Chooses(Protocol):
 
 
 class EvaluatedFeatures:
-    """Features of a model that is evaluated while nothing trains it.
-
-    Args:
-        features: looks for cuts and chooses among them.
-        loop: that evaluates.
-        model: that is evaluated.
-    """
+    """Features of a model that is evaluated while nothing trains it."""
 
     def __init__(self, features: Chooses, loop: LoopState, model: nn.Module) -> None:
         self._features, self._loop, self._model = features, loop, model
@@ -80,12 +74,7 @@ class EvaluatedFeatures:
 
     @contextmanager
     def batches(self, source: Source, part: Source) -> Iterator[Iterator[Batch]]:
-        """Within, the batches of an evaluation, with features where there are some.
-
-        Args:
-            source: that is evaluated.
-            part: what this rank reads of it.
-        """
+        """Within, the batches of an evaluation, with features where there are some."""
         made, result = part.batches(0, 0), None
         if self._may_have(source):
             first = next(made, None)
@@ -124,7 +113,6 @@ class EvaluatedFeatures:
         return not isinstance(samples, str) and (samples_of_all(source) or 0) >= _WORTH
 
     def _content_of(self, source: Source) -> str:
-        """What identifies data; of samples that are known by their bytes, how many."""
         samples = samples_of(source)
         assert not isinstance(samples, str)
         if isinstance(samples, Numbered):
@@ -134,7 +122,6 @@ class EvaluatedFeatures:
     def _open_known(
         self, source: Source, first: Batch | None
     ) -> tuple[Cut, FeatureRows | NamedRows] | None:
-        """The cut that is used, and its rows; None where all is computed."""
         rows, world = self._features.rows, self._loop.world
         content = self._content_of(source)
         try:
@@ -157,7 +144,6 @@ class EvaluatedFeatures:
             rows.forget(source)
 
     def _cuts_for(self, source: Source, batch: Batch | None, known: list[list[int]]) -> list[Cut]:
-        """The model's cuts for batches of this form, on all ranks the same."""
         forms, looked = [] if batch is None else forms_of(batch), self._looked
         is_there = forms == self._forms and all(map(_is_as_it_was, self._cuts))
         if not all(self._loop.world.gather(bool(looked.cuts) and is_there)):
@@ -172,7 +158,6 @@ class EvaluatedFeatures:
         return self._cuts
 
     def _name(self, source: Source, cuts: list[Cut], batch: Batch, known: list[list[int]]) -> str:
-        """Of the cut that is used: the one that has the most rows, else what pays; "" for none."""
         rows = self._features.rows
         content = self._content_of(source)
         opened = {c.name: self._open(source, c, batch) for c in cuts if c.place in known}
@@ -226,7 +211,6 @@ def content_of(samples: NamedSamples) -> str:
 
 
 def _kept(rows: FeatureRows | NamedRows, batch: Batch) -> int:
-    """How many rows there are; 0 where those of samples by their bytes are of other data."""
     if isinstance(rows, NamedRows):
         places = rows.store.places(sample_names(*tensors_in(batch.inputs)))
         return rows.store.kept if (places >= 0).any() else 0

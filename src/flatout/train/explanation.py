@@ -346,7 +346,6 @@ class Explanation:
             yield f"  {words:42}{_ms(seconds):>11}{'' if words == 'plain' else f'{gain:.2f}x':>9}"
 
     def _kinds(self) -> dict[str, float]:
-        """Seconds of the step by kind, the longest first; without what does not show."""
         result = _summed(lane.kinds for lane in self.lanes)
         whole = sum(result.values())
         shown = {kind: seconds for kind, seconds in result.items() if seconds > 0.005 * whole}
@@ -354,7 +353,6 @@ class Explanation:
 
 
 def _summed(lanes: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds by kind over all lanes."""
     result: dict[str, float] = {}
     for kinds in lanes:
         for kind, seconds in kinds.items():
@@ -391,12 +389,10 @@ def _interval(trial: Mapping[str, Any]) -> str:
 
 
 def _ratio(trial: Mapping[str, Any]) -> str:
-    """What a trial has measured, with its noise."""
     return f"{_interval(trial)} (A/A ±{trial['floor']:.1%})"
 
 
 def _graph(found: Mapping[str, Any]) -> str:
-    """What came of running an evaluation's forward as one graph."""
     words = f"the forward of {counted(found['samples'], 'sample')} as one graph: "
     if found["chosen"] == "b":
         took = duration(found["compile_s"])
@@ -410,7 +406,6 @@ def _graph(found: Mapping[str, Any]) -> str:
 
 
 def _captured(found: Mapping[str, Any]) -> str:
-    """What came of compiling the whole step beside the run."""
     cost = duration(found["cost_s"] + found["traced_s"])
     beside = f"beside steps {found['first']:,}-{found['last']:,}, which cost {cost}"
     if not found["is_there"]:
@@ -423,7 +418,6 @@ def _captured(found: Mapping[str, Any]) -> str:
 
 
 def _spans(spans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Each of the settings once, with the steps that ran under them."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for span in spans:
         ranges.setdefault(words_of(span["settings"]), []).append((span["first"], span["last"]))

@@ -16,15 +16,7 @@ if TYPE_CHECKING:
 
 
 def draw(explanation: Explanation, path: str | os.PathLike[str]) -> Figure:
-    """Draw the lanes against their limit, and what settings promise, into an image file.
-
-    Args:
-        explanation: of a fit whose operators were counted.
-        path: by its ending .png, .svg or .pdf.
-
-    Raises:
-        FlatoutError: there is no roofline, matplotlib is missing, or the file cannot be written.
-    """
+    """Draw the lanes against their limit, and what settings promise, into an image file."""
     if explanation.doubt:
         raise FlatoutError(
             f"no roofline is drawn: {explanation.doubt}",
@@ -48,7 +40,6 @@ def draw(explanation: Explanation, path: str | os.PathLike[str]) -> Figure:
 
 
 def _draw_lanes(explanation: Explanation, axes: Axes) -> None:
-    """A wide bar is what a lane took; within it what it takes at least, by kind of operator."""
     lanes = explanation.lanes
     places = range(len(lanes))
     axes.barh(places, [1e3 * lane.took_s for lane in lanes], 0.8, color="0.85", label="took")

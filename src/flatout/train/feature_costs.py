@@ -91,13 +91,7 @@ def making_s(source: Source) -> float:
 
 
 def read_rate(where: str, size: int, device: torch.device = _CPU) -> float:
-    """Bytes a second at which rows are read.
-
-    Args:
-        where: they are.
-        size: bytes of all of them: what the system keeps of files in memory is read from there.
-        device: that they are read for. Where all of them fit there, they are read from there.
-    """
+    """Bytes a second at which rows are read."""
     fits = device.type == "cuda" and size <= device_room(device)
     copied = torch.ones(_COPIED, dtype=torch.uint8, device=device if fits else _CPU)
     copied.clone()

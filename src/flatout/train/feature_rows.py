@@ -50,10 +50,6 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 class ModelRows:
     """Rows of a model's features, of any source at any of its cuts.
 
-    Args:
-        loop: has the settings, and notes what the user should know.
-        model: whose features they are.
-
     Attributes:
         model: whose features they are.
         where: they are kept, as `input.features`.
@@ -90,15 +86,10 @@ class ModelRows:
         return [place for at, place in enumerate(result) if place not in result[:at]]
 
     def _marks(self) -> str:
-        """What distinguishes this model, as it runs, from others whose cuts have the same names."""
         text = json.dumps(self._facts(_frozen_in(self.model)), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _facts(self, parts: Sequence[nn.Module]) -> dict[str, Any]:
-        """Of layers and how they run, what decides about their features beside their tensors.
-
-        Layers that train are none of them, so that another head finds what was kept.
-        """
         now = self._loop.settings_of(self.model)
         return {
             "model": adapter_of(self.model).lines(parts),
@@ -107,26 +98,14 @@ class ModelRows:
         }
 
     def look_at(self, cut: Cut, inputs: Any, features: Features) -> None:
-        """See what a row holds of a cut.
-
-        Args:
-            cut: to be opened.
-            inputs: of a few samples.
-            features: that its prefix gives for them in the autocast of the steps.
-        """
+        """See what a row holds of a cut."""
         self._inputs[cut.name] = _forms(inputs)
         self._parts[cut.name] = _forms(features)
 
     def open(
         self, source: Source, cut: Cut, first: Batch | None = None
     ) -> FeatureRows | NamedRows | None:
-        """A source's rows of a cut; None where its samples cannot be kept.
-
-        Args:
-            source: whose samples are known by their numbers or bytes.
-            cut: that `look_at` was given.
-            first: the source's first batch on the device, where that is known.
-        """
+        """A source's rows of a cut; None where its samples cannot be kept."""
         samples = samples_of(source)
         if isinstance(samples, str):
             return None
@@ -172,7 +151,6 @@ class ModelRows:
         return NamedRows(samples, store, len(parts))
 
     def _key(self, source: Source, cut: Cut, samples: dict[str, Any]) -> str:
-        """What identifies rows of a cut."""
         facts = {
             **self._facts(cut.modules),
             **samples,
@@ -189,7 +167,6 @@ class ModelRows:
         self._names[store] = name
 
     def _tell_full(self, line: str) -> None:
-        """Say once that there is no room, whether for rows of training or of validation."""
         if not self._is_full_told:
             self._is_full_told = True
             self._loop.tell(line)
@@ -231,7 +208,6 @@ class ModelRows:
             del self.contents[source]
 
     def _named_of(self, content: str, samples: Numbered) -> NamedSlots | None:
-        """What each sample is known by; None where only all together have a name."""
         if content not in self._named:
             self._named[content] = samples.named()
             if len(self._named) > _HELD:
@@ -241,14 +217,7 @@ class ModelRows:
     def complete(
         self, batch: Batch, rows: FeatureRows | NamedRows | None, cut: Cut, epoch: int
     ) -> Batch:
-        """The batch with features in place of its inputs; those that were computed are kept.
-
-        Args:
-            batch: ready on the device.
-            rows: of its source; None leaves it as it is.
-            cut: at which they are kept.
-            epoch: of the batch.
-        """
+        """The batch with features in place of its inputs; those that were computed are kept."""
         if rows is None or batch.is_jagged:
             return batch
         if isinstance(rows, NamedRows):
@@ -310,13 +279,7 @@ class ModelRows:
         return batch._replace(inputs=made)
 
     def completed(self, part: Source, rows: FeatureRows | NamedRows, cut: Cut) -> Iterator[Batch]:
-        """The batches of an evaluation.
-
-        Args:
-            part: what this rank reads of its source.
-            rows: of the source.
-            cut: at which they are kept.
-        """
+        """The batches of an evaluation."""
         made = batches_of(part, 0, 0, None if isinstance(rows, NamedRows) else rows)
         return self.completed_of(made, rows, cut, 0)
 
@@ -327,7 +290,6 @@ class ModelRows:
         return (self.complete(self._loop.ready(batch), rows, cut, epoch) for batch in made)
 
     def _computed(self, cut: Cut, inputs: Any, samples: int, *, alone: bool) -> Features:
-        """What the frozen layers give, now."""
         began = time.perf_counter_ns()
         if samples == 1 and not alone:
             # A single sample often takes other kernels than a batch, which round otherwise.
@@ -349,7 +311,6 @@ def forms_of(batch: Batch) -> list[RowPart]:
 
 
 def _frozen_in(model: nn.Module) -> list[nn.Module]:
-    """The layers that have parameters, none of which trains."""
     return [
         part
         for part in model.modules()
@@ -375,7 +336,6 @@ def _keep(
 
 
 def _beside(batch: Batch) -> list[Tensor]:
-    """What a row has beside its features: targets, and a weight that is the sample's own."""
     weight = batch.weight if not batch.padding else batch.without_padding().weight
     given = batch.targets, None if weight is None else batch.weight
     return [tensor for _, tensor in named_tensors("", given)]

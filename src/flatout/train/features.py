@@ -74,12 +74,6 @@ _PEEKED = 4
 class FrozenFeatures:
     """Features of a model, for its training and its evaluations.
 
-    Args:
-        loop: that trains or evaluates it.
-        model: whose frozen layers are looked for.
-        calls: of a loop of one's own, tells what it calls with a batch's inputs; None where the
-            model itself is called with what it is given.
-
     Attributes:
         line: what was decided, for people; "" before that, and where nothing is frozen.
         facts: of the decision, as plain data; None before it, and where nothing is frozen.
@@ -119,11 +113,7 @@ class FrozenFeatures:
         return self._of_source[id(source)][1]
 
     def settle(self, batch: Batch) -> None:
-        """End the tuning where features wait for it, once all options together were judged.
-
-        Args:
-            batch: the next one.
-        """
+        """End the tuning where features wait for it, once all options together were judged."""
         tuner, loop = self._loop.tuner, self._loop
         if tuner is None or not tuner.is_searching or not self._is_open or self._cut is not None:
             return
@@ -147,16 +137,7 @@ class FrozenFeatures:
         return self.rows.where != "off" and adapter_of(self._model).is_partly_frozen()
 
     def begin(self, source: Source, part: Source, epoch: int) -> bool:
-        """Before batches of an epoch are made: decide, where that is due and settings are known.
-
-        Args:
-            source: that is trained on.
-            part: what this rank reads of it.
-            epoch: its number.
-
-        Returns:
-            Whether the epoch's batches need be looked at.
-        """
+        """Before batches of an epoch are made: decide, where that is due and settings are known."""
         self._source, self._trains, self._restarts = source, True, False
         self._part = part
         self._given.begin(part, epoch)
@@ -179,7 +160,6 @@ class FrozenFeatures:
         return True
 
     def _bring(self, sent_rows: SentRows, source: Source, part: Source, epoch: int) -> None:
-        """Get the rows of an epoch that other hosts have; all ranks come here."""
         rows = self.rows_of(source)
         drawn = drawn_of(part, epoch) if isinstance(rows, FeatureRows) else None
         if not all(self._loop.world.gather(drawn is not None, "whether rows are sent")):
@@ -220,10 +200,6 @@ class FrozenFeatures:
         return restarts and not isinstance(rows, NamedRows)  # whose samples are all made
 
     def _is_same(self, cut: Cut) -> bool:
-        """Whether its tensors hold what they did: asked when an epoch begins, and now and then.
-
-        Of several ranks only then: all must notice a change in the same step.
-        """
         if self._is_new_epoch:
             self._is_new_epoch = False
             return cut.contents.are_same()
@@ -240,13 +216,7 @@ class FrozenFeatures:
         return rows if isinstance(rows, FeatureRows) else None
 
     def batch(self, batch: Batch, epoch: int, step: int) -> Batch:
-        """A training batch, as the model takes it.
-
-        Args:
-            batch: ready on the device.
-            epoch: of the batch.
-            step: of the batch, in the epoch.
-        """
+        """A training batch, as the model takes it."""
         assert self._source is not None
         if self._is_due(epoch):
             self._decide(self._source, batch, epoch)
@@ -256,7 +226,6 @@ class FrozenFeatures:
         return done if self._calls is None else self._given.over(batch, done, step)
 
     def _is_due(self, epoch: int) -> bool:
-        """Once settings are decided; and in a later epoch where the frozen layers have changed."""
         loop, tuner = self._loop, self._loop.tuner
         is_due = self._is_open and epoch > self._decided_in
         if self._calls is not None and not self._calls.is_over:
@@ -265,23 +234,16 @@ class FrozenFeatures:
         return is_due and is_settled and self.may_keep
 
     def _is_hopeless(self, source: Source) -> bool:
-        """Whether nothing can be kept of a source, whatever the settings; said at once."""
         is_first = self._decided_in < 0 and self._calls is None
         return is_first and not isinstance(source, Pipeline) and isinstance(samples_of(source), str)
 
     @property
     def _is_open(self) -> bool:
-        """Whether there is something to decide: at first, and where what was kept was dropped."""
         return self._decided_in < 0 or self._has_dropped
 
     @contextmanager
     def evaluated(self, source: Source, part: Source) -> Iterator[Iterator[Batch]]:
-        """Within, the batches of an evaluation, on the device where features are kept of them.
-
-        Args:
-            source: that is evaluated.
-            part: what this rank reads of it.
-        """
+        """Within, the batches of an evaluation, on the device where features are kept of them."""
         if not self._trains:
             with self._evaluated.batches(source, part) as batches:
                 yield batches
@@ -301,11 +263,7 @@ class FrozenFeatures:
         self._trains = False
 
     def _drop(self, *, wakes: bool = True) -> None:
-        """Let the model be as it was.
-
-        Args:
-            wakes: whether settings are tried again.
-        """
+        """Let the model be as it was."""
         if self._undo is None:
             return
         self._undo()
@@ -352,12 +310,7 @@ class FrozenFeatures:
         self._opened.clear()
 
     def look(self, source: Source, batch: Batch | None) -> tuple[Cuts, str]:
-        """Where the model may be cut; or why nothing can be kept, "" where nothing is frozen.
-
-        Args:
-            source: of the batch.
-            batch: ready on the device.
-        """
+        """Where the model may be cut; or why nothing can be kept, "" where nothing is frozen."""
         why = self._why_not(source, batch)
         if why or batch is None:
             return Cuts(), why
@@ -371,7 +324,6 @@ class FrozenFeatures:
         return result, "" if result.cuts else result.hindrance
 
     def _why_not(self, source: Source, batch: Batch | None) -> str:
-        """Why features cannot be kept, whatever the model is."""
         loop, samples = self._loop, samples_of(source)
         if isinstance(samples, str):
             return samples
@@ -395,7 +347,6 @@ class FrozenFeatures:
         return ""
 
     def _of_several(self, source: Source, batch: Batch | None) -> Batch | None:
-        """The batch; where it has a single sample, as where others were skipped, one with more."""
         part, samples = self._part, samples_of(source)
         if batch is None or batch.size > 1 or part is None or not isinstance(samples, Numbered):
             return batch
@@ -403,7 +354,6 @@ class FrozenFeatures:
         return next(more, batch)
 
     def _may_send(self, source: Source) -> bool:
-        """Whether hosts may get rows from one another: all ranks begin each epoch together."""
         loop = self._loop
         moves = loop.world.place.nodes > 1 and isinstance(samples_of(source), Numbered)
         moves &= not stays_with_rank(source)
@@ -418,16 +368,7 @@ class FrozenFeatures:
         passes: int,
         rate: float = 0.0,
     ) -> Choice:
-        """What is kept of a source, by measuring.
-
-        Args:
-            source: whose samples are known by their numbers or bytes.
-            cuts: of the model; at least one.
-            batch: of the source, ready on the device.
-            left: how many times its samples will be read; None where that is not known.
-            passes: what is done behind a cut takes so many times its forward.
-            rate: bytes a second that this rank gets from other hosts; 0 where it gets none.
-        """
+        """What is kept of a source, by measuring."""
         loop, samples = self._loop, samples_of(source)
         assert not isinstance(samples, str)
         hosts, stays = loop.world.place.nodes, stays_with_rank(source)
@@ -467,7 +408,6 @@ class FrozenFeatures:
         return choose(options, count, left, step_s)
 
     def _looked_at(self, source: Source, cut: Cut, batch: Batch) -> tuple[Rows, float, float]:
-        """The rows at a cut, and seconds of a sample in the forward before and behind it."""
         device = self._loop.device
         # As many samples as it was found with, so that they are not the first ones.
         measured = batch.rows(0, _MEASURED) if device.type == "cpu" else batch
@@ -487,13 +427,8 @@ class FrozenFeatures:
         return rows
 
     def _keep_pixels(self, source: Source, batch: Batch, epoch: int, why: str) -> bool:
-        """Keep what is decoded where that pays and features cannot be kept; says whether it does.
-
-        Args:
-            source: of the batch.
-            batch: ready on the device.
-            epoch: that begins.
-            why: there are no features.
+        """Keep what is decoded where that pays and features cannot be kept; says whether it
+        does.
         """
         loop = self._loop
         is_known = self._calls is None or self._calls.root is not None

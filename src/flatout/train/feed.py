@@ -100,15 +100,7 @@ class Feed:
         *,
         whole: bool = False,
     ) -> Iterator[Batch]:
-        """The batches of an epoch that were not taken yet.
-
-        Args:
-            world: of this rank.
-            note: gets what the user should know.
-            epoch: its number.
-            epochs: of the whole run, where that is known.
-            whole: every rank takes each batch whole.
-        """
+        """The batches of an epoch that were not taken yet."""
         assert self.source is not None
         source = self.source
         if self.device_data is not None:
@@ -146,7 +138,6 @@ class Feed:
             yield batch if features is None else features.batch(batch, epoch, self.taken - 1)
 
     def _begun(self, part: Source, epoch: int) -> Iterator[Batch]:
-        """An epoch's batches from the first on that was not taken, on their way to the device."""
         source, features = self.source, self.features
         assert source is not None
         rows = None
@@ -168,12 +159,7 @@ class Feed:
 
     @contextmanager
     def evaluated(self, source: Source, part: Source) -> Iterator[Iterator[Batch]]:
-        """Within, the batches of an evaluation, of which what is kept is not computed again.
-
-        Args:
-            source: that is evaluated.
-            part: what this rank reads of it.
-        """
+        """Within, the batches of an evaluation, of which what is kept is not computed again."""
         if self.device_data is not None and part is source:
             part = self.device_data.evaluated(source)
         if self.features is None:
@@ -223,12 +209,7 @@ class Feed:
         return notes
 
     def skipped(self, source: Source | None, world: World) -> list[str]:
-        """Which rows of a source any rank has skipped, in words that were not told yet.
-
-        Args:
-            source: the same on all ranks, all of which ask.
-            world: of this rank.
-        """
+        """Which rows of a source any rank has skipped, in words that were not told yet."""
         gather = partial(world.gather, what="rows that ranks have skipped")
         lines = source.skipped(gather) if isinstance(source, Pipeline) else []
         new = [words for line in lines if (words := f"input: {line}") not in self._told]

@@ -258,7 +258,6 @@ class Fit:
         self._count, self._job_changes = operator_count(loop), loop.job_changes
 
     def _input_notes(self, source: Pipeline) -> list[str]:
-        """What there is to say of the data, of each rank's own where they have other rows."""
         world, of_ranks = self.loop.world, None
         if source.has_own_rows:
             of_ranks = world.gather(source.notes(), "what ranks say of their data")
@@ -268,7 +267,6 @@ class Fit:
         return list(dict.fromkeys(note for notes in of_ranks for note in notes))
 
     def _figures(self) -> Figures:
-        """What the logs will have, of a validation too, which is looked at for that."""
         known = list(self.job.results())
         names, complete = ["loss", *known], True
         if self.validation is not None:
@@ -291,7 +289,6 @@ class Fit:
             callback.load_state_dict(its)
 
     def _own_metrics(self, saved: list[Any]) -> list[Any]:
-        """What this rank's metrics go on from; another World deals out what there is."""
         world = self.loop.world
         if len(saved) == world.size:
             return list(saved[world.rank]["metrics"])
@@ -299,7 +296,6 @@ class Fit:
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
-        """Within, what is measured does not count in the metrics of the epoch."""
         counted = copy.deepcopy(self.job.state_dict())
         try:
             yield
@@ -308,7 +304,6 @@ class Fit:
             self.job.load_state_dict(counted)
 
     def _facts(self) -> Facts:
-        """What identifies this fit, for a resume to compare."""
         validation = self.validation
         return {
             **self.objective.facts(),
@@ -321,11 +316,9 @@ class Fit:
         }
 
     def _digest_of(self, source: Source) -> str:
-        """Reading all of the data is for those who keep what it tells."""
         return UNREAD if self.loop.run is None else source.digest
 
     def _stateful(self) -> list[Callback]:
-        """The user's callbacks."""
         return [c for c in self.callbacks if not isinstance(c, _SHOWS)]
 
     # -- epochs ------------------------------------------------------------------------------
@@ -375,7 +368,6 @@ class Fit:
             )
 
     def _note_settings(self) -> None:
-        """What was measured while training, for who runs this Recipe again."""
         loop = self.loop
         loop.end_tuning()
         assert loop.resolved is not None
@@ -388,7 +380,6 @@ class Fit:
         self.files.write_recipe()
 
     def _measure_steps(self) -> None:
-        """What steps take by their size, where the user has asked for it."""
         if self.loop.run is None or not is_asked():
             return
         times, beside, words = step_times(self.loop, self.compute, self.source)
@@ -397,14 +388,12 @@ class Fit:
             self._note(line)
 
     def _note_waiting(self) -> None:
-        """Say that the input held the training back, if it did, and what would help."""
         steps, lanes = self.loop.timeline.steps, self.loop.timeline.lanes()
         note = waiting_words(self.source, lanes, steps, self.state.epochs)
         if note is not None:
             self._note(note)
 
     def _note_staleness(self) -> None:
-        """Say how old gradients were, or how many were dropped, where servers do not wait."""
         by_rank = self.loop.stepper.strategy.staleness()
         if by_rank is not None:
             self.state.history.staleness = facts = staleness_facts(by_rank)
@@ -440,7 +429,6 @@ class Fit:
             self._end_epoch(began)
 
     def _is_over(self) -> bool:
-        """Whether no other epoch is to come; on all ranks alike, whichever has asked to stop."""
         state, own = self.state, self.state.stop_reason or self._own_reason
         reasons = self.loop.world.gather(own, "whether a rank wants to stop")
         state.stop_reason = next((reason for reason in reasons if reason is not None), None)
@@ -464,7 +452,6 @@ class Fit:
         claims, asks = loop.feed.claims is not None, False
 
         def quiet() -> int:
-            """Steps up to the next one after which something is due, that one included."""
             if self._schedule is not None:
                 return 1
             everies = [callback.every for callback in self._watching]
@@ -494,7 +481,6 @@ class Fit:
                 return
 
     def _count_steps(self) -> None:
-        """Tell the schedule and the callbacks of the steps since the last call."""
         state, before = self.state, self.state.step
         state.step, state.step_in_epoch = self.loop.step_count, self.loop.step_in_epoch
         if self._schedule is not None:
@@ -507,7 +493,6 @@ class Fit:
             state.stop(f"{self._max_steps:,} steps were made, as max_steps asks")
 
     def _end_section(self) -> bool:
-        """Do what a rank has asked for, on all of them; whether to go on to no other section."""
         state, loop = self.state, self.loop
         end_section(loop)
         self._count_steps()
@@ -535,7 +520,6 @@ class Fit:
         return f"rank {who} is here again" if len(ranks) == 1 else f"ranks {who} are here again"
 
     def _are_others_back(self, every_s: float = 1.0) -> bool:
-        """On the first rank, now and then: whether ranks that were killed are here again."""
         if not self.may_take_back or not self.loop.world.is_first or self.loop.run is None:
             return False
         if every_s:
@@ -546,11 +530,7 @@ class Fit:
         return are_back(self.loop.stepper.strategy.dropped())
 
     def _optimizer_steps(self, quiet: Callable[[], int]) -> Iterator[None]:
-        """Train on the rest of the epoch; yields after optimizer steps.
-
-        Args:
-            quiet: how many may be made until it yields.
-        """
+        """Train on the rest of the epoch; yields after optimizer steps."""
         loop, compute, stepper = self.loop, self.compute, self.loop.stepper
         batches = loop.batches(self.source)
         for callback in self.callbacks:
@@ -574,10 +554,6 @@ class Fit:
             yield
 
     def _others_go_on(self) -> bool:
-        """Whether this rank wants to stop after this step, and others do not know of it.
-
-        The next step tells them, or where ranks step alone, the next time that they meet.
-        """
         state, stepper = self.state, self.loop.stepper
         wants = state.stop_reason is not None
         if stepper.strategy.steps_apart:
@@ -590,7 +566,6 @@ class Fit:
         return self.signals.received is not None or self._own_reason is not None
 
     def _counted(self, batch: Batch) -> bool:
-        """A part of a step whose operators are counted."""
         assert self._count is not None
         with counting(self._count, self.loop) as is_whole:
             stepped = self.loop.step(self.compute, batch)
@@ -646,10 +621,6 @@ class Fit:
             self._interrupt(signum)
 
     def _is_time_to_compare(self) -> bool:
-        """Whether to compare the replicas now: after the last epoch, and not all the time before.
-
-        Reading all weights takes as long as many a small epoch.
-        """
         is_last = self.state.epoch + 1 >= self.state.epochs
         is_due = is_last or time.monotonic() > self._compare_at
         if self.loop.world.from_first(is_due, "time to compare the replicas"):
@@ -658,11 +629,9 @@ class Fit:
         return False
 
     def _take_notes(self) -> None:
-        """What the user should know, of all ranks, and which of them is slow."""
         self.state.history.notes.extend(self._times.end_epoch(self.loop.notes()))
 
     def _results(self) -> dict[str, float]:
-        """The metrics over what all ranks have trained on."""
         return self.job.results(self.loop.world)
 
     def _report_not_finite(self, logs: dict[str, float]) -> None:
@@ -755,10 +724,6 @@ class Fit:
         return self._path
 
     def _asked_to_stop(self) -> int | None:
-        """The signal that stops training now, on all ranks after the same step.
-
-        Likewise for what a callback of one rank alone has asked for.
-        """
         world = self.loop.world
         if world.size == 1:
             return self.signals.received
@@ -773,7 +738,6 @@ class Fit:
         return next((signum for signum in signals if signum is not None), None)
 
     def _interrupt(self, signum: int) -> NoReturn:
-        """Write a checkpoint, say where it lies, and leave."""
         loop = self.loop
         path = self._last_checkpoint()
         name = "^C" if signum == signal.SIGINT else signal.Signals(signum).name
@@ -818,11 +782,9 @@ class Fit:
             loop.run = None
 
     def _now(self) -> tuple[int, int]:
-        """The clock, and how long this rank has waited for others, in ns."""
         return time.perf_counter_ns(), self.loop.world.collectives.waited
 
     def _add(self, lane: str, start: tuple[int, int]) -> None:
-        """The time since then is of a lane; what of it was waiting for other ranks is sync."""
         now, waited = (after - before for after, before in zip(self._now(), start, strict=True))
         self.loop.timeline.add(lane, now - waited)
         if waited:

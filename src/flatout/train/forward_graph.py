@@ -38,16 +38,7 @@ def held_by(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trace_forward(model: nn.Module, leaves: list[Any], spec: Any) -> Graph:
-    """The forward of calls like this one; nothing changes.
-
-    Args:
-        model: in evaluation, without gradients, in the context in which it is called.
-        leaves: of the call's arguments; what is no tensor is the same in each call.
-        spec: their structure.
-
-    Raises:
-        Unfit: it cannot be one graph.
-    """
+    """The forward of calls like this one; nothing changes."""
     check_model(model)
     held = held_by(model)
     strays: Tensors = []
@@ -110,7 +101,6 @@ class Attributes:
 
 
 def _inside(value: Any, deep: int) -> Iterator[Any]:
-    """An object, or the kind of a container, and what it holds; of a long one how much."""
     if isinstance(value, ReferenceType):  # of weights, in a recurrent layer
         value = value()
     tensors: list[Any] = []

@@ -43,10 +43,6 @@ def gradients_watched(model: nn.Module, say: Callable[[str], None]) -> Iterator[
     They do not train, though their parameters require gradients, and as that may change with
     each step, nothing of what they give is kept. What is also called with gradients trains. A model
     that is compiled, and one whose calls go through no hooks, as those of Keras', is left alone.
-
-    Args:
-        model: that trains in the step.
-        say: is given the line.
     """
     if has_compiled(model) or not calls_hooks(model):
         yield
@@ -79,7 +75,6 @@ def _trains(part: nn.Module) -> bool:
 def _whole(
     model: nn.Module, off: Collection[nn.Module], trained: Collection[nn.Module]
 ) -> list[str]:
-    """Names of the modules all of whose trained parts are among these, the outermost ones."""
     result: list[str] = []
     for name, part in model.named_modules():
         if not name or any(name.startswith(f"{outer}.") for outer in result):

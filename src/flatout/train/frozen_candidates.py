@@ -17,12 +17,6 @@ def agreed_cuts(
     """Rank 0's cuts on every rank; or why there are none on one of them.
 
     All ranks call it, also one that has none, in the autocast of the steps.
-
-    Args:
-        found: what this rank found.
-        why: this rank has none, where it should; "" otherwise.
-        world: of the ranks.
-        known: the places of cuts at which earlier runs have kept features; rank 0's count.
     """
     places = [cut.place for cut in found.cuts]
     if places:

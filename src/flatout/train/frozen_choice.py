@@ -122,14 +122,7 @@ class Choice:
 def choose(
     options: Sequence[FeatureOption], samples: int, epochs: int | None, plain_s: float
 ) -> Choice:
-    """The fastest of what may be kept over all epochs that are left.
-
-    Args:
-        options: what may be kept; at least one.
-        samples: of an epoch.
-        epochs: that are left; None where that is not known.
-        plain_s: seconds of a sample where nothing is kept.
-    """
+    """The fastest of what may be kept over all epochs that are left."""
     left = _UNKNOWN if epochs is None else epochs
     best, least, why = None, plain_s * left, ""
     for option in options:
@@ -164,7 +157,6 @@ def _of(option: FeatureOption, samples: int, epochs: int, plain_s: float) -> Cho
 
 
 def _epochs(option: FeatureOption, samples: int, epochs: int, plain_s: float) -> Iterator[float]:
-    """Seconds of a sample in each epoch, on average."""
     room = option.share(samples)
     later = max(0.0, plain_s - option.saved_s) + option.read_s
     there = known = option.filled  # on a host, and on any of those that it gets rows from

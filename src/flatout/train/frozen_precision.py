@@ -56,14 +56,7 @@ def has_short_epochs(planned: PlannedRun, batch_size: int) -> bool:
 def choose_precision(
     check: FirstCheck, options: Sequence[Option], facts: ModelFacts, planned: PlannedRun
 ) -> Found:
-    """Half precision, alone or in another memory format, where that makes the run faster.
-
-    Args:
-        check: with a few samples of the first batch.
-        options: that are open, and lie within what is allowed.
-        facts: of the model.
-        planned: what the run is.
-    """
+    """Half precision, alone or in another memory format, where that makes the run faster."""
     own = [next((option for option in options if option.field == field), None) for field in _FIELDS]
     precision, layout = own
     looks = planned.samples * _SHARE >= _LOOKED_AT and planned.epochs > 1
@@ -100,5 +93,4 @@ def choose_precision(
 
 
 def _run_s(forward: float, rest: float, planned: PlannedRun) -> float:
-    """Seconds of the run for each sample: later epochs begin at what is kept."""
     return forward + rest + (planned.epochs - 1) * _LIVE * rest

@@ -26,15 +26,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 class FunctionWatch:
     """Watches what a function reads beside its arguments.
 
-    Args:
-        function: of the user.
-
     Attributes:
         modules: that it calls.
-
-    Raises:
-        ValueError: it reads something that may change unseen, or does something that others see;
-            says what.
     """
 
     def __init__(self, function: Any) -> None:
@@ -79,7 +72,6 @@ class FunctionWatch:
 
 
 def _stays(value: Any) -> bool:
-    """Whether nothing of it changes but by another value under its name; a tensor is read again."""
     if isinstance(value, ModuleType):
         return is_library(_Named(value.__name__))
     is_code = isinstance(value, type) or callable(value)
@@ -96,7 +88,6 @@ class _Named:
 
 
 def _written(code: CodeType) -> str:
-    """What the code writes to beside its own variables, or a function within it; "" for nothing."""
     for step in dis.get_instructions(code):
         is_outer = step.opname == "STORE_DEREF" and step.argval in code.co_freevars
         if is_outer or step.opname in _WRITES:
@@ -105,7 +96,6 @@ def _written(code: CodeType) -> str:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Global names that the code may read, and that of functions within it."""
     yield from code.co_names
     for part in code.co_consts:
         if isinstance(part, CodeType):

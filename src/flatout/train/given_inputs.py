@@ -14,9 +14,6 @@ from flatout.train.loop_state import LoopState
 class GivenInputs:
     """Makes the inputs of a training loop.
 
-    Args:
-        loop: of one's own.
-
     Attributes:
         template: the inputs of a sample on the device.
         are_read: whether the loop reads inputs besides the model, so that all are made.
@@ -35,13 +32,7 @@ class GivenInputs:
         self._part, self._epoch, self._latest = part, epoch, None
 
     def over(self, batch: Batch, done: Batch, step: int) -> Batch:
-        """The batch with inputs that a model takes for their features.
-
-        Args:
-            batch: ready on the device.
-            done: the same with features.
-            step: of the epoch.
-        """
+        """The batch with inputs that a model takes for their features."""
         if not isinstance(done.inputs, Features):
             return done
         loop = self._loop
@@ -55,7 +46,6 @@ class GivenInputs:
         return done._replace(inputs=kept.given)
 
     def _make(self, part: Source, epoch: int, step: int, size: int) -> Any:
-        """The inputs of a step's batch."""
         batch = next(part.batches(epoch, step))
         if batch.size != size:
             raise DataError(

@@ -39,11 +39,7 @@ class GrownRows(NamedTuple):
 
 
 def tables_of(model: nn.Module) -> dict[str, Any]:
-    """The modules of the model's tables by name.
-
-    Raises:
-        ModelError: two have the same name.
-    """
+    """The modules of the model's tables by name."""
     tables: dict[str, Any] = {}
     for name, module, _ in adapter_of(model).tables():
         if name in tables:
@@ -73,7 +69,6 @@ def _elements(table: Any) -> Tensor:
 
 
 def _of_its_kind(table: Any, flat: Tensor) -> Tensor:
-    """Elements as torch's own module makes them, or normal ones like those there are."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(_KEPT, generator=generator).to(flat)
     if isinstance(table, (nn.Embedding, nn.EmbeddingBag)):
@@ -84,17 +79,7 @@ def _of_its_kind(table: Any, flat: Tensor) -> Tensor:
 def check_memory(
     tables: Mapping[str, Any], rows: Mapping[str, GrownRows], optimizer: Any, new: Mapping[str, str]
 ) -> None:
-    """Refuse tables that would not fit into memory, before anything is changed.
-
-    Args:
-        tables: by name.
-        rows: of those that are to change.
-        optimizer: whose state grows with them.
-        new: in words, what each table has to hold.
-
-    Raises:
-        DataError: with the numbers.
-    """
+    """Refuse tables that would not fit into memory, before anything is changed."""
     wanted, copied, words = 0, 0, []
     for name, value in rows.items():
         weight = table_weight(tables[name])
@@ -131,12 +116,6 @@ def set_rows(
 
     The rows of ids that go on keep weights and state, new ones are drawn from the elements of the
     table as it was built, and their state is as the optimizer begins.
-
-    Args:
-        tables: by name; several may have the same weights.
-        rows: of those that change.
-        optimizer: whose state of these tables changes with them, or None.
-        built: elements by name, from `as_built`.
     """
     done: set[int] = set()
     for name, value in rows.items():
@@ -179,7 +158,6 @@ def resize(table: Any, size: int, optimizer: Any = None) -> None:
 
 
 def _fresh(rows: GrownRows, there: int) -> Tensor:
-    """The rows that belong to no id that has been trained, int64, rising."""
     size = max(rows.size, there)
     if rows.growth is None:
         return torch.arange(there, size)
@@ -192,7 +170,6 @@ def _fresh(rows: GrownRows, there: int) -> Tensor:
 def _arranged(
     values: Tensor, rows: GrownRows, fresh: Tensor, elements: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """The rows under their new numbers, and fresh ones of `elements`; in place where they fit."""
     growth, there, made = rows.growth, len(values), values
     moves = growth is not None and bool((growth.old_rows != growth.new_rows).any())
     if moves or rows.size > there:
@@ -219,17 +196,7 @@ def _generator(key: str, name: str) -> torch.Generator:
 def readers_of(
     tables: Mapping[str, Any], numbers: Sequence[tuple[str, range]], run: Any
 ) -> dict[str, list[str]]:
-    """Which table reads which columns by their ids as they are, and nothing else.
-
-    Args:
-        tables: by name.
-        numbers: of each column, what its ids are in a batch: all of them different, and none the
-            same in two columns.
-        run: computes that batch.
-
-    Returns:
-        the columns by the table's name.
-    """
+    """Which table reads which columns by their ids as they are, and nothing else."""
     columns_of: dict[str, dict[str | None, None]] = {}
     handles = []
     for name, table in tables.items():
@@ -264,12 +231,7 @@ def readers_of(
 def read_together(
     tables: Mapping[str, Any], readers: Mapping[str, Sequence[str]]
 ) -> list[list[str]]:
-    """Columns whose ids have the same rows, since the same weights are read by them.
-
-    Args:
-        tables: by name.
-        readers: as `readers_of` finds them.
-    """
+    """Columns whose ids have the same rows, since the same weights are read by them."""
     by_weight: dict[int, dict[str, None]] = {}
     for name, columns in readers.items():
         by_weight.setdefault(id(table_weight(tables[name])), {}).update(dict.fromkeys(columns))

@@ -42,13 +42,6 @@ def check_state(model: nn.Module, before: str) -> None:
 
     BatchNorm's running statistics can be NaN while the training loss is fine. Infinities are
     allowed in other buffers: attention masks are made of them.
-
-    Args:
-        model: its floating-point parameters and buffers are checked.
-        before: what is about to happen, for the message ("evaluation", "saving").
-
-    Raises:
-        NumbersError: naming the tensors.
     """
     bad = [
         f"{'weight' if is_weight else 'buffer'} {name}"
@@ -69,18 +62,7 @@ def check_updates(
     step: int,
     by_rows: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Raise if the updates up to `step` have made a weight NaN or infinite.
-
-    Args:
-        model: has the weights.
-        optimizers: update the model.
-        step: number of the latest update.
-        by_rows: tables that are stepped by rows. They are left out: to read one takes as long as
-            to step all of its rows.
-
-    Raises:
-        NumbersError: naming the weights, and the optimizer's option or state that is the cause.
-    """
+    """Raise if the updates up to `step` have made a weight NaN or infinite."""
     names = _bad_weights(model, {id(table) for table in by_rows})
     if names:
         raise _explain_bad_updates(model, optimizers, names, step)
@@ -119,14 +101,6 @@ def _explain_bad_updates(
     names: Sequence[str],
     step: int,
 ) -> NumbersError:
-    """Return the error for bad weights whose gradients were finite.
-
-    Args:
-        model: the model that has the weights.
-        optimizers: the optimizers that step the weights.
-        names: names of the bad weights, as in `model.named_parameters()`.
-        step: the latest step that can be the cause; 0 if no step was made.
-    """
     own = own_names(model, names)
     bad = _shown([f"weight {own[name]}" for name in names])
     if not step:
@@ -148,12 +122,7 @@ def _explain_bad_updates(
 def _causes(
     bad: Mapping[int, str], optimizers: Iterable[torch.optim.Optimizer]
 ) -> list[tuple[str, str]]:
-    """Return the causes of bad weights in the optimizers, each with its cure.
-
-    Args:
-        bad: names of the bad parameters, by the `id` of each parameter.
-        optimizers: all optimizers; some of them step the bad parameters.
-    """
+    """Return the causes of bad weights in the optimizers, each with its cure."""
     result: dict[tuple[str, str], None] = {}
     rates: dict[str, None] = {}
     for optimizer in optimizers:
@@ -214,7 +183,6 @@ def _numbers(
     tensors: dict[str, torch.Tensor],
     make: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
 ) -> dict[str, float]:
-    """Return one number for each tensor, from one call of `make` and one wait for each device."""
     by_device: dict[torch.device, list[str]] = {}
     for name, tensor in tensors.items():
         by_device.setdefault(tensor.device, []).append(name)
@@ -244,24 +212,8 @@ def explain_bad_step(
     world: World = ONE,
     together: World = ONE,
 ) -> NumbersError:
-    """The error for a step whose gradients were not finite, with the cause where it can be found.
-
-    Args:
-        model: with the weights that the step saw (if the step was held back); its buffers are put
-            back after the step was run again.
-        compute: forward and loss, under autocast if the step used it.
-        batch: the step's batch; None where the source cannot give it again.
-        optimizers: the optimizers of the model: an earlier update may have made bad weights.
-        is_first: whether no update was made before this step.
-        step: number of the step, from 1.
-        learning_rate: at that step.
-        held_back: the step did not reach the weights.
-        pieces: micro-batches that the batch has to be split into to fit in memory.
-        world: the ranks that all look at their parts of this step.
-        together: those that compute a step together, so that all make it once more or none.
-
-    Raises:
-        LostRank: of several ranks, on those whose part is not the cause.
+    """The error for a step whose gradients were not finite, with the cause where it can be
+    found.
     """
     on_rank = f"rank {world.rank} of {world.size}, " if world.size > 1 else ""
     lines = [f"{on_rank}step {step}, learning rate {learning_rate:g}"]
@@ -302,7 +254,6 @@ def _huge_weights(model: nn.Module) -> list[str]:
 
 
 def _raise_on_its_rank(world: World, suspicion: int, step: int) -> None:
-    """The sums of all ranks are bad, but mostly by the part of one: it alone tells."""
     result = world.gather(suspicion, "search for who made a step's gradients bad")
     culprit = result.index(max(result))
     if culprit != world.rank:
@@ -310,7 +261,6 @@ def _raise_on_its_rank(world: World, suspicion: int, step: int) -> None:
 
 
 def _bad_samples(batch: Batch) -> list[str]:
-    """Samples with bad values in inputs, targets or weights, by their number in the data."""
     words = []
     for part in ("inputs", "targets", "weight"):
         for name, tensor in named_tensors(part, getattr(batch, part)):
@@ -327,13 +277,7 @@ def not_finite(figures: Mapping[str, Any]) -> list[str]:
 
 
 def not_finite_words(names: Sequence[str], when: str, evaluated: Source | None) -> str:
-    """Return a line about figures that are not finite.
-
-    Args:
-        names: names of the figures.
-        when: the part of the run that they belong to, such as "epoch 1".
-        evaluated: the data in which to search for the cause; None searches no data.
-    """
+    """Return a line about figures that are not finite."""
     words = f"{', '.join(names)} of {when} {'is' if len(names) == 1 else 'are'} not finite"
     if evaluated is not None and evaluated.seekable:
         before = random_state()
@@ -364,7 +308,6 @@ def _bad_rows(tensor: torch.Tensor) -> list[int]:
 
 
 def _samples_at(batch: Batch, tensor: torch.Tensor, rows: list[int]) -> str:
-    """The samples that rows of a tensor are of; "" where that is not known."""
     if len(tensor) == batch.size:
         return _samples(batch, rows)
     of_items = samples_of_items(batch.inputs, len(tensor), batch.size) if batch.is_jagged else None
@@ -419,8 +362,6 @@ def _first_bad_value(
 def _in_forward(
     model: nn.Module, compute: Callable[[Batch], Value], batch: Batch
 ) -> tuple[str | None, torch.Tensor, TableReads]:
-    """The first module or loss with a bad value, if there is one, the loss, and what tables were
-    read by."""
     first: list[str] = []
 
     def look(name: str, kind: str, inputs: tuple[Any, ...], output: Any) -> None:
@@ -463,7 +404,6 @@ def _is_bad(gradient: torch.Tensor) -> bool:
 def _rows_words(
     weight: torch.Tensor, gradient: torch.Tensor, batch: Batch, reads: TableReads
 ) -> str:
-    """Which rows of a table have a bad gradient, and the samples that read them."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         rows = gradient.indices()[0][_bad_rows(gradient.values())].tolist()
@@ -476,7 +416,6 @@ def _rows_words(
 
 
 def _bad_among(value: object, batch: Batch) -> str | None:
-    """None if all tensors are finite; else, where its rows are samples, which ones are bad."""
     tensors = value if isinstance(value, (tuple, list)) else [value]
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):

@@ -137,7 +137,6 @@ class HeldState:
         return [weight for weight, _ in self._moved()]
 
     def _moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """These, with their values from before."""
         with _unseen():
             return [
                 (w, value) for w, version, value in self._weights if _is_changed(w, version, value)
@@ -176,7 +175,6 @@ class HeldState:
             self._look_at_object(value)
 
     def _walk(self, values: Iterable[Any]) -> None:
-        """Members of a container; plain ones cost next to nothing, others are counted."""
         for value in values:
             if not isinstance(value, _PLAIN):
                 if self._left <= 0:
@@ -221,7 +219,6 @@ class HeldState:
             self._restores.append(partial(np.copyto, array, array.copy()))
 
     def _pays_for(self, size: int) -> bool:
-        """Whether so many bytes more are copied."""
         if size <= _SMALL_BYTES:
             return True
         self._bytes_left -= size
@@ -236,10 +233,6 @@ class HeldState:
             self._look_at_object(held)  # of the user's own kind, which may keep more
 
     def _look_at_function(self, function: FunctionType) -> None:
-        """What is closed over is kept of the user's own functions, and of others what they call.
-
-        Those of Flatout that take part in a look collect what it is made for.
-        """
         is_own = not is_library(function)
         for cell in function.__closure__ or ():
             value = _content(cell)
@@ -258,7 +251,6 @@ class HeldState:
             self._restores.append(partial(_refill_names, where, before))
 
     def _look_at_class(self, kind: type) -> None:
-        """What classes of the user's own keep for all objects, and their methods."""
         for one in kind.__mro__:
             if is_library(one):
                 continue
@@ -285,11 +277,7 @@ def has_few_bytes(tensor: torch.Tensor) -> bool:
 
 
 def clone_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values, without a graph.
-
-    Raises:
-        ModelError: it has no shape yet.
-    """
+    """Its values, without a graph."""
     if is_lazy(tensor):
         raise ModelError(
             "the model has a lazy layer with buffers, which have no shape before the first batch",
@@ -299,8 +287,6 @@ def clone_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its values can be read and written as they lie: tables whose rows are watched, or
-    weights that lie on several ranks, are of other types."""
     return (
         type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.layout is torch.strided
@@ -312,8 +298,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _weights_within(
     weights: Iterable[torch.Tensor], most_bytes: int, moved: Collection[int]
 ) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
-    """Weights with their versions and copies: those known to move, by id, and of the others the
-    smallest ones that have so many bytes in all."""
     kept = []
     with _unseen():
         for weight in sorted(filter(_is_plain, weights), key=lambda weight: weight.nbytes):
@@ -326,12 +310,10 @@ def _weights_within(
 
 
 def _unseen() -> AbstractContextManager[None]:
-    """Within it weights are read unseen by what watches where a model reads them."""
     return torch._C.DisableTorchFunction()
 
 
 def _is_own(kind: type) -> bool:
-    """Whether all attributes are its user's: a Keras layer is built by its first call."""
     return not is_library(kind) and not any(
         base.__module__.startswith("keras.") for base in kind.__mro__
     )
@@ -355,7 +337,6 @@ def _is_changed(tensor: torch.Tensor, version: int, value: torch.Tensor) -> bool
 
 
 def _is_same(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether all values are the same, NaN too."""
     tensor = tensor.detach()
     try:
         return torch.equal(tensor, value) or bool(
@@ -409,7 +390,6 @@ _LIKE_OWN = (UserDict, UserList, SimpleNamespace, Namespace)
 
 
 def _may_fill(kind: type) -> bool:
-    """Whether a container is Python's, or of a user's own kind that is read as Python's are."""
     if kind in _OF_PYTHON:
         return True
     own = [vars(base) for base in kind.__mro__ if base.__module__ not in _PYTHONS]
@@ -448,7 +428,6 @@ def _refill_names(names: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def _put_back(thing: Any, before: dict[str, Any]) -> None:
-    """All attributes; those that came since are taken away."""
     now = {**getattr(thing, "__dict__", {}), **_slots_of(thing)}
     for name in now.keys() - before.keys() - _SWITCHED:
         object.__delattr__(thing, name)
@@ -458,7 +437,6 @@ def _put_back(thing: Any, before: dict[str, Any]) -> None:
 
 
 def _put_back_plain(module: nn.Module, before: dict[str, Any]) -> None:
-    """Numbers, words and tensors of a library's module, which may keep more between calls."""
     for name in vars(module).keys() - before.keys():
         if _has_tensors(vars(module)[name]):
             delattr(module, name)
@@ -472,13 +450,11 @@ def _put_back_of_class(kind: type, before: dict[str, Any]) -> None:
 
 
 def _has_tensors(value: Any) -> bool:
-    """Whether it is a tensor, or a few of them as an LSTM's state."""
     parts = value if isinstance(value, list | tuple) else [value]
     return any(isinstance(part, torch.Tensor) for part in parts)
 
 
 def _slots_of(thing: Any) -> dict[str, Any]:
-    """What an object keeps in slots."""
     held = {}
     for kind in type(thing).__mro__:
         if "__slots__" in vars(kind):
@@ -494,7 +470,6 @@ def _refill_generator(generator: torch.Generator, state: torch.Tensor) -> None:
 
 
 def _restore_of_generator(value: Any) -> Callable[[], None] | None:
-    """Puts back a random generator; None for anything else."""
     if isinstance(value, torch.Generator):
         return partial(_refill_generator, value, value.get_state())
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
@@ -508,7 +483,6 @@ def _restore_of_generator(value: Any) -> Callable[[], None] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that a function and those inside it look up, and the globals that they set."""
     names: set[str] = set()
     stored: set[str] = set()
     for one in _codes(code):

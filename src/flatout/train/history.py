@@ -156,7 +156,6 @@ class History:
         return "\n".join([*lines, *self.notes])
 
     def _step_in_words(self) -> str:
-        """The samples of a step, such as "64 samples"."""
         sizes = self.timeline.step_samples()
         largest = int(sizes.max(initial=0)) or self.batch_size
         differ = sizes.size > 0 and float(np.median(sizes)) != largest
@@ -202,10 +201,6 @@ class History:
         }
 
     def _steady_lanes(self) -> dict[str, float]:
-        """Seconds of the median step by lane, of the steps after the last change of settings.
-
-        They are none of before the step whose operators are counted.
-        """
         rows = self.timeline.rows()
         if self.roofline is not None:
             rows = rows[-max(1, self.timeline.steps - self.roofline["step"] + 1) :]
@@ -348,7 +343,6 @@ class History:
 
 
 def _figure_of_pyplot() -> Figure:
-    """A figure that a notebook shows once: as pyplot's, and not again as the cell's value."""
     from matplotlib import figure, pyplot
 
     class Shown(figure.Figure):

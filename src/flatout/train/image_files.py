@@ -11,11 +11,7 @@ from flatout.train.signature import Signature
 
 
 def files_as_images(x: Any, signature: Signature | None) -> Any:
-    """Images decoded as in training where `x` is a path or a list of paths; else `x` itself.
-
-    Raises:
-        DataError: the model does not know how a file becomes its input.
-    """
+    """Images decoded as in training where `x` is a path or a list of paths; else `x` itself."""
     listed = [x] if isinstance(x, (str, os.PathLike)) else x
     if not isinstance(listed, (list, tuple)) or not listed:
         return x

@@ -22,20 +22,7 @@ from flatout.world import ONE, World
 
 
 class TorchJob:
-    """A torch model with a loss and metrics by name, or with those of several outputs.
-
-    Args:
-        model: called with the batch's inputs.
-        loss: compares output and targets.
-        metrics: what the Trainer was given.
-        unweighted: no target of the source is one that the loss ignores.
-        class_weight: weights of classes, for the loss, by output where there are several; or None.
-        say: gets a line where batches of float64 are cast.
-        source: all of whose labels are looked at with the first batch, or None.
-
-    Raises:
-        ModelError: for unknown metrics.
-    """
+    """A torch model with a loss and metrics by name, or with those of several outputs."""
 
     def __init__(
         self,
@@ -124,11 +111,7 @@ class TorchJob:
 
 
 def metrics_of(loss: Loss | SeveralLosses, given: Any) -> dict[str, Metric]:
-    """Fresh metrics by their names in the History, without the parts of a loss.
-
-    Raises:
-        ModelError: for an unknown name, or one that the History has for something else.
-    """
+    """Fresh metrics by their names in the History, without the parts of a loss."""
     taken = ["loss", "seconds"]
     if isinstance(loss, SeveralLosses):
         result = OutputMetrics(given, loss.parts).by_name()

@@ -55,14 +55,6 @@ class KerasCallbacks(Callback):
     What a callback does to the model holds here too: `stop_training`, an initial epoch that a
     backup restored, weights put back, a learning rate set. On several ranks all stop where one
     asks for it.
-
-    Args:
-        callbacks: a `keras.callbacks.CallbackList` with its model and params.
-        model: the Keras model.
-        initial_epoch: the number of the first epoch.
-        read: the present figures of this epoch; on several ranks all have to read them together.
-        world: of this rank.
-        reads_batches: a callback of any rank may look at a batch's logs where others do not.
     """
 
     def __init__(
@@ -103,11 +95,7 @@ class KerasCallbacks(Callback):
         )
 
     def check(self, state: FitState, figures: Figures) -> None:
-        """Say which callback watches a figure that there will not be: Keras does so each epoch.
-
-        Raises:
-            ModelError: one saves the model, of which each rank has a part.
-        """
+        """Say which callback watches a figure that there will not be: Keras does so each epoch."""
         if state.trainer.loop.stepper.strategy.cuts_weights:
             # What writes is on the first rank alone.
             own = [type(c).__name__ for c in self._callbacks.callbacks if saves_model(c)]
@@ -186,7 +174,6 @@ class KerasCallbacks(Callback):
             state.stop(_STOPPED)
 
     def _wants_to_stop(self, ask_others: bool) -> bool:
-        """Whether a callback has asked for it, here or on another rank."""
         stops = bool(self._model.stop_training)
         if ask_others:
             stops = self._model.stop_training = any(self._world.gather(stops))
@@ -200,13 +187,11 @@ class KerasCallbacks(Callback):
         self._world.wait()  # the one who comes back from fit finds what the first rank has written
 
     def _whole_weights(self, state: FitState) -> AbstractContextManager[None]:
-        """Within, weights are whole, where a callback wants them so."""
         if not any(map(keeps_best_weights, self._callbacks.callbacks)):
             return nullcontext()
         return state.trainer.loop.stepper.strategy.whole_weights()
 
     def _finalize(self) -> None:
-        """The optimizer's last word: averaged weights, where it averages."""
         optimizer = self._model.optimizer
         if hasattr(optimizer, "finalize_variable_values"):
             optimizer.finalize_variable_values(self._model.trainable_weights)
@@ -222,13 +207,6 @@ def watched(
     """Yield the batches of an evaluation or prediction, and call Keras' callbacks around each.
 
     A batch ends when the next batch is requested. A callback may end the pass.
-
-    Args:
-        callbacks: a `keras.callbacks.CallbackList` with its model.
-        kind: "test" for an evaluation, "predict" for a prediction.
-        world: the ranks, each of which has callbacks.
-        batches: the batches of this rank.
-        read: returns the logs after the latest batch; all ranks have to call it together.
     """
     watching = [c for c in callbacks.callbacks if watches_batches(c, kind)]
     model, stop = callbacks.model, {"test": "stop_evaluating", "predict": "stop_predicting"}[kind]
@@ -250,7 +228,6 @@ def watched(
 
 
 def _in_keras_order(logs: dict[str, Any]) -> dict[str, Any]:
-    """Names in alphabetical order, those of the validation after the others; no seconds."""
     names = sorted(logs, key=lambda name: (name.startswith("val_"), name))
     return {name: logs[name] for name in names if name != "seconds"}
 

@@ -22,20 +22,7 @@ def scale_rates(
     scheduled: bool,
     own_batches: bool = False,
 ) -> tuple[LrScale | None, list[str]]:
-    """What the rule does to this job, and what to say of it.
-
-    Args:
-        rule: the user's, or None.
-        optimizers: with their rates for the reference batch.
-        data: the training data, for the size of a batch and the steps of an epoch.
-        first_batch: samples of the first batch on all ranks, for data in their own batches.
-        accumulate: batches of one optimizer step.
-        scheduled: whether a scheduler changes the rates.
-        own_batches: whether batches of the data are one rank's of several.
-
-    Raises:
-        ModelError: the rule asks for what is not known of the data.
-    """
+    """What the rule does to this job, and what to say of it."""
     size = None if data is None or own_batches else data.batch_size
     size = size or first_batch
     batch = None if size is None else size * accumulate
@@ -78,11 +65,7 @@ def as_saved(rule: LrRule | None) -> dict[str, Any] | None:
 
 
 def as_rule(given: Any) -> LrRule | None:
-    """What a user gave as `lr_rule`.
-
-    Raises:
-        ModelError: for something else than a rule.
-    """
+    """What a user gave as `lr_rule`."""
     if given is None or isinstance(given, LrRule):
         return given
     raise ModelError(

@@ -90,12 +90,7 @@ class LargestBatch:
         }
 
     def words(self, optimizers: Any, rule: LrRule | None) -> str:
-        """In one line, with what it does to learning.
-
-        Args:
-            optimizers: one or several, with the rates that they have.
-            rule: the user's own, or None.
-        """
+        """In one line, with what it does to learning."""
         if not self.tried:
             return f"batch {self.batch_size:,}, as was found before {self.bound}"
         ours = f" = {self.ranks} x {self.batch_size // self.ranks:,}" if self.ranks > 1 else ""
@@ -135,12 +130,7 @@ class LargestBatch:
 
 
 def check_is_open(objective: Objective, x: Any, y: Any, loop: Loop) -> None:
-    """Refuse data and jobs for which no batch can be chosen.
-
-    Raises:
-        DataError: the data come in batches.
-        ModelError: settings that decide it otherwise.
-    """
+    """Refuse data and jobs for which no batch can be chosen."""
     if not objective.comes_in_samples(x, y):
         raise DataError(
             f"batch_size='auto' is for data whose batches are made here, and {type(x).__name__} "
@@ -170,19 +160,7 @@ def check_is_open(objective: Objective, x: Any, y: Any, loop: Loop) -> None:
 
 
 def largest_batch(objective: Objective, loop: Loop, trying: Loop, source: Source) -> LargestBatch:
-    """The largest batch whose steps fit; all ranks call it, and agree on one.
-
-    Args:
-        objective: what is trained; its model is built.
-        loop: of the fit. One that goes on from a checkpoint keeps its batch.
-        trying: a Loop without a run folder, for the steps that are tried.
-        source: the training data, in batches of any size.
-
-    Raises:
-        OutOfMemory: a single sample does not fit, on some rank.
-        DataError: no one knows how many samples there are, or there are fewer than ranks.
-        ModelError: a step fails with any number of samples.
-    """
+    """The largest batch whose steps fit; all ranks call it, and agree on one."""
     if loop.resume_checkpoint is not None:
         kept = loop.resume_checkpoint.state["source"]["batch_size"]
         return LargestBatch(kept, loop.world.size, 0, f"in {loop.resume_checkpoint.name}", ())
@@ -223,10 +201,6 @@ def search(attempt: Callable[[int], TriedStep], most: int) -> list[TriedStep]:
 
     The first try is of two samples, since some losses and layers do not take one. Where it fails
     for another reason than memory, more samples are tried; where memory is the reason, one.
-
-    Args:
-        attempt: makes a step on so many samples.
-        most: how many there are.
     """
     tried, low, high = [attempt(min(2, most))], 0, most + 1
     while True:
@@ -250,7 +224,6 @@ def search(attempt: Callable[[int], TriedStep], most: int) -> list[TriedStep]:
 def _outcome(
     tried: list[TriedStep], most: int, limit: int, objective: Objective
 ) -> tuple[int, str]:
-    """The largest that fits, and what keeps it from being larger."""
     own = max((item.samples for item in tried if not item.why), default=0)
     above = [item for item in tried if item.why and item.samples > own]
     if own:
@@ -280,11 +253,6 @@ def _outcome(
 
 class TrialSteps:
     """Makes steps to see whether they fit, and leaves nothing of them.
-
-    Args:
-        objective: what is trained.
-        loop: whose device is known.
-        source: gives the samples.
 
     Attributes:
         limit: bytes that they may take.
@@ -345,7 +313,6 @@ class TrialSteps:
         return TriedStep(size, why, round(seconds, 4))
 
     def _step(self, size: int) -> None:
-        """An optimizer step, with what lies in memory beside it."""
         objective, loop = self._objective, self._loop
         objective.model.train()
         stepper = Stepper(

@@ -10,12 +10,7 @@ from flatout.world import servers
 
 
 def layout_words(loop: LoopState, batch_size: int | None) -> str:
-    """Such as "2 ranks x 1 CPU, ddp, global batch 64 = 2 x 32".
-
-    Args:
-        loop: prepared, on several ranks.
-        batch_size: of the batches of all ranks, where they have one.
-    """
+    """Such as "2 ranks x 1 CPU, ddp, global batch 64 = 2 x 32"."""
     ranks, device = loop.world.size, loop.device
     each = f" x {torch.get_num_threads()} CPU" if device.type == "cpu" else " of a GPU each"
     assert loop.resolved is not None

@@ -33,13 +33,7 @@ _FEWEST, _WORTH = 3, 0.01
 
 @dataclass(frozen=True)
 class ByLength:
-    """Settings that depend on how many values the batches of a step have.
-
-    Args:
-        most: the most values of a short one.
-        short: what short ones run under.
-        long: what all others run under.
-    """
+    """Settings that depend on how many values the batches of a step have."""
 
     most: int
     short: Settings
@@ -60,11 +54,7 @@ class ByLength:
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> ByLength:
-        """What `as_dict` has written.
-
-        Raises:
-            KeyError, TypeError: it has not.
-        """
+        """What `as_dict` has written."""
         short, long = (Settings(**found[part]) for part in ("short", "long"))
         return cls(int(found["most"]), short, long)
 
@@ -134,7 +124,6 @@ class Lengths:
         return result
 
     def _medians(self, settings: Settings) -> dict[int, float]:
-        """Seconds of a step by class, as if all of a class had equally many values."""
         result = {}
         for length, of in self._steps.get(settings, {}).items():
             if len(of) >= _FEWEST:
@@ -143,7 +132,6 @@ class Lengths:
         return result
 
     def _usual_s(self, values: list[int]) -> list[float]:
-        """What steps of so many values take under the base."""
         logs = np.log(np.maximum(values, 1))
         assert self.base is not None
         classes = self._steps[self.base]

@@ -190,7 +190,6 @@ class Loop(LoopState):
         return model, optimizer
 
     def _ids_checked(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
-        """Within, tables refuse ids below 0, where they would read rows by them, as Keras' do."""
         if not self._takes_negative_ids or self.device.type != "cpu":
             return nullcontext()
         return ids_checked_in_step(self.model, batches, self.feed.source)
@@ -205,7 +204,6 @@ class Loop(LoopState):
         return Monitor(self)
 
     def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
-        """Resolve the Recipe on the first batches and switch to it; `close` switches back."""
         self._stepper, self.facts = make_stepper(self, compute, first)
         # Layers that all ranks compute together are not looked at again.
         if compute is not None and first and not self.lays_out and not self.has_servers:
@@ -221,7 +219,6 @@ class Loop(LoopState):
                 rehearse(tuner, self.stepper, compute, first)
 
     def _notice_other_job(self) -> None:
-        """Other parameters train: settings are decided again, with the next step."""
         if self._other_job is not None:
             self._other_job.notice()
 
@@ -333,7 +330,6 @@ class Loop(LoopState):
         return True
 
     def _latest(self, batches: int) -> StepFacts:
-        """The step that was just made, of so many batches, and is not counted yet."""
         rate = self._rate_of(self.stepper.turn)
         return StepFacts(self.next_step, self.epoch, self.feed.taken - batches, batches, rate)
 
@@ -491,7 +487,6 @@ class Loop(LoopState):
 
 
 def _listed(given: Any) -> tuple[Any, ...]:
-    """Nothing, one, or a list or tuple of several."""
     if given is None:
         return ()
     return tuple(given) if isinstance(given, list | tuple) else (given,)

@@ -170,9 +170,6 @@ class LoopState:
         """The ranks that train together; asked for the first time, they meet.
 
         From then on the first speaks for all.
-
-        Raises:
-            WorldError: they do not come.
         """
         world = join_on(self.requested.world)
         if not world.is_first:
@@ -187,11 +184,7 @@ class LoopState:
 
     @property
     def stepper(self) -> Stepper:
-        """Makes the steps.
-
-        Raises:
-            FlatoutError: `prepare` was not called.
-        """
+        """Makes the steps."""
         if self._stepper is None:
             raise FlatoutError("the Loop has no model yet", do="call loop.prepare(...) first")
         return self._stepper
@@ -252,7 +245,6 @@ class LoopState:
         return self.is_other_job or (self.tuner is not None and self.tuner.is_searching)
 
     def _may_compile(self) -> bool:
-        """Whether an evaluation may: nothing else is measured or compiled."""
         capture = None if self._stepper is None else self._stepper.capture
         if self.is_tuning() or self.evaluate_batch.is_measuring:
             return False
@@ -349,11 +341,7 @@ class LoopState:
 
     @cached_property
     def checkpointing(self) -> Checkpointing:
-        """Writes checkpoints into `run`.
-
-        Raises:
-            CheckpointError: if the Loop has no `run` folder.
-        """
+        """Writes checkpoints into `run`."""
         if self.run is None:
             raise no_run_folder()
         asked = self.requested.save
@@ -363,30 +351,18 @@ class LoopState:
 
     @cached_property
     def resume_checkpoint(self) -> LoadedCheckpoint | None:
-        """The checkpoint that `prepare` goes on from; None where there is none.
-
-        Raises:
-            CheckpointError: it is damaged, or there is one and no one asked to go on from it.
-        """
+        """The checkpoint that `prepare` goes on from; None where there is none."""
         if self._resume or self.run is not None:
             return self.checkpointing.find(self._resume)
         return None
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """The checkpoints in `run`.
-
-        Raises:
-            CheckpointError: if the Loop has no `run` folder.
-        """
+        """The checkpoints in `run`."""
         return self.checkpointing.checkpoints
 
     def weights(self, *, kept: bool = True) -> dict[str, torch.Tensor]:
-        """Everything that is saved of the model, by name, whole; all ranks call it.
-
-        Args:
-            kept: whether this rank wants them; where not, tensors may be empty.
-        """
+        """Everything that is saved of the model, by name, whole; all ranks call it."""
         return self.stepper.strategy.weights(self.model, kept=kept)
 
     @property
@@ -395,9 +371,5 @@ class LoopState:
         return self._saved == (self.epoch, self.step_count)
 
     def next_checkpoint(self) -> str:
-        """The path that `save` would return now.
-
-        Raises:
-            CheckpointError: if the Loop has no `run` folder.
-        """
+        """The path that `save` would return now."""
         return self.checkpointing.next_path(self.step_count)

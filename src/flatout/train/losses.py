@@ -52,16 +52,7 @@ class Loss:
         return [self.module, self.own]
 
     def __call__(self, output: Any, batch: Batch, *, unweighted: bool = False) -> Value:
-        """The batch's loss: a mean over its samples, or (sum, weight).
-
-        Args:
-            output: what the model returned.
-            batch: its targets and, if given, per-sample weights, shape (samples,).
-            unweighted: no target of this source can be ignored (known from its labels).
-
-        Raises:
-            ModelError: output and targets are not of the kind that this loss compares.
-        """
+        """The batch's loss: a mean over its samples, or (sum, weight)."""
         if self.own is not None:
             return self._own_value(self.own, output, batch)
         assert self.function is not None
@@ -126,7 +117,6 @@ class Loss:
     def _own_value_of_samples(
         self, own: Callable[[Any, Any], Value], output: Any, batch: Batch
     ) -> Value:
-        """Over the samples alone, without the rows that only fill the batch up."""
         if not batch.samples:  # this rank's part is filling alone, and weighs nothing
             value = self._own_value(own, output, batch._replace(padding=0, weight=None))
             return (value[0] if isinstance(value, tuple) else value) * 0.0, 0.0
@@ -137,7 +127,6 @@ class Loss:
     def _sample_weighted(
         self, output: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, are_labels: bool
     ) -> Value:
-        """Each element's loss times its sample's weight, over the sum of all weights."""
         assert self.function is not None
         each = self.function(output, target, "none")
         weight = weight.to(each.dtype).reshape(-1, *[1] * (each.dim() - 1))
@@ -147,7 +136,6 @@ class Loss:
         return total, weight.sum() * (each.numel() // len(weight))
 
     def _weight_of_each(self, labels: torch.Tensor) -> torch.Tensor:
-        """1 for each label that counts, or the weight of its class; 0 for those ignored."""
         assert self.ignore_index is not None
         counted = torch.ne(labels, self.ignore_index)
         classes = self._class_weight
@@ -173,8 +161,6 @@ def _nll(output: Any, target: Any, reduction: str) -> torch.Tensor:
 
 
 def _like(function: Callable[..., torch.Tensor]) -> _Function:
-    """Losses whose output and target have one shape; an (n, 1) output fits an (n,) target."""
-
     def loss(output: Any, target: Any, reduction: str) -> torch.Tensor:
         output = in_shape_of(output, target)
         return function(output, target.to(output.dtype), reduction=reduction)
@@ -183,11 +169,7 @@ def _like(function: Callable[..., torch.Tensor]) -> _Function:
 
 
 def in_shape_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """`output` in the shape of `target`, where they differ only in dimensions of length one.
-
-    Raises:
-        ModelError: they differ otherwise.
-    """
+    """`output` in the shape of `target`, where they differ only in dimensions of length one."""
     if output.shape == target.shape:
         return output
     ours, theirs = ([d for d in t.shape[1:] if d != 1] for t in (output, target))
@@ -216,9 +198,6 @@ def as_loss(loss: Any) -> Loss:
 
     A callable gets `(output, target)` and returns a mean over the samples or (sum, weight).
     `binary_cross_entropy` takes logits.
-
-    Raises:
-        ModelError: for an unknown name or a thing that cannot be called.
     """
     if isinstance(loss, Loss):
         return loss
@@ -254,7 +233,6 @@ def _from_module(module: nn.Module) -> Loss:
 
 
 def _weighted(module: nn.Module, loss: Callable[..., torch.Tensor]) -> _Function:
-    """The loss of a torch module, at any reduction."""
     names = ("weight", "ignore_index", "label_smoothing")
 
     def function(output: Any, target: Any, reduction: str) -> torch.Tensor:

@@ -27,11 +27,7 @@ class Metric(Protocol):
         """Take one batch's outputs; must not read from the device."""
 
     def compute(self, states: Sequence[Any] | None = None) -> float:
-        """The value over all batches since `reset`; NaN without any.
-
-        Args:
-            states: of the same metric on all ranks, to be taken together; None means this one's.
-        """
+        """The value over all batches since `reset`; NaN without any."""
 
     def reset(self) -> None:
         """Forget all batches."""
@@ -59,10 +55,6 @@ class Mean(RunningMean):
 
 class MeanOf(Mean):
     """The mean over all batches of a per-batch mean, or of a per-batch (sum, weight).
-
-    Args:
-        function: `(output, targets)`.
-        is_of_samples: its mean over a batch is the mean of what it gives for each sample.
 
     Attributes:
         name: of the function.
@@ -122,7 +114,6 @@ class FromTorchmetrics:
         return float(value)
 
     def _merged(self, states: Sequence[Any]) -> Any:
-        """A metric that has seen what the states hold, reduced as torchmetrics does for ranks."""
         states = [state for state in states if state["any"]]
         if not states:
             return None
@@ -161,7 +152,6 @@ class FromTorchmetrics:
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
-    """A state of torchmetrics, a tensor or a list of them, that later updates leave alone."""
     if isinstance(value, list):
         return [_copied(part, device) for part in value]
     return value.detach().to(device, copy=True)
@@ -224,18 +214,11 @@ class Auc:
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """On the CPU; parts that a checkpoint gave back may lie elsewhere than the later ones."""
     return torch.cat([part.to(parts[-1].device) for part in parts]).cpu()
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """How many answers are right, and how many count.
-
-    Args:
-        output: scores, shape (samples, classes, ...), or one logit per target value.
-        target: class numbers, shape (samples, ...), of which -100 does not count; class
-            probabilities in the shape of the scores; or 0 and 1 for logits.
-    """
+    """How many answers are right, and how many count."""
     are_scores = output.dim() > 1 and output.shape[1] > 1
     if output.shape == target.shape and are_scores and target.is_floating_point():
         right = output.argmax(1) == target.argmax(1)
@@ -272,11 +255,7 @@ _NAMES: dict[str, Callable[[], Metric]] = {
 
 
 def as_metrics(given: Iterable[Given] | Mapping[str, Given]) -> dict[str, Metric]:
-    """Metrics by name, fresh ones at each call.
-
-    Raises:
-        ModelError: for an unknown name.
-    """
+    """Metrics by name, fresh ones at each call."""
     if isinstance(given, str):
         given = [given]
     if isinstance(given, Mapping):

@@ -49,18 +49,7 @@ def forget_frames(error: BaseException | None) -> None:
 
 
 def smaller(model: nn.Module, pieces: int, size: int, when: str, on_rank: str = "") -> int:
-    """Into how many pieces to split after `pieces` did not fit: twice as many.
-
-    Args:
-        model: that is trained.
-        pieces: that did not fit.
-        size: samples of the batch, or of this rank's part of it.
-        when: for messages, such as "step 3".
-        on_rank: words for which rank of several this is.
-
-    Raises:
-        OutOfMemory: where splitting is not possible, or would change what is learned.
-    """
+    """Into how many pieces to split after `pieces` did not fit: twice as many."""
     where = f"{when}, batch of {size} in {counted(pieces, 'micro-batch', 'micro-batches')}"
     if pieces >= size:
         raise OutOfMemory(
@@ -90,11 +79,7 @@ def not_split(micro_batch: str | int, size: int, when: str, on_rank: str) -> Out
 
 
 def check_not_jagged(batch: Batch, pieces: int, micro_batch: str | int) -> None:
-    """Refuse to cut a batch whose inputs have no row for each sample, as was asked for.
-
-    Raises:
-        DataError: with what to do.
-    """
+    """Refuse to cut a batch whose inputs have no row for each sample, as was asked for."""
     if batch.is_jagged and pieces > 1:
         raise DataError(
             f"micro_batch={micro_batch!r} wants a batch of {batch.size:,} samples cut, and its "
@@ -116,15 +101,7 @@ def jagged_out_of_memory(size: int, when: str, on_rank: str) -> OutOfMemory:
 
 
 def not_split_alone(what: str, size: int, when: str, on_rank: str, *, staged: bool) -> OutOfMemory:
-    """Memory ran out on a rank that others wait for within the step.
-
-    Args:
-        what: meets what other ranks compute.
-        size: samples of this rank's part of the batch.
-        when: for messages, such as "step 3".
-        on_rank: words for which rank this is.
-        staged: each rank has some of the layers.
-    """
+    """Memory ran out on a rank that others wait for within the step."""
     return OutOfMemory(
         f"memory ran out{on_rank}, and {what} may meet other ranks' within a step, so that none "
         "can take its part again",
@@ -137,11 +114,7 @@ def not_split_alone(what: str, size: int, when: str, on_rank: str, *, staged: bo
 
 
 class Parts:
-    """Evaluates batches whole, or in parts where memory runs out: no sample knows of another.
-
-    Args:
-        say: gets a line when parts become smaller.
-    """
+    """Evaluates batches whole, or in parts where memory runs out: no sample knows of another."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -150,16 +123,7 @@ class Parts:
     def __call__(
         self, run: Callable[[Batch], _T], batch: Batch, *, whole: bool = False
     ) -> list[_T]:
-        """What `run` gives for the batch, or for each of its parts, in order.
-
-        Args:
-            run: leaves nothing behind where it fails.
-            batch: to be evaluated.
-            whole: it cannot be run in parts.
-
-        Raises:
-            OutOfMemory: on a single sample, or on what cannot be run in parts.
-        """
+        """What `run` gives for the batch, or for each of its parts, in order."""
         done: list[_T] = []
         start, whole = 0, whole or batch.is_jagged
         while start < batch.size:

@@ -67,11 +67,7 @@ class ModelIds:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], where: str) -> ModelIds:
-        """From a checkpoint.
-
-        Raises:
-            CheckpointError: it is of a later version, or damaged.
-        """
+        """From a checkpoint."""
         return cls._of_data(state["header"], state["tensors"], where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -80,11 +76,7 @@ class ModelIds:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ModelIds | None:
-        """Those beside a model file; None where there are none.
-
-        Raises:
-            CheckpointError: the file is damaged, or of a later version.
-        """
+        """Those beside a model file; None where there are none."""
         ids = load_ids(path)
         return None if ids is None else cls._of_data(*ids, ids_beside(path))
 
@@ -117,20 +109,7 @@ class ModelIds:
 
 
 def make_room(model: nn.Module, ids: ModelIds, where: str, optimizer: Any = None) -> ModelIds:
-    """Give the model's tables as many rows as the weights have that are loaded next.
-
-    Args:
-        model: as it was built.
-        ids: of the weights.
-        where: they come from.
-        optimizer: whose state of these tables is loaded next, too.
-
-    Returns:
-        the ids, with what the tables were built of.
-
-    Raises:
-        CheckpointError: they are of another model.
-    """
+    """Give the model's tables as many rows as the weights have that are loaded next."""
     tables = tables_of(model)
     missing = [name for name in ids.tables if name not in tables]
     if missing:
@@ -149,19 +128,7 @@ def make_room(model: nn.Module, ids: ModelIds, where: str, optimizer: Any = None
 def learn_ids(
     source: Source, known: ModelIds | None, model: nn.Module, optimizer: Any, loop: Loop
 ) -> ModelIds | None:
-    """The ids of a model that trains on `source`, whose tables get a row for each.
-
-    Args:
-        source: to train on, with ids as they are.
-        known: of earlier trainings; None before the first.
-        model: its tables are enlarged in place.
-        optimizer: its state is enlarged with them.
-        loop: has the ranks and the seed, and says what was found.
-
-    Raises:
-        DataError: a column is missing or has other fields, ids outgrow memory, or columns whose
-            ids are of different fields are read by one table.
-    """
+    """The ids of a model that trains on `source`, whose tables get a row for each."""
     maps = _columns(source, known)
     if not maps:
         return known
@@ -206,11 +173,7 @@ def learn_ids(
 
 
 def with_ids(source: Source, ids: ModelIds | None) -> Source:
-    """The same data, with rows in place of ids.
-
-    Raises:
-        DataError: the model has ids, and the data have no such columns.
-    """
+    """The same data, with rows in place of ids."""
     if isinstance(source, Pipeline):
         if ids is None and source.id_columns:
             raise DataError(
@@ -230,7 +193,6 @@ def with_ids(source: Source, ids: ModelIds | None) -> Source:
 
 
 def _columns(source: Source, known: ModelIds | None) -> dict[str, IdMap]:
-    """The maps that grow by a source, under what its schema says now."""
     if not isinstance(source, Pipeline):
         with_ids(source, known)
         return {}
@@ -248,10 +210,6 @@ def _grown(
     digest: str,
     loop: Loop,
 ) -> dict[str, tuple[IdMap, Growth | None]]:
-    """The maps after the ids of the source were counted, each rank its part of the rows.
-
-    Those of a group have the same rows: its ids are counted together.
-    """
     stated = {column.name: column for column in source.id_columns}
     columns = {name: stated.get(name) or value.as_column() for name, value in maps.items()}
     world = loop.world
@@ -274,7 +232,6 @@ def _grown(
 
 
 def _check_alike(one: Column, other: Column) -> None:
-    """See that two columns can have the same rows."""
     by_place = any(item.by_place or item.places for item in one.ids)
     if by_place or one.ids != other.ids:
         raise DataError(
@@ -305,12 +262,10 @@ class _Apart:
         self.digest = "apart"
 
     def rows_of(self, ids: Any, out: Any) -> int:
-        """Write them."""
         out.reshape(-1)[:] = self.numbers.start + np.arange(out.size) % _APART
         return -1
 
     def among(self, inputs: Any) -> range:
-        """Those of its numbers that are in inputs."""
         own = range(self.numbers.start, self.numbers.start)
         for tensor in tensors_in(inputs):
             mine = tensor[(tensor >= self.numbers.start) & (tensor < self.numbers.stop)]
@@ -326,7 +281,6 @@ def _readers(
     maps: Mapping[str, IdMap],
     loop: Loop,
 ) -> dict[str, list[str]]:
-    """Which table of the model reads which columns, seen in a forward of two rows."""
     apart = {name: _Apart(name, number) for number, name in enumerate(maps)}
     batch = source.with_ids(apart).peek(1)[0].rows(0, 2)
     inputs = loop.feed.inputs(batch.to(next(model.parameters()).device)).inputs
@@ -345,7 +299,6 @@ def _readers(
 
 
 def _words(after: IdMap, growth: Growth) -> str:
-    """Such as "12,406 new ids -> new rows, 31 gone; 2,086,689 rows"."""
     parts = [f"{counted(growth.new, 'new id')} -> new rows"]
     if growth.gone:
         parts.append(f"{growth.gone:,} gone")

@@ -40,11 +40,6 @@ def samples_of(source: Source) -> Numbered | NamedSamples | str:
 class NamedRows:
     """A store's rows of such samples.
 
-    Args:
-        samples: whose features they are.
-        store: has them, of any data.
-        parts: of a row.
-
     Attributes:
         samples, store, parts: as above.
         is_random: whether samples of an epoch did not come again in the next one.

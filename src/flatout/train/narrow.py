@@ -15,10 +15,6 @@ class Narrow:
     """Casts float64 to float32 where a model holds float32 and no float64, and says so once.
 
     What the first inputs are decides for all: a job whose data fit is not looked at again.
-
-    Args:
-        model: to be fed.
-        say: gets the line.
     """
 
     def __init__(self, model: nn.Module, say: Callable[[str], None]) -> None:

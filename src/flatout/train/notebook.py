@@ -43,15 +43,7 @@ _LAST_CHARACTERS = 2_000
 
 
 def check_ranks_asked(devices: int, recipe: Recipe | ResolvedRecipe | None) -> None:
-    """Refuse a number of ranks that cannot be had here.
-
-    Args:
-        devices: ranks on this node; 1 takes those that were started, if any.
-        recipe: what the Trainer was given.
-
-    Raises:
-        WorldError: with the command that starts as many.
-    """
+    """Refuse a number of ranks that cannot be had here."""
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ModelError(f"devices is a number of ranks from 1, found {devices!r}")
     if devices == 1:
@@ -160,7 +152,6 @@ class _RankTraceback(Exception):
 
 
 def _error(folder: Path, rank: int, code: int) -> BaseException:
-    """The exception that ended a rank, or where it left none, what is known of its end."""
     with suppress(OSError):
         text, pickled = pickle.loads((folder / f"error-{rank}").read_bytes())
         try:
@@ -182,7 +173,6 @@ def _error(folder: Path, rank: int, code: int) -> BaseException:
 
 @contextmanager
 def _output(folder: Path) -> Iterator[Any]:
-    """What rank 0 prints shows in the notebook; what others say in errors is kept until the end."""
     from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
     class Logs(LogsSpecs):
@@ -215,7 +205,6 @@ def _output(folder: Path) -> Iterator[Any]:
 
 
 def _show(pipe: int, stream: TextIO, over: threading.Event) -> None:
-    """Copy what comes through a pipe until it is over and empty."""
     while True:
         ending = over.is_set()
         if select.select([pipe], [], [], 0.05)[0]:

@@ -39,14 +39,7 @@ class StepFacts(NamedTuple):
 
 
 class NumbersGuard:
-    """Looks at the flag that each update leaves: at once on a CPU, elsewhere every few steps.
-
-    Args:
-        stepper: that makes the steps.
-        world: of this rank.
-        ready: puts a batch of the source on the device.
-        latest: tells of the step that was just made, of so many batches.
-    """
+    """Looks at the flag that each update leaves: at once on a CPU, elsewhere every few steps."""
 
     def __init__(
         self,
@@ -66,11 +59,7 @@ class NumbersGuard:
     def after_step(
         self, turn: Turn, compute: Compute, batches: Sequence[Batch], source: Source | None
     ) -> None:
-        """A step was made.
-
-        Raises:
-            NumbersError: it, or one before it, was bad.
-        """
+        """A step was made."""
         if self._reads_are_free:
             if turn.update.was_bad():
                 raise self._explain(compute, batches, self._latest(len(batches)))
@@ -82,16 +71,7 @@ class NumbersGuard:
                 self._read(unread, source, None)
 
     def check(self, source: Source | None, compute: Compute | None = None) -> None:
-        """Read the flags that are still unread, and check the weights for NaN and infinity.
-
-        Args:
-            source: gives the batches of a bad step again, where it can.
-            compute: makes a bad step once more; that of the step by default.
-
-        Raises:
-            NumbersError: naming the first step that was bad, or the weights that an update has made
-            bad though its gradients were finite.
-        """
+        """Read the flags that are still unread, and check the weights for NaN and infinity."""
         unread, self._unread = self._unread, []
         if unread:
             self._read(unread, source, compute)
@@ -167,7 +147,6 @@ class NumbersGuard:
 
 
 def _share_of(batch: Batch) -> Share:
-    """What was trained on: jagged batches are each rank's own."""
     return "own" if batch.is_jagged else "part"
 
 

@@ -213,17 +213,7 @@ class Objective:
     def cut(
         self, source: Source, steps: int | None, loop: Loop, *, restarts: bool = False
     ) -> Source:
-        """Return the source in epochs of `steps` batches; unchanged if `steps` is None.
-
-        Args:
-            source: the data of a fit, an evaluation or a prediction.
-            steps: number of batches in an epoch, or None.
-            loop: the loop, which knows the ranks.
-            restarts: whether each epoch begins with the source's first batch.
-
-        Raises:
-            DataError: `steps` is given, and each rank reads its own rows.
-        """
+        """Return the source in epochs of `steps` batches; unchanged if `steps` is None."""
         if steps is None:
             return source
         is_own = differs_by_rank(source)
@@ -236,13 +226,7 @@ class Objective:
         return Stretches(source, steps, restarts=restarts)
 
     def weigh_classes(self, source: Source, loop: Loop, names: tuple[str, ...] | None) -> None:
-        """Weigh classes by how many samples they have, where the fit was asked for that.
-
-        Args:
-            source: what is trained on.
-            loop: has the ranks.
-            names: of the classes by number, where they are known.
-        """
+        """Weigh classes by how many samples they have, where the fit was asked for that."""
         if not self._is_balanced:
             return
         if isinstance(self.loss, SeveralLosses):
@@ -270,13 +254,7 @@ class Objective:
         """Run a fit of the model's own, where it has one that cannot be taken apart."""
 
     def job(self, loop: Loop, source: Source | None, *, training: bool) -> Job:
-        """Forward, loss and fresh metrics, to train or to evaluate.
-
-        Args:
-            loop: says what is to be said.
-            source: all of whose labels are looked at with the first batch; None for none.
-            training: whether it is trained on.
-        """
+        """Forward, loss and fresh metrics, to train or to evaluate."""
         return TorchJob(
             self.adapter.called(training=training),
             self.loss,
@@ -362,11 +340,7 @@ class Objective:
         return list(figures.values())
 
     def sample_loss(self) -> SampleLoss:
-        """The loss of each sample alone.
-
-        Raises:
-            ModelError: there are several losses.
-        """
+        """The loss of each sample alone."""
         if not isinstance(self.loss, Loss):
             raise ModelError(
                 "the worst samples are found by one loss, and the model has several",
@@ -390,7 +364,6 @@ def validates(every: int | Collection[int], epoch: int) -> bool:
 
 
 def _takes(model: nn.Module, batch: Batch) -> bool:
-    """Whether the model's forward comes to an end with these inputs, tried without a trace."""
     parameters = list(model.parameters())
     if any(map(is_lazy, [*parameters, *model.buffers()])):
         return False
@@ -411,7 +384,6 @@ def _source(x: Any, y: Any, loop: Loop, **options: Any) -> Source:
 
 
 def _counts_all(loss: Loss | SeveralLosses, source: Source | None) -> bool:
-    """Whether it is known that no target is one that the loss ignores."""
     labels = None if source is None else source.labels_range()
     if labels is None or isinstance(loss, SeveralLosses):
         return False
@@ -430,7 +402,6 @@ def _as_losses(loss: Any, weights: Mapping[str, float] | None) -> Loss | Several
 
 
 def _class_weights(given: Any, loss: Loss | SeveralLosses) -> Any:
-    """As a `ClassWeight`, or one for each output that has some; None without any."""
     if given is None:
         return None
     if not isinstance(loss, SeveralLosses):
@@ -497,7 +468,6 @@ def _checked(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.
 
 
 def _comes_in_samples(x: Any) -> bool:
-    """Whether batches are ours to make: not for loaders, sources and iterables of batches."""
     if isinstance(x, Pipeline):
         return not x.in_batches
     return hasattr(x, "shape") or isinstance(x, (tuple, dict, Dataset, Arrays))

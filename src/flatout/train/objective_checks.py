@@ -19,11 +19,7 @@ _FREED = "backward through the graph a second time"
 
 
 def check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers of another model, and a model that is frozen as a whole.
-
-    Raises:
-        ModelError: no optimizer has a parameter of the model, or none of these requires gradients.
-    """
+    """Refuse optimizers of another model, and a model that is frozen as a whole."""
     own = {id(p): p for p in model.parameters()}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     stepped = [own[id(p)] for group in groups for p in group["params"] if id(p) in own]
@@ -43,15 +39,7 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
 
 
 def explain_backward(error: RuntimeError, parameters: Sequence[torch.Tensor]) -> None:
-    """Explain why torch refuses the backward pass of a loss.
-
-    Args:
-        error: the error of torch; other errors are left to the caller.
-        parameters: the parameters that the optimizers step.
-
-    Raises:
-        ModelError: the loss has no graph, or another backward pass has freed it.
-    """
+    """Explain why torch refuses the backward pass of a loss."""
     words = str(error)
     if _FREED in words:
         raise _called_twice() from error
@@ -71,11 +59,7 @@ def explain_backward(error: RuntimeError, parameters: Sequence[torch.Tensor]) ->
 
 @contextmanager
 def no_backward_within(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Refuse code within this context that gives gradients to the parameters itself.
-
-    Raises:
-        ModelError: the code has called `backward`; the gradients would count twice.
-    """
+    """Refuse code within this context that gives gradients to the parameters itself."""
     before = [_gradient_of(parameter) for parameter in parameters]
     yield
     if before != [_gradient_of(parameter) for parameter in parameters]:

@@ -30,10 +30,6 @@ OTHER = "other parameters train than before"
 class OtherJob:
     """Tells when a Loop's job is another one than its settings were decided for.
 
-    Args:
-        loop: has its settings.
-        steps: that are planned in all.
-
     It notes in the Loop whether settings are to be decided again with the next step
     (`is_other_job`), and how many times the job has become another one (`job_changes`).
     """
@@ -69,12 +65,7 @@ class OtherJob:
         self._loop.is_other_job = not has_compiled(self._loop.model)
 
     def decide(self, compute: Compute, batch: Batch) -> None:
-        """Decide the settings for the steps from here on.
-
-        Args:
-            compute: forward and loss of a batch.
-            batch: of the next step, ready on the device.
-        """
+        """Decide the settings for the steps from here on."""
         loop, stepper = self._loop, self._loop.stepper
         loop.is_other_job = False
         if loop.tuner is not None:
@@ -128,7 +119,6 @@ class OtherJob:
             capture_steps(loop, compute, decision.search)
 
     def _fixed(self, batch: Batch) -> Iterator[tuple[str, Any]]:
-        """Settings that stay: what kept features were computed with holds for them."""
         if isinstance(batch.inputs, Features) or any(
             isinstance(tensor, KeptInput) for tensor in tensors_in(batch.inputs)
         ):

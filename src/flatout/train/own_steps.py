@@ -26,10 +26,6 @@ def evaluate_as_written(
     """Return the logs of a model's own test_step over `source`; None if `stopped` returns True.
 
     Each rank takes all batches whole: Flatout cannot join results of a step that it does not know.
-
-    Raises:
-        DataError: each rank has its own samples.
-        NumbersError: if a weight or buffer is not finite.
     """
     loop.meet_others()
     guard.check_state(model, "evaluation")
@@ -51,11 +47,7 @@ def evaluate_as_written(
 
 
 def check_is_common(source: Source, loop: Loop, method: str) -> None:
-    """Refuse data of which each rank has its own samples, for a method that takes all samples.
-
-    Raises:
-        DataError: each rank has its own samples.
-    """
+    """Refuse data of which each rank has its own samples, for a method that takes all samples."""
     own_rows = differs_by_rank(source)
     if loop.world.size > 1 and own_rows:
         raise DataError(

@@ -47,12 +47,6 @@ def predict(
 
     What only fills a batch up is left out.
     Of several ranks each computes its part of every batch, and all get the whole.
-
-    Raises:
-        NumbersError: if a weight or buffer is not finite.
-        OutOfMemory: on a single sample; before, batches are taken in parts.
-        ModelError: if an output has no row for each sample, or is no tensor.
-        DataError: if the ranks have their own samples.
     """
     guard.check_state(objective.model, "prediction")
     loop.be_ready(objective.model)

@@ -23,15 +23,6 @@ def check_last_batch(
     """Refuse a last batch of one sample where BatchNorm cannot take statistics from one.
 
     Of several ranks each finds the same: such a batch goes whole to all.
-
-    Args:
-        model: in the mode that it trains in; a trial forward leaves no trace.
-        compute: forward and loss.
-        first: the first batches, on the model's device.
-        source: of whole batches.
-
-    Raises:
-        DataError: with what to do.
     """
     size = source.batch_size
     # Of several ranks each has a part; synchronized statistics are those of the whole batch.
@@ -64,9 +55,6 @@ def explain_one_sample(error: Exception, batches: Sequence[Batch], step: int) ->
     """Raise where this is BatchNorm's error for a batch of one that no one could know of.
 
     Such are those of sources that do not tell their length, as pipes and generators.
-
-    Raises:
-        DataError: with what to do.
     """
     if is_one_value(error) and not all(batch.size > 1 for batch in batches):
         raise _one_sample(f"step {step:,}") from error

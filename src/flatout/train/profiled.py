@@ -87,14 +87,7 @@ def steady_steps(loop: LoopState) -> Steady:
 
 
 def rank_profile(loop: LoopState, use: Use, waited: int, steady: Steady) -> RankProfile:
-    """What this rank tells.
-
-    Args:
-        loop: that was prepared.
-        use: what it records.
-        waited: ns for which it had waited for other ranks before.
-        steady: its steps.
-    """
+    """What this rank tells."""
     place = loop.world.place
     steps = max(1, loop.timeline.steps)
     return RankProfile(
@@ -122,14 +115,7 @@ def _quantiles(steady: Steady) -> dict[str, list[float]]:
 
 
 def steps(loop: LoopState, before: int, steady: Steady, *, is_over: bool) -> Steps:
-    """Figures of the steps; the intervals, which take a while, only at the end.
-
-    Args:
-        loop: that makes them.
-        before: steps that were made before this process.
-        steady: of its steps those that tell.
-        is_over: whether this is the end.
-    """
+    """Figures of the steps; the intervals, which take a while, only at the end."""
     known = Steps(
         first=before + 1,
         last=loop.step_count,
@@ -168,7 +154,6 @@ def over_periods(ms: npt.NDArray[np.float64], period: int) -> npt.NDArray[np.flo
 
 
 def _period(loop: LoopState) -> int:
-    """Steps from one average of local SGD to the next; else 1."""
     world = loop.requested.world
     return world.sync_every // world.fragments if loop.asked_strategy == "local_sgd" else 1
 
@@ -314,7 +299,6 @@ def versions(kind: Kind) -> dict[str, str]:
 
 
 def _speed_of(interface: str | None) -> int | None:
-    """Mbit/s that an interface says it has; virtual ones often say nothing."""
     with suppress(OSError, ValueError):
         speed = int(Path(f"/sys/class/net/{interface}/speed").read_text())
         return speed if speed > 0 else None
@@ -322,7 +306,6 @@ def _speed_of(interface: str | None) -> int | None:
 
 
 def _given(optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
-    """The rate, and the options that someone has given; what schedulers keep there is none."""
     taken = inspect.signature(type(optimizer)).parameters
     given = {}
     for name, value in group.items():
@@ -334,7 +317,6 @@ def _given(optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    """Numbers that were computed, such as the first rate of a schedule, without their rounding."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 

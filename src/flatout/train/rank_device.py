@@ -12,14 +12,7 @@ from flatout.world import Place, World, join, place
 
 
 def device_here(asked: Asked) -> tuple[torch.device, str]:
-    """The device, and why it is this one.
-
-    Args:
-        asked: the section of the Recipe.
-
-    Raises:
-        DeviceError: it is not here, and was asked for strictly.
-    """
+    """The device, and why it is this one."""
     here, name = place(), asked.device
     if here.local_world_size > 1 and name in ("auto", "cuda"):
         gpus = torch.cuda.device_count()
@@ -34,15 +27,7 @@ def device_here(asked: Asked) -> tuple[torch.device, str]:
 
 
 def join_on(asked: Asked) -> World:
-    """The World of this process, each of whose ranks has its device.
-
-    Args:
-        asked: the section of the Recipe.
-
-    Raises:
-        DeviceError: two ranks have one GPU, which was not asked for by its number.
-        WorldError: the other ranks do not come.
-    """
+    """The World of this process, each of whose ranks has its device."""
     device, _ = device_here(asked)
     here = place()
     if device.type == "cuda" and here.world_size > 1:

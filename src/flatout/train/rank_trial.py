@@ -26,13 +26,7 @@ def is_trial() -> bool:
 
 
 class RankTrial:
-    """Watches how many steps a second are made, from its own thread.
-
-    Args:
-        steps: tells how many were made so far.
-        tunes: tells whether settings are still being tried on them.
-        is_first: whether this rank is the one that reports.
-    """
+    """Watches how many steps a second are made, from its own thread."""
 
     def __init__(self, steps: Callable[[], int], tunes: Callable[[], bool], is_first: bool) -> None:
         self._steps, self._tunes = steps, tunes

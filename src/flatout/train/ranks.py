@@ -49,7 +49,6 @@ def agreed(source: Source, world: World) -> Source:
 
 
 def _own_pipe(source: Source, world: World) -> Pipeline | None:
-    """What this rank of several reads of its pipe; None for other sources, and on one rank."""
     if world.size == 1 or not is_pipe(source):
         return None
     return own_pipe(source, world.rank, world.size, world.gather)
@@ -58,18 +57,7 @@ def _own_pipe(source: Source, world: World) -> Pipeline | None:
 def check_ranks(
     model: nn.Module, data: Source | None, world: World, say: Callable[[str], None] = say
 ) -> None:
-    """Refuse what would train another model than one rank does.
-
-    Args:
-        model: the model that is trained.
-        data: the data on which it is trained.
-        world: the ranks.
-        say: takes a line if the code of the data differs on the ranks, and batches are equal.
-
-    Raises:
-        ModelError: a layer works on each rank's part of a batch in a way that cannot be joined.
-        WorldError: the ranks have different data, and batches that are cut by rows.
-    """
+    """Refuse what would train another model than one rank does."""
     if world.size == 1:
         return
     for module in modules_of(model):
@@ -121,7 +109,6 @@ def _give_the_same(data: Source, values: list[tuple[Any, ...]], world: World) ->
 
 
 def _are_own(data: Source, world: World) -> bool:
-    """Whether each rank reads batches of its own, which are not cut; all ranks ask."""
     is_read = isinstance(data, (IterableSource, DatasetSource))
     return all(world.gather(is_read and any(batch.is_jagged for batch in data.peek(1))))
 
@@ -182,18 +169,6 @@ def part_of(
     Of batches that come ready made the ranks compare an epoch's first one. Jagged batches are not
     cut: each rank trains on its own. Of pipes each rank reads its own, and all end an epoch
     together.
-
-    Args:
-        source: the same on all ranks.
-        world: of this rank.
-        say: gets a line about what is left over, on all ranks.
-        whole: every rank reads each batch whole, as stages of one model do.
-        use: what the batches are for.
-
-    Raises:
-        DataError: ranks read whole batches, and the source has other rows for each; while reading,
-            ranks train on the same jagged batches, or predict others.
-        WorldError: while reading, on every rank: they have read different batches.
     """
     if whole and differs_by_rank(source):
         raise DataError(
@@ -216,7 +191,6 @@ def part_of(
 
 
 def _dry(world: World, is_dry: bool) -> int:
-    """How many ranks have come to the end of their pipes."""
     count = torch.tensor([int(is_dry)])
     world.sum(count, "whether a pipe has run dry")
     return int(count)
@@ -225,7 +199,6 @@ def _dry(world: World, is_dry: bool) -> int:
 def _while_all_have(
     world: World, say: Callable[[str], None], batches: Iterator[Batch]
 ) -> Iterator[Batch]:
-    """A rank's own batches, until the first rank has no more."""
     while True:
         batch = next(batches, None)
         dry = _dry(world, batch is None)
@@ -239,16 +212,6 @@ def _while_all_have(
 def _share_of(
     batch: Batch, *, world: World, whole: bool, use: Use, is_random: bool, shards: bool
 ) -> Share:
-    """What this rank has of batches that begin with this one; all ranks ask.
-
-    Args:
-        batch: the first that this rank has read.
-        world: of this rank.
-        whole: every rank reads each batch whole.
-        use: what the batches are for.
-        is_random: whether code of the user's draws their order.
-        shards: whether a DistributedSampler gives each rank its own samples.
-    """
     if not is_random and not batch.is_jagged:
         return "part"
     own = [digest_of(tensor) for _, tensor in named_tensors("", batch[:3])]
@@ -280,11 +243,6 @@ def jagged_in_stages() -> DataError:
 
 
 def _share_of_jagged(other: int | None, *, whole: bool, use: Use) -> Share:
-    """What a rank has of jagged batches; `other` is a rank that has read another one than rank 0.
-
-    Raises:
-        DataError: ranks cannot use these.
-    """
     if whole:
         raise jagged_in_stages()
     if use == "train" and other is None:

@@ -51,11 +51,6 @@ _MOST_EPOCHS = 1_000
 class RunRecording:
     """Records a Loop that was prepared, until its end.
 
-    Args:
-        loop: with a run folder.
-        model: what `model_facts` gave.
-        sample_bytes: what `bytes_per_sample` gave.
-
     Attributes:
         due: on `perf_counter_ns`' clock; call `look` at the end of a step after that.
         notes: what the user was told while training.
@@ -127,10 +122,8 @@ class RunRecording:
             self._rank_profiles = [RankProfile(**item) for item in gathered]
 
     def close(self, error: BaseException | None) -> None:
-        """Write the Profile and how the run ended; a run without a step leaves the Profile alone.
-
-        Args:
-            error: what has ended it, if anything.
+        """Write the Profile and how the run ended; a run without a step leaves the Profile
+        alone.
         """
         if self._folder is None or not self._loop.checkpointing.holds:
             return
@@ -186,7 +179,6 @@ class RunRecording:
     # -- the folder's history ----------------------------------------------------------------
 
     def _append_to_history(self, event: str, profile: Profile | None = None) -> None:
-        """Append a line to the folder's history."""
         if self._folder is None:
             return  # another rank does
         line: dict[str, Any] = {
@@ -224,7 +216,6 @@ class RunRecording:
 
 
 def _gpu_of(device: torch.device) -> Any:
-    """What measures how busy a rank's GPU is; None where there is none."""
     if device.type != "cuda":
         return None
     result = torch.cuda.get_device_properties(device)

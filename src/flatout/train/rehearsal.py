@@ -21,14 +21,7 @@ _SHARE = 0.1
 
 
 def rehearse(tuner: Tuner, stepper: Stepper, compute: Compute, batches: Sequence[Batch]) -> None:
-    """Take a tuner's steps on the first batches, and put back all that they change.
-
-    Args:
-        tuner: at its begin; it has come to its end when this returns.
-        stepper: makes the steps.
-        compute: forward and loss of a batch.
-        batches: the first, on the device.
-    """
+    """Take a tuner's steps on the first batches, and put back all that they change."""
     switch, budget, turn = stepper.switch, tuner.search.budget, stepper.joint
     snapshot = Snapshot(switch.model, switch.optimizers, compute)
     number = 0

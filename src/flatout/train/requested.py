@@ -7,10 +7,8 @@ from flatout.recipe import Recipe, ResolvedRecipe, effective, from_file
 
 
 def requested_here(recipe: Recipe | ResolvedRecipe | None) -> tuple[Recipe, list[str]]:
-    """What is requested, and what is to be said of it: what another machine measured is left open.
-
-    Args:
-        recipe: as code gives it.
+    """What is requested, and what is to be said of it: what another machine measured is left
+    open.
     """
     words: list[str] = []
     given, file = (_for_here(item, words) for item in (recipe, from_file()))

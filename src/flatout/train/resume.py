@@ -40,16 +40,9 @@ _NEW_RUN = "or begin a new run with warm_start"
 class Resume:
     """A checkpoint that a Loop goes on from.
 
-    Args:
-        loop: knows its job and optimizers by now.
-        loaded: the checkpoint.
-
     Attributes:
         name: of the checkpoint.
         own: what each rank gave to `Loop.save` as `own`, by rank.
-
-    Raises:
-        CheckpointError: it is of another job; naming what differs.
     """
 
     def __init__(self, loop: LoopState, loaded: LoadedCheckpoint) -> None:
@@ -118,11 +111,7 @@ class Resume:
         return choices, self._kept.machine
 
     def check_data(self, source: Source, first: list[int] | None) -> None:
-        """Raise if the training data, their batches or their order differ from the checkpoint's.
-
-        Raises:
-            DataError: with both in words.
-        """
+        """Raise if the training data, their batches or their order differ from the checkpoint's."""
         check_same_data(source, self._data, first)
 
     def put_back(self, loop: LoopState) -> None:
@@ -151,13 +140,11 @@ class Resume:
 
 
 def _was_asked(saved: ResolvedRecipe, field: str) -> bool:
-    """Whether a setting of a checkpoint was asked for by name."""
     choice = saved.choices.get(field)
     return choice is not None and choice.reason == ASKED
 
 
 def _say_changes(loop: LoopState, saved: ResolvedRecipe, asked: Mapping[str, Any]) -> None:
-    """Say which settings are not those of then, or are though no one asks for them now."""
     here = {**asked, "world.device": str(device_here(loop.requested.world)[0])}
     changed = [f"{f}={v} (was {saved.get(f)})" for f, v in asked.items() if here[f] != saved.get(f)]
     if changed:
@@ -181,7 +168,6 @@ def find_checkpoint(loop: LoopState, compute: Compute | None) -> None:
 
 
 def _job_of(loop: LoopState, compute: Compute | None) -> dict[str, Any]:
-    """What a checkpoint keeps of the job, before any step has changed it."""
     return {
         "facts": {**_facts(loop), **(loop.trainer_facts or compute_fact(compute))},
         "told": loop.trainer_facts is not None,
@@ -192,7 +178,6 @@ def _job_of(loop: LoopState, compute: Compute | None) -> dict[str, Any]:
 
 
 def _facts(loop: LoopState) -> Facts:
-    """What a Loop was given."""
     norm, value = loop.clip
     rule = as_saved(loop.lr_rule)
     return {
@@ -244,7 +229,6 @@ def own_state_of(loop: LoopState, own: Any) -> dict[str, Any]:
 
 
 def _reduction_state(loop: LoopState) -> dict[str, Any] | None:
-    """What a reduction keeps from step to step, if it does."""
     reduction = loop.stepper.strategy.reduction
     return reduction.state_dict() if reduction is not None and reduction.carries else None
 
@@ -268,11 +252,7 @@ def first_samples(first: list[Batch]) -> list[int] | None:
 
 
 def check_same_data(source: Source, state: Mapping[str, Any], first: list[int] | None) -> None:
-    """Raise if the training data, their batches or their order differ from the checkpoint's.
-
-    Raises:
-        DataError: with both in words.
-    """
+    """Raise if the training data, their batches or their order differ from the checkpoint's."""
     saved, now = state["source"], source_state(source)
     if saved is None:
         return
@@ -332,7 +312,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
 
 
 def _words(state: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """In words, with all that distinguishes it from the other one."""
     words = f"{state['words']}, batches of {state['batch_size']}, {state['steps']} an epoch"
     stages = [stage for stage in state["stages"] if stage not in other["stages"]]
     if not stages and state["stages"] != other["stages"]:

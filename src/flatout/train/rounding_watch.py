@@ -37,9 +37,6 @@ _LEFT = ("compute.precision", "compute.fp32_operators", "compute.capture")
 class RoundingWatch:
     """Compares gradients in bf16 with those in fp32 before some of a Loop's steps.
 
-    Args:
-        loop: has its settings.
-
     Attributes:
         next_step: the number of the step before which it looks next.
     """
@@ -53,13 +50,7 @@ class RoundingWatch:
         self.next_step = _behind(loop.step_count) if may_look else sys.maxsize
 
     def look(self, compute: Compute, batches: Sequence[Batch], turn: Turn) -> None:
-        """Compare, and go on in fp32 where that is due; all ranks call it before the same step.
-
-        Args:
-            compute: forward and loss of a batch.
-            batches: of the next step.
-            turn: whose step it is.
-        """
+        """Compare, and go on in fp32 where that is due; all ranks call it before the same step."""
         loop, number = self._loop, self._loop.next_step
         self.next_step = _behind(number)
         if loop.is_tuning() or not self._applies():
@@ -78,7 +69,6 @@ class RoundingWatch:
             self.next_step = number + 1
 
     def _applies(self) -> bool:
-        """Whether steps are in bf16, and each rank can make a forward and backward by itself."""
         stepper = self._loop.stepper
         now, strategy = stepper.switch.now, stepper.strategy
         meets = strategy.steps_apart or strategy.takes_whole_batches or strategy.meets_in_compute
@@ -87,7 +77,6 @@ class RoundingWatch:
         )
 
     def _share(self, compute: Compute, batch: Batch, turn: Turn) -> float:
-        """By what share of their norm gradients differ; 0 where that cannot be asked."""
         loop, stepper = self._loop, self._loop.stepper
         stepper.turn = turn
         now = stepper.switch.now
@@ -105,7 +94,6 @@ class RoundingWatch:
         return 0.0
 
     def _leave(self, share: float, number: int) -> None:
-        """Go on in fp32 with this step."""
         loop, stepper = self._loop, self._loop.stepper
         assert loop.resolved is not None
         why = f"from step {number:,} on bf16 changes gradients by {share:.0%}: more than rounding"
@@ -127,13 +115,11 @@ class RoundingWatch:
 
 
 def _is_kept(batch: Batch) -> bool:
-    """Whether it holds kept features: what they were computed with holds for them."""
     are_kept = any(isinstance(tensor, KeptInput) for tensor in tensors_in(batch.inputs))
     return are_kept or isinstance(batch.inputs, Features)
 
 
 def _behind(step: int) -> int:
-    """The number of the first step after this one before which to look, in a resumed run too."""
     number = _FIRST
     while number <= step:
         number += min(number, _APART)

@@ -53,13 +53,7 @@ class Tables:
         *,
         split: bool = False,
     ) -> Tables:
-        """Looks only; changes nothing.
-
-        Args:
-            model: of torch or Keras.
-            optimizers: of it.
-            split: whether tables of bfloat16 are stepped by rows, as compute.bf16_tables=split.
-        """
+        """Looks only; changes nothing."""
         modules, whole = row_tables(model, split=split)
         tables = list(adapter_of(model).tables())
         named = {id(module): name for name, module, _ in tables}
@@ -87,12 +81,7 @@ class Tables:
         return cls(steppable_rows(optimizers, kept), dict(names.values()), whole, sizes)
 
     def without(self, left: Mapping[torch.Tensor, str], model: nn.Module) -> Tables:
-        """The same, where some are stepped whole after all.
-
-        Args:
-            left: their weights, and why.
-            model: that they are of.
-        """
+        """The same, where some are stepped whole after all."""
         if not left:
             return self
         names, whole = dict(self.names), dict(self.whole)
@@ -105,12 +94,7 @@ class Tables:
         return replace(self, by_rows=by_rows, names=names, whole=whole)
 
     def outgrow(self, batch: Batch, *, surely: bool = False) -> bool:
-        """Whether steps by rows could be faster than those of a dense optimizer.
-
-        Args:
-            batch: of its inputs, each number may be an id.
-            surely: whether they are, without a trial, however its ids are spread over the tables.
-        """
+        """Whether steps by rows could be faster than those of a dense optimizer."""
         sizes = [self.sizes[name] for name in self.names if name in self.sizes]
         ids = most_ids(batch) if surely else _likely_ids(batch, len(sizes))
         return _outgrow(sizes, ids, surely=surely)
@@ -167,7 +151,6 @@ def most_ids(batch: Batch) -> int:
 
 
 def _likely_ids(batch: Batch, tables: int) -> int:
-    """How many ids each of so many tables reads where these are columns of whole numbers."""
     inputs = list(tensors_in(batch.inputs))
     whole = [tensor for tensor in inputs if not tensor.is_floating_point()]
     return math.ceil(sum(tensor.numel() for tensor in whole or inputs) / max(1, tables))

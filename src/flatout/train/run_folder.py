@@ -17,10 +17,6 @@ def run_of_command(run: str | Path | None, resume: bool | str) -> dict[str, Any]
 
     The first fit of a process that names no folder gets the command's, the second FOLDER-2, and so
     on. It goes on from its newest checkpoint: the command may be one that has started before.
-
-    Args:
-        run: as the script gives it, which holds.
-        resume: as the script gives it.
     """
     given = os.environ.get("FLATOUT_CHECKPOINTS")
     if given is None:

@@ -95,7 +95,6 @@ def mean_of(states: Sequence[Mapping[str, float]]) -> float:
 
 
 def _column(numbers: list[Any], device: torch.device) -> torch.Tensor:
-    """The numbers, tensors among them, as one float64 vector on the device."""
     if not any(torch.is_tensor(number) for number in numbers):
         return torch.tensor(numbers, dtype=torch.float64, device=device)
     tensors = [

@@ -27,14 +27,7 @@ def check_same_job(
     optimizers: Sequence[torch.optim.Optimizer],
     schedulers: Sequence[Any],
 ) -> RateChanges:
-    """Raise, before anything is changed, if the checkpoint is of another job than `now`.
-
-    Returns:
-        What of it is taken over: rates and schedules, and whatever else may change.
-
-    Raises:
-        CheckpointError: naming each difference that cannot be taken over.
-    """
+    """Raise, before anything is changed, if the checkpoint is of another job than `now`."""
     state = loaded.state
     check_fits(weights, loaded.model, where=loaded.name)
     check_optimizers(optimizers, state)
@@ -75,11 +68,7 @@ def in_words(difference: Difference) -> str:
 
 
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> None:
-    """Raise if the saved optimizer states are of other optimizers or other parameter groups.
-
-    Raises:
-        CheckpointError: naming both.
-    """
+    """Raise if the saved optimizer states are of other optimizers or other parameter groups."""
     then = [
         _optimizer_words(kind, saved["param_groups"])
         for kind, saved in zip(state["optimizer_kinds"], state["optimizers"], strict=True)
@@ -124,7 +113,6 @@ def _of_facts(then: Facts, now: Facts, told: bool) -> list[Difference]:
 
 
 def _told_apart(then: list[str] | None, now: list[str] | None) -> tuple[str, str]:
-    """Both in words that differ."""
     was, is_now = then or ["none", ""], now or ["none", ""]
     if was[0] != is_now[0]:
         return was[0], is_now[0]

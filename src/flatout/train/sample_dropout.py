@@ -30,23 +30,7 @@ def sample_dropout(
     world: World,
     say: Callable[[str], None],
 ) -> tuple[SampleDropout | None, ModelFacts]:
-    """Dropout keyed by sample where the Recipe asks for it, and what is known of the model then.
-
-    Args:
-        recipe: as requested.
-        model: in training mode.
-        seed: of the job.
-        compute: forward and loss of a batch; None where that is not known.
-        first: the first batches, on the device.
-        facts: of the model.
-        world: of this rank.
-        say: tells the user of draws that are not keyed.
-
-    Raises:
-        RecipeError: the Recipe asks for `compile` too.
-        ModelError: a layer cannot be keyed by sample.
-        DataError: inputs have no row for each sample.
-    """
+    """Dropout keyed by sample where the Recipe asks for it, and what is known of the model then."""
     if recipe.compute.dropout != "by_sample":
         return None, facts
     if recipe.compute.compile == "on":
@@ -90,7 +74,6 @@ def sample_dropout(
 
 
 def _some(batch: Batch, count: int) -> Batch:
-    """So many samples; where the batch has fewer, it begins again."""
     numbers = torch.arange(count) % batch.size
 
     def chosen(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,7 +118,6 @@ class _Watch(ExitStack):
         return super().__exit__(*error)
 
     def _layers_own(self) -> dict[str, torch.Tensor]:
-        """States of the generators of Keras' layers."""
         generators = {name: getattr(m, "seed_generator", None) for m, name in self._names.items()}
         return {
             name: generator.state.value.detach().clone()

@@ -15,16 +15,7 @@ from flatout.train.loop import Loop
 
 
 def open_section(loop: Loop, source: Source, every: int | None) -> bool:
-    """Let ranks claim parts of the batches that come next in the epoch; all of them call it.
-
-    Args:
-        loop: has made the steps so far.
-        source: of which this rank may claim parts.
-        every: a checkpoint is due after so many steps, or None.
-
-    Returns:
-        whether they do: not while settings are tried, which all ranks do in the same steps.
-    """
+    """Let ranks claim parts of the batches that come next in the epoch; all of them call it."""
     if not loop.stepper.strategy.shares_epochs or source.steps is None:
         return False
     if loop.is_tuning() or adapter_of(loop.model).meets_in_loss:

@@ -45,11 +45,7 @@ class ReceivedRows(NamedTuple):
 
 
 class SentRows:
-    """Sends rows between hosts.
-
-    Args:
-        world: of ranks on several hosts.
-    """
+    """Sends rows between hosts."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -82,12 +78,7 @@ class SentRows:
         return perf_counter() - began
 
     def bring(self, rows: FeatureRows, drawn: tuple[Numbers, Turns]) -> ReceivedRows:
-        """Get what samples of an epoch lack here and another host has; all ranks call it.
-
-        Args:
-            rows: of the samples.
-            drawn: numbers and turns of the samples that this rank reads.
-        """
+        """Get what samples of an epoch lack here and another host has; all ranks call it."""
         world, store, began = self._world, rows.store, perf_counter()
         if len(set(world.gather(store.name, "what rows are of"))) > 1:
             return ReceivedRows()  # such as of other processors, whose rounding is another
@@ -119,16 +110,8 @@ def rows_to_send(
     has: Sequence[npt.NDArray[np.bool_]],
     lacks: Sequence[npt.NDArray[np.bool_]],
 ) -> list[npt.NDArray[np.bool_]]:
-    """Which rows a rank sends to each: from all together a host gets each row that it lacks once.
-
-    Args:
-        rank: that sends.
-        nodes: on which each rank is.
-        has: for each rank which rows its host has.
-        lacks: for each rank which of them it lacks.
-
-    Returns:
-        by receiver, bool of shape (rows,).
+    """Which rows a rank sends to each: from all together a host gets each row that it lacks
+    once.
     """
     places = np.arange(len(has[0]))
     ranks = {node: np.flatnonzero(np.equal(nodes, node)).tolist() for node in dict.fromkeys(nodes)}
@@ -153,7 +136,6 @@ def _width(store: FeatureStore) -> int:
 
 
 def _packed(store: FeatureStore, slots: Numbers) -> list[torch.Tensor]:
-    """Rows as they are sent: how many, of which slots, and a tensor for each part."""
     slots = slots[store.has(slots)] if len(slots) else slots
     if not len(slots):
         return []

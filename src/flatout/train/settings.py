@@ -78,9 +78,6 @@ class Switch:
 
     Everything is done in place: the user's objects, their parameters and their state dict keys
     stay.
-
-    Raises:
-        ModelError: the model has a lazy layer without a shape yet.
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, device: torch.device) -> None:

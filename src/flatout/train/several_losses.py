@@ -28,16 +28,7 @@ from flatout.train.running_mean import TINY, mean_of, not_zero
 
 
 class SeveralLosses:
-    """A loss for each of several outputs, by name.
-
-    Args:
-        given: what `as_loss` takes, by the output's name. Of a model that returns a tuple, the
-            names are in the order of its outputs.
-        weights: what each loss is multiplied by in the total; 1 where none is given.
-
-    Raises:
-        ModelError: there is no loss, an unknown one, or weights that are not those of outputs.
-    """
+    """A loss for each of several outputs, by name."""
 
     def __init__(
         self, given: Mapping[str, Any], weights: Mapping[str, float] | None = None
@@ -58,11 +49,7 @@ class SeveralLosses:
         self.weights = {name: float(weights.get(name, 1.0)) for name in self.parts}
 
     def of(self, what: str, value: Any, name: str) -> Any:
-        """The part of outputs or targets that belongs to an output's name.
-
-        Raises:
-            ModelError: there is none, or it cannot be told which it is.
-        """
+        """The part of outputs or targets that belongs to an output's name."""
         if isinstance(value, Mapping):
             if name in value:
                 return value[name]
@@ -94,16 +81,7 @@ def check_names(argument: str, given: Iterable[str], outputs: Iterable[str]) -> 
 
 
 class OutputMetrics:
-    """Metrics of each output, and of all of them together.
-
-    Args:
-        given: for each output what `as_metrics` takes; a callable under another name gets all
-            outputs and all targets.
-        outputs: the names of those that have a loss.
-
-    Raises:
-        ModelError: for an unknown name.
-    """
+    """Metrics of each output, and of all of them together."""
 
     def __init__(self, given: Any, outputs: Iterable[str]) -> None:
         outputs = list(outputs)
@@ -142,15 +120,7 @@ class PartLoss(Mean):
 
 
 class SeveralCompute(Weighing):
-    """Forward and total loss of a batch: what a step differentiates.
-
-    Args:
-        model: called with the batch's inputs.
-        losses: of its outputs.
-        metrics: of its outputs, fed with each batch.
-        class_weight: for each output that has some, the weights of its classes.
-        narrow: casts batches whose numbers are wider than the model's.
-    """
+    """Forward and total loss of a batch: what a step differentiates."""
 
     def __init__(
         self,
@@ -221,7 +191,6 @@ class SeveralCompute(Weighing):
             self._shares = None
 
     def _part(self, batch: Batch, name: str) -> Batch:
-        """The batch as one output's loss sees it."""
         part = batch._replace(targets=self._losses.of("targets", batch.targets, name))
         weigh = self._class_weight.get(name)
         return part if weigh is None else weigh(part)
@@ -230,7 +199,6 @@ class SeveralCompute(Weighing):
         return self._shares is None and not batch.padding
 
     def _share_of(self, name: str, value: Value, batch: Batch) -> torch.Tensor:
-        """One loss as it adds to the total: a mean, or so that the sums of all parts give that."""
         if self._shares is None:
             mean = value[0] / not_zero(value[1]) if isinstance(value, tuple) else value
             return mean if self._is_mean(batch) else mean * batch.samples
@@ -252,12 +220,7 @@ class SeveralCompute(Weighing):
 
 
 def total_of(losses: SeveralLosses, states: Sequence[Mapping[str, Any]]) -> float:
-    """The total over what the parts' losses have counted; a loss that counted nothing adds none.
-
-    Args:
-        losses: of the outputs.
-        states: of the job on each rank.
-    """
+    """The total over what the parts' losses have counted; a loss that counted nothing adds none."""
     total = 0.0
     for name, weight in losses.weights.items():
         own = [state[f"{name}_loss"] for state in states if f"{name}_loss" in state]
@@ -268,7 +231,6 @@ def total_of(losses: SeveralLosses, states: Sequence[Mapping[str, Any]]) -> floa
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Errors within say which output they are of."""
     try:
         yield
     except FlatoutError as error:

@@ -28,11 +28,7 @@ def shards_tables(recipe: Recipe | ResolvedRecipe, world: World) -> bool:
 
 
 def shards_of(loop: LoopState, resolved: ResolvedRecipe) -> RowShards | None:
-    """What shards the tables of a job that is decided, where that is asked for.
-
-    Raises:
-        ModelError: it is asked for, and something hinders it.
-    """
+    """What shards the tables of a job that is decided, where that is asked for."""
     if not shards_tables(resolved, loop.world):
         return None
     why = _why_not(loop, resolved)
@@ -85,11 +81,6 @@ def read_whole(
     """Tables that forward and loss read whole, and why: all ranks call it, before they are sharded.
 
     A table of which no rank has all rows cannot be read so. It stays on every rank, stepped whole.
-
-    Args:
-        loop: of this rank.
-        compute: forward and loss of a batch; where it is None, nothing is known.
-        first: the first batches; a rank may have none.
     """
     result: dict[torch.Tensor, str] = {}
     if compute is not None and first:
@@ -101,7 +92,6 @@ def read_whole(
 
 
 def _read_by(loop: LoopState, compute: Compute, batch: Batch) -> dict[torch.Tensor, str]:
-    """The tables that one batch reads whole, and why; leaves no trace."""
     steppable = steppable_rows(loop.optimizers, row_tables(loop.model)[0])
     reads_of = {weight: _Reads() for own in steppable.values() for weight in own}
     with untouched(loop.model, compute), torch.enable_grad():
@@ -126,7 +116,6 @@ class _Reads:
         self.rows: list[torch.Tensor] = []
 
     def by_rows(self, ids: torch.Tensor) -> None:
-        """torch's operators read it."""
         self.rows.append(ids.detach().reshape(-1))
 
     def whole(self) -> None:

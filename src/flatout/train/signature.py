@@ -79,16 +79,7 @@ class Signature:
     def of(
         cls, metadata: Mapping[str, str], where: str | None = None, ids: ModelIds | None = None
     ) -> Signature | None:
-        """From the text of a model file; None where nothing is said.
-
-        Args:
-            metadata: of the file.
-            where: it lies.
-            ids: that were found with it.
-
-        Raises:
-            CheckpointError: it is damaged, or its ids are of another model.
-        """
+        """From the text of a model file; None where nothing is said."""
         text = metadata.get(KEY)
         if text is None:
             return None
@@ -132,11 +123,7 @@ def _check_ids(expected: str | None, ids: ModelIds | None, where: str | None) ->
 
 
 def as_classes(names: Any) -> tuple[str, ...]:
-    """Names of classes by number.
-
-    Raises:
-        DataError: they are no different names.
-    """
+    """Names of classes by number."""
     result = tuple(names) if isinstance(names, (list, tuple)) else ()
     if not result or not all(isinstance(name, str) for name in result):
         raise DataError(f"classes: expected a list of names, found {names!r}")
@@ -148,11 +135,7 @@ def as_classes(names: Any) -> tuple[str, ...]:
 def with_room(
     metadata: Mapping[str, str], path: str, model: nn.Module, optimizer: Any
 ) -> Signature | None:
-    """What a model file says of the model's data, whose tables get the rows that it has.
-
-    Raises:
-        CheckpointError: it is damaged, or the ids beside it are of another model.
-    """
+    """What a model file says of the model's data, whose tables get the rows that it has."""
     result = Signature.of(metadata, path, ModelIds.load(path))
     if result is None or result.ids is None:
         return result
@@ -162,16 +145,7 @@ def with_room(
 def signature_of(
     source: Source, known: Signature | None, takes_bytes: Callable[[Batch], bool]
 ) -> Signature:
-    """What a model is to know that trains on `source`, in addition to what it knows.
-
-    Args:
-        source: as the user wrote it.
-        known: of an earlier training; None before the first.
-        takes_bytes: whether the model computes with bytes as they are.
-
-    Raises:
-        DataError: there are no bytes to normalize.
-    """
+    """What a model is to know that trains on `source`, in addition to what it knows."""
     before = known or Signature()
     if not isinstance(source, Pipeline):
         return replace(before, meanings={**before.meanings, **_meanings_of(source)})
@@ -182,7 +156,6 @@ def signature_of(
 def _learned(
     source: Pipeline, before: Signature, takes_bytes: Callable[[Batch], bool]
 ) -> Signature:
-    """What it is to know of classes and images."""
     classes = before.classes or source.classes
     written = source.normalization
     schema = schema_of_images(source)
@@ -209,11 +182,7 @@ def _learned(
 
 
 def trained(source: Source, signature: Signature) -> Source:
-    """The same for data to train on, which may be of classes that the model does not know yet.
-
-    Raises:
-        DataError: it is.
-    """
+    """The same for data to train on, which may be of classes that the model does not know yet."""
     try:
         return to_evaluate(source, signature)
     except DataError as error:
@@ -226,12 +195,7 @@ def trained(source: Source, signature: Signature) -> Source:
 
 
 def to_evaluate(source: Source, signature: Signature) -> Source:
-    """The source with the model's numbers of classes, and bytes where the model normalizes them.
-
-    Raises:
-        DataError: the source has classes that the model does not know, turns values into numbers
-            by other rules, is normalized otherwise, or has images of other channels.
-    """
+    """The source with the model's numbers of classes, and bytes where the model normalizes them."""
     source = with_ids(source, signature.ids)
     _check_meanings(source, signature)
     if not isinstance(source, Pipeline):
@@ -272,11 +236,7 @@ def _check_meanings(source: Source, signature: Signature) -> None:
 
 
 def check_bytes(source: Source, signature: Signature, takes_bytes: Callable[[Batch], bool]) -> None:
-    """Raise where the model would get bytes, and was trained on what functions made of them.
-
-    Raises:
-        DataError: with what to write.
-    """
+    """Raise where the model would get bytes, and was trained on what functions made of them."""
     known = signature.images is not None or signature.pixels is not None
     if known or not isinstance(source, Pipeline) or schema_of_images(source) is None:
         return
@@ -326,7 +286,6 @@ def schema_of_images(source: Pipeline) -> Schema | None:
 
 
 def _is_plain(source: Pipeline) -> bool:
-    """Whether no function of the user's has a part in it, but those that augment: with `rng`."""
     parts = source.origin.parts if isinstance(source.origin, Mixture) else ()
     functions = [stage.function for stage in source.stages if isinstance(stage, Map)]
     return all(map(takes_rng, functions)) and all(map(_is_plain, parts))

@@ -38,17 +38,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 def untouched(
     model: nn.Module, compute: Any = None, *, only_on_error: bool = False
 ) -> Iterator[HeldState]:
-    """For a trial forward: afterwards buffers, modes and random states are as before.
-
-    Args:
-        model: its buffers, the weights that its forward itself changes, and what it, its hooks and
-            the user's own objects hold, are put back.
-        compute: what runs it, which may hold something, too, as a loss that counts its calls.
-        only_on_error: leave them as they are if the block ends well.
-
-    Raises:
-        ModelError: the model has buffers without a shape yet, which cannot be put back.
-    """
+    """For a trial forward: afterwards buffers, modes and random states are as before."""
     before = random_state()
     held = _held(model, compute)
     try:
@@ -67,11 +57,6 @@ class Moving:
 
     At first all buffers are kept, then the small ones, as BatchNorm's, which changes them without
     a trace, and those whose version was seen to change: most large ones never do.
-
-    Args:
-        model: its buffers are watched, and of a Keras model what is not trained.
-        draws: whether random generators are put back too.
-        weights: that are watched, too.
     """
 
     def __init__(
@@ -112,13 +97,7 @@ class Moving:
 
 
 class Snapshot:
-    """Weights, buffers, gradients, modes, optimizer state and random states at one moment.
-
-    Args:
-        model: its parameters and buffers are cloned on their device, what it holds is kept.
-        optimizers: one or several; their state dicts are copied.
-        compute: what runs the model; what it holds is kept.
-    """
+    """Weights, buffers, gradients, modes, optimizer state and random states at one moment."""
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, compute: Any = None) -> None:
         # First, since it brings tables up to date that are stepped by rows.

@@ -17,12 +17,7 @@ _MOST_UNSEEN = 0.5
 
 
 def split_words(trained: Any, held_out: Any) -> str | None:
-    """Return a line if validation has labels that training lacks, or only a few; else None.
-
-    Args:
-        trained: the targets of the training part, or its Arrays.
-        held_out: the targets of the validation part, or its Arrays.
-    """
+    """Return a line if validation has labels that training lacks, or only a few; else None."""
     own, others = _labels(trained), _labels(held_out)
     if own is None or others is None:
         return None

@@ -20,11 +20,7 @@ def splits_tables(recipe: Recipe | ResolvedRecipe) -> bool:
 
 
 def check_split(loop: LoopState, resolved: ResolvedRecipe) -> None:
-    """See that all tables of bfloat16 can be stepped so, where that is asked for.
-
-    Raises:
-        ModelError: it is asked for, and something hinders it.
-    """
+    """See that all tables of bfloat16 can be stepped so, where that is asked for."""
     if splits_tables(resolved) and (why := _why_not(loop, resolved)):
         raise ModelError(
             f"compute.bf16_tables=split was asked for, and {why}",

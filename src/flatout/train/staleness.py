@@ -10,15 +10,7 @@ from flatout.words import counted, rounded
 
 
 def staleness_facts(by_rank: Sequence[Counter[int]]) -> dict[str, Any]:
-    """As a History keeps it.
-
-    Args:
-        by_rank: of each rank, how many of its gradients were how many steps old.
-
-    Returns:
-        `mean` and `most` over all gradients, and `by_rank`, for each rank the number of gradients
-        by their staleness, which is text there, as keys of JSON are.
-    """
+    """As a History keeps it."""
     together = sum(by_rank, Counter[int]())
     count = together.total()
     return {
@@ -29,11 +21,7 @@ def staleness_facts(by_rank: Sequence[Counter[int]]) -> dict[str, Any]:
 
 
 def late_words(late: Sequence[int]) -> str:
-    """What the user should know of gradients that were dropped.
-
-    Args:
-        late: of each rank, how many.
-    """
+    """What the user should know of gradients that were dropped."""
     each = ", ".join(f"{count} of rank {rank}" for rank, count in enumerate(late) if count)
     return f"{counted(sum(late), 'gradient')} came too late for a step and were dropped" + (
         f": {each}" if each else ""
@@ -45,10 +33,6 @@ def staleness_words(facts: dict[str, Any], rate: float) -> str:
 
     Zhang et al., "Staleness-aware Async-SGD for Distributed Deep Learning", 2016, divide the rate
     by the staleness.
-
-    Args:
-        facts: as `staleness_facts` gives them.
-        rate: the learning rate that ran.
     """
     mean = facts["mean"]
     words = (

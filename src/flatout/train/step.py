@@ -70,7 +70,6 @@ class _Part:
     backward: int = 0
 
     def add(self, total: torch.Tensor, weight: torch.Tensor | float) -> None:
-        """A piece's loss."""
         is_first = self.total is None
         self.total = total if self.total is None else self.total + total
         self.weight = weight if is_first else self.weight + weight
@@ -78,13 +77,6 @@ class _Part:
 
 class Stepper:
     """Runs optimizer steps on a model under the Settings of a Switch.
-
-    Args:
-        switch: holds model, optimizers and device.
-        clip_norm: largest total gradient norm, or None.
-        clip_value: largest absolute gradient element, or None.
-        micro_batch: "auto" (split only when memory runs out), "whole", or samples per micro-batch.
-        dropout: keys dropout by sample, where that was asked for.
 
     Attributes:
         world: the ranks that train together, each on its part of the batch.
@@ -180,17 +172,7 @@ class Stepper:
     def __call__(
         self, compute: Compute, batches: Sequence[Batch], step: int, turn: Turn | None = None
     ) -> Done:
-        """One optimizer step on `batches` (more than one when gradients are accumulated).
-
-        Args:
-            compute: forward and loss of one (micro-)batch.
-            batches: on the device already.
-            step: number of the step, from 1; also for what is drawn.
-            turn: which optimizers step; None for all together.
-
-        Raises:
-            OutOfMemory: where the batch cannot be split further, or only by changing learning.
-        """
+        """One optimizer step on `batches` (more than one when gradients are accumulated)."""
         self.turn = turn or self.joint
         if self.lanes is not None:
             self.lanes.begin()
@@ -200,7 +182,6 @@ class Stepper:
         return makes(partial(self._eager, compute, batches, step), compute, batches, step)
 
     def _eager(self, compute: Compute, batches: Sequence[Batch], step: int) -> Done:
-        """One operator after another."""
         shards = self.switch.shards
         if shards is None:
             return self._whole(compute, batches, step)
@@ -211,13 +192,11 @@ class Stepper:
             return self._whole(compute, batches, step)
 
     def _at_rates_of(self, step: int) -> AbstractContextManager[None]:
-        """Within, optimizers have the learning rates of a step."""
         if self.lr_scale is None:
             return _NO_OTHERS
         return scaled(self.turn.optimizers, self.lr_scale.at(step - 1))
 
     def _whole(self, compute: Compute, batches: Sequence[Batch], step: int) -> Done:
-        """Gradients, and what the optimizers make of them."""
         self.turn.update.begin()
         if self.dropout is None:
             computed = self._gradients(compute, batches, step)
@@ -247,7 +226,6 @@ class Stepper:
             self.update.scaled(self.scaler)
 
     def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Computed:
-        """Those of the mean loss over the batches of all ranks."""
         if self.dropout is not None:
             self._check_places(batches)
         strategy, log = self.strategy, self.world.collectives
@@ -274,7 +252,6 @@ class Stepper:
         return loss, sums.weight, own.forward, backward, log.waited - before
 
     def _own_part(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Part:
-        """This rank's part, in smaller pieces where memory runs out."""
         weights: torch.Tensor | None = None
         while True:
             pieces = self._pieces_of(batches)
@@ -301,7 +278,6 @@ class Stepper:
                     moving.put_back()
 
     def _pieces_of(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The micro-batches of this rank's part of a step."""
         if self.strategy.takes_whole_batches:
             return placed(batches)
         if len(batches) == 1 and self.pieces == 1 and not isinstance(self.micro_batch, int):
@@ -313,11 +289,9 @@ class Stepper:
         ]
 
     def _samples_of(self, batches: Sequence[Batch]) -> float:
-        """What losses are divided by before backward, so that fp16's loss scale keeps its range."""
         return self.samples or float(sum([batch.size for batch in batches]))
 
     def _moving(self) -> Moving | None:
-        """What is put back where an attempt fails and may be taken again."""
         if self._moves is None:
             model = self.switch.model
             is_retried = (
@@ -333,7 +307,6 @@ class Stepper:
         return self._moves
 
     def _only_pass(self, compute: Compute, batch: Batch) -> _Part:
-        """Forward and backward of a step of one piece, by a rank that waits for no other."""
         start = clock()
         mean, weight = mean_of_value(self._forward(compute, batch), batch.size)
         middle = clock()
@@ -343,13 +316,6 @@ class Stepper:
         return _Part(True, mean.detach(), weight, middle - start, clock() - middle)
 
     def _passes(self, compute: Compute, pieces: Sequence[Batch], samples: float | None) -> _Part:
-        """Forward and backward of each piece; the backward of the last completes the gradients.
-
-        Args:
-            compute: forward and loss of a piece.
-            pieces: of the step.
-            samples: by which losses are divided before backward; None for the mean of one piece.
-        """
         strategy, log = self.strategy, self.world.collectives
         part = _Part(is_mean=samples is None)
 
@@ -442,7 +408,6 @@ class Stepper:
         return pieces_for(batch.size, self.micro_batch) * self.pieces
 
     def _all_together(self) -> AbstractContextManager[None]:
-        """Within, all ranks run the same forward and backward, and draw each their own numbers."""
         # Before steps are those of all ranks, each tries settings alone.
         return _NO_OTHERS if self.is_alone else self._of_all_ranks()
 
@@ -457,13 +422,7 @@ class Stepper:
         self._norms = SyncBatchNorm(self.switch.model, world)
 
     def train_with(self, world: World, samples: float, strategy: Strategy) -> None:
-        """From now on steps are those of all ranks.
-
-        Args:
-            world: of this rank.
-            samples: about how many samples of all ranks make a step: only a scale.
-            strategy: how they become so.
-        """
+        """From now on steps are those of all ranks."""
         self.world, self.samples = world, max(1.0, samples)
         self._moves = None
         self.strategy = strategy
@@ -485,7 +444,6 @@ class Stepper:
 
     @property
     def _meets_in_compute(self) -> bool:
-        """Whether ranks wait for one another in forward: BatchNorm, losses of Keras, tables."""
         has_norms = self._norms is not None and self._norms.has_layers
         is_sharded = self.switch.shards is not None
         if is_sharded or self.strategy.meets_in_compute:
@@ -498,18 +456,13 @@ class Stepper:
         return ONE if self._norms is None else self._norms.world
 
     def close(self, error: BaseException | None = None) -> None:
-        """Take off what was put on the model's parameters.
-
-        Args:
-            error: what has ended the training, where it has failed.
-        """
+        """Take off what was put on the model's parameters."""
         self.strategy.close(error)
         if self._norms is not None:
             self._norms.close()
             self._norms = None
 
     def _divide(self, samples: float, weight: torch.Tensor | float) -> None:
-        """Gradients were divided by the sample count; make that the loss's own weight."""
         # Where reading costs nothing. Elsewhere a pass over the gradients is cheaper than waiting.
         is_known = not torch.is_tensor(weight) or weight.device.type == "cpu"
         if is_known and float(weight) == samples:
@@ -531,9 +484,6 @@ class Stepper:
         """What `at` gives for the pieces in which a step would run the batch, before any step.
 
         Where memory runs out they become smaller, for the steps too.
-
-        Raises:
-            OutOfMemory: as of a step.
         """
         while True:
             try:
@@ -542,7 +492,6 @@ class Stepper:
                 self._shrink(error, (batch,), 0)
 
     def _shrink(self, error: Exception, batches: Sequence[Batch], step: int) -> None:
-        """After running out of memory: forget the attempt and split finer."""
         if not is_out_of_memory(error):
             raise error
         forget_frames(error)
@@ -571,7 +520,6 @@ class Stepper:
         )
 
     def _meets_others_by(self, step: int) -> str:
-        """What of a step waits for other ranks before its backward has ended; "" for nothing."""
         if self.strategy.takes_whole_batches:
             return "micro-batches of a stage"
         if step > 0 and self.switch.shards is not None:

@@ -50,17 +50,7 @@ def is_asked() -> bool:
 
 
 def step_times(loop: Loop, compute: Compute, source: Source) -> tuple[Any, Any, list[str]]:
-    """Measure when the training is over; all ranks call it, and all measure at once.
-
-    Args:
-        loop: that has trained.
-        compute: forward and loss of a batch.
-        source: it has trained on.
-
-    Returns:
-        a `StepTimes` for each size, a `RanksOnHost` for each number of ranks, and what the user
-        should know where something could not be measured.
-    """
+    """Measure when the training is over; all ranks call it, and all measure at once."""
     if why := why_not(loop):
         return [], [], [f"step times by batch are not measured: {why}"]
     before = random_state()
@@ -99,19 +89,12 @@ def why_not(loop: Loop) -> str:
 
 
 class _Steps:
-    """Makes steps of this rank alone.
-
-    Args:
-        loop: whose settings they run under, but for a graph that was compiled for one size.
-        compute: forward and loss of a batch.
-        few: samples, on the device.
-    """
+    """Makes steps of this rank alone."""
 
     def __init__(self, loop: Loop, compute: Compute, few: Batch) -> None:
         self._loop, self._compute, self._few = loop, compute, few
 
     def by_size(self, sizes: list[int]) -> tuple[list[list[float]], str]:
-        """Seconds of the steps on each number of samples, and why there are none."""
         if self._loop.device.type != "cuda":
             result = Child(lambda: self._visits(sizes), self._room(1)).result(_PATIENCE_S)
             return result.value or [], result.why
@@ -125,12 +108,6 @@ class _Steps:
                 snapshot.restore()
 
     def beside(self, size: int, seconds: float) -> tuple[list[RanksOnHost], str]:
-        """Steps of 1, 2, 4, ... ranks at once, each with its part of the CPUs.
-
-        Args:
-            size: samples of a step.
-            seconds: that one takes on all CPUs.
-        """
         most = usable_cpus()
         counts = [2**n for n in range(most.bit_length()) if 2**n <= most]
         cpus = sorted(affinity())
@@ -155,8 +132,6 @@ class _Steps:
         return int(SHARE * available_bytes() / max(here, ranks))
 
     def _on(self, cpus: list[int], begin: float, size: int) -> Callable[[], list[float]]:
-        """What a rank runs: steps until all have made some at the same time."""
-
         def run() -> list[float]:
             set_affinity(cpus)
             torch.set_num_threads(len(cpus))
@@ -176,7 +151,6 @@ class _Steps:
         return run
 
     def _visits(self, sizes: list[int]) -> list[list[float]]:
-        """Seconds of steps at each size, visited in one order and then in the other."""
         result: list[list[float]] = [[] for _ in sizes]
         with _steps_alone(self._loop.stepper) as stepper:
             batches = [self._few.repeated(size) for size in sizes]
@@ -200,7 +174,6 @@ class _Steps:
         return result
 
     def _step(self, stepper: Stepper, batch: Batch) -> float:
-        """The seconds of a step."""
         began = time.perf_counter()
         stepper(self._compute, (batch,), self._loop.next_step)
         finish_device()
@@ -209,7 +182,6 @@ class _Steps:
 
 @contextmanager
 def _steps_alone(stepper: Stepper) -> Iterator[Stepper]:
-    """Within, steps are of this rank alone."""
     names = (
         "world",
         "samples",
@@ -235,7 +207,6 @@ def _steps_alone(stepper: Stepper) -> Iterator[Stepper]:
 
 
 def _thinned(seconds: list[float]) -> list[float]:
-    """As many as a Profile keeps, evenly chosen."""
     if len(seconds) > _MOST_SECONDS:
         places = np.linspace(0, len(seconds) - 1, _MOST_SECONDS).round().astype(int)
         seconds = [seconds[place] for place in places]

@@ -34,11 +34,7 @@ _WORDS = {
 
 
 class Pace:
-    """Marks after steps, from which a rank's own time per step is known.
-
-    Args:
-        log: of this rank, which knows how long it has waited.
-    """
+    """Marks after steps, from which a rank's own time per step is known."""
 
     def __init__(self, log: CollectiveLog) -> None:
         self._log = log
@@ -82,15 +78,7 @@ class Times(NamedTuple):
 
 
 class RankTimes:
-    """Compares the ranks of a fit after each epoch.
-
-    Args:
-        world: of this rank.
-        timeline: of this rank.
-        pace: of this rank.
-        alike: whether all do the same, so that one that takes longer is told.
-        waits: whether all wait for it in each step.
-    """
+    """Compares the ranks of a fit after each epoch."""
 
     def __init__(
         self,
@@ -108,14 +96,7 @@ class RankTimes:
         self._named: set[tuple[tuple[int, ...], str]] = set()
 
     def end_epoch(self, notes: list[str]) -> list[str]:
-        """Tell the others this rank's times and notes; all ranks call it.
-
-        Args:
-            notes: of this rank.
-
-        Returns:
-            the notes of all, with one that names a straggler.
-        """
+        """Tell the others this rank's times and notes; all ranks call it."""
         steps = self._timeline.steps
         totals = {lane: ms * steps for lane, ms in self._timeline.lanes().items()}
         new = max(1, steps - self._steps_before)
@@ -148,12 +129,7 @@ class Straggler(NamedTuple):
 
 
 def straggler(times: Sequence[Times], waits: bool = True) -> Straggler | None:
-    """The ranks that are clearly slower than the others, if there are any.
-
-    Args:
-        times: of each rank.
-        waits: whether all wait for the slowest in each step.
-    """
+    """The ranks that are clearly slower than the others, if there are any."""
     stretches = min(len(of_rank.own_ms) for of_rank in times)
     if stretches < _FEWEST or len(times) == 1:
         return None
@@ -188,8 +164,6 @@ def _others(own: npt.NDArray[np.float64], rank: int) -> npt.NDArray[np.float64]:
 
 
 def _slow_lane(lanes: Sequence[Mapping[str, float]], rank: int) -> tuple[str, float, float]:
-    """The lane of the largest excess, its ms per step on the rank, and on the others."""
-
     def there(lane: str) -> float:
         return float(np.median([item[lane] for r, item in enumerate(lanes) if r != rank]))
 

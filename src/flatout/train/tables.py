@@ -28,14 +28,6 @@ def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterat
     """Within, ids are looked at before an embedding table is read by them; waits for the device.
 
     A table is a module, what F.embedding is given, or a parameter or buffer that is indexed.
-
-    Args:
-        model: of torch or Keras.
-        batch: that is computed.
-        source: where its samples come from, to name file and line; or None.
-
-    Raises:
-        DataError: an id is outside of a table.
     """
     handles = []
     errors: list[DataError] = []
@@ -77,9 +69,6 @@ def explain_ids(
     """Raise where an id outside of a table made this error.
 
     Computes the batches once more, without a trace.
-
-    Raises:
-        DataError: naming the id.
     """
     if isinstance(error, FlatoutError) or is_out_of_memory(error):
         return
@@ -138,7 +127,6 @@ def ids_checked_in_step(
 
 
 def _has_odd_numbers(batch: Batch) -> bool:
-    """Whether numbers that may be ids are below 0, or have more than 32 bits."""
     given = tensors_in(batch.inputs)
     whole = [t for t in given if t.numel() and t.dtype in (torch.int32, torch.int64)]
     return any(bool(((tensor < 0) | (tensor >= 2**31)).any()) for tensor in whole)
@@ -154,9 +142,6 @@ def device_asserts_explained(model: nn.Module) -> Iterator[None]:
     """Explain the error of a GPU kernel that got an index outside of its tensor.
 
     torch does not report the index, and the process can no longer use the GPU.
-
-    Raises:
-        DataError: raised in place of torch's error.
     """
     try:
         yield
@@ -220,7 +205,6 @@ def _check_dtype(name: str, ids: torch.Tensor, batch: Batch) -> None:
 
 
 def _input_of(ids: torch.Tensor, batch: Batch) -> str | None:
-    """The input that went into a table as it is."""
     for name, tensor in named_tensors("inputs", batch.inputs):
         if tensor.shape == ids.shape and bool((tensor == ids).all()):
             return name
@@ -253,7 +237,6 @@ def _check(
 
 
 def _row(given: list[Any], at: list[int], batch: Batch) -> tuple[int | None, list[int]]:
-    """The row of the batch that holds the id, and the id's place in it."""
     ids = given[0]
     offsets = given[1] if len(given) > 1 else None
     in_bags = ids.dim() == 1 and torch.is_tensor(offsets)
@@ -274,8 +257,6 @@ def _row(given: list[Any], at: list[int], batch: Batch) -> tuple[int | None, lis
 def _column(
     ids: torch.Tensor, at: list[int], row: int | None, place: list[int], batch: Batch
 ) -> str:
-    """Which of the inputs, and which column of it: where it went into the table as it is, or else
-    where the row has this number."""
     whole = _input_of(ids, batch)
     if whole and batch.is_jagged:
         return f"{whole}, place {at[0]}"

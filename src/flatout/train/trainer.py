@@ -366,7 +366,6 @@ class Trainer:
         return self.history
 
     def _in_largest_batches(self, data: FitData, source: Source, *, drop_last: bool) -> Source:
-        """The same data in batches that are as large as memory allows, which is told."""
         loop, objective = self.loop, self.objective
         trying = self._new_loop(run=None, say=lambda line: None)
         trying.feed.inputs = loop.feed.inputs
@@ -382,10 +381,6 @@ class Trainer:
         return trained(self._agreed(source), self.signature or Signature())
 
     def _before_training(self, validation: Source | None, steps: int | None) -> dict[str, float]:
-        """Figures of a warm start's model on the rows that are validated on, which are told.
-
-        Empty where there is none, and in a fit that goes on from a checkpoint.
-        """
         if not self._is_warm or self.optimizer is None:
             return {}
         self._is_warm = False
@@ -584,7 +579,6 @@ class Trainer:
         self._know(signatures[0])
 
     def _know(self, signature: Signature | None) -> None:
-        """What else the model knows of its data from now on, if anything."""
         self.signature = signature or self.signature
 
     def load_best(self, run: str | Path | None = None) -> str:
@@ -684,7 +678,6 @@ class Trainer:
         return train, checked
 
     def _learned_ids(self, source: Source) -> ModelIds | None:
-        """The rows of ids in the model's tables, with those that `source` adds."""
         known = None if self.signature is None else self.signature.ids
         if known is None and not (isinstance(source, Pipeline) and source.id_columns):
             return None
@@ -719,7 +712,6 @@ class Trainer:
             self.loop.feed.inputs = before
 
     def _agreed(self, source: Source) -> Source:
-        """The source, of which batches can be looked at: all ranks know how many there are."""
         world = self.world()  # from here on the first rank speaks for all
         return source.agreed(world.gather) if isinstance(source, Pipeline) else source
 
@@ -728,7 +720,6 @@ class Trainer:
         return {} if self.signature is None else self.signature.metadata()
 
     def _inputs(self, signature: Signature, *sources: Source | None) -> Inputs:
-        """What becomes of these sources' images on the device."""
         last = self.objective.adapter.takes_channels_last()
         schemas = [schema_of_images(s) for s in sources if isinstance(s, Pipeline)] if last else []
         shapes = frozenset(schema["image"].shape for schema in schemas if schema is not None)
@@ -757,11 +748,7 @@ def compared(before: Mapping[str, float], history: History) -> str:
 
 
 def progress_of(verbose: int | str) -> bool | Progress | None:
-    """What Keras' `verbose` shows.
-
-    Raises:
-        ModelError: it is none of 0, 1, 2 and "auto".
-    """
+    """What Keras' `verbose` shows."""
     if verbose not in (0, 1, 2, "auto"):
         raise ModelError(f"verbose is 0, 1, 2 or 'auto', found {verbose!r}")
     if verbose == 2:
@@ -781,7 +768,6 @@ def first_epoch(number: int) -> int:
 
 
 def _weights(model: nn.Module) -> str:
-    """How many weights a model has, and how many of them train, for people."""
     each = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     total, trained = sum(count for count, _ in each), sum(count for count, does in each if does)
     return f"{total:,} weights" + ("" if trained == total else f" ({trained:,} train)")

@@ -27,12 +27,7 @@ _OWN = ("loop", "_fit", "history")
 def pack(
     folder: Path, trainer: FittingTrainer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Write a Trainer and the arguments of its fit.
-
-    Raises:
-        DataError: something of it cannot be sent to another process.
-        FlatoutError: cloudpickle is missing.
-    """
+    """Write a Trainer and the arguments of its fit."""
     try:
         import cloudpickle
     except ImportError as error:
@@ -157,7 +152,6 @@ def _dumps_or_say(callback: Any, trainer: FittingTrainer) -> bytes | None:
 
 
 def _known(trainer: FittingTrainer) -> dict[str, Any]:
-    """What both sides have, and is not to come back as a copy."""
     return {
         "trainer": trainer,
         "model": trainer.model,

@@ -45,16 +45,6 @@ _LOOKS = 4
 class Tuner:
     """Tune a run while it goes on.
 
-    Args:
-        search: the candidates to try. Its budget holds the clocks.
-        stepper: makes the steps.
-        feed: sets the memory layout of batches.
-        world: the World of this rank.
-        settle: called with this Tuner when the search is over.
-        note: called with lines for the user.
-        changed: called if other parameters train than before.
-        uncounted: a context in which metrics do not count batches.
-
     Attributes:
         search: the candidates and their results.
         done: True if the search has come to its end.
@@ -136,11 +126,7 @@ class Tuner:
         return self.beside is not None and self.beside.is_open
 
     def expect(self, counts: Mapping[str, Any]) -> None:
-        """Let a roofline say in which order options are tried; for all ranks the first's.
-
-        Args:
-            counts: of the first step, with the machine's rates where they are known.
-        """
+        """Let a roofline say in which order options are tried; for all ranks the first's."""
         rates, known = counts["rates"], {}
         if rates is not None and rates["spread"] <= ROUGH:
             options = {one.field: one.value for one in self.search.options}
@@ -159,16 +145,7 @@ class Tuner:
         waited_s: float,
         prepared_s: float,
     ) -> Done:
-        """Make a step under the settings that are due.
-
-        Args:
-            run: makes it.
-            batches: of it.
-            turn: whose step it is.
-            number: of it, from 1.
-            waited_s: seconds for which it waited for its batches.
-            prepared_s: seconds in which its batches were brought to the device and laid out.
-        """
+        """Make a step under the settings that are due."""
         if self._started is None:
             self._started = self._clock()
             self._first = number
@@ -228,10 +205,6 @@ class Tuner:
         return done
 
     def _objection(self, settings: Settings | ByLength, batches: Sequence[Batch]) -> str:
-        """What speaks against settings of which something was not looked at before the first step.
-
-        It is asked before the first step under them, by all ranks. What it takes counts as tuning.
-        """
         search = self.search
         if isinstance(settings, ByLength) or not search.unchecked:
             return ""
@@ -250,11 +223,6 @@ class Tuner:
         return why
 
     def _new_in(self, settings: Settings | ByLength) -> list[str]:
-        """The fields by which settings may end this process; none where a step has shown that they
-        do not.
-
-        Those that the best settings have too do not, where it has no others.
-        """
         search = self.search
         if isinstance(settings, ByLength) or settings in self._stepped:
             return []
@@ -262,10 +230,6 @@ class Tuner:
         return [field for field, _ in (on - proven if proven <= on else on)]
 
     def _ends_here(self, settings: Settings | ByLength, run: Callable[[], Done]) -> str:
-        """Why a first step under settings would end this process; "" where nothing tells.
-
-        What it takes to ask counts as tuning.
-        """
         fields = self._new_in(settings)
         if not fields:
             return ""
@@ -280,7 +244,6 @@ class Tuner:
         return why
 
     def _without_graph(self, settings: Settings | ByLength) -> tuple[str, str] | None:
-        """The setting by which steps were to be graphs, and why they were not; None where not."""
         if isinstance(settings, ByLength):
             return None
         makers = {"capture": self._stepper.capture, "cuda_graph": self._stepper.cuda_graphs}
@@ -289,7 +252,6 @@ class Tuner:
         return next(((name, whys[name]) for name in on), None)
 
     def _again(self, run: Callable[[], Done], turn: Turn, number: int, why: str) -> Done:
-        """The step once more under the best settings; those that were tried are not."""
         self._stepper.update.forget()
         turn.update.clear()
         self._moving.put_back()
@@ -333,7 +295,6 @@ class Tuner:
         self._faults = page_faults()
 
     def _use(self, settings: Settings | ByLength, batches: Sequence[Batch] = ()) -> None:
-        """Switch to settings; those that depend on a step's batches wait for them."""
         if isinstance(settings, ByLength):
             if not batches:
                 return
@@ -345,7 +306,6 @@ class Tuner:
     def _count(
         self, seconds: float, cpu_s: float, batches: Sequence[Batch], turn: Turn, number: int
     ) -> None:
-        """Only steps of one kind count, each by how many values its batches have."""
         if not self._is_of_kind(batches, turn):
             return
         values, split = _values(batches), self.search.tried_split
@@ -365,7 +325,6 @@ class Tuner:
             self._end(number)
 
     def _is_of_kind(self, batches: Sequence[Batch], turn: Turn) -> bool:
-        """Whether it is a step of the same optimizers, on as many samples, as the first was."""
         is_alone = self._world.size == 1
         kind = (turn.number, sum(b.size if is_alone else b.whole for b in batches))
         if self._kind is None:
@@ -373,7 +332,6 @@ class Tuner:
         return bool(kind == self._kind)
 
     def _end(self, number: int) -> None:
-        """A block is over: the slowest rank tells how long it took."""
         block, search, lengths = self._block, self.search, self.search.lengths
         lengths.add(block.settings, self._counted)
         settled_s = len(self._settled) * lengths.typical_s(self._settled) if self._settled else 0.0
@@ -409,7 +367,6 @@ class Tuner:
             self._finish()
 
     def _ended(self, settings: Settings | ByLength) -> str:
-        """Why it is known already that settings end this process."""
         if isinstance(settings, ByLength) or settings in self._stepped:
             return ""
         return self.search.marks.objection(settings.other_than(self.search.plain))
@@ -448,7 +405,6 @@ class Tuner:
         self.search.by_length = None
 
     def _wait(self, seconds: float, batches: Sequence[Batch], turn: Turn, number: int) -> None:
-        """A step beside the compilation of the next setting to try."""
         assert self.beside is not None
         self._look_at = number + 1
         self._tell_the_time()
@@ -469,12 +425,10 @@ class Tuner:
             self._settle(self)
 
     def _tell_the_time(self) -> None:
-        """Let the budget know how long the run has lasted."""
         if self._started is not None:
             self.search.budget.elapsed_s = self._clock() - self._started
 
     def _judge_again(self, number: int) -> None:
-        """Whether a run of unknown length has lasted long enough to compile its step."""
         if self.beside is not None and self.beside.waits:
             self._tell_the_time()
             self.beside.judge()
@@ -482,7 +436,6 @@ class Tuner:
                 self._look_at = number + 1
 
     def _part_with_graph(self) -> None:
-        """Where steps that were chosen to be graphs no longer are."""
         search = self.search
         if without := self._without_graph(search.best):
             name, why = without
@@ -494,7 +447,6 @@ class Tuner:
             self._settle(self)
 
     def _resume(self, number: int, blocks: Any) -> None:
-        """Settings are tried again from the next step on."""
         self.done, self.why, self._look_at = False, "", 0
         self.spans.append((self._last + 1, number, self.holds))
         self._last, self._blocks = number, blocks
@@ -513,13 +465,7 @@ class Tuner:
             self._look_at = last + self._look_every
 
     def leave(self, plain: Mapping[str, Any], why: str, last: int) -> None:
-        """Go on without settings that were chosen, and never try them again.
-
-        Args:
-            plain: what they are from the next step on, by their fields in the Recipe.
-            why: they no longer hold.
-            last: the number of the latest step.
-        """
+        """Go on without settings that were chosen, and never try them again."""
         search = self.search
         begun = self.spans[-1][1] + 1 if self.spans else 1
         if last >= begun:
@@ -542,7 +488,6 @@ class Tuner:
         return sum(p.requires_grad for p in self._stepper.switch.model.parameters())
 
     def _look(self, seconds: float, batches: Sequence[Batch], turn: Turn, number: int) -> None:
-        """Whether what was measured still holds."""
         self._look_at = number + self._look_every
         self._part_with_graph()
         search, values = self.search, _values(batches)
@@ -571,11 +516,6 @@ class Tuner:
             self._judge_again(number)
 
     def _slower(self, seconds: float, known: float) -> float:
-        """How many times as long a step takes as it did.
-
-        The graph that a Recipe asks for makes other steps than those that were measured: their pace
-        is what the first looks say.
-        """
         capture, search = self._stepper.capture, self.search
         if capture is not None and capture.is_asked and capture.compiling is not None:
             return 1.0  # that slows them for now
@@ -593,14 +533,7 @@ class Tuner:
     def begin_again(
         self, search: Search, settle: Callable[[Tuner], None], last: int, now: Settings
     ) -> None:
-        """Tune for another job from the next step on.
-
-        Args:
-            search: what to try.
-            settle: called when it is over.
-            last: the number of the latest step.
-            now: the settings that it ran under.
-        """
+        """Tune for another job from the next step on."""
         self._trials = self._all_trials()
         self._dropped |= self.search.dropped
         budget = self.search.budget
@@ -624,7 +557,6 @@ class Tuner:
         self.since = self._last = last
 
     def _all_trials(self) -> list[dict[str, Any]]:
-        """Those of this search count from its first step."""
         own = [
             {**one, "first": one["first"] + self.since, "last": one["last"] + self.since}
             for one in self.search.trials
@@ -636,11 +568,7 @@ class Tuner:
         return self._captures if own is None else [*self._captures, own]
 
     def record(self, last: int) -> dict[str, Any]:
-        """What History keeps of it: plain data.
-
-        Args:
-            last: the number of the run's last step.
-        """
+        """What History keeps of it: plain data."""
         search = self.search
         plain, seconds = search.plain, search.step_s
         earlier = {f: why for f, why in self._dropped.items() if not search.tells_of(f)}
@@ -670,10 +598,8 @@ def _pace_words(factor: float) -> str:
 
 
 def _values(batches: Sequence[Batch]) -> int:
-    """How many numbers the inputs have."""
     return sum(tensor.numel() for batch in batches for tensor in tensors_in(batch.inputs))
 
 
 def _share(cpu_s: float, steps: Sequence[Step]) -> float:
-    """CPU time per second that steps took by the clock, more than none."""
     return max(cpu_s, 1e-9) / max(sum(seconds for _, seconds in steps), 1e-9)

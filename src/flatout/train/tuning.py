@@ -19,13 +19,7 @@ from flatout.train.tuner import Tuner
 
 
 def tune(loop: LoopState, decision: Decision, changed: Callable[[], None]) -> Tuner:
-    """Begin to try what was left open, from the next step on.
-
-    Args:
-        loop: has a stepper.
-        decision: has a search.
-        changed: called where other parameters train than before.
-    """
+    """Begin to try what was left open, from the next step on."""
     assert decision.search is not None
     result = partial(settle, loop, decision)
     loop.tuner = Tuner(
@@ -60,13 +54,7 @@ def settle(loop: LoopState, decision: Decision, tuner: Tuner) -> None:
 
 
 def capture_steps(loop: LoopState, compute: Compute | None, search: Search | None) -> None:
-    """Let the steps of this job run as one compiled graph, or have that tried.
-
-    Args:
-        loop: whose settings are decided, but for what is being tried.
-        compute: forward and loss of a batch.
-        search: for the settings of this job, where these are not known.
-    """
+    """Let the steps of this job run as one compiled graph, or have that tried."""
     assert loop.resolved is not None
     stepper, tries = loop.stepper, search is not None and search.captures
     is_asked = not tries and loop.resolved.compute.capture == "on"

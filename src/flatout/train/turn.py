@@ -17,12 +17,6 @@ from flatout.train.settings import Switch
 class Turn:
     """The steps of one optimizer, or of several that step together.
 
-    Args:
-        places: of its optimizers among those of the job.
-        update: applies the gradients.
-        scaler: of the loss, where fp16 needs one.
-        pieces: into how many micro-batches a batch is split.
-
     Attributes:
         mean_loss: of these steps.
         gathered: batches that wait for others, to make a step together.
@@ -75,11 +69,7 @@ class Turn:
 
 
 def check_gathered(turns: Iterable[Turn], step: int, batch: int) -> None:
-    """Refuse to save where batches are gathered: a resume goes on behind the last step's batch.
-
-    Raises:
-        CheckpointError: batches that wait for others to make a step would be lost.
-    """
+    """Refuse to save where batches are gathered: a resume goes on behind the last step's batch."""
     for turn in turns:
         if turn.gathered and 0 < turn.gathered_from <= batch:
             names = ", ".join(type(optimizer).__name__ for optimizer in turn.optimizers)
@@ -170,7 +160,6 @@ class Turns:
                 turn.scaler = scaler
 
     def _scaler(self, places: tuple[int, ...]) -> torch.amp.GradScaler | None:
-        """Of the loss that these optimizers step; None where none is needed."""
         device = self._switch.device.type
         optimizers = [optimizer_adapter(self._switch.optimizers[place]) for place in places]
         asked = next(filter(None, (one.scaler(device) for one in optimizers)), None)

@@ -25,14 +25,7 @@ _TOLD, _TOLD_S = 0.1, 1.0
 
 
 def waiting_words(source: Any, lanes: Mapping[str, float], steps: int, epochs: int) -> str | None:
-    """What held a fit back if its input did, and what to do; None where it did not.
-
-    Args:
-        source: of its batches.
-        lanes: milliseconds per step by lane.
-        steps: that it took.
-        epochs: that it trained.
-    """
+    """What held a fit back if its input did, and what to do; None where it did not."""
     if lanes.get("input", 0.0) * steps < 1e3 * _TOLD_S:
         return None
     share = lanes["input"] / sum(lanes.values())

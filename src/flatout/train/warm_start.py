@@ -29,18 +29,6 @@ def warm_start(
     """Load weights and, from a checkpoint, the optimizer's state.
 
     The optimizer's options (learning rate and so on) are those it was made with now.
-
-    Args:
-        model: gets the weights in place.
-        optimizer: gets the state tensors in place.
-        source: a run folder, its checkpoints folder, one checkpoint, or a model file.
-
-    Returns:
-        in words what was kept; and what the model knows of its data.
-
-    Raises:
-        CheckpointError: if there is none, it is damaged, or it belongs to another model or
-            optimizer; nothing is changed then.
     """
     path = str(source).rstrip("/")
     if is_model_file(path) or path.endswith(TORCH_FILES):

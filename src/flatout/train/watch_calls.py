@@ -20,9 +20,6 @@ _STEPS = 2
 class Calls:
     """Watches the calls of a model and its parts.
 
-    Args:
-        model: given to `Loop.prepare`.
-
     Attributes:
         root: the outermost module that was called with all of a batch's inputs, and nothing else;
             None before that.

@@ -79,11 +79,7 @@ class Worst(list[WorstSample]):
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> Figure:
-        """Draw the images into an image file, the worst first, with true and predicted class.
-
-        Raises:
-            FlatoutError: the samples are no images, or matplotlib is missing.
-        """
+        """Draw the images into an image file, the worst first, with true and predicted class."""
         samples = [
             (s, image) for s, image in zip(self, self._images, strict=True) if image is not None
         ]
@@ -111,13 +107,7 @@ class Worst(list[WorstSample]):
 def worst(
     objective: Objective, loop: Loop, source: Source, n: int, classes: Sequence[str] | None
 ) -> Worst:
-    """The `n` samples of a source with the highest loss, of all ranks.
-
-    Raises:
-        ModelError: the model has several losses, or one of its own making.
-        DataError: there are no targets.
-        NumbersError: if a weight or buffer is not finite.
-    """
+    """The `n` samples of a source with the highest loss, of all ranks."""
     loss = objective.sample_loss()
     guard.check_state(objective.model, "looking for the worst samples")
     loop.be_ready(objective.model)
@@ -180,7 +170,6 @@ def _described(
 
 
 def _image(batch: Batch, row: int) -> torch.Tensor | None:
-    """A sample that looks like an image: (channels, height, width), of one channel or three."""
     tensor = batch.inputs
     if not torch.is_tensor(tensor) or tensor.dim() != 4:
         return None
@@ -189,7 +178,6 @@ def _image(batch: Batch, row: int) -> torch.Tensor | None:
 
 
 def _pixels(image: torch.Tensor) -> Any:
-    """As matplotlib takes it: (height, width) or (height, width, 3)."""
     if image.shape[0] in (1, 3):
         image = image.permute(1, 2, 0)
     if image.dtype != torch.uint8:

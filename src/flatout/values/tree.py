@@ -179,7 +179,6 @@ class _Unflattening:
 
 
 def _strides(tensor: Tensor) -> list[int] | None:
-    """The strides to bring back (channels_last, say); None for plain row-major ones."""
     if tensor.is_contiguous():
         return None
     kept = torch.empty_like(tensor, device="meta")

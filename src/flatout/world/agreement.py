@@ -76,7 +76,6 @@ def facts_here(
 
 
 def _file_of(module: str) -> Path | None:
-    """The file that `python -m` would run, without importing the packages around it."""
     path: Sequence[str] | None = ["", *sys.path]
     spec = None
     for name in [*module.split("."), "__main__"]:

@@ -64,16 +64,7 @@ def candidates() -> list[int]:
 def choose(
     command: Callable[[int], Sequence[str]], script: Path | None, say: Callable[[str], None]
 ) -> int:
-    """The number of ranks that a script trains fastest on, on this node.
-
-    Args:
-        command: what starts it on a number of ranks.
-        script: its file, whose text shows whether an earlier answer still holds; None: not known.
-        say: tells the user what was found.
-
-    Raises:
-        WorldError: the script fails, or does not train.
-    """
+    """The number of ranks that a script trains fastest on, on this node."""
     tried = candidates()
     if len(tried) == 1:
         return 1
@@ -117,7 +108,6 @@ def fastest(speeds: Sequence[Speed]) -> Speed:
 
 
 def _measure(command: Sequence[str], ranks: int) -> float:
-    """Steps a second of a script that is ended as soon as it has told them."""
     with tempfile.TemporaryDirectory(prefix="flatout-ranks-") as folder:
         steps_file, output = Path(folder) / "steps", Path(folder) / "output"
         with output.open("wb") as out:

@@ -35,11 +35,7 @@ _times = 0
 
 
 def may_end(ranks: Collection[int]) -> None:
-    """As a rank: from now on these may be killed, and the job goes on; all ranks call it.
-
-    Args:
-        ranks: as they were numbered when they were started; empty takes back what was said.
-    """
+    """As a rank: from now on these may be killed, and the job goes on; all ranks call it."""
     if set(ranks) == _said or STARTED_BY not in os.environ:
         return
     _said.clear()
@@ -50,12 +46,7 @@ def may_end(ranks: Collection[int]) -> None:
 
 
 def is_dropped(rank: int, patience_s: float) -> bool:
-    """As a rank: whether the agent of another one has dropped it.
-
-    Args:
-        rank: that has ended.
-        patience_s: how long to wait for its agent to notice.
-    """
+    """As a rank: whether the agent of another one has dropped it."""
     until = monotonic() + patience_s * (rank in _said)
     while not (result := _is_any("dropped", [rank])) and monotonic() < until:
         sleep(_LOOK_EVERY_S)
@@ -120,12 +111,7 @@ def _is_any(what: str, ranks: Collection[int]) -> bool:
 
 
 def drops(rank: int, agents: Any) -> bool:
-    """As an agent, of a rank that was killed: whether the job goes on without it.
-
-    Args:
-        rank: of the job.
-        agents: as `store_of_agent` gives it.
-    """
+    """As an agent, of a rank that was killed: whether the job goes on without it."""
     with suppress(RuntimeError):
         if agents.check(["may-end"]) and rank in json.loads(agents.get("may-end")):
             times = agents.add("times", 0)
@@ -141,16 +127,7 @@ def times_of(agents: Any) -> int:
 
 
 def store_of_agent(port: int, nodes: int, rounds: int) -> Any:
-    """The store as an agent reaches it.
-
-    Args:
-        port: of the job's store, on loopback.
-        nodes: how many there are.
-        rounds: how often all ranks were started.
-
-    Raises:
-        RuntimeError: it does not.
-    """
+    """The store as an agent reaches it."""
     import torch.distributed as dist
 
     timeout = timedelta(seconds=_STORE_S)

@@ -17,11 +17,8 @@ _TIMES, _EVERY_S = 3, 0.002
 
 
 def wait_until_idle(tasks: Path = Path("/proc/self/task"), longest_s: float = 2.0) -> None:
-    """Wait until no thread of gloo has work left, or for a moment if the system does not show it.
-
-    Args:
-        tasks: a folder with one folder for each thread of this process.
-        longest_s: the most seconds to wait.
+    """Wait until no thread of gloo has work left, or for a moment if the system does not show
+    it.
     """
     until, times = monotonic() + longest_s, 0
     while times < _TIMES and monotonic() < until:

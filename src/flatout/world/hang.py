@@ -62,14 +62,7 @@ class Hang:
 
 
 def explain(number: int, rank: int, stands: Mapping[int, RankStatus], seconds: float) -> Hang:
-    """Say who keeps a collective from ending.
-
-    Args:
-        number: of the collective, or APART.
-        rank: that waits in it, and tells.
-        stands: of all ranks.
-        seconds: how long it has waited.
-    """
+    """Say who keeps a collective from ending."""
     name = stands[rank].name(number)
     waited = f"rank {rank} has waited {seconds:.0f} s in {name}"
     if number == APART:

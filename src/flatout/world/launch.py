@@ -71,22 +71,7 @@ def launch(
     wait_s: float = WAIT_S,
     timeout_s: float = TIMEOUT_S,
 ) -> int:
-    """Run a command as the ranks of this node, until all have ended.
-
-    Args:
-        command: the interpreter, the script and its arguments.
-        nodes: which node this is, where they meet, and how many ranks it has.
-        restarts: how often all ranks are started again after one was killed.
-        facts: what must be the same on all nodes, by name.
-        wait_s: how long nodes wait for one another at the start, in seconds.
-        timeout_s: how long a collective may take, in seconds.
-
-    Returns:
-        The exit code: 0, that of the first rank that failed, or 128 + the signal.
-
-    Raises:
-        WorldError: the nodes do not meet, are not about to run the same, or lose one another.
-    """
+    """Run a command as the ranks of this node, until all have ended."""
     rendezvous = Rendezvous(nodes, facts, wait_s=wait_s, silent_s=min(timeout_s, _SILENT_S))
     try:
         result = run_ranks(command, rendezvous, restarts)
@@ -145,7 +130,6 @@ def run_ranks(
 
 @contextmanager
 def _told_to_ranks(rendezvous: Rendezvous) -> Iterator[None]:
-    """Within, ranks inherit how they reach one another; what the user has set stays."""
     interface = rendezvous.interface()
     given = {} if interface is None else dict.fromkeys(INTERFACES, interface)
     with ExitStack() as held:
@@ -166,7 +150,6 @@ def _told_to_ranks(rendezvous: Rendezvous) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The agent alone logs meanwhile, and what it says is said here, in plain words."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -177,8 +160,6 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _stop_signals() -> Iterator[None]:
-    """A stop signal ends the agent, which hands it on to its ranks."""
-
     def stop(signum: int, frame: object) -> None:
         raise SignalException(f"signal {signum}", sigval=signal.Signals(signum))
 
@@ -221,7 +202,6 @@ class _Agent(LocalElasticAgent):
         self._has_stopped = False
 
     def kill(self) -> None:
-        """End ranks that still run."""
         self._shutdown(signal.SIGKILL, _SOON_S)
 
     def _shutdown(
@@ -272,20 +252,17 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _take_stop(self) -> None:
-        """Give the first rank the stop signal that the node of a server alone was given."""
         ranks, signum = self._pcontext, self._nodes.stop
         if signum and not self._has_stopped and isinstance(ranks, SubprocessContext):
             self._has_stopped = True
             ranks.subprocess_handlers[0].proc.send_signal(signum)
 
     def _lost_one_that_waits(self, result: RunResult) -> bool:
-        """Whether ranks have lost one that was killed, when they could not go on without it."""
         if any(failure.exitcode not in _LEFT for failure in result.failures.values()):
             return False
         return bool(self._waiting())
 
     def _without_dropped(self, result: RunResult) -> RunResult:
-        """They count only where the others have lost them for good."""
         here = {self._global(local) for local in self._dropped}
         others = {rank: failure for rank, failure in result.failures.items() if rank not in here}
         if not here or (others and all(value.exitcode in _LEFT for value in others.values())):
@@ -301,7 +278,6 @@ class _Agent(LocalElasticAgent):
         return int(self._worker_group.workers[local_rank].global_rank)
 
     def _note_own_kills(self, result: RunResult) -> None:
-        """A rank that this agent had to kill was not killed from outside: it would hang again."""
         first = [
             failure
             for failure in result.failures.values()
@@ -317,7 +293,6 @@ class _Agent(LocalElasticAgent):
                     )
 
     def _another_node_starts_again(self, result: RunResult) -> bool:
-        """Whether ranks of this node have only lost one that was killed on another node."""
         if any(failure.exitcode not in _LEFT for failure in result.failures.values()):
             return False
         until = time.monotonic() + _LAST_WORDS_S / 4
@@ -330,10 +305,6 @@ class _Agent(LocalElasticAgent):
         return False
 
     def _is_over(self) -> bool:
-        """Whether all ranks of this node have ended, or one has failed, for which the others end.
-
-        That is done here and not by torch, so that it is known whom this agent has killed.
-        """
         ranks = self._pcontext
         if not isinstance(ranks, SubprocessContext):
             return True
@@ -354,7 +325,6 @@ class _Agent(LocalElasticAgent):
         return bool(failed) or not running
 
     def _drop(self, codes: Mapping[int, int | None], ranks: SubprocessContext) -> None:
-        """Go on without ranks that were killed, where the others can, and start these again."""
         killed = [n for n, code in codes.items() if code and _is_kill(code)]
         killed = [local for local in killed if local not in self._dropped]
         if not killed or self._ended_here:
@@ -394,7 +364,6 @@ class _Agent(LocalElasticAgent):
         self._dropped.discard(local)
 
     def _waiting(self) -> set[int]:
-        """Ranks of this node that were started by themselves and not taken back."""
         if not self._started:
             return set()
         nodes = self._nodes
@@ -406,7 +375,6 @@ class _Agent(LocalElasticAgent):
         return {local for local, before in self._started.items() if times == before}
 
     def _end_who_waits(self, running: set[int], ranks: SubprocessContext) -> None:
-        """Where all others have ended well, no one takes them back."""
         if not running or running - {*self._started}:
             return
         waiting = self._waiting() & running
@@ -418,7 +386,6 @@ class _Agent(LocalElasticAgent):
 
 
 def _was_killed(failure: ProcessFailure) -> bool:
-    """By a signal that is not the agent's own, which ends ranks where another one has failed."""
     return _is_kill(failure.exitcode)
 
 
@@ -448,7 +415,6 @@ def first_failure(failures: Failures) -> tuple[int, ProcessFailure]:
 
 
 def _exit_code(failures: Failures, silent: str) -> int:
-    """Say which rank failed first; the exit code for all."""
     rank, failure = first_failure(failures)
     elsewhere = f"; {silent}" if silent and failure.exitcode in _LEFT else ""
     say(f"{_ended(rank, failure)}; all ranks have ended{elsewhere}")

@@ -132,7 +132,6 @@ class Mailbox:
                 os.close(own.file)
 
     def _begin(self, length: int) -> _Box:
-        """The next box of this rank, with room for so many bytes."""
         self._turn ^= 1
         boxes = self._boxes[self._turn]
         own = boxes.get(self._own)
@@ -150,7 +149,6 @@ class Mailbox:
         return own
 
     def _of(self, rank: int) -> _Box:
-        """What a rank has in its present box."""
         boxes = self._boxes[self._turn]
         if rank == self._own:
             return boxes[rank]
@@ -184,14 +182,12 @@ def _in_pages(size: int) -> int:
 
 
 def _file(size: int) -> int:
-    """A file without a name, in memory."""
     file = os.memfd_create("flatout-mailbox", os.MFD_CLOEXEC)
     os.ftruncate(file, size)
     return file
 
 
 def _mapped(pid: int, file: int, size: int) -> _Box:
-    """A file of a process, as memory here."""
     there = opened(pid, file, os.O_RDWR)
     try:
         memory = mmap.mmap(there, size)

@@ -95,9 +95,5 @@ def gathered(group: Group, value: Any) -> list[Any]:
 
 
 def opened(pid: int, fd: int, flags: int) -> int:
-    """A file that another process of this node has open, as a file of this one's.
-
-    Raises:
-        OSError: it is out of reach.
-    """
+    """A file that another process of this node has open, as a file of this one's."""
     return os.open(f"/proc/{pid}/fd/{fd}", flags | os.O_CLOEXEC)

@@ -19,15 +19,7 @@ _LENGTH = 8
 
 
 def pack(value: Any, what: str = "") -> torch.Tensor:
-    """A value as bytes, shape (bytes,), uint8, on the CPU.
-
-    Args:
-        value: any value that `flatout.values.tree.flatten` accepts.
-        what: name of the collective that sends the value.
-
-    Raises:
-        WorldError: it holds something else, which is named with its place.
-    """
+    """A value as bytes, shape (bytes,), uint8, on the CPU."""
     import torch
 
     from flatout.values import flat_bytes, flatten
@@ -95,17 +87,7 @@ def unpack(message: torch.Tensor, what: str = "") -> Any:
 
 
 def gather(value: Any, size: int, channel: Any = None, what: str = "") -> list[Any]:
-    """The values of all ranks of a channel, by rank there.
-
-    Args:
-        value: of this rank, as `pack` takes it.
-        size: how many ranks the channel has.
-        channel: torch's process group; None is that of all ranks.
-        what: name of the collective, the same on every rank.
-
-    Raises:
-        WorldError: another rank is in another collective.
-    """
+    """The values of all ranks of a channel, by rank there."""
     import torch
     import torch.distributed as dist
 
@@ -170,17 +152,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def from_rank(value: Any, source: int, own: int, what: str = "") -> Any:
-    """One rank's value, on every rank.
-
-    Args:
-        value: as `pack` takes it; of the other ranks it is not looked at.
-        source: the rank that has it.
-        own: this rank.
-        what: name of the collective, the same on every rank.
-
-    Raises:
-        WorldError: another rank is in another collective.
-    """
+    """One rank's value, on every rank."""
     import torch
     import torch.distributed as dist
 
@@ -196,7 +168,6 @@ def from_rank(value: Any, source: int, own: int, what: str = "") -> Any:
 
 
 def _device(channel: Any) -> str:
-    """Where bytes lie that go through a channel: a script may have opened one for GPUs alone."""
     import torch.distributed as dist
 
     return "cuda" if dist.get_backend(channel) == "nccl" else "cpu"

@@ -49,9 +49,6 @@ def listening_address(host: str) -> str:
 
     A name may lead to loopback on the host that bears it, or to something that passes packets on,
     or be known to none yet: then it is the address by which this node reaches others.
-
-    Raises:
-        OSError: there is none.
     """
     result = _addresses_of(host)
     if result and (host == "localhost" or host in result):  # an address, as it was given
@@ -81,21 +78,12 @@ def reached_at(host: str) -> str:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens on one address of this node.
-
-    Args:
-        address: IPv4 or IPv6.
-        port: 0 takes a free one.
-
-    Raises:
-        OSError: the port is in use.
-    """
+    """A socket that listens on one address of this node."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=1024)
 
 
 def _addresses_of(host: str) -> list[str]:
-    """The addresses of a host; none where its name is not known."""
     try:
         return [str(item[4][0]) for item in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except socket.gaierror:
@@ -103,7 +91,6 @@ def _addresses_of(host: str) -> list[str]:
 
 
 def _is_own(found: list[str]) -> bool:
-    """Whether one of these addresses is this node's."""
     own = {address for _, address in _addresses()}
     return any(_is_loopback(item) or item.partition("%")[0] in own for item in found)
 
@@ -133,7 +120,6 @@ def interface_of(address: str) -> str | None:
 
 
 def _addresses() -> list[tuple[str, str]]:
-    """Interfaces and their addresses, without the scope of an IPv6 address."""
     return [
         (interface, one.address.partition("%")[0])
         for interface, ones in psutil.net_if_addrs().items()

@@ -145,11 +145,7 @@ def check_devices(ranks: int, device: str | None = None) -> None:
 
 
 def devices_here(device: str | None = None) -> tuple[int, str]:
-    """How many ranks have a device each on this node, and of which kind: "GPU" or "CPU".
-
-    Args:
-        device: as for `check_devices`.
-    """
+    """How many ranks have a device each on this node, and of which kind: "GPU" or "CPU"."""
     from flatout.measure import usable_cpus
 
     if (device_asked() if device is None else device) in ("auto", "cuda") and has_gpus():
@@ -179,13 +175,6 @@ def nodes(environ: Mapping[str, str] | None = None, resources: Path = _RESOURCES
     """Return the nodes that a cluster has set, or this node alone if it has set none.
 
     A process that torchrun or mpirun has started in its container is already a rank.
-
-    Args:
-        environ: the environment variables; None for the variables of this process.
-        resources: the path of the file in which SageMaker names the hosts.
-
-    Raises:
-        WorldError: the variables are incomplete, or contradict each other.
     """
     env = os.environ if environ is None else environ
     if "LOCAL_RANK" in env or "OMPI_COMM_WORLD_RANK" in env:
@@ -215,7 +204,6 @@ def launched_nodes(environ: Mapping[str, str] | None = None) -> Nodes | None:
 
 
 def _kubeflow(env: Mapping[str, str]) -> Nodes:
-    """https://www.kubeflow.org/docs/components/trainer/user-guides/pytorch/."""
     count = number_in(env, "PET_NNODES", 1)
     each = env.get("PET_NPROC_PER_NODE", "")
     address = env.get("PET_MASTER_ADDR", "")
@@ -232,7 +220,6 @@ def _kubeflow(env: Mapping[str, str]) -> Nodes:
 
 
 def _sagemaker(env: Mapping[str, str]) -> Nodes:
-    """https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md."""
     try:
         hosts = sorted(json.loads(env["SM_HOSTS"]))
     except (ValueError, TypeError):
@@ -253,7 +240,6 @@ def _sagemaker(env: Mapping[str, str]) -> Nodes:
 
 
 def _resources(file: Path) -> dict[str, str]:
-    """The variables that SageMaker's toolkits would set, from what its agent has written."""
     try:
         resources = json.loads(file.read_text())
         hosts, own = resources["hosts"], resources["current_host"]
@@ -279,11 +265,7 @@ def _is_host(text: str) -> bool:
 
 
 def checked(found: Nodes) -> Nodes:
-    """Refuse what makes no sense.
-
-    Raises:
-        WorldError: with what was expected and found.
-    """
+    """Refuse what makes no sense."""
     if found.count < 1 or not 0 <= found.rank < found.count:
         raise WorldError(
             f"expected a node from 0 to {max(0, found.count - 1)}, found node {found.rank} of "

@@ -62,17 +62,7 @@ class Pair:
 
 
 def open_pair(store: Any, own: int, timeout_s: float) -> Pair:
-    """Meet another process at a store.
-
-    Args:
-        store: of torch's, whose keys no one else uses.
-        own: which of the two this process is, 0 or 1.
-        timeout_s: how long to wait for the other one, and for what it sends, in seconds.
-
-    Raises:
-        RuntimeError: it does not come.
-        WorldError: it does not know the secret of the job.
-    """
+    """Meet another process at a store."""
     import torch.distributed as dist
 
     timeout = timedelta(seconds=timeout_s)

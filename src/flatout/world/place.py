@@ -95,11 +95,7 @@ def place(environ: Mapping[str, str] | None = None) -> Place:
 
 
 def launched(environ: Mapping[str, str] | None = None) -> Place:
-    """Which of the processes this is that mpirun or srun has started; `ALONE` where neither has.
-
-    Raises:
-        WorldError: as `place`.
-    """
+    """Which of the processes this is that mpirun or srun has started; `ALONE` where neither has."""
     env = os.environ if environ is None else environ
     for known in (_open_mpi, _slurm, _mpich):
         result = known(env)
@@ -124,7 +120,6 @@ def restarts(environ: Mapping[str, str] | None = None) -> int:
 
 
 def _torchrun(env: Mapping[str, str]) -> Place | None:
-    """https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables."""
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return None
     rank, world = number_in(env, "RANK"), number_in(env, "WORLD_SIZE")
@@ -146,7 +141,6 @@ def _torchrun(env: Mapping[str, str]) -> Place | None:
 
 
 def _open_mpi(env: Mapping[str, str]) -> Place | None:
-    """https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html."""
     if "OMPI_COMM_WORLD_RANK" not in env:
         return None
     world = number_in(env, "OMPI_COMM_WORLD_SIZE")
@@ -173,10 +167,6 @@ def _open_mpi(env: Mapping[str, str]) -> Place | None:
 
 
 def _first_of_sagemaker(env: Mapping[str, str]) -> str:
-    """The host that SageMaker's MPI launchers name first to mpirun; "" elsewhere.
-
-    https://github.com/aws/sagemaker-training-toolkit/blob/master/src/sagemaker_training/mpi.py
-    """
     try:
         return str(env.get("SM_MASTER_ADDR") or min(json.loads(env.get("SM_HOSTS", "[]"))))
     except (ValueError, TypeError):
@@ -184,7 +174,6 @@ def _first_of_sagemaker(env: Mapping[str, str]) -> str:
 
 
 def _slurm(env: Mapping[str, str]) -> Place | None:
-    """https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES."""
     # The batch script itself and a shell of salloc have a job, but are no step of srun.
     if "SLURM_PROCID" not in env or "SLURM_STEP_NUM_TASKS" not in env:
         return None
@@ -212,7 +201,6 @@ def _slurm(env: Mapping[str, str]) -> Place | None:
 
 
 def _mpich(env: Mapping[str, str]) -> Place | None:
-    """MPICH's and Intel MPI's mpirun, by its process manager Hydra."""
     if "PMI_RANK" not in env and "PMI_SIZE" not in env:
         return None
     world, rank = number_in(env, "PMI_SIZE"), number_in(env, "PMI_RANK")
@@ -239,11 +227,7 @@ def _mpich(env: Mapping[str, str]) -> Place | None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """SLURM's short form of ranks per node: "2(x3),1" is [2, 2, 2, 1].
-
-    Raises:
-        WorldError: it is none.
-    """
+    """SLURM's short form of ranks per node: "2(x3),1" is [2, 2, 2, 1]."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -257,11 +241,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(text: str) -> str:
-    """The first host of SLURM's short form of a list: that of "n[07-12,20],m1" is n07.
-
-    Raises:
-        WorldError: it is none.
-    """
+    """The first host of SLURM's short form of a list: that of "n[07-12,20],m1" is n07."""
     head = "".join(takewhile(lambda letter: letter not in ",[", text))
     inside = re.match(re.escape(head) + r"\[(\d+)[^\]]*\]([^,\[]*)", text)
     if inside is not None:
@@ -274,7 +254,6 @@ def first_host(text: str) -> str:
 
 
 def _port_of(job: str) -> int:
-    """A port that all ranks of a job compute alike, and other jobs on the node likely not."""
     number = 0
     for letter in job.encode():
         number = (number * 131 + letter) % _PORTS
@@ -314,11 +293,7 @@ def _text(env: Mapping[str, str], name: str) -> str:
 
 
 def number_in(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A variable of the environment as a whole number.
-
-    Raises:
-        WorldError: it is none, or not set where there is no default.
-    """
+    """A variable of the environment as a whole number."""
     if default is not None and not env.get(name):
         return default
     text = _text(env, name)

@@ -18,18 +18,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.1
 def all_ask(
     store: Any, point: int, ranks: int, is_passed: Callable[[int], bool], patience_s: float
 ) -> bool:
-    """Ask at a point, and wait until all ranks do, or one is known to have passed it.
-
-    Args:
-        store: of the job.
-        point: the same number on every rank, and of no other point.
-        ranks: how many there are.
-        is_passed: whether a rank that did not ask has passed the point.
-        patience_s: after how long those that have not come count as if they did not ask.
-
-    Raises:
-        RuntimeError: the store is gone.
-    """
+    """Ask at a point, and wait until all ranks do, or one is known to have passed it."""
     verdict, until = f"point/{point}/verdict", monotonic() + patience_s
     if store.add(f"point/{point}/asked", 1) == ranks:
         store.compare_set(verdict, "", _ALL)

@@ -42,12 +42,6 @@ _LAST_WORDS_S = 5.0
 class Preflight:
     """The nodes' first meeting.
 
-    Args:
-        nodes: which node this is, and where they meet.
-        facts: what must be the same on all nodes, by name.
-        wait_s: how long nodes wait for one another, in seconds.
-        answer_s: how long a call of the store may take, in seconds.
-
     Attributes:
         address: of this node, by which the others and it reach one another, once it is open.
         store_port: where the store is reached on loopback of this node, once it is open.
@@ -87,11 +81,7 @@ class Preflight:
         return f"node {self.nodes.rank}, {self.own.host}"
 
     def open(self) -> tuple[Any, list[Arrival]]:
-        """Meet the other nodes; the store, and all who have come.
-
-        Raises:
-            WorldError: the port is in use, a node does not come, or they disagree.
-        """
+        """Meet the other nodes; the store, and all who have come."""
         until = time.monotonic() + self._wait_s
         if self.nodes.rank == 0:
             self._store = self._keep_store()
@@ -104,7 +94,6 @@ class Preflight:
         return self._store, came
 
     def _keep_store(self) -> Any:
-        """The store, on loopback, and on several nodes a gate to it where the others come."""
         timeout = timedelta(seconds=self._answer_s)
         try:
             if self.nodes.count == 1:
@@ -179,7 +168,6 @@ class Preflight:
         )
 
     def _receive(self, until: float) -> list[Arrival]:
-        """As the first node: look at each that comes, and tell all what is wrong, or who came."""
         waiting = Waiting()
         came = [self.own]
         while len(came) < self.nodes.count:
@@ -221,7 +209,6 @@ class Preflight:
         raise error
 
     def _arrive(self, until: float) -> list[Arrival]:
-        """As another node: say what is here, and wait for the first node's verdict."""
         waiting = Waiting()
         try:
             self._store.append("came", self.own.words() + "\n")
@@ -253,11 +240,7 @@ class Preflight:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """What a call gives that may never return, as those of a store whose host is cut off.
-
-    Raises:
-        RuntimeError: it did not return in time.
-    """
+    """What a call gives that may never return, as those of a store whose host is cut off."""
     result: Future[T] = Future()
 
     def work() -> None:

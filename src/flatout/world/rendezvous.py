@@ -111,7 +111,6 @@ class Rendezvous(RendezvousHandler):
             self._take_ranks(came)
 
     def _take_ranks(self, came: list[Arrival]) -> None:
-        """As many as the first node has, which has measured it."""
         (first,) = (item for item in came if item.node == 0)
         ranks = int(first.facts[RANKS])
         try:
@@ -211,7 +210,6 @@ class Rendezvous(RendezvousHandler):
             raise WorldError(self._trouble, where=self._preflight.who)
 
     def _listen(self) -> None:
-        """Beat and listen, in a thread: no call of a store returns while its host is cut off."""
         try:
             store = self._preflight.connect()
             while not self._over.is_set():
@@ -265,7 +263,6 @@ class Rendezvous(RendezvousHandler):
 
     @property
     def _lost_first(self) -> str:
-        """What it means that the store does not answer."""
         where = self._preflight.where
         return f"node 0 ({self._hosts[0]}) at {where} does not answer any more"
 

@@ -43,11 +43,7 @@ def new_secret() -> str:
 
 
 def admit(peer: socket.socket) -> bool:
-    """Whether who has connected knows the secret; it is told so.
-
-    Raises:
-        OSError: it does not speak in time, or is gone.
-    """
+    """Whether who has connected knows the secret; it is told so."""
     own = token_bytes(_NONCE)
     peer.sendall(_GREETING + own)
     answer = _receive(peer, _NONCE + _PROOF)
@@ -60,13 +56,7 @@ def admit(peer: socket.socket) -> bool:
 
 
 def enter(gate: socket.socket) -> None:
-    """Show who listens there that this process knows the secret, and see that it does too.
-
-    Raises:
-        UnknownPeer: it is no gate of Flatout's.
-        Refused: the secrets differ.
-        OSError: it is gone, or has no time for this one now.
-    """
+    """Show who listens there that this process knows the secret, and see that it does too."""
     try:
         greeting = _receive(gate, len(_GREETING) + _NONCE)
     except TimeoutError:
@@ -87,29 +77,12 @@ def enter(gate: socket.socket) -> None:
 
 
 def check_channel(rank: int, size: int, channel: Any = None) -> None:
-    """See that all who have joined a channel know the secret; all its ranks call it.
-
-    Args:
-        rank: of this process, in the channel.
-        size: how many ranks the channel has.
-        channel: torch's process group; None is that of all ranks.
-
-    Raises:
-        WorldError: one does not.
-    """
+    """See that all who have joined a channel know the secret; all its ranks call it."""
     prove(rank, lambda value: messages.gather(value, size, channel))
 
 
 def prove(rank: int, gather: Callable[[Any], list[Any]]) -> None:
-    """The same, where what all of them tell is had in another way.
-
-    Args:
-        rank: of this process among them.
-        gather: gives what each of them has called it with, by rank.
-
-    Raises:
-        WorldError: one does not.
-    """
+    """The same, where what all of them tell is had in another way."""
     if not secret():
         return
     nonces = [str(item).encode() for item in gather(token_hex(_NONCE))]
@@ -128,7 +101,6 @@ def _proof(role: bytes, *parts: bytes) -> bytes:
 
 
 def _receive(peer: socket.socket, count: int) -> bytes:
-    """So many bytes; fewer where the peer has ended before."""
     result = b""
     while len(result) < count:
         part = peer.recv(count - len(result))

@@ -40,22 +40,13 @@ def apart() -> Servers | None:
 
 
 def number_of(here: Place) -> int | None:
-    """Which server a process is that was started for a job with some; None where it is a rank.
-
-    Args:
-        here: the place of the process among all.
-    """
+    """Which server a process is that was started for a job with some; None where it is a rank."""
     number = here.rank - (here.world_size - int(os.environ[SERVERS]))
     return number if number >= 0 else None
 
 
 def become_rank(here: Place, env: MutableMapping[str, str]) -> None:
-    """As a process that is to be a rank: know of the ranks alone.
-
-    Args:
-        here: its place among all processes.
-        env: its variables, which are changed.
-    """
+    """As a process that is to be a rank: know of the ranks alone."""
     # A number alone is what the launcher has set.
     count, are_here = int(env[SERVERS]), here.nodes == 1
     env["WORLD_SIZE"] = str(here.world_size - count)
@@ -66,23 +57,14 @@ def become_rank(here: Place, env: MutableMapping[str, str]) -> None:
 
 
 def become_server(here: Place, env: MutableMapping[str, str]) -> None:
-    """As a process that is to be a server: reach ranks of its node by loopback.
-
-    Args:
-        here: its place among all processes.
-        env: its variables, which are changed.
-    """
+    """As a process that is to be a server: reach ranks of its node by loopback."""
     if here.nodes == 1:
         for variable in INTERFACES:
             env.setdefault(variable, "lo")
 
 
 def open_store(timeout_s: float) -> Any:
-    """Where servers and ranks meet, on a connection of its own.
-
-    Raises:
-        RuntimeError: it cannot be reached in time.
-    """
+    """Where servers and ranks meet, on a connection of its own."""
     import torch.distributed as dist
 
     there = connect(place(), timedelta(seconds=timeout_s))
@@ -92,16 +74,7 @@ def open_store(timeout_s: float) -> Any:
 def pair_of(
     store: Any, session: int, server: int, rank: int, *, is_rank: bool, timeout_s: float
 ) -> Pair:
-    """The channel between a server and a rank, which both call.
-
-    Args:
-        store: as `open_store` gives it.
-        session: how many times ranks have asked for servers.
-        server: its number.
-        rank: of the ranks.
-        is_rank: which of the two this process is.
-        timeout_s: how long to wait for the other one, in seconds.
-    """
+    """The channel between a server and a rank, which both call."""
     import torch.distributed as dist
 
     own = dist.PrefixStore(f"{session}-{server}-{rank}", store)  # type: ignore[attr-defined]

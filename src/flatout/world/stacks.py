@@ -86,11 +86,7 @@ def own_stack() -> list[str]:
 
 
 def look_at(other: Process) -> tuple[str, list[str]]:
-    """What a process of this machine that does not answer is doing.
-
-    Returns:
-        its state in words, and the lines of its main thread's stack, if it can still write them.
-    """
+    """What a process of this machine that does not answer is doing."""
     state, started = _seen(other.pid)
     if started != other.started:
         return "has ended", []
@@ -139,7 +135,6 @@ def _asked_by_signal(other: Process) -> list[str]:
 
 
 def _main_thread(written: str, thread: int) -> list[str]:
-    """Of what faulthandler writes, the stack of one thread, outermost first as tracebacks are."""
     for part in written.split("\n\n"):
         head, *lines = part.strip().splitlines() or [""]
         ident = re.match(r"(?:Current thread|Thread) 0x([0-9a-f]+)", head)
@@ -156,5 +151,4 @@ def _without_launching(lines: Sequence[str]) -> list[str]:
 
 
 def _seen(pid: int) -> tuple[str, int]:
-    """State and start of a process; of one that is gone, those of no living one."""
     return state_and_start(pid) or ("X", 0)

@@ -29,12 +29,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def main(arguments: list[str], run: Callable[[list[str]], None] | None = None) -> None:
-    """Run a script, or after -m a module, as `python` would.
-
-    Args:
-        arguments: the script's path, or -m and the module's name, and what is the script's own.
-        run: runs it; None means as it is.
-    """
+    """Run a script, or after -m a module, as `python` would."""
     if place().world_size > 1:
         end_with_parent()
         _watch_optimizers()
@@ -72,7 +67,6 @@ def end_with_parent() -> None:
 
 
 def _watch_optimizers() -> None:
-    """Before its first step, see that this rank has joined the others."""
     import torch.distributed as dist
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -103,7 +97,6 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _of_script(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from the script on; of an error for people up to where it is in our own code."""
     steps: list[TracebackType] = []
     while trace is not None:
         steps.append(trace)
@@ -121,7 +114,6 @@ def _of_script(error: BaseException, trace: TracebackType | None) -> TracebackTy
 
 
 def _is_of_script(file: str) -> bool:
-    """Whether a file of a traceback is the user's, or of a library that calls Flatout."""
     between = (f"{os.sep}torch{os.sep}", f"{os.sep}contextlib.py")
     return not (file.startswith((_PACKAGE, "<frozen")) or any(part in file for part in between))
 

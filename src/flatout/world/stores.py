@@ -44,11 +44,7 @@ class OwnFiles(NamedTuple):
 
 @contextmanager
 def own_files(port: int) -> Iterator[dict[str, str]]:
-    """As an agent, hold such files; within, the variable by which its ranks find them.
-
-    Args:
-        port: of the job.
-    """
+    """As an agent, hold such files; within, the variable by which its ranks find them."""
     if not hasattr(os, "memfd_create"):
         yield {}
         return
@@ -71,23 +67,14 @@ def files_of(here: Place) -> OwnFiles | None:
 
 
 def open_store(here: Place, timeout: timedelta) -> Any:
-    """Where the ranks of this job meet; the first rank makes it where no agent keeps it.
-
-    Raises:
-        RuntimeError: it cannot be reached in time.
-        OSError: its port is in use.
-    """
+    """Where the ranks of this job meet; the first rank makes it where no agent keeps it."""
     if files_of(here) is not None or here.rank > 0 or agent_keeps_it():
         return connect(here, timeout)
     return served(_address(here), here.port, timeout)
 
 
 def served(address: str, port: int, timeout: timedelta) -> Any:
-    """A store of torch's that listens on one address; by itself it would on all.
-
-    Raises:
-        OSError: the port is in use.
-    """
+    """A store of torch's that listens on one address; by itself it would on all."""
     import torch.distributed as dist
 
     listening = listen(address, port)
@@ -102,11 +89,7 @@ def served(address: str, port: int, timeout: timedelta) -> Any:
 
 
 def connect(here: Place, timeout: timedelta) -> Any:
-    """Its own connection to the store of this job.
-
-    Raises:
-        RuntimeError: it cannot be reached in time.
-    """
+    """Its own connection to the store of this job."""
     import torch.distributed as dist
 
     files = files_of(here)
@@ -120,7 +103,6 @@ def connect(here: Place, timeout: timedelta) -> Any:
 
 
 def _address(here: Place) -> str:
-    """Where the store listens, as this rank reaches it."""
     if agent_keeps_it():
         return here.address
     if here.nodes == 1:
@@ -130,7 +112,6 @@ def _address(here: Place) -> str:
 
 
 def _check_one_node(here: Place) -> None:
-    """Variables set by hand may not say which ranks are on one node; then all are taken to be."""
     is_told = here.launcher != "torchrun" or "LOCAL_WORLD_SIZE" in os.environ
     if not is_told and not is_here(here.address):
         raise WorldError(
@@ -148,11 +129,7 @@ def agent_keeps_it() -> bool:
 
 
 class Board:
-    """The latest text of each rank. A FileStore would keep all that were ever written.
-
-    Args:
-        path: of the file.
-    """
+    """The latest text of each rank. A FileStore would keep all that were ever written."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)

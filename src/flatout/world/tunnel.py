@@ -26,12 +26,7 @@ _AGAIN_S = 0.05
 
 
 class Gate:
-    """Lets connections of those who know the secret through to a port on loopback.
-
-    Args:
-        listening: where the other nodes come.
-        port: of the store, on loopback.
-    """
+    """Lets connections of those who know the secret through to a port on loopback."""
 
     def __init__(self, listening: socket.socket, port: int) -> None:
         self._port = port
@@ -61,9 +56,6 @@ class Gate:
 class Tunnel:
     """A port on loopback that stands for the store of another node.
 
-    Args:
-        host, port: of the gate.
-
     Attributes:
         port: on loopback.
     """
@@ -80,12 +72,7 @@ class Tunnel:
 
 
 def entered(host: str, port: int) -> socket.socket:
-    """A connection through a gate.
-
-    Raises:
-        OSError: nothing listens there.
-        UnknownPeer, Refused: as of `enter`.
-    """
+    """A connection through a gate."""
     gate = socket.create_connection((host, port), timeout=_HANDSHAKE_S)
     try:
         enter(gate)

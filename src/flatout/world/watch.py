@@ -50,15 +50,7 @@ class _Question(NamedTuple):
 
 
 class RankWatch:
-    """Watch one rank, and report a collective that does not end.
-
-    Args:
-        here: the place of this rank in the job.
-        log: the log of this rank's collectives.
-        patience_s: seconds that the rank may wait in one collective before the wait is
-            investigated.
-        store_s: the most seconds that the job's store may take to answer.
-    """
+    """Watch one rank, and report a collective that does not end."""
 
     def __init__(
         self, here: Place, log: CollectiveLog, patience_s: float, store_s: float = 10.0
@@ -102,7 +94,6 @@ class RankWatch:
                 self._leave()
 
     def _leave(self) -> None:
-        """A store that this process keeps ends with it: first the other watches are told."""
         left = self._store.add("left", 1)
         if self._here.rank != 0 or agent_keeps_it() or self._board is not None:
             return
@@ -138,7 +129,6 @@ class RankWatch:
         return False
 
     def _is_passed(self, point: int) -> bool:
-        """Whether another rank is known to have passed it."""
         others = (rank for rank in self._ranks if rank != self._here.rank)
         return any(stand and stand["passed"] > point for stand in map(self._told_by, others))
 
@@ -158,7 +148,6 @@ class RankWatch:
                 self._check_own_waiting()
 
     def _next_look(self) -> float:
-        """In how many seconds."""
         if self._question is None or self._question.is_told:
             return self._beat
         return min(self._beat, max(0.0, self._question.due - monotonic()))
@@ -171,7 +160,6 @@ class RankWatch:
             self._store.set(f"stand/{self._here.rank}", stand)
 
     def _told_by(self, rank: int) -> Any:
-        """Where a rank last said that it stands; None where it has said nothing."""
         if self._board is None:
             return self._get(f"stand/{rank}")
         record = self._board.read(rank)
@@ -198,7 +186,6 @@ class RankWatch:
             self._to_look.append((self._answered, monotonic() + _LOOK_AFTER * self._beat))
 
     def _look_at_neighbors(self) -> None:
-        """The lowest rank of a machine that answers looks at those there that do not."""
         while self._to_look and self._to_look[0][1] <= monotonic():
             question, _ = self._to_look.pop(0)
             silent = []
@@ -227,7 +214,6 @@ class RankWatch:
             self._question = _Question(number, waiting.number, waiting.since, due)
 
     def _is_to_tell(self, waiting: Waiting) -> bool:
-        """Whether patience is about to end; where a lower rank waits in the same, that one asks."""
         early = max(_TELL_AFTER * self._beat, _LEAST_S)
         asks_after = max(self._patience / 2, self._patience - early)
         late = (clock() - waiting.since) / 1e9 - asks_after
@@ -268,7 +254,6 @@ class RankWatch:
         return stand
 
     def _take_back(self, question: _Question) -> None:
-        """The collective is over, or has failed; then the error tells."""
         if question.is_told and not self._log.is_lost:
             seconds = (clock() - question.since) / 1e9
             say(f"all have come after {seconds:.0f} s, and the job goes on")
@@ -293,7 +278,6 @@ def _is_same(waiting: Waiting, question: _Question) -> bool:
 
 
 def _store_of(here: Place, longest_s: float) -> Any:
-    """The job's store, by its own connection: one that waits would hold up the ranks'."""
     import torch.distributed as dist
 
     store = connect(here, timedelta(seconds=longest_s))

@@ -279,7 +279,6 @@ class World:
         return lambda note, parts: messages.exchange(note, parts, channel=group.channel)
 
     def _mailbox(self) -> Mailbox | None:
-        """How ranks of one node exchange tensors; None where they share no memory."""
         if "mailbox" not in _shared:
             _shared["mailbox"] = None
             group = self.among(range(self.size)) if self.place.nodes == 1 else None
@@ -457,7 +456,6 @@ class World:
 
 
 def _error_parts(error: Exception | None) -> list[str | None] | None:
-    """An error for other ranks: its kind, what, where and do."""
     if error is None:
         return None
     if isinstance(error, FlatoutError):
@@ -467,7 +465,6 @@ def _error_parts(error: Exception | None) -> list[str | None] | None:
 
 @contextmanager
 def _together(world: World, number: int) -> Iterator[None]:
-    """Note where this rank waits, and say who is missing where a collective fails."""
     log = world.collectives
     outer, began = log.waiting, clock()
     log.waiting = Waiting(number, began)
@@ -573,11 +570,6 @@ def _open_channel(store: Any, rank: int, size: int, device: str, timeout: timede
 
 
 def _gpus(store: Any, rank: int, size: int, device: str) -> list[str]:
-    """The GPU of each rank; none where all are on CPUs.
-
-    Raises:
-        WorldError: some are on CPUs.
-    """
     own = ""
     if device.startswith("cuda"):
         import torch
@@ -595,7 +587,6 @@ def _gpus(store: Any, rank: int, size: int, device: str) -> list[str]:
 
 
 def _store_of(store: Any, name: str = "") -> Any:
-    """Under keys of its own: an agent's outlives ranks that start again."""
     import torch.distributed as dist
 
     prefix = "-".join(("flatout", str(restarts()), *([name] if name else [])))
@@ -631,11 +622,6 @@ def _all_here(store: Any, here: Place, patience: timedelta) -> None:
 
 
 def _interface(store: Any, here: Place) -> str | None:
-    """The network interface by which the other nodes reach this one; None leaves it to gloo.
-
-    Names of hosts, which gloo goes by, often lead to the wrong one. The nodes' ways to the first
-    one are asked for, and on that one its way to the second.
-    """
     if here.nodes == 1:
         return "lo"
     own = source_address(here.address, here.port)

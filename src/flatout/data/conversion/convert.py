@@ -165,7 +165,6 @@ def _opened(
 
 
 def _writer(kind: str) -> type[Any]:
-    """What writes shards of a format, given a schema."""
     if kind == "tfrecord":
         from flatout.data.conversion.writers.tfrecord import TfrecordWriter
 

@@ -37,11 +37,7 @@ class ShardSizes(NamedTuple):
     bytes: int | None = None
 
     def check(self, kind: str) -> None:
-        """Refuse what makes no sense.
-
-        Raises:
-            DataError: several are given, one is not positive, or the format has no shards.
-        """
+        """Refuse what makes no sense."""
         names = ("shards", "rows_per_shard", "shard_bytes")
         given = {name: value for name, value in zip(names, self, strict=True) if value is not None}
         if len(given) > 1:
@@ -53,12 +49,7 @@ class ShardSizes(NamedTuple):
                 raise DataError(f"a row cache is one folder, without shards; found {name}")
 
     def counts(self, rows: int, row_bytes: float) -> list[int]:
-        """Rows of each shard.
-
-        Args:
-            rows: of all.
-            row_bytes: that a row takes, as far as is known.
-        """
+        """Rows of each shard."""
         if self.shards is not None:
             count = self.shards
         elif self.rows is not None:
@@ -107,15 +98,7 @@ class Converted:
         began: float,
         classes: Sequence[str] | None = None,
     ) -> Converted:
-        """What the manifest says.
-
-        Args:
-            place: where the shards are.
-            manifest: of them.
-            found: rows that were there already.
-            began: when it was, on the clock of `time.monotonic`.
-            classes: of image files as they are, () without labels; None of any other rows.
-        """
+        """What the manifest says."""
         kind = place.suffix.removeprefix(".")
         read = f'flatout.data.{kind}("{place.pattern}", schema="{place.schema}")'
         if classes is not None:

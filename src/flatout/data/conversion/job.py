@@ -169,7 +169,6 @@ def _labels(pipeline: Pipeline, samples: Samples, numbers: Numbers) -> npt.NDArr
 
 
 def _probe(samples: Samples, numbers: Numbers) -> Block:
-    """Rows spread over all, or the first where others cost more."""
     count = min(_PROBE, len(numbers))
     places = np.linspace(0, len(numbers) - 1, count).astype(np.int64)
     chosen = numbers[np.unique(places)] if samples.random else numbers[:count]
@@ -180,11 +179,6 @@ def _probe(samples: Samples, numbers: Numbers) -> Block:
 
 
 def _names(probe: Block, form: Form, origin: Any) -> dict[str, str]:
-    """What columns are called where they are written, and what the samples call them.
-
-    A column of a dict is called by its key, so that it comes back in such a dict. The order is that
-    of the source's schema.
-    """
     schema = getattr(origin, "schema", None)
     written = [] if schema is None else [column.name for column in schema.columns]
     ordered = dict.fromkeys([*(name for name in written if name in probe.columns), *probe.columns])
@@ -202,7 +196,6 @@ def _names(probe: Block, form: Form, origin: Any) -> dict[str, str]:
 
 
 def _schema(probe: Block, names: dict[str, str], form: Form, origin: Any) -> Schema:
-    """The columns as they are made, with the roles and the padding that the form knows."""
     facts: dict[str, dict[str, Any]] = {}
     for role, tree in zip(("input", "target", "weight"), form, strict=True):
         for key, leaf in _leaves("", tree):
@@ -221,7 +214,6 @@ def _schema(probe: Block, names: dict[str, str], form: Form, origin: Any) -> Sch
 
 
 def _with_ids(made: Column, source: str, origin: Any) -> Column:
-    """The column with what its source's schema states of ids, where it still is that column."""
     if isinstance(origin, Mixture):
         return _with_ids(made, source, origin.parts[0].origin)
     schema = getattr(origin, "schema", None)
@@ -232,7 +224,6 @@ def _with_ids(made: Column, source: str, origin: Any) -> Column:
 
 
 def _meanings(origin: Any) -> dict[str, Any]:
-    """The options of a source that say what its numbers mean; of a mixture, of all parts."""
     if isinstance(origin, Mixture):
         result: dict[str, Any] = {}
         for part in reversed(origin.parts):
@@ -269,10 +260,6 @@ def _leaves(name: str, tree: Any) -> Iterator[tuple[str, Leaf]]:
 def _fitted(
     block: Block, schema: Schema, names: dict[str, str], where: Callable[[int], str]
 ) -> Block:
-    """The block with the columns that the schema says, in its order.
-
-    A user's function may make vectors of different lengths, which are equally long by chance.
-    """
     columns: dict[str, Values] = {}
     for column in schema.columns:
         values = block.columns[names[column.name]]

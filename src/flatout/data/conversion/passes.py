@@ -35,13 +35,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(sizes: Sequence[int], probe: Block, piece_bytes: int) -> list[Piece]:
-    """Parts of these sizes in pieces, those of one part of about the same size.
-
-    Args:
-        sizes: rows of each part.
-        probe: rows that show how large they are.
-        piece_bytes: about what a piece takes decoded.
-    """
+    """Parts of these sizes in pieces, those of one part of about the same size."""
     most = int(min(max(piece_bytes / row_bytes(probe), 1), MOST_ROWS))
     pieces, start = [], 0
     for part, size in enumerate(sizes):

@@ -234,11 +234,7 @@ class Manifest:
 
     @classmethod
     def load(cls, path: Path) -> Manifest | None:
-        """What is in a file, or None where there is none.
-
-        Raises:
-            DataError: it is damaged, or of another version.
-        """
+        """What is in a file, or None where there is none."""
         try:
             if path.exists() and not path.is_file():
                 raise ValueError("it is no file")
@@ -282,10 +278,6 @@ def begin(place: ShardFiles, wanted: Manifest, overwrite: bool) -> Manifest:
     """The manifest to go on with, of what is there already or of nothing.
 
     Shards that are not what the manifest says are left out of it: they are written again.
-
-    Raises:
-        DataError: there are shards of another conversion, or of none, and they may not be
-            overwritten.
     """
     for part in place.folder.glob(f".{place.stem}-*{place.suffix}.part"):
         part.unlink()
@@ -374,17 +366,7 @@ def write_shards(
     tell: Tell,
     notes: Callable[[], list[str]],
 ) -> None:
-    """Write the shards that the manifest lacks, one after the other, and tell it of each.
-
-    Args:
-        place: where they go.
-        writer: of their format.
-        manifest: is saved after each shard.
-        pieces: all rows, shard by shard.
-        encoded: encodes some pieces, in their order.
-        tell: hears how far it is.
-        notes: what was left out, at the end.
-    """
+    """Write the shards that the manifest lacks, one after the other, and tell it of each."""
     done = {shard.file: shard for shard in manifest.shards}
     missing = [piece for piece in pieces if place.shard(piece.part) not in done]
     written = sum(shard.rows for shard in manifest.shards)

@@ -36,12 +36,7 @@ def write_stream(
     progress: bool,
     began: float,
 ) -> Converted:
-    """Write what comes, each shard named and in the manifest as soon as it is whole.
-
-    Raises:
-        DataError: the pipeline has stages, a number of shards is asked for, shards are there
-            already, or what the stream raises.
-    """
+    """Write what comes, each shard named and in the manifest as soon as it is whole."""
     stream = pipeline.origin
     assert is_stream(stream)
     if pipeline.stages:
@@ -85,7 +80,6 @@ def _blocks(stream: Stream) -> Iterator[Block]:
 
 
 def _schema(schema: Schema, block: Block) -> Schema:
-    """The columns that come: those in no role may have been left out."""
     columns = tuple(column for column in schema.columns if column.name in block.columns)
     return Schema(format=schema.format, columns=columns)
 
@@ -105,7 +99,6 @@ class _Writing:
         self._rows = 0
 
     def write(self, first: Block, blocks: Iterator[Block]) -> None:
-        """Write all, shard by shard."""
         rest: Block | None = first
         while rest is not None:
             name = self._place.shard(len(self._manifest.shards))

@@ -28,14 +28,7 @@ _VIEW = 2**20
 
 
 class Augmented:
-    """Samples whose images are changed at random. Follows `Samples`.
-
-    Args:
-        inner: the samples as they are; their inputs are images, or hold some.
-        augmentation: which choices there are.
-        seed: of the draws.
-        place: how many such stages stand before this one: each has its own draws.
-    """
+    """Samples whose images are changed at random. Follows `Samples`."""
 
     def __init__(
         self, inner: Samples, augmentation: Augmentation, seed: int, place: int = 0
@@ -90,8 +83,6 @@ class Augmented:
 
     @cached_property
     def _row_words(self) -> Numbers | None:
-        """A number for the name of each row, which stays when others come or go; int64 of shape
-        (rows,). None where rows have no names."""
         samples: Any = self.inner
         while hasattr(samples, "inner"):
             samples = samples.inner
@@ -126,22 +117,16 @@ class Augmented:
         return draws.below(self.augmentation.views, _VIEW)
 
     def _draws(self, numbers: Numbers, epoch: Turns) -> Draws:
-        """From (seed, epoch, number); of fixed views from (seed, view, name)."""
         if self.augmentation.views is None:
             return Draws(numbers, self.seed, self.place, 0, epoch)
         view = self._view(numbers, epoch)
         return Draws(self._known_by(numbers), self.seed, self.place, 1, view)
 
     def _known_by(self, numbers: Numbers) -> Numbers:
-        """What rows are drawn for: their names, or their numbers where they have none."""
         return numbers if self._row_words is None else self._row_words[numbers]
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
-        """These samples, their images changed.
-
-        Raises:
-            DataError: they are no images, or such that cannot be changed like this.
-        """
+        """These samples, their images changed."""
         lent = None
         if isinstance(self.inner, Lender):
             lent = self.inner.lend(numbers, buffers, costs, self._is_of_use)
@@ -155,7 +140,6 @@ class Augmented:
         return made
 
     def _is_of_use(self, name: str, values: npt.NDArray[Any]) -> bool:
-        """Whether these are inputs that can be changed as they lie in memory."""
         return name in _columns(self.inner.form.inputs) and _are_pixels(values)
 
     def apply(self, block: Block, epoch: Turns) -> Block:
@@ -212,7 +196,6 @@ class Augmented:
 
 
 def _columns(tree: Tree) -> list[str]:
-    """Of which columns a part of a Form is made."""
     leaves: list[Any] = [leaf for _, leaf in named_tensors("", tree)]
     return list(dict.fromkeys(leaf.column for leaf in leaves))
 
@@ -228,14 +211,12 @@ def as_pixels(values: npt.NDArray[Any]) -> Pixels:
 
 
 def _seen_as_pixels(values: npt.NDArray[Any]) -> Pixels:
-    """The same, without a copy."""
     if values.ndim == 3:
         return values[..., np.newaxis]
     return values if _has_channels_last(values) else values.transpose(0, 2, 3, 1)
 
 
 def _are_pixels(values: npt.NDArray[Any]) -> bool:
-    """Whether these are images, each of which is contiguous with its channels last."""
     if not is_image(values):
         return False
     pixels = _seen_as_pixels(values)
@@ -245,7 +226,6 @@ def _are_pixels(values: npt.NDArray[Any]) -> bool:
 
 
 def _has_channels_last(values: npt.NDArray[Any]) -> bool:
-    """Whether the last dimension is that of channels, by its length."""
     return values.shape[3] in _CHANNELS and values.shape[1] not in _CHANNELS
 
 

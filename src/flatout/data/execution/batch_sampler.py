@@ -156,19 +156,7 @@ def batches_of(
     drop_last: bool,
     clip_batch: bool = False,
 ) -> BatchSampler:
-    """Batches of all of `samples` samples.
-
-    Args:
-        samples: samples in the data.
-        batch_size: None means 32, or all samples where there are fewer.
-        shuffle: whether each epoch has a new order.
-        seed: of the orders.
-        drop_last: whether a smaller last batch is left out.
-        clip_batch: whether a batch larger than the data becomes the data, as evaluation wants it.
-
-    Raises:
-        DataError: there are no samples, or the batch size is no positive int or exceeds them.
-    """
+    """Batches of all of `samples` samples."""
     if samples < 1:
         raise DataError("the data is empty: expected at least 1 sample, found 0")
     if batch_size is None:

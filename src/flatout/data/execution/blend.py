@@ -31,22 +31,7 @@ class Blend:
     classes: int | None
 
     def __call__(self, batch: Batch, rng: np.random.Generator, led: bool) -> Batch:
-        """The samples, each with a share of the one before it.
-
-        Args:
-            batch: inputs are one tensor of floats or bytes; targets are class numbers of shape
-                (samples,) or (samples, 1), or floats.
-            rng: the same on all ranks.
-            led: whether the first row only goes before the others, and is left out. Otherwise the
-                last sample goes before the first.
-
-        Returns:
-            Inputs of the same dtype, and float32 targets: of class numbers their shares, of shape
-            (samples, classes).
-
-        Raises:
-            DataError: inputs or targets are others, or samples have weights.
-        """
+        """The samples, each with a share of the one before it."""
         inputs, targets = self._inputs(batch), self._targets(batch)
         share = float(rng.beta(self.alpha, self.alpha))
         if self.kind == "cutmix":
@@ -102,7 +87,6 @@ class Blend:
 
 
 def _pair(values: Tensor, led: bool) -> tuple[Tensor, Tensor]:
-    """Rows, and the row before each."""
     return (values[1:], values[:-1]) if led else (values, values.roll(1, 0))
 
 
@@ -114,7 +98,6 @@ def _added(own: Tensor, other: Tensor, share: float) -> Tensor:
 def _pasted(
     own: Tensor, other: Tensor, share: float, rng: np.random.Generator
 ) -> tuple[Tensor, float]:
-    """With a rectangle of the other images, and which share of the area is left of the own ones."""
     down = 1 if own.dim() == 3 or _has_channels_last(own) else 2
     height, width = own.shape[down : down + 2]
     middle = rng.integers(height), rng.integers(width)

@@ -37,19 +37,7 @@ _PROBE = 64
 
 
 class Cached:
-    """Samples as they were when they were first made; the order is never kept, only the samples.
-
-    Args:
-        inner: makes a sample the first time; the same one in every epoch (`varying.py`).
-        numbers: which of them there will be, ascending; the others are never asked for.
-        where: "memory", "disk", or "auto": memory where it fits, else the disk.
-        budget: bytes of memory that it may take; None means half of what is free.
-        folder: where the disk's caches are; None means the cache folder.
-        say: gets a line for people.
-
-    Raises:
-        DataError: it fits nowhere; with the numbers.
-    """
+    """Samples as they were when they were first made; the order is never kept, only the samples."""
 
     def __init__(
         self,
@@ -113,7 +101,6 @@ class Cached:
         )
 
     def _on_disk(self, folder: Path | None) -> Path:
-        """Where it is, or will be. What has no name is for this process alone, and goes with it."""
         base = cache_folder() / "rows" if folder is None else folder
         if self._name is None:
             self._name = self.inner.content()
@@ -213,7 +200,6 @@ class Cached:
         return bool((self._numbers[within] == numbers).all())
 
     def _made(self, numbers: Numbers, buffers: Buffers, costs: Costs) -> Block:
-        """New samples, which no epoch changes."""
         return self.inner.make(numbers, buffers, 0, costs)
 
     def _fill(
@@ -252,7 +238,6 @@ class Cached:
         return made
 
     def _laid_out(self, block: Block) -> Block:
-        """The block with vectors as the store has them."""
         assert self._store is not None
         columns = dict(block.columns)
         for field in self._store.layout.fields:
@@ -304,7 +289,6 @@ class Cached:
 
 @contextmanager
 def _disk_errors_explained(place: Path) -> Iterator[None]:
-    """A disk that cannot be written, told as one."""
     try:
         yield
     except BlockingIOError:

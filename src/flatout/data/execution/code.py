@@ -112,7 +112,6 @@ def _words(value: Any, visited: frozenset[int]) -> Iterator[str]:
 
 
 def _plain_words(value: Any) -> str:
-    """A path may be another one in each run, or on each machine."""
     is_path = isinstance(value, (str, bytes)) and (os.sep in str(value))
     return "a path" if is_path else repr(value)
 

@@ -57,9 +57,6 @@ def function_name(function: Any) -> str:
 
     Looked at are its code, constants, defaults, what it has closed over, the object that it is a
     method of, and the functions and plain values that it reads from global names.
-
-    Raises:
-        NoDigest: one of these values cannot be pickled.
     """
     return digest_of(*_words(function, set()))
 
@@ -97,7 +94,6 @@ def content_digest(tensor: torch.Tensor) -> str:
 
 
 def _stored(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a sparse tensor is made of."""
     if tensor.layout is torch.sparse_coo:
         whole = tensor.coalesce()
         yield from (whole.indices(), whole.values())
@@ -108,7 +104,6 @@ def _stored(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _words(value: Any, seen: set[int]) -> Iterator[str]:
-    """What identifies a value, piece by piece."""
     if id(value) in seen:
         yield "again"
         return

@@ -136,7 +136,6 @@ class FeatureRows:
 
 
 def _beside(made: Batch, form: Form) -> list[Any]:
-    """Targets and weight, of which a store has columns too."""
     parts = (made.targets, made.weight if form.weight is not None else None)
     return [tensor for _, tensor in named_tensors("", parts)]
 

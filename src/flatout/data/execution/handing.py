@@ -48,11 +48,7 @@ def send(pipe: Any, value: Any) -> None:
 
 
 def receive(pipe: Any) -> Any:
-    """The next value.
-
-    Raises:
-        EOFError, OSError: the other end is closed.
-    """
+    """The next value."""
     data = memoryview(pipe.recv_bytes())
     size = int.from_bytes(data[:_SIZE_BYTES], "little")
     mapped = _received(pipe, size) if size else None
@@ -112,7 +108,6 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a tensor that its bytes say all of; others are pickled like any object."""
     return (
         type(value) is Tensor
         and value.layout == torch.strided

@@ -49,11 +49,7 @@ def targets_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, 
 
 
 def labels_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, npt.NDArray[Any]]:
-    """The same, of rows that have one class each; labels of shape (rows,).
-
-    Raises:
-        DataError: the target is not one number a row, or about every row has its own.
-    """
+    """The same, of rows that have one class each; labels of shape (rows,)."""
     kept, labels = targets_of(samples, numbers, what)
     if labels.size != len(kept):
         raise DataError(f"{what} wants one target a sample; found shape {labels.shape[1:]}")

@@ -17,12 +17,7 @@ _ROW_BYTES = 24
 
 
 class Orders:
-    """The order of each epoch, made ahead by a thread if it is long.
-
-    Args:
-        cut: returns the order of an epoch.
-        many: the fewest rows for which a thread makes the order ahead.
-    """
+    """The order of each epoch, made ahead by a thread if it is long."""
 
     def __init__(self, cut: BatchSampler, many: int = _MANY) -> None:
         self._cut, self._many = cut, many

@@ -31,11 +31,6 @@ class Tuner:
     if items came faster by then; where nothing is waited for, one less is tried in the same way.
     The order of items does not depend on it.
 
-    Args:
-        budget: the most threads.
-        threads: a fixed number instead of searching for one.
-        depth: the most items made ahead; None means one or two a thread.
-
     Attributes:
         threads: how many may work now.
         waited: share of the time that the consumer waited, in the latest window.
@@ -142,14 +137,6 @@ class Ahead(Generic[T]):
     """`make(first)`, ..., `make(last - 1)`, made by threads and given in that order.
 
     An error that `make` raises comes where its item would have come.
-
-    Args:
-        make: makes an item.
-        first: number of the first item.
-        last: number after that of the last one.
-        tuner: how many threads, and how far ahead.
-        batches: in an item.
-        most: how many may be made ahead now, where fewer may be than the tuner says.
     """
 
     def __init__(
@@ -224,12 +211,10 @@ class Ahead(Generic[T]):
             self._room.notify_all()
 
     def _go_on_with(self, threads: int, why: str) -> None:
-        """The system starts no more: those that there are do it, or the caller."""
         self._tuner.threads, self._tuner.fixed = max(1, threads), True
         say_fewer(why, f"batches are made by {counted(threads, 'thread')}")
 
     def _make_here(self) -> None:
-        """Make what is due in the thread that takes it."""
         try:
             self._made[self._due] = self._make(self._due), None
         except Exception as error:
@@ -259,12 +244,10 @@ class Ahead(Generic[T]):
             del made
 
     def _depth(self) -> int:
-        """How many may be made ahead now."""
         depth = self._tuner.depth(self._batches)
         return depth if self._most is None else min(depth, self._most())
 
     def _over(self, number: int) -> bool:
-        """Whether a thread is to end."""
         return self._stopped or number >= self._tuner.threads
 
     def close(self) -> None:

@@ -30,7 +30,6 @@ class _Copier:
         self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     def start(self, batch: Batch) -> _Copied:
-        """Begin to copy; called by the thread that reads ahead."""
         if self._stream is None:
             return _Copied(batch.with_tensors(torch.clone), None)
         if any(tensor.device == self._device for tensor in batch.tensors()):

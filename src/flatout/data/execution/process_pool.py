@@ -26,12 +26,7 @@ _OLD_S, _OLD_STARTS = 60.0, 20.0
 
 
 class ProcessPool:
-    """Processes that make batches, in order.
-
-    Args:
-        maker: a `program.Maker`, which is sent to each.
-        count: how many processes.
-    """
+    """Processes that make batches, in order."""
 
     def __init__(self, maker: Any, count: int) -> None:
         self.count = count
@@ -58,17 +53,7 @@ class ProcessPool:
         steps: int,
         most: Callable[[], int] | None = None,
     ) -> Generator[Batch, None, None]:
-        """The batches `step` to `steps - 1`, each made of its task by one of the processes.
-
-        Args:
-            task: of a batch.
-            step: the first.
-            steps: number after that of the last.
-            most: how many may be made ahead now; None leaves it to the number of processes.
-
-        Raises:
-            WorkerDied: a process has ended by itself; it is named, and the others are ended.
-        """
+        """The batches `step` to `steps - 1`, each made of its task by one of the processes."""
         idle = self._started()
 
         def make(at: int) -> Batch:

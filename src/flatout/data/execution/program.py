@@ -58,14 +58,7 @@ Task: TypeAlias = tuple[Numbers, int, int, int, FeatureRows | None, Numbers | No
 
 
 class Maker:
-    """Makes batches. It can be sent to another process.
-
-    Args:
-        samples: what the rows become.
-        functions: the user's functions of whole batches, in their order.
-        seed: of what functions draw.
-        blends: of the samples of a batch.
-    """
+    """Makes batches. It can be sent to another process."""
 
     def __init__(
         self,
@@ -89,17 +82,7 @@ class Maker:
         features: FeatureRows | None = None,
         turns: Numbers | None = None,
     ) -> Batch:
-        """The batch of these rows, and of `padding` more that weigh nothing.
-
-        Args:
-            numbers: of the rows; where they are blended, of the one before them too.
-            padding: how many more.
-            epoch: of the batch.
-            step: of the batch, in the epoch.
-            features: has features of some rows, which then are not made; only where there is no
-                function of whole batches.
-            turns: of the rows, where they may come several times in the epoch.
-        """
+        """The batch of these rows, and of `padding` more that weigh nothing."""
         when: Turns = epoch if turns is None else turns
         if features is not None and len(numbers) and not padding:
             there = features.has(numbers, when)
@@ -153,7 +136,6 @@ class Maker:
         return made
 
     def _blocks(self, tasks: Sequence[Task]) -> list[tuple[Block, Turns]] | None:
-        """The rows of each task; None where they are to be made one by one."""
         if len(tasks) == 1 or tasks[0][4] is not None or self.functions.blends:
             return None
         numbers, turns = np.concatenate([task[0] for task in tasks]), [task[5] for task in tasks]
@@ -191,7 +173,6 @@ class Maker:
         return _padded(made, batch.size - led, padding, epoch, step) if padding else made
 
     def _filler(self, epoch: int, step: int) -> Block:
-        """A row to fill up a batch that has none."""
         block = first_good(self.samples, self._buffers, epoch, self.costs)
         if not len(block):
             raise DataError(f"batch {step:,} of epoch {epoch}: all rows are bad")
@@ -212,18 +193,7 @@ class Maker:
 
 
 class Program:
-    """Batches of numbered rows: batch k of epoch e is a function of (e, k) alone.
-
-    Args:
-        maker: makes a batch.
-        cut: which rows form which batch.
-        tuner: how many threads.
-        processes: how many processes make batches, instead of threads; None tries them by itself
-            where a user's Python holds the threads up.
-        in_this_thread: a function draws from the global generators, so no other thread of this
-            process may run it.
-        repeats: whether a row may come several times in an epoch.
-    """
+    """Batches of numbered rows: batch k of epoch e is a function of (e, k) alone."""
 
     def __init__(
         self,
@@ -261,13 +231,7 @@ class Program:
     def claimed(
         self, epoch: int, claims: Claims, features: FeatureRows | None = None
     ) -> Iterator[Batch]:
-        """The parts of an epoch's batches that a rank claims, from the first one not used.
-
-        Args:
-            epoch: its number.
-            claims: of the rank.
-            features: has features of some rows, which then are not made.
-        """
+        """The parts of an epoch's batches that a rank claims, from the first one not used."""
         with suppress(NoneLeft):
             yield from self.batches(epoch, claims.used, features, claims)
 
@@ -278,17 +242,7 @@ class Program:
         features: FeatureRows | None = None,
         claims: Claims | None = None,
     ) -> Iterator[Batch]:
-        """The batches of an epoch from `start_step` on.
-
-        Args:
-            epoch: its number.
-            start_step: the first batch.
-            features: has features of some rows, which then are not made.
-            claims: tells which part of which batch comes in place of each; else it is this rank's.
-
-        Raises:
-            NoneLeft: behind the last claim.
-        """
+        """The batches of an epoch from `start_step` on."""
         if claims is None:
             self.cut.first(start_step)
         order = self._orders.of(epoch)
@@ -431,7 +385,6 @@ class Program:
         steps: int,
         ahead: Callable[[], int] | None,
     ) -> Iterator[Batch]:
-        """Batches made by threads, several at a time where they cost little."""
         # What is claimed long before its step would be missing to ranks that have none left.
         size = self._at_once(steps - step) if ahead is None else 1
 
@@ -451,7 +404,6 @@ class Program:
                     del made
 
     def _at_once(self, steps: int) -> int:
-        """How many batches to make at a time; few enough for all threads to have work."""
         if self.tuner.given_depth:
             return 1
         most = min(_LONGEST_RUN, steps // (4 * self.tuner.budget))
@@ -459,10 +411,6 @@ class Program:
         return max(1, min(most, _RUN_NS // max(1, cost)))
 
     def _consider_processes(self, epoch: int) -> None:
-        """Between epochs: are threads held up by a user's Python that processes could share?
-
-        They are started only where what they may save in the epochs to come repays that.
-        """
         if self._tried or self.tuner.fixed or not self.tuner.in_vain:
             return
         waited = self.tuner.waited_so_far or 0.0
@@ -532,7 +480,6 @@ class Functions:
 
 
 def _ends(found: Numbers, asked: Sequence[Numbers]) -> list[int]:
-    """Where in the rows found those end that each batch asked for; bad ones may be missing."""
     ends: list[int] = np.cumsum([len(numbers) for numbers in asked]).tolist()
     if ends[-1] == len(found):
         return ends
@@ -552,10 +499,6 @@ def parts(batch: Batch) -> tuple[Any, ...]:
 
 
 def _padded(batch: Batch, rows: int, padding: int, epoch: int, step: int) -> Batch:
-    """The batch with a weight of nothing for the rows that only fill it up.
-
-    Functions do not see this weight: the last batch would need another function than the others.
-    """
     if batch.is_jagged:
         raise DataError(
             f"batch {step:,} of epoch {epoch}: {padding:,} samples only fill it up, and its inputs "

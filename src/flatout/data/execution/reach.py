@@ -91,7 +91,6 @@ def _is_of_keras(kind: type) -> bool:
 
 
 def _reached(thing: Any) -> Iterator[Any]:
-    """The object and all that it holds, has closed over or reads by a global name."""
     todo: deque[Any] = deque([thing])
     visited: set[int] = set()
     while todo and len(visited) < _MOST:

@@ -32,12 +32,7 @@ _LEAST_S = 0.05
 
 
 def read_ahead(items: Iterator[T], depth: int = _DEPTH) -> Generator[T, None, None]:
-    """The same items in the same order; an error comes where its item would have come.
-
-    Args:
-        items: read by another thread from its first item on.
-        depth: the most that are ready before they are asked for.
-    """
+    """The same items in the same order; an error comes where its item would have come."""
     end = object()
 
     def following(number: int) -> T | object:

@@ -18,9 +18,6 @@ _BATCHES, _SECONDS, _LONGER = 32, 1.0, 10.0
 class Repay:
     """What a batch takes, made by threads and by processes.
 
-    Args:
-        clock: returns seconds.
-
     Attributes:
         epochs: of the whole run; None where they are not known, and it may go on as long as it has.
         thread_s: seconds from one batch to the next in the latest epoch, made by threads.
@@ -50,14 +47,7 @@ class Repay:
         return epoch + 1 if self.epochs is None else max(0, self.epochs - epoch - 1)
 
     def may_pay(self, epoch: int, steps: int, waited: float, count: int) -> bool:
-        """Whether so many processes may repay their start in the epochs after this one.
-
-        Args:
-            epoch: that has just ended.
-            steps: batches of an epoch.
-            waited: share of the time in which batches were waited for, which is all they can save.
-            count: processes, which make batches so many times as fast at best.
-        """
+        """Whether so many processes may repay their start in the epochs after this one."""
         saved = self.left(epoch) * steps * self.thread_s * min(waited, 1 - 1 / count)
         return saved > _CERTAIN * _START_S
 

@@ -92,13 +92,6 @@ class FileArena:
 class Filling:
     """A folder that is being filled, by this process alone.
 
-    Args:
-        target: what it is called once it is whole.
-        layout: of the rows.
-        rows: how many.
-        digest: of what makes them.
-        private: whether its user alone may read it; else all whom the process' umask lets.
-
     Attributes:
         store: the rows.
         filled: bool of shape (rows,): which are there.
@@ -145,7 +138,6 @@ class Filling:
         self._flushed = time.monotonic()
 
     def _begin(self, begun: dict[str, Any]) -> None:
-        """Go on with what is there if it is of the same kind, or start again."""
         with suppress(OSError, ValueError):
             if json.loads((self.part / "begun.json").read_text()) == begun:
                 return
@@ -181,7 +173,6 @@ class Filling:
         return self._checksum(rows) == checksum
 
     def _checksum(self, rows: npt.NDArray[np.uint8]) -> int:
-        """Of rows and of their ragged values; of the rows alone where these are not there."""
         checksum = crc32c(rows)
         ragged = [field for field in self.store.layout.fields if field.ragged]
         for field, arena in zip(ragged, self._arenas, strict=True):
@@ -314,19 +305,11 @@ class RowFolder:
         self._files[0].check(starts, starts + self.store.layout.stride)
 
     def verify_rows(self) -> None:
-        """Compare the bytes of all rows with their checksums, but not those of ragged values.
-
-        Raises:
-            DataError: as `verify`.
-        """
+        """Compare the bytes of all rows with their checksums, but not those of ragged values."""
         self._files[0].check_all()
 
     def verify(self) -> None:
-        """Compare all bytes with their checksums, whether they were before or not.
-
-        Raises:
-            DataError: naming the file and the first block that differs.
-        """
+        """Compare all bytes with their checksums, whether they were before or not."""
         for file in self._files:
             file.verify()
 
@@ -356,7 +339,6 @@ class _Bytes:
         self._verified = Verified(str(path), self._sums, key, _AGAIN)
 
     def check_unchanged(self) -> None:
-        """Before mapped memory is touched: where its file has shrunk, the process would end."""
         if _state(self._path) != self._seen:
             raise DataError(
                 "the file has changed while it was being read",
@@ -372,12 +354,10 @@ class _Bytes:
             self._verified.check(starts, stops, self._read)
 
     def check_all(self) -> None:
-        """Compare all that was not compared in this run."""
         self.check_unchanged()
         self._verified.check_all(self._read)
 
     def verify(self) -> None:
-        """Compare all of it."""
         self.check_unchanged()
         for start in range(0, len(self.bytes), _VERIFIED):
             self._verified.compare(start, self.bytes[start : start + _VERIFIED])
@@ -408,11 +388,7 @@ class _ReadArena:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """What a folder's meta.json holds.
-
-    Raises:
-        DataError: there is none, it is damaged, or of another version.
-    """
+    """What a folder's meta.json holds."""
     try:
         if (path / "meta.json").exists() and not (path / "meta.json").is_file():
             raise ValueError("it is no file")
@@ -449,7 +425,6 @@ def _mapped(number: int, size: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def _state(path: Path) -> tuple[int, int]:
-    """Size, and when it was last written; of a file that has gone (-1, -1)."""
     try:
         stat = os.stat(path)
     except OSError:
@@ -471,7 +446,6 @@ def _layout_words(layout: Layout) -> dict[str, Any]:
 
 
 def _check_layout(layout: Layout) -> None:
-    """Rows are copied by it, bytes by bytes: it must fit within itself, and hold numbers alone."""
     for field in layout.fields:
         kind = field.dtype.kind in "biuf" and field.dtype.isnative
         sizes = [field.offset, field.width, *field.shape]

@@ -38,12 +38,7 @@ class NamedSlots(NamedTuple):
 
 
 def named_slots(samples: Samples, variants: int) -> NamedSlots | None:
-    """Names of samples and their variants; None where only all of them together have a name.
-
-    Args:
-        samples: by number.
-        variants: that each of them has.
-    """
+    """Names of samples and their variants; None where only all of them together have a name."""
     words: list[str] = []
     are_mapped = False
     while isinstance(samples, (Augmented, Cached, Mapped)):
@@ -76,7 +71,6 @@ def named_slots(samples: Samples, variants: int) -> NamedSlots | None:
 
 
 def _own_words(samples: Augmented | Cached | Mapped) -> str | None:
-    """What a stage does to a sample; None where that depends on the sample's number, or on more."""
     if isinstance(samples, Cached):
         return ""
     if isinstance(samples, Augmented):
@@ -98,7 +92,6 @@ def _names_of(stamps: Sequence[str], variants: int) -> Names:
 
 
 def _each_once(stamps: Sequence[str]) -> Iterator[str]:
-    """The same with a number behind those that came before: a file may be there twice."""
     result: Counter[str] = Counter()
     for stamp in stamps:
         result[stamp] += 1

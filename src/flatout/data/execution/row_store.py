@@ -90,11 +90,7 @@ class Arena(Protocol):
         ...
 
     def check(self, places: npt.NDArray[Any]) -> None:
-        """Hear which values are to be read next.
-
-        Raises:
-            DataError: they are not what was written.
-        """
+        """Hear which values are to be read next."""
         ...
 
 
@@ -125,13 +121,7 @@ class MemoryArena:
 
 
 class RowStore:
-    """Rows in memory or in a mapped file, by slot. Several threads may call at once.
-
-    Args:
-        layout: of the rows.
-        rows: uint8 of shape (slots, layout.stride).
-        arenas: for each ragged field, in the order of the fields.
-    """
+    """Rows in memory or in a mapped file, by slot. Several threads may call at once."""
 
     def __init__(
         self, layout: Layout, rows: npt.NDArray[np.uint8], arenas: Sequence[Arena]
@@ -244,7 +234,6 @@ class SharedRows(RowStore):
 
 
 def _room(field: Field, rows: int, buffers: Buffers) -> npt.NDArray[Any]:
-    """An array for a field of so many rows, as the rows hold it."""
     if field.ragged:
         return buffers.empty(rows, PLACE)
     if field.channels_last:

@@ -80,14 +80,7 @@ class Samples(Protocol):
         ...
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
-        """These rows, in this order.
-
-        Args:
-            numbers: of the rows.
-            buffers: where memory comes from.
-            epoch: of all of them, or their turns: what is random is drawn by it.
-            costs: counts the time.
-        """
+        """These rows, in this order."""
         ...
 
     def where(self, number: int) -> str:
@@ -120,17 +113,7 @@ class Lender(Protocol):
     def lend(
         self, numbers: Numbers, buffers: Buffers, costs: Costs, wanted: IsWanted
     ) -> LentRows | None:
-        """What `make` gives, without copies of the columns that are wanted.
-
-        Args:
-            numbers: of the rows.
-            buffers: where memory for the other columns comes from.
-            costs: counts the time.
-            wanted: says which columns those are.
-
-        Returns:
-            None where not all of the rows lie in memory.
-        """
+        """What `make` gives, without copies of the columns that are wanted."""
         ...
 
 
@@ -238,7 +221,6 @@ class Made:
         return bool(self._draws)
 
     def _look(self) -> None:
-        """Make a sample, and see what it is and whether that draws."""
         before = random_state()
         try:
             first_good(self, Buffers(), 0, Costs())
@@ -395,10 +377,6 @@ class Mapped(Made):
 class Joined:
     """The rows of several sources, numbered one after the other.
 
-    Args:
-        parts: the sources.
-        chosen: which rows of each take part.
-
     Attributes:
         numbers: which rows of all take part, ascending.
     """
@@ -472,9 +450,6 @@ def first_good(samples: Samples | Made, buffers: Buffers, epoch: Turns, costs: C
     """The row of `probe`, or the first behind it that can be read where rows are skipped.
 
     Args are those of `Samples.make`.
-
-    Returns:
-        one row; none where all are skipped.
     """
     at, count = samples.probe, 1
     while True:
@@ -487,7 +462,6 @@ def first_good(samples: Samples | Made, buffers: Buffers, epoch: Turns, costs: C
 
 
 def _kinds(samples: Samples) -> dict[str, str]:
-    """What a row of each column is, in words. Vectors may differ in length."""
     block = first_good(samples, Buffers(), 0, Costs())
     kinds = {}
     for name, values in block.columns.items():
@@ -548,10 +522,8 @@ def takes_rng(function: Callable[..., Any]) -> bool:
 
 
 def check_takes(function: Callable[..., Any], name: str, parts: int, error: Exception) -> None:
-    """Raise if a function failed because it does not accept the number of parts that samples have.
-
-    Raises:
-        DataError: the signature of the function does not fit the parts; the message names both.
+    """Raise if a function failed because it does not accept the number of parts that samples
+    have.
     """
     if not isinstance(error, TypeError):
         return

@@ -17,18 +17,7 @@ from flatout.errors import DataError
 
 
 class StreamProgram:
-    """Batches of a stream, in the order in which its rows come, or shuffled within a window.
-
-    Args:
-        stream: where rows come from.
-        samples: what the steps make of its rows.
-        steps: what becomes of the blocks of a pass.
-        functions: of whole batches.
-        size: how many rows a batch of a pass has, by its number.
-        drop_last: whether a smaller last batch is left out.
-        times: passes of an epoch.
-        apart: whether each of them ends with its own last batch.
-    """
+    """Batches of a stream, in the order in which its rows come, or shuffled within a window."""
 
     def __init__(
         self,

@@ -18,12 +18,7 @@ _APART = 1 << 32
 
 
 def turns_of(order: Numbers, epoch: int) -> Numbers | None:
-    """The turn of each row of an epoch; None where none comes twice.
-
-    Args:
-        order: the numbers of the rows, as they come.
-        epoch: its number.
-    """
+    """The turn of each row of an epoch; None where none comes twice."""
     by_row = np.argsort(order, kind="stable")
     rows = order[by_row]
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
@@ -41,13 +36,7 @@ def turns_at(turns: Turns, chosen: slice | npt.NDArray[Any]) -> Turns:
 
 
 def turns_left(turns: Turns, numbers: Numbers, left: Numbers) -> Turns:
-    """Those of the rows that could be read.
-
-    Args:
-        turns: of all rows.
-        numbers: of all rows.
-        left: those of the others, in the same order.
-    """
+    """Those of the rows that could be read."""
     return turns if isinstance(turns, int) else turns[places_left(numbers, left)]
 
 

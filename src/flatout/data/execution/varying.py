@@ -20,16 +20,7 @@ _TRIED = 16
 
 
 def constant_part(samples: Samples, numbers: Numbers) -> tuple[Samples | None, list[Changed]]:
-    """Splits a chain of functions before the first one that is random.
-
-    Args:
-        samples: what a cache was written behind.
-        numbers: which of them take part.
-
-    Returns:
-        What is the same in every epoch, or None where the source itself is random; and the
-        functions behind it, the first random one in front.
-    """
+    """Splits a chain of functions before the first one that is random."""
     behind: list[Changed] = []
     while isinstance(samples, Changed):
         behind.insert(0, samples)
@@ -42,16 +33,7 @@ def constant_part(samples: Samples, numbers: Numbers) -> tuple[Samples | None, l
 
 
 def variants(samples: Samples, numbers: Numbers) -> int | None:
-    """How many different results a sample can have, over all epochs.
-
-    Args:
-        samples: such as those nearest to the batch; all stages before them count.
-        numbers: which of them take part.
-
-    Returns:
-        1 for samples that never change. None where there is no end to the results, or where a
-        user's code makes them at random.
-    """
+    """How many different results a sample can have, over all epochs."""
     if isinstance(samples, Augmented):
         before, own = variants(samples.inner, numbers), samples.own_variants
         return None if before is None or own is None else before * own
@@ -73,15 +55,8 @@ def endless(samples: Samples, numbers: Numbers) -> str:
 
 
 def variant(samples: Samples, numbers: Numbers, epoch: Turns) -> Numbers:
-    """Which of its results each sample has in an epoch, where `variants` says how many there are.
-
-    Args:
-        samples: for which `variants` gives a number.
-        numbers: of the samples, int64 of shape (rows,).
-        epoch: from 0, or their turns.
-
-    Returns:
-        int64 of shape (rows,), from 0, below `variants`: by the very draws that `make` uses.
+    """Which of its results each sample has in an epoch, where `variants` says how many there
+    are.
     """
     variants = np.zeros(len(numbers), np.int64)
     factor = 1
@@ -95,7 +70,6 @@ def variant(samples: Samples, numbers: Numbers, epoch: Turns) -> Numbers:
 
 
 def _varies(samples: Samples, numbers: Numbers) -> bool:
-    """Whether samples were seen to differ from epoch to epoch, or say that they do."""
     if isinstance(samples, Joined):
         starts = samples.starts
         return any(
@@ -113,7 +87,6 @@ def _varies(samples: Samples, numbers: Numbers) -> bool:
 
 
 def _differs(samples: Samples, numbers: Numbers) -> bool:
-    """Makes some samples twice. A draw from a global generator counts, whatever comes of it."""
     places = np.unique(np.linspace(0, len(numbers) - 1, _TRIED).astype(np.int64))
     before = random_state()
     try:
@@ -129,7 +102,6 @@ def _differs(samples: Samples, numbers: Numbers) -> bool:
 
 
 def _same(a: Block, b: Block) -> bool:
-    """Bit for bit, so that a NaN is equal to itself."""
     if a.columns.keys() != b.columns.keys() or not np.array_equal(a.numbers, b.numbers):
         return False
     for name, value in a.columns.items():

@@ -38,15 +38,8 @@ class WorkerDied(DataError):
 class Worker:
     """A process that makes batches. One thread at a time may ask it.
 
-    Args:
-        payload: a pickled `program.Maker`.
-        name: for people, such as "worker process 1 of 2".
-
     Attributes:
         ready: whether it has started.
-
-    Raises:
-        WorkerDied: the system starts no process.
     """
 
     def __init__(self, payload: bytes, name: str) -> None:
@@ -75,11 +68,7 @@ class Worker:
         return self._process.pid
 
     def ask(self, task: tuple[Any, ...], what: str) -> Batch:
-        """The batch of a task, which is called `what` where the process dies over it.
-
-        Raises:
-            WorkerDied: instead of making it.
-        """
+        """The batch of a task, which is called `what` where the process dies over it."""
         doing = what if self.ready else "starting: importing the script and reading its data"
         try:
             if not self.ready:
@@ -134,7 +123,6 @@ class _InWorker(Exception):
 
 
 def _serve(pipe: Any) -> None:
-    """What the process does, until the other end of the pipe is closed."""
     threading.Thread(target=_end_with_parent, name="flatout-parent", daemon=True).start()
     # Ctrl-C goes to all processes of a terminal; its parent decides what becomes of this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -160,7 +148,6 @@ def _answer(pipe: Any, maker: Any, task: tuple[Any, ...]) -> None:
 
 
 def _sendable(error: Exception, trace: str) -> Exception:
-    """The error, or one that says the same where it cannot be sent."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -169,7 +156,6 @@ def _sendable(error: Exception, trace: str) -> Exception:
 
 
 def _end_with_parent() -> None:
-    """One that is killed sends no message, and its processes would wait for work forever."""
     parent = torch.multiprocessing.parent_process()
     if parent is not None:
         parent.join()

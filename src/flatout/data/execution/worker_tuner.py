@@ -101,11 +101,6 @@ class _Trial:
 class WorkerTuner:
     """Decides between windows of batches who makes the next ones.
 
-    Args:
-        most: worker processes at most; 0 where only a thread can be tried.
-        clock: returns seconds.
-        fixed: workers that make batches from the start, with nothing else tried.
-
     Attributes:
         workers: that make the next batches.
         settled: the fastest so far.
@@ -151,11 +146,7 @@ class WorkerTuner:
         self._last = self._clock()
 
     def used(self, waited_s: float) -> bool:
-        """Count a batch that was used; True where others are to make the next ones.
-
-        Args:
-            waited_s: seconds that were waited for it.
-        """
+        """Count a batch that was used; True where others are to make the next ones."""
         now = self._clock()
         self._window.add(now - self._last, waited_s)
         self._last = now
@@ -210,7 +201,6 @@ class WorkerTuner:
         return self._keep(trial, trial.tried_s, step_s)
 
     def _look(self, step_s: float, waited: float) -> bool:
-        """What was settled on has made a window: is it slower than plain, or is there better?"""
         if self._is_fixed:
             return self._go_on()
         if self.settled != 0:
@@ -222,7 +212,6 @@ class WorkerTuner:
         return self._go_on() if candidate is None else self._try(candidate, step_s)
 
     def _next(self, step_s: float, waited: float) -> Workers | None:
-        """What may be faster and repays its trial in what is left of the run."""
         if self.left < _TRIALS_WINDOWS * self._window.batches:
             return None
         # A thread makes one batch while another is used: the longer of the two remains.
@@ -239,7 +228,6 @@ class WorkerTuner:
         return needed
 
     def _needed(self, waited: float) -> int:
-        """Worker processes that make batches as fast as they are used."""
         if isinstance(self.settled, int) and self.settled > 0:
             return min(self._most, 2 * self.settled)
         making = waited if self.settled == 0 else 1.0

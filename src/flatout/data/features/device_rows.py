@@ -23,12 +23,6 @@ class DeviceRows:
 
     Memory is taken when the first row comes. Several threads may call at once, on streams that
     wait for the device's default one.
-
-    Args:
-        parts: of a row.
-        device: where they lie.
-        expected: how many there will be; 0 where that is not known.
-        share: of the memory that is free there, what they may take.
     """
 
     def __init__(
@@ -43,12 +37,7 @@ class DeviceRows:
         _on_devices.add(self)
 
     def put(self, places: Numbers, values: Sequence[torch.Tensor]) -> None:
-        """Take rows over while there is memory.
-
-        Args:
-            places: in the log.
-            values: a tensor for each part, with a row for each place, on any device.
-        """
+        """Take rows over while there is memory."""
         with self._lock, torch.inference_mode(False):
             _, firsts = np.unique(places, return_index=True)
             new = np.sort(firsts[self._at_of(places[firsts]) < 0])
@@ -99,7 +88,6 @@ class DeviceRows:
         return self._at[places]
 
     def _taken(self) -> list[torch.Tensor]:
-        """The memory of all rows, as much of it as there is room for."""
         if self._tables is None:
             stride = sum(part.width for part in self._parts)
             self._most = min(self._most, device_room(self._device, self._share) // max(1, stride))

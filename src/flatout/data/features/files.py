@@ -17,11 +17,7 @@ KIND = "features"
 
 
 def disk_files(name: str) -> Files:
-    """Those of a store in the cache folder, made where they are not there yet.
-
-    Raises:
-        OSError: they cannot be made.
-    """
+    """Those of a store in the cache folder, made where they are not there yet."""
     folder = kind_folder(KIND) / name
     folder.mkdir(mode=0o700, exist_ok=True)
     log = _opened(folder / "filled.log")
@@ -71,7 +67,6 @@ def _words(files: Files) -> str:
 
 
 def _adopted(words: str) -> Files | None:
-    """The files of the process that has written this, if it lives and has not closed them."""
     opened: list[int] = []
     with suppress(OSError, ValueError, TypeError, KeyError):
         data = json.loads(words)
@@ -94,7 +89,6 @@ def _opened(path: Path) -> int:
 
 
 def _memory() -> int:
-    """A file without a name, in memory where the system has such."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("flatout-features", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:

@@ -90,24 +90,15 @@ class KeptRows:
     def lie_on(
         self, device: torch.device, parts: int, expected: int, share: float = DEVICE_SHARE
     ) -> None:
-        """Have rows on a device too, as far as its memory goes: there a batch of them is read.
-
-        Args:
-            device: no CPU.
-            parts: of a row, the first ones that are wanted there.
-            expected: how many rows there will be; 0 where that is not known.
-            share: of the memory that is free there, what they may take.
-        """
+        """Have rows on a device too, as far as its memory goes: there a batch of them is read."""
         if self._on_device is None:
             self._on_device = DeviceRows(self._log.parts[:parts], device, expected, share)
             self._parts_there = parts
 
     def _take_over(self, places: Numbers) -> None:
-        """Note what these rows of the log are of."""
         raise NotImplementedError
 
     def _read(self, places: Numbers, buffers: Buffers | None) -> list[torch.Tensor]:
-        """Rows at places in the log: on the device where all of them lie there, or on the CPU."""
         if self._on_device is None:
             return self._log.read(places, buffers)
         rows, rest = self._on_device.take(places), slice(self._parts_there, None)
@@ -129,13 +120,6 @@ class KeptRows:
         """Keep rows while there is room; those that are there already stay as they are.
 
         What comes from a device is written by a thread.
-
-        Args:
-            names: of the rows, each once.
-            values: a tensor for each part of a row.
-            at: which row of these each name has.
-            places_now: gives each name's place in the log, -1 without one.
-            keys: what rows are asked for by, for each name.
         """
         if self.is_full or not len(names):
             return
@@ -175,7 +159,6 @@ class KeptRows:
             self._stop(f"nothing more can be kept: {error.strerror or error}")
 
     def _room_for(self, count: int) -> int:
-        """So many of some new rows as there is room for."""
         room = self._most - len(self._log)
         self._until_looked -= count * self._log.stride
         if self._until_looked < 0:
@@ -226,17 +209,7 @@ def opened(
     budget: int | None = None,
     expected: int | None = None,
 ) -> Opened:
-    """The rows of what `key` names, with what was kept of it before.
-
-    Args:
-        key: as `feature_key` gives it.
-        row: what a row holds.
-        where: "memory", "disk", or "auto": the disk where some of it is there already or all of
-            it fits, else memory where all fits, else where there is more room.
-        budget: bytes that it may take; None means what is free on the disk, and half of the memory
-            that is free.
-        expected: how many rows there will be; None where that is not known.
-    """
+    """The rows of what `key` names, with what was kept of it before."""
     stride = RowLog.stride_of(row)
     form = repr([VERSION, key, *map(tuple, row)])
     name = hashlib.sha256(form.encode()).hexdigest()[:16]
@@ -261,7 +234,6 @@ def _chosen_of(where: Where, size: int, room: dict[str, int], name: str) -> str:
 
 
 def _files(name: str, where: str) -> tuple[Files, str]:
-    """The files, and why they are in memory where the disk was wanted."""
     if where == "disk":
         try:
             return disk_files(name), ""

@@ -63,7 +63,6 @@ def _versions() -> dict[str, str]:
 
 
 def _arithmetic() -> list[Any]:
-    """Process-wide switches of torch under which the same layers give other numbers."""
     own: Any = torch.backends
     return [
         # What sets all of them at once cannot be asked where they differ.
@@ -77,7 +76,6 @@ def _arithmetic() -> list[Any]:
 
 
 def _kind_of(device: torch.device) -> str:
-    """Another kind of GPU has other kernels, which round otherwise."""
     if device.type != "cuda":
         return device.type
     version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]

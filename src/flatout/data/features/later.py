@@ -29,13 +29,7 @@ class DeferredWriter:
         values: Sequence[torch.Tensor],
         write: Callable[[list[torch.Tensor]], None],
     ) -> None:
-        """Have rows written; what is done to the values after this changes none of them.
-
-        Args:
-            names: of the rows, each once.
-            values: a tensor for each part.
-            write: does it, given their copies on the CPU.
-        """
+        """Have rows written; what is done to the values after this changes none of them."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "flatout-features")
         self._room.acquire()
@@ -57,11 +51,7 @@ class DeferredWriter:
             self._room.release()
 
     def wait(self, names: Collection[Hashable] | None = None) -> None:
-        """Wait until all is written, or what is known by one of these names.
-
-        Raises:
-            Exception: what has kept some of it from being written.
-        """
+        """Wait until all is written, or what is known by one of these names."""
         if self._latest is None or (names is not None and self._waiting.isdisjoint(names)):
             return
         self._latest.result()

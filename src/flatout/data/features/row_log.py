@@ -74,11 +74,6 @@ class Files(NamedTuple):
 class RowLog:
     """Rows by place. Several threads and processes may call at once.
 
-    Args:
-        parts: what a row holds.
-        files: what is to be read and written; closed with this object.
-        expected: how many rows there will be about, for one map of them all.
-
     Attributes:
         stride: bytes of a row.
     """
@@ -178,16 +173,7 @@ class RowLog:
     def read(
         self, places: Numbers, buffers: Buffers | None = None, which: slice = slice(None)
     ) -> list[torch.Tensor]:
-        """Rows that are whole, a tensor for each part, in this order.
-
-        Args:
-            places: int64 of shape (count,).
-            buffers: where their memory comes from.
-            which: of the parts.
-
-        Raises:
-            EOFError: something else has cut the file.
-        """
+        """Rows that are whole, a tensor for each part, in this order."""
         parts, offsets = self.parts[which], self._offsets[which]
         if not parts:
             return []
@@ -200,11 +186,6 @@ class RowLog:
         return [_as_tensor(*item) for item in zip(rooms, parts, strict=True)]
 
     def _mapped_for(self, places: Numbers, is_cold: bool) -> mmap.mmap:
-        """The file, of which these rows are to be read.
-
-        Raises:
-            EOFError: it ends before one of them: something else has cut it.
-        """
         mapped = self._mapped()
         if len(places) and os.fstat(self._files.rows).st_size < len(mapped):
             raise EOFError(f"the rows of kept features end at byte {len(mapped):,} no longer")
@@ -216,7 +197,6 @@ class RowLog:
         return mapped
 
     def _mapped(self) -> mmap.mmap:
-        """All rows, with what there is behind them, so that they are seldom mapped again."""
         with self._lock:
             if self._count * self.stride > len(self._map):
                 size = os.fstat(self._files.rows).st_size // self.stride * self.stride
@@ -239,16 +219,7 @@ class RowLog:
                 os.close(held)
 
     def append(self, names: Names, values: Sequence[torch.Tensor]) -> Numbers:
-        """Keep rows, within `alone` and a `refresh`; returns their places.
-
-        Args:
-            names: of the rows.
-            values: a tensor for each part, with a row for each name.
-
-        Raises:
-            OSError: they cannot be written. Nothing is kept then.
-            ValueError: a tensor has another shape or dtype than its part.
-        """
+        """Keep rows, within `alone` and a `refresh`; returns their places."""
         packed = self._packed(len(names), values)
         records = np.empty(len(names), RECORD)
         records["name"] = names

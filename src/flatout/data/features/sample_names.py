@@ -46,14 +46,7 @@ def _names_of(batch: Tensor) -> list[bytes]:
 
 
 def hashed(rows: Tensor) -> Tensor:
-    """16 bytes for each row, computed where the rows are.
-
-    Args:
-        rows: uint8 of shape (rows, bytes).
-
-    Returns:
-        uint8 of shape (rows, 16).
-    """
+    """16 bytes for each row, computed where the rows are."""
     if rest := -rows.shape[1] % 4:
         rows = torch.nn.functional.pad(rows, (0, rest))
     words = rows.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
@@ -66,7 +59,6 @@ def hashed(rows: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _factors(count: int, device: torch.device) -> Any:
-    """Odd or even, drawn once and for all: int64 of shape (4, count)."""
     drawn = torch.Generator().manual_seed(_SEED)
     bits = torch.randint(-(2**31), 2**31, (2, 4, count), generator=drawn, dtype=torch.int64)
     return ((bits[0] << 32) ^ (bits[1] & 0xFFFFFFFF)).to(device)

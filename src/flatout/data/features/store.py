@@ -152,7 +152,6 @@ class FeatureStore(KeptRows):
             self._places[slots] = -1
 
     def _take_over(self, places: Numbers) -> None:
-        """Note which slots these rows belong to, if any."""
         names = self._log.names(places)
         at = names[:, 0]
         if self._order is not None:

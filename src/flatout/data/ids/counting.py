@@ -23,11 +23,7 @@ _ROWS = 8192
 
 
 class IdCounts:
-    """How many times each id of a column was seen.
-
-    Args:
-        column: whose schema states ids.
-    """
+    """How many times each id of a column was seen."""
 
     def __init__(self, column: Column) -> None:
         self.column = column
@@ -35,11 +31,7 @@ class IdCounts:
         self.numbers = IdNumbers()
 
     def add(self, values: Any) -> None:
-        """Count the ids of some rows.
-
-        Raises:
-            DataError: there are more different ones than memory holds.
-        """
+        """Count the ids of some rows."""
         ids = np.ascontiguousarray(values.values if isinstance(values, Ragged) else values)
         if len(self.places.fields) == 1:
             ids = ids.reshape(-1)
@@ -69,16 +61,7 @@ class IdCounts:
 
 
 def count_ids(samples: Samples, numbers: Numbers, counts: Mapping[str, IdCounts]) -> None:
-    """Count the ids of rows.
-
-    Args:
-        samples: that have them.
-        numbers: of the rows, in any order.
-        counts: get them, by column.
-
-    Raises:
-        DataError: a row is not as it should be, or there are more ids than memory holds.
-    """
+    """Count the ids of rows."""
     numbers = np.sort(numbers)
     parts = [numbers[at : at + _ROWS] for at in range(0, len(numbers), _ROWS)]
     threads, buffers, costs = usable_cpus(), Buffers(), Costs()

@@ -360,12 +360,10 @@ class _KnownIds(NamedTuple):
     seen: Numbers
 
     def is_forgotten(self, after: int | None, now: int) -> Any:
-        """Which were not seen in the last `after` trainings."""
         return np.zeros(len(self.ids), bool) if after is None else now - self.seen >= after
 
 
 def _merged_ids(before: IdMap, items: Items, now: int) -> _KnownIds:
-    """The ids of a map and those counted now; -1 is the row of one without."""
     fields = np.concatenate([before.items.fields, items.fields])
     ids = np.concatenate([before.items.ids, items.ids])
     old = len(before.counts)
@@ -384,7 +382,6 @@ def _merged_ids(before: IdMap, items: Items, now: int) -> _KnownIds:
 
 
 def _index(key: Numbers, items: Items) -> Numbers:
-    """Where the ids of a map are among others, which are sorted and hold them all."""
     kind = np.dtype([("field", np.int64), ("id", np.int64)])
     among, wanted = np.empty(key.shape[1], kind), np.empty(len(items.ids), kind)
     among["field"], among["id"] = key
@@ -393,7 +390,6 @@ def _index(key: Numbers, items: Items) -> Numbers:
 
 
 def _most_often(known: _KnownIds, wants: Any, most: int | None) -> Any:
-    """Of those that want a row, the ones seen most often, of equal ones those seen last."""
     chosen = np.flatnonzero(wants)
     if most is None or len(chosen) <= most:
         return wants
@@ -412,7 +408,6 @@ def _most_often(known: _KnownIds, wants: Any, most: int | None) -> Any:
 
 
 def _moved(first: IdMap, before: IdMap, rows: Numbers) -> tuple[Numbers, Numbers]:
-    """Old and new numbers of the rows that go on: those of ids, and those that fields share."""
     shift = before.places.shared - first.places.shared
     old, new = [np.zeros(1, np.int64), rows - shift], [np.zeros(1, np.int64), rows]
     for item, other in zip(_shared(first), _shared(before), strict=True):
@@ -423,7 +418,6 @@ def _moved(first: IdMap, before: IdMap, rows: Numbers) -> tuple[Numbers, Numbers
 
 
 def _shared(map: IdMap) -> list[tuple[int, int]]:
-    """The first shared row of each field, and how many there are."""
     places = map.places
     result = {int(f): (int(a), int(b)) for f, a, b in zip(*places[:3], strict=True)}
     return [result[number] for number in range(len(places.entries))]
@@ -432,7 +426,6 @@ def _shared(map: IdMap) -> list[tuple[int, int]]:
 def _hashed(
     places: FieldPlaces, ladder: Sequence[Ids], known: _KnownIds, shares: Any
 ) -> tuple[int, int]:
-    """Ids that share several rows, and how many more they are than the rows that they use."""
     ids = used = 0
     rooms = {int(f): int(b) for f, b in zip(places.fields, places.buckets, strict=True)}
     for number, room in rooms.items():

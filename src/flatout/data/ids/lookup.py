@@ -35,12 +35,7 @@ class Lookup(Protocol):
 
 
 class _Lookup:
-    """What the rows of all kinds of sources have.
-
-    Args:
-        inner: rows, chunks or a stream, whose schema has the columns.
-        maps: by column.
-    """
+    """What the rows of all kinds of sources have."""
 
     schema: Schema
 
@@ -58,15 +53,12 @@ class _Lookup:
 
     @property
     def digest(self) -> str:
-        """Over the source and which ids have which rows."""
         return digest_of(self.inner.digest, *(value.digest for value in self.maps.values()))
 
     def describe(self) -> str:
-        """One line for people."""
         return str(self.inner.describe())
 
     def notes(self) -> list[str]:
-        """What the user should know."""
         return list(self.inner.notes())
 
     def _looked_up(self, block: Block, buffers: Buffers) -> Block:
@@ -145,15 +137,7 @@ class StreamLookup(_Lookup):
 
 
 def looked_up(origin: Rows | Chunks | Stream, maps: Mapping[str, Lookup]) -> Any:
-    """The same rows, with rows of tables in place of ids.
-
-    Args:
-        origin: as a reader gives it, or as this has given it with other maps.
-        maps: by column.
-
-    Raises:
-        DataError: there is no such column, or it holds no int64.
-    """
+    """The same rows, with rows of tables in place of ids."""
     inner = origin.inner if isinstance(origin, _Lookup) else origin
     if is_rows(inner):
         return RowsLookup(inner, maps)

@@ -73,10 +73,6 @@ class FieldFacts:
 class IdFields:
     """Counts the ids of all int64 inputs; several threads may add blocks.
 
-    Args:
-        columns: of the data.
-        base: what was taken away from the ids that stand in LibSVM text.
-
     Attributes:
         dropped: names of columns with more different ids than memory holds.
     """
@@ -118,11 +114,7 @@ class IdFields:
             numbers.add(ids, self._places[name])
 
     def facts(self, other: IdFields | None = None) -> list[FieldFacts]:
-        """Of each field.
-
-        Args:
-            other: data of another day, whose ids are known.
-        """
+        """Of each field."""
         facts = []
         for name, numbers in self._counts.items():
             theirs = None if other is None else other._counts.get(name)
@@ -137,7 +129,6 @@ class IdFields:
 
 
 def _apart(items: Items, base: int) -> Iterator[tuple[int, Items]]:
-    """The items of each field, by ids as they stand in the files."""
     items = items._replace(ids=items.ids + base)
     fields, starts = np.unique(items.fields, return_index=True)
     ends = [*starts.tolist()[1:], len(items.fields)]
@@ -170,7 +161,6 @@ def _facts(name: str, items: Items, known: Items | None) -> FieldFacts:
 
 
 def _todo(values: int, ids: int, once: int, unknown: float | None) -> str:
-    """What the schema's `ids` of a field may say, by what it holds."""
     if ids == 1 and values > 1:
         return "constant"
     buckets = max(_FEWEST_BUCKETS, 1 << max(0, ids - once - 1).bit_length())

@@ -124,7 +124,6 @@ def _other_day(
     schema: Schema | None,
     options: dict[str, Any],
 ) -> IdFields:
-    """The ids of other data, in those of the columns whose numbers mean the same there."""
     numbered = {} if schema is None else schema.options.get("categories", {})
     given: dict[str, Any] = (
         {"options": options} if numbered or schema is None else {"schema": schema}
@@ -160,7 +159,6 @@ class _Stored(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, paths: Paths, images: ImageBytes | None) -> _Stored:
-        """What lies at some paths."""
         if images is not None:
             sizes = images.headers["bytes"].tolist()
             return cls([entry.path for entry in images.entries], sizes, sizes, 0)
@@ -177,7 +175,6 @@ class _Stored(NamedTuple):
 
 
 def _stored_size(file: File) -> int:
-    """Of the file that the user named, which may be packed and lie unpacked in the cache."""
     with suppress(OSError):
         return os.stat(file.name).st_size
     return file.size
@@ -186,7 +183,6 @@ def _stored_size(file: File) -> int:
 def _count(
     job: Conversion, images: ImageBytes | None, counts: ColumnCounts, ids: IdFields, progress: bool
 ) -> None:
-    """Look at all rows; of images, at some, and at all labels."""
     numbers = job.numbers
     target = job.samples.form.targets
     name = target.column if isinstance(target, Leaf) else None
@@ -216,7 +212,6 @@ def _facts(
     job: Conversion,
     counts: ColumnCounts,
 ) -> Facts:
-    """What advice rests on; the rates are measured here."""
     numbers = order(len(job.numbers), 0, 0) if job.samples.random else job.numbers
     with row_cache_of(job, _RATE_S) as sample:
         cached = Decoded(FolderRows(sample.folder))
@@ -245,7 +240,6 @@ def _facts(
 
 
 def _free(folder: Path) -> int:
-    """Bytes that are free where a folder is, or will be."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -306,7 +300,6 @@ class _Skipped(NamedTuple):
 
 
 def _skipped(notes: Sequence[str]) -> tuple[_Skipped, list[str]]:
-    """How many bad rows the notes tell of, and the other notes."""
     result = _Skipped(0, "")
     others = []
     for note in dict.fromkeys(notes):
@@ -319,7 +312,6 @@ def _skipped(notes: Sequence[str]) -> tuple[_Skipped, list[str]]:
 
 
 def _column(column: Column, counts: ColumnCounts, base: int) -> ColumnFacts:
-    """What is in a column, ids as they stand in the files: `base` was taken away from them."""
     part = counts.columns.get(column.name)
     empty = part is None or part.low > part.high
     base = base if column.role == "input" and column.dtype == "int64" else 0
@@ -335,7 +327,6 @@ def _column(column: Column, counts: ColumnCounts, base: int) -> ColumnFacts:
 
 
 def _max_id(columns: Sequence[ColumnFacts]) -> int | None:
-    """The largest value of inputs that are several whole numbers, as numbers of things are."""
     highs = [
         column.high
         for column in columns
@@ -354,6 +345,5 @@ def _classes(counts: ColumnCounts, names: Sequence[str]) -> dict[str, int] | Non
 
 
 def _base_of(schema: Schema | None) -> int:
-    """What readers take away from ids of LibSVM text."""
     is_libsvm = schema is not None and schema.format == "libsvm"
     return int(schema.options.get("base", 0)) if schema is not None and is_libsvm else 0

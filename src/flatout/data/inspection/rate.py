@@ -66,11 +66,6 @@ def row_cache_of(
     """Return a row cache of rows drawn from all of them, as many as fit into some seconds.
 
     If rows cost more out of order, the first rows are taken instead.
-
-    Args:
-        job: the job that makes the rows.
-        seconds: the most seconds to make the rows in.
-        making_rows: the number of rows that are made at a time.
     """
     numbers = job.numbers
     if job.samples.random:
@@ -100,14 +95,7 @@ def row_cache_of(
 
 
 def rows_per_s(samples: Samples, numbers: Numbers, batch: int, seconds: float) -> float:
-    """Rows that one thread makes in a second, batch after batch.
-
-    Args:
-        samples: makes them.
-        numbers: in which order; begun again where they end.
-        batch: rows at once.
-        seconds: to measure in; at least two batches are made, of which the first does not count.
-    """
+    """Rows that one thread makes in a second, batch after batch."""
     buffers, costs = Buffers(), Costs()
     starts = cycle(range(0, len(numbers), batch))
     samples.make(numbers[: next(starts) + batch], buffers, 0, costs)  # opens files, fills pools

@@ -280,14 +280,12 @@ class ArraySource:
             yield Batch(*taken, indices, stop - start)
 
     def _order(self, epoch: int) -> Tensor:
-        """The numbers of an epoch's samples; the first epoch's are asked for by `peek` before."""
         order, self._peeked = self._peeked, None
         if order is None or epoch:
             return torch.from_numpy(self.plan.order(epoch))
         return order
 
     def _on_device(self, order: Tensor) -> Tensor:
-        """The order where the data are; a step that is still computed there is not waited for."""
         if self.data.device.type == "cuda":
             order = order.pin_memory()
         return order.to(self.data.device, non_blocking=True)
@@ -335,7 +333,6 @@ class ArraySource:
 
 
 def _rows(value: Any, start: int, stop: int) -> Any:
-    """These rows of all tensors, as views."""
     return map_tensors(lambda tensor: tensor[start:stop], value)
 
 
@@ -345,10 +342,6 @@ def _cut(
     count: int,
     split: Callable[[Tensor, int], Sequence[Tensor]] = Tensor.unsafe_split,
 ) -> Sequence[Any]:
-    """The `count` batches of `size` rows that the tensors hold, as views.
-
-    Those of `unsafe_split` are quicker made, and are for memory that no one else has.
-    """
     if isinstance(value, Tensor):
         return split(value, size)
     if not value:
@@ -523,7 +516,6 @@ def array_source(
 def _taker(
     value: Tensors | None, make: Callable[[Tensor], Callable[[Tensor], Tensor]]
 ) -> Callable[[Tensor], Any]:
-    """A function from indices to the rows of `value`: its form is decided once, not per batch."""
     if value is None:
         return lambda indices: None
     if isinstance(value, dict):

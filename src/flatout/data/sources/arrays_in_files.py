@@ -72,11 +72,7 @@ class ColumnRole(NamedTuple):
 def wanted_columns(
     inputs: Names, targets: Names | None, weight: str | None
 ) -> dict[str, ColumnRole]:
-    """The columns that a user names.
-
-    Raises:
-        DataError: a name stands for several columns, or there is no input.
-    """
+    """The columns that a user names."""
     roles: dict[Role, Names] = {"input": inputs}
     if targets is not None:
         roles["target"] = targets
@@ -101,16 +97,6 @@ def schema_of(
     """The schema of arrays, given or inferred; dtypes stay as they are stored.
 
     Unsigned integers of 16 and 32 bits become the next wider signed ones, those of 64 bits int64.
-
-    Args:
-        format: that the schema is of.
-        given: a user's schema, or None.
-        roles: of the columns, by name.
-        parts: the arrays of each file, by the column's name.
-
-    Raises:
-        DataError: an array holds no numbers, arrays of one part differ in their rows, or an array
-            does not fit the schema.
     """
     for part in parts:
         _check_rows(part)

@@ -51,17 +51,7 @@ Large: TypeAlias = "Callable[[str, npt.NDArray[Any], npt.NDArray[Any], Callable[
 def to_columns(
     table: pa.Table, schema: Schema, buffers: Buffers, large: Large | None = None
 ) -> dict[str, Values]:
-    """Return the columns that the schema uses, in arrays from `buffers`.
-
-    Args:
-        table: a table with at least the columns `used_names(schema)`.
-        schema: a schema that `check_schema` has accepted.
-        buffers: returns the arrays.
-        large: called with each float column in which whole numbers may have been rounded.
-
-    Raises:
-        BadValue: a value is missing, not finite, out of its dtype's range or no category.
-    """
+    """Return the columns that the schema uses, in arrays from `buffers`."""
     columns: dict[str, Values] = {}
     for column in schema.columns:
         if column.role == "unused":
@@ -101,7 +91,6 @@ class _Reader:
         self.large = large if self.categories is None and self.date is None else None
 
     def column(self, array: pa.Array, buffers: Buffers) -> Values:
-        """All of it, in an array from `buffers`."""
         if self.to.ragged:
             return self._ragged(array, buffers)
         out = buffers.empty((len(array), *self.to.shape), self.to.numpy_dtype)
@@ -112,11 +101,9 @@ class _Reader:
         return out
 
     def scalars(self, array: pa.Array, out: npt.NDArray[Any]) -> None:
-        """A number a row."""
         self._fill(array, out, lambda index: index)
 
     def _lists(self, array: pa.Array, out: npt.NDArray[Any]) -> None:
-        """As many numbers a row as the column's shape says; the default in a missing list."""
         size = math.prod(self.to.shape)
         missing = self._missing(array)
         rows = np.flatnonzero(~missing)
@@ -138,7 +125,6 @@ class _Reader:
             out[rows] = values.reshape(-1, *self.to.shape)
 
     def _ragged(self, array: pa.Array, buffers: Buffers) -> Ragged:
-        """As many numbers a row as there are, and none in a missing list."""
         self._missing(array)
         offsets = offsets_of(_lengths(array))
         flat = array.flatten()
@@ -147,7 +133,6 @@ class _Reader:
         return Ragged(out, offsets)
 
     def _missing(self, array: pa.Array) -> npt.NDArray[np.bool_]:
-        """Which lists are missing."""
         if array.null_count == 0:
             return np.zeros(len(array), bool)
         if self.to.default is None:
@@ -156,7 +141,6 @@ class _Reader:
         return missing
 
     def _fill(self, array: pa.Array, out: npt.NDArray[Any], row_of: Callable[[int], int]) -> None:
-        """Numbers of an array without lists, as the column wants them."""
         if pa.types.is_dictionary(array.type):
             array = array.dictionary_decode()
         if self.categories is not None:
@@ -182,7 +166,6 @@ class _Reader:
                 self.large(self.name, values, out, row_of)
 
     def _codes(self, array: pa.Array, row_of: Callable[[int], int]) -> pa.Array:
-        """The number of each value among the categories."""
         if pa.types.is_null(array.type):
             array = array.cast(pa.array(self.categories).type)
         codes = _index_in(array, self.categories)
@@ -196,7 +179,6 @@ class _Reader:
         return codes
 
     def _days(self, array: pa.Array, row_of: Callable[[int], int]) -> pa.Array:
-        """Dates as days since 1970-01-01, times of a day as its parts."""
         if is_text(array.type):
             array = self._dates(array.cast(pa.string()), row_of)
         if pa.types.is_date32(array.type):
@@ -208,7 +190,6 @@ class _Reader:
         return pc.divide(array.cast(pa.int64()).cast(pa.float64(), safe=False), 86_400e6)
 
     def _dates(self, texts: pa.Array, row_of: Callable[[int], int]) -> pa.Array:
-        """Dates as they are written."""
         # An empty text is a missing value, as in CSV.
         texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts)
         if self.date in ISO_TYPES:
@@ -226,7 +207,6 @@ class _Reader:
         raise self._bad(row_of(index), f"a date as {self.date!r}", repr(texts[index].as_py()))
 
     def _cast(self, array: pa.Array, row_of: Callable[[int], int]) -> pa.Array:
-        """In a type from which numpy comes to the column's dtype without loss of whole numbers."""
         to_float = self.to.dtype.startswith("float")
         if to_float and (pa.types.is_floating(array.type) or pa.types.is_integer(array.type)):
             return array
@@ -247,7 +227,6 @@ class _Reader:
 
 
 def _index_in(array: pa.Array, values: list[Any]) -> pa.Array:
-    """Where each value stands in a list, int32; null where it does not."""
     has_words = is_text(array.type) or pa.types.is_integer(array.type)
     if len(values) < _MANY * len(array) or not has_words:
         made = _made_of(values, str(array.type), lambda: pa.array(values, array.type))
@@ -302,15 +281,7 @@ def note_rounding(
     out: npt.NDArray[Any],
     where: Callable[[int], str],
 ) -> None:
-    """Note a column whose whole numbers, such as ids, were rounded, if no fraction was rounded.
-
-    Args:
-        changes: keeps the line about the column.
-        name: the column's name.
-        values: the values before the conversion.
-        out: the values after the conversion.
-        where: returns the place of a value, for the message.
-    """
+    """Note a column whose whole numbers, such as ids, were rounded, if no fraction was rounded."""
     if values.dtype == out.dtype or not changes.watches(name, ROUNDED):
         return
     size = np.abs(out)
@@ -367,7 +338,6 @@ def _first(flags: pa.Array) -> int:
 
 
 def _first_failing(array: pa.Array, wanted: pa.DataType) -> int:
-    """The first value that cannot be cast, by halving."""
     low, high = 0, len(array)
     while high - low > 1:
         middle = (low + high) // 2

@@ -169,11 +169,7 @@ def infer_schema(
     wanted: ColumnOptions,
     options: Mapping[str, Any],
 ) -> Schema:
-    """The schema of a table with these columns; see the module for dtypes.
-
-    Raises:
-        DataError: a column that is not left out holds no numbers.
-    """
+    """The schema of a table with these columns; see the module for dtypes."""
     if not fields or "" in fields:
         raise DataError("expected columns with names, found one without, or no columns")
     roles = wanted.roles(dict.fromkeys(fields, "input"))
@@ -248,7 +244,6 @@ def _values(name: str, values: Any) -> list[Any]:
 def _stacked(
     columns: list[Column], wanted: ColumnOptions, categories: Mapping[str, Any]
 ) -> tuple[list[Column], list[str]]:
-    """The numeric inputs as one column, and their names."""
     names = [
         column.name
         for column in columns
@@ -284,7 +279,6 @@ def _no_numbers(problems: Sequence[tuple[str, pa.DataType]]) -> DataError:
 
 
 def _short(name: str) -> str:
-    """What is taken for a column's name may be a whole line of a file of another format."""
     return name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"
 
 
@@ -330,12 +324,7 @@ def given_schema(
     options: Mapping[str, Any],
     also: Sequence[str] = (),
 ) -> Schema:
-    """A user's schema, with the roles and options that were given beside it.
-
-    Raises:
-        DataError: as `as_schema`; or defaults, categories or stacking were given beside it; or a
-            default is none of its column's dtype.
-    """
+    """A user's schema, with the roles and options that were given beside it."""
     schema = as_schema(given, format, also)
     if wanted.default is not None or wanted.categories or wanted.dates or wanted.stack:
         raise DataError(
@@ -348,11 +337,7 @@ def given_schema(
 
 
 def check_schema(schema: Schema, fields: Mapping[str, pa.DataType], where: str) -> None:
-    """Raise unless a table with these columns can be read with that schema.
-
-    Raises:
-        DataError: a column is missing or cannot become what the schema says.
-    """
+    """Raise unless a table with these columns can be read with that schema."""
     for column in schema.columns:
         _check_default(column)
         if column.role == "unused":
@@ -431,11 +416,7 @@ def values_type(type: pa.DataType) -> pa.DataType:
 
 
 def check_options(schema: Schema, also: Sequence[str] = ()) -> None:
-    """Raise where a schema has an option that no one reads.
-
-    Raises:
-        DataError: naming it.
-    """
+    """Raise where a schema has an option that no one reads."""
     known = {"allow_nan", "stack", "categories", "unknown", "dates", "left_out", "defaults", *also}
     for name in schema.options:
         if name not in known:

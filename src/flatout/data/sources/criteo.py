@@ -93,13 +93,7 @@ def _default_of(column: Column) -> float:
 
 
 def criteo_schema(*, buckets: int = 0, label: bool = True, dtype: Any = "float32") -> Schema:
-    """The schema of the public click logs.
-
-    Args:
-        buckets: each category modulo this number, to index a table of that size; 0 leaves it.
-        label: whether lines begin with a label.
-        dtype: of the label.
-    """
+    """The schema of the public click logs."""
     columns = [Column(name="label", dtype=dtype, role="target")] if label else []
     columns.append(Column(name="integers", dtype="float32", shape=(INTEGERS,), default=0))
     columns.append(Column(name="categories", dtype="int64", shape=(CATEGORIES,), default=0))

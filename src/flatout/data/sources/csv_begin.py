@@ -48,11 +48,7 @@ class FileBegin(NamedTuple):
 
 
 def begin_of(file: File, dialect: Dialect) -> FileBegin:
-    """The begin of a file.
-
-    Raises:
-        DataError: it is empty, cannot be read, or is not written as CSV in UTF-8 is.
-    """
+    """The begin of a file."""
     with as_data_error("the file cannot be read", file.name), open(file.path, "rb") as opened:
         content = opened.read(SAMPLE)
     if not content.strip():
@@ -78,7 +74,6 @@ def begin_of(file: File, dialect: Dialect) -> FileBegin:
 
 
 def _fields(begin: FileBegin, dialect: Dialect) -> list[str]:
-    """The fields of the first row."""
     try:
         words = begin.first.removeprefix(BOM).decode()
     except UnicodeDecodeError as error:
@@ -101,17 +96,7 @@ def _fields(begin: FileBegin, dialect: Dialect) -> list[str]:
 def shared_names(
     begins: Sequence[FileBegin], dialect: Dialect, header: bool | Sequence[str]
 ) -> list[str]:
-    """What the columns of all files are called.
-
-    Args:
-        begins: of the files.
-        dialect: how they are written.
-        header: whether their first rows name the columns; or the names.
-
-    Raises:
-        DataError: files differ, or names are not those of the columns or not different from each
-            other.
-    """
+    """What the columns of all files are called."""
     names = _names(begins[0], dialect, header)
     for begin in begins[1:]:
         result = _names(begin, dialect, header)
@@ -152,9 +137,6 @@ def found_types(
 
     A column of whole numbers beyond int64 is read as text: floats would make different numbers
         equal.
-
-    Raises:
-        DataError: no row has as many fields as there are names.
     """
     dates = wanted.date_formats(names)
     texts = {
@@ -197,7 +179,6 @@ def _is_beyond_int64(column: pa.ChunkedArray) -> bool:
 
 
 def _type_of(column: pa.ChunkedArray, decimal: str) -> pa.DataType:
-    """What a column holds: numbers too, where a few of its values are none."""
     if pa.types.is_binary(column.type):  # text that is no UTF-8
         return pa.string()
     if not pa.types.is_string(column.type):
@@ -226,11 +207,7 @@ def _common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType:
 
 
 def samples_of(begins: Sequence[FileBegin], header: bool) -> list[FileBegin]:
-    """The first and the last begin that has rows, without their headers.
-
-    Raises:
-        DataError: none has.
-    """
+    """The first and the last begin that has rows, without their headers."""
     samples = []
     for begin in begins:
         starts, ends = begin.rows.starts[header:], begin.rows.ends[header:]

@@ -25,14 +25,7 @@ _MINUS, _SLASH = b"-/"
 
 
 class CsvChanges:
-    """Find the first value of each column that decoding changes.
-
-    Args:
-        changes: keeps a line for each column.
-        names: the names of all columns of the files.
-        numeric: the names of columns that are read as numbers.
-        dialect: the delimiter, quote and decimal sign of the files.
-    """
+    """Find the first value of each column that decoding changes."""
 
     def __init__(
         self, changes: Changes, names: Sequence[str], numeric: Sequence[str], dialect: Dialect
@@ -41,12 +34,7 @@ class CsvChanges:
         self._names, self._numeric, self._dialect = list(names), list(numeric), dialect
 
     def look_for_zeros(self, rows: Encoded, text: Any) -> None:
-        """Note each column in which a code, such as 02116, loses its leading zeros.
-
-        Args:
-            rows: encoded rows of a file.
-            text: the same rows with line ends between them, from `in_one_piece`.
-        """
+        """Note each column in which a code, such as 02116, loses its leading zeros."""
         watched = [name for name in self._numeric if self.changes.watches(name, _ZEROS)]
         content = np.frombuffer(text, np.uint8)
         delimiter = ord(self._dialect.delimiter)
@@ -65,14 +53,12 @@ class CsvChanges:
                 self._look_at(name, rest, rows.where(own, int(rows.starts[own])))
 
     def _delimiters(self, content: Bytes, delimiter: int) -> Numbers:
-        """Return the places of delimiters outside of quotes."""
         found = content == delimiter
         if self._dialect.quote and (quotes := content == ord(self._dialect.quote)).any():
             found &= np.cumsum(quotes, dtype=np.uint8) % 2 == 0
         return np.flatnonzero(found)
 
     def _look_at(self, name: str, rest: bytes, where: str) -> None:
-        """Note the first field in the rest of a row, if it is a code with leading zeros."""
         field = rest.split(self._dialect.delimiter.encode(), 1)[0].decode("latin-1")
         field = field.strip(" \t" + self._dialect.quote)
         if field in self._dialect.missing:

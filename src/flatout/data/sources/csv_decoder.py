@@ -35,16 +35,7 @@ _MOST_BAD = 10
 
 
 class CsvDecoder:
-    """Rows of CSV. Follows `flatout.data.decoder.Decoder`.
-
-    Args:
-        schema: the schema with the options delimiter, quote, decimal, missing, allow_nan, stack,
-            bools (stacked columns of true and false), categories, unknown and dates.
-        names: the names of the columns in the files.
-        headers: lines that may stand first in a file and are no rows.
-        notes: lines for the user about the way in which the files are read.
-        changes: keeps a line for each column in which reading has changed a value.
-    """
+    """Rows of CSV. Follows `flatout.data.decoder.Decoder`."""
 
     needs_survey = False
 
@@ -121,7 +112,6 @@ class CsvDecoder:
             self.decode(rows, None, Buffers(), ErrorPolicy("skip", max_errors=_MOST_BAD))
 
     def _parse(self, rows: Encoded) -> pa.Table:
-        """The fields of rows that are used."""
         buffer, starts, ends = rows.buffer, rows.starts, rows.ends
         if len(starts) == 0:
             return pa.schema(self._types).empty_table()
@@ -169,7 +159,6 @@ class CsvDecoder:
         return row, f"column {name!r}: expected {expected}, found {value_words}", do
 
     def _first_torn(self, buffer: Bytes, starts: Numbers, ends: Numbers) -> int:
-        """The first row that is not one row to pyarrow, by halving."""
         low, high = 0, len(starts)
         while high - low > 1:
             middle = (low + high) // 2
@@ -180,7 +169,6 @@ class CsvDecoder:
 
 
 def _advice_for_whole_numbers(name: str, text: str, decimal: str) -> str:
-    """Return the advice for a text in a column that began with whole numbers."""
     try:
         number = float(text.replace(decimal, "."))
     except ValueError:
@@ -205,7 +193,6 @@ def _some(rows: Encoded, wanted: Numbers) -> Encoded:
 
 
 def _types_to_read(schema: Schema) -> dict[str, pa.DataType]:
-    """In which types pyarrow is to read the columns that are used."""
     types = {}
     for column in schema.columns:
         if column.role == "unused":

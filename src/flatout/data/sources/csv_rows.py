@@ -111,7 +111,6 @@ def csv_rows(
 
 
 def _open(files: Sequence[File], given: Mapping[str, Any]) -> _Opened:
-    """Find out what was not given."""
     notes: list[str] = []
     options = {"quote": '"', "missing": list(MISSING), **given}
     dialect_of({"delimiter": ",", **options})  # signs that are none are said first
@@ -155,7 +154,6 @@ def _as_utf8(file: File, encoding: str | None, notes: list[str]) -> File:
 def _inferred(
     files: Sequence[File], opened: _Opened, wanted: ColumnOptions, policy: ErrorPolicy
 ) -> IndexedRows:
-    """Rows by a schema that is found out, with the categories in them."""
     names, options = opened.names, opened.options
     is_headed = options["header"] is True
     samples = samples_of(opened.begins, is_headed)
@@ -200,7 +198,6 @@ def _encoded(begin: FileBegin) -> Encoded:
 
 
 def _with_dates(wanted: ColumnOptions, types: Mapping[str, pa.DataType]) -> ColumnOptions:
-    """With the columns that look like dates, and how those are written."""
     formats = wanted.date_formats(types)
     coded = {*wanted.fixed_categories(types), *wanted.asked_categories(types)}
     roles = wanted.roles(dict.fromkeys(types, "input"))
@@ -224,7 +221,6 @@ def _texts_in_samples(
 def _texts(
     text: Any, opened: _Opened, columns: Sequence[str], policy: ErrorPolicy | None
 ) -> dict[str, Texts]:
-    """The texts in columns of whole rows; what is no UTF-8 is left to who reads the rows."""
     types = dict.fromkeys(columns, pa.binary())
     table = read_text(text, opened.names, opened.dialect, types, columns, skip_invalid=True)
     result = {}
@@ -244,7 +240,6 @@ def _texts(
 def _learned(
     rows: IndexedRows, opened: _Opened, columns: Sequence[str], policy: ErrorPolicy
 ) -> Mapping[str, Texts]:
-    """The texts of all rows, from the cache or looked for now."""
     # Their digest reads the files' ends alone.
     written = [(file.path, file.mtime_ns) for file in rows.files]
     words = json.dumps(
@@ -278,7 +273,6 @@ def _learned(
 
 
 def _row_of(text: bytes, buffer: Bytes, starts: Numbers, ends: Numbers) -> tuple[int, int, str]:
-    """The row in which a text stands that is not UTF-8, the byte in it, and what is wrong."""
     rows = [buffer[start:end].tobytes() for start, end in zip(starts, ends, strict=True)]
     at, result = not_utf8(text)
     for number, row in enumerate(rows):

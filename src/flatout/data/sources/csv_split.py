@@ -36,12 +36,7 @@ class Dialect(NamedTuple):
 
 
 def dialect_of(options: Mapping[str, Any]) -> Dialect:
-    """The dialect that a schema's options tell.
-
-    Raises:
-        DataError: delimiter, quote or decimal is no single ASCII character, decimal or quote is
-            the delimiter, or missing is no list of texts.
-    """
+    """The dialect that a schema's options tell."""
     missing = options["missing"]
     if isinstance(missing, str) or not all(isinstance(text, str) for text in missing):
         raise DataError(f"missing: expected a list of texts, found {missing!r}")
@@ -61,14 +56,7 @@ def dialect_of(options: Mapping[str, Any]) -> Dialect:
 
 
 def split_rows(buffer: Bytes, final: bool, dialect: Dialect, window: int = 1 << 22) -> Split:
-    """Return the rows in a buffer without their line ends. Blank lines are left out.
-
-    Args:
-        buffer: bytes that begin with a row.
-        final: True if no more bytes follow.
-        dialect: the delimiter, quote and decimal sign of the files.
-        window: bytes that are split at a time, or more if a row is longer.
-    """
+    """Return the rows in a buffer without their line ends. Blank lines are left out."""
     quote = ord(dialect.quote) if dialect.quote else None
     windows = (buffer[at : at + window] for at in range(0, len(buffer), window))
     if quote is None or not any((part == quote).any() for part in windows):
@@ -87,7 +75,6 @@ def split_rows(buffer: Bytes, final: bool, dialect: Dialect, window: int = 1 << 
 
 
 def _lines(text: Bytes, final: bool) -> Split:
-    """Lines, where there are no quotes."""
     starts, ends = lines.index_lines(text, skip_blank=False, comment=None, white=b"")
     consumed = len(text)
     if not final and consumed and text[-1] != _NEWLINE:
@@ -97,7 +84,6 @@ def _lines(text: Bytes, final: bool) -> Split:
 
 
 def _quoted_rows(text: Bytes, final: bool, dialect: Dialect) -> Split:
-    """Rows of a text in which quoted fields may hold newlines."""
     newlines, is_open = _newlines_outside(text, dialect)
     starts = np.concatenate([[0], newlines + 1]).astype(np.int64)
     ends = np.append(newlines, len(text))
@@ -110,7 +96,6 @@ def _quoted_rows(text: Bytes, final: bool, dialect: Dialect) -> Split:
 
 
 def _filled(text: Bytes, starts: Numbers, ends: Numbers) -> tuple[Numbers, Numbers]:
-    """The rows that are not blank, without the carriage returns at their end."""
     while True:
         has_return = (ends > starts) & (text[np.maximum(ends, 1) - 1] == _RETURN)
         if not has_return.any():
@@ -120,7 +105,6 @@ def _filled(text: Bytes, starts: Numbers, ends: Numbers) -> tuple[Numbers, Numbe
 
 
 def _newlines_outside(text: Bytes, dialect: Dialect) -> tuple[Numbers, bool]:
-    """Newlines that are not in quotes, and whether the text ends in quotes."""
     quotes = np.flatnonzero(text == ord(dialect.quote))
     opening, closing = quotes[::2], quotes[1::2]
     before = text[np.maximum(opening, 1) - 1]
@@ -135,7 +119,6 @@ def _newlines_outside(text: Bytes, dialect: Dialect) -> tuple[Numbers, bool]:
 
 
 def _newlines_one_by_one(text: Bytes, dialect: Dialect) -> tuple[Numbers, bool]:
-    """The same where quotes stand inside of fields as well, where they have no meaning."""
     quote, delimiter = re.escape(dialect.quote), re.escape(dialect.delimiter)
     quoted = rf"(?<![^{delimiter}\r\n]){quote}(?:[^{quote}]++|{quote}{quote})*+({quote}?)"
     newlines, is_open = [], False

@@ -27,16 +27,7 @@ def read_text(
     *,
     skip_invalid: bool = False,
 ) -> pa.Table:
-    """Parse whole rows, in this thread.
-
-    Args:
-        text: their bytes.
-        names: of the columns.
-        dialect: how they are written.
-        types: of some columns; those of others are inferred.
-        used: the columns wanted; none means all.
-        skip_invalid: leave out rows with another number of fields.
-    """
+    """Parse whole rows, in this thread."""
     if skip_invalid and not _is_utf8(bytes(text)):
         # pyarrow fails when it skips a row that is not UTF-8.
         text = _without_torn(text, len(names), dialect)

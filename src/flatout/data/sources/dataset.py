@@ -141,13 +141,6 @@ def from_loader(loader: DataLoader[Any], workers: Workers | Literal["auto"] = 0)
     """A DataLoader as its user built it: its order, its batches, its workers.
 
     `set_epoch` of its sampler (or of an iterable dataset) is called where there is one.
-
-    Args:
-        loader: the user's.
-        workers: as for `iterable`, where the loader has no workers.
-
-    Raises:
-        DataError: it gives no batches.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
@@ -217,11 +210,7 @@ def _against_copies(loader: DataLoader[Any]) -> str:
 def _made_by_processes(
     loader: DataLoader[Any], workers: int, *, compares: bool
 ) -> Generator[Any, None, None]:
-    """Yield the batches of a map-style loader without workers, made by processes in its order.
-
-    Raises:
-        DataError: the first batch differs from the same batch made by this process.
-    """
+    """Yield the batches of a map-style loader without workers, made by processes in its order."""
     assert loader.batch_sampler is not None
     drawn = _Drawn(loader.batch_sampler)
     apart: DataLoader[Any] = DataLoader(

@@ -36,10 +36,6 @@ class Fetch(Dataset[Any]):
     A failure in a worker comes back as a value, because torch would rebuild the exception around
     its traceback and lose what it says for people.
 
-    Args:
-        dataset: the user's.
-        collate: makes a batch of a list of samples.
-
     Attributes:
         whole: makes batches at once where that gives the same; None where it is not to be tried.
         compares: whether batches are made both ways.

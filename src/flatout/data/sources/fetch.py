@@ -134,7 +134,6 @@ def _fetch_one(url: str, place: Path, digest: str, say: Callable[[str], None]) -
 
 
 def _pieces(url: str, say: Callable[[str], None]) -> Iterator[bytes]:
-    """The bytes at `url`, all of them."""
     by_hand = "check the network, pass url= of a mirror, or put the file there by hand"
     got, reported = 0, time.monotonic()
     try:

@@ -53,23 +53,6 @@ class PipePart(NamedTuple):
 class FifoStream:
     """Rows of pipes. Follows `flatout.data.rows.Stream`.
 
-    Args:
-        paths: the paths of the pipes, as for `Pipe`.
-        schema: the schema of the rows.
-        wrap: the framing of the rows, such as RecordIO; None for no framing.
-        rows: the number of rows in a pass over all pipes; None if it is unknown.
-        share: the number of this reader and the number of readers of the same rows. With `n`
-            readers, each keeps every n-th row of a pipe.
-        on_error: "fail" or "skip", applied to each pass.
-        max_errors: with "skip", the most rows of a pass that may be skipped.
-        timeout_s: the longest time without a byte.
-        longest: the most bytes of a record.
-        say: prints a line about a long wait.
-        block_bytes: the most bytes of decoded rows at a time. Dense rows may be far larger than
-            their text.
-        turn: rows that are read from one pipe before the next pipe. More rows are decoded faster;
-            fewer rows let a batch hold rows of all pipes.
-
     Attributes:
         rows: the number of rows of this reader in a pass; None if it is unknown.
     """
@@ -119,9 +102,6 @@ class FifoStream:
 
         A pass opens each pipe again. Passes are counted from the first one of this process, not by
         `epoch`: so does who makes a new FIFO for each.
-
-        Raises:
-            DataError: a pipe cannot be read to its end, or a row is not as it should be.
         """
         turn, self._passes = self._passes, self._passes + 1
         policy = self._policy = ErrorPolicy(self._on_error, self._max_errors)
@@ -159,7 +139,6 @@ class FifoStream:
         return [f"{machine()} {_real(path)}" for path in self._paths]
 
     def _numbered(self, parts: Iterator[PipePart]) -> Iterator[Block]:
-        """Number the rows, and compare how many there are with what was said."""
         records = good = 0
         for part in parts:
             records += part.records
@@ -185,7 +164,6 @@ class FifoStream:
     def _parts(
         self, pipes: Sequence[Pipe], policy: ErrorPolicy, buffers: Buffers
     ) -> Generator[PipePart, None, None]:
-        """The rows of all pipes. Whose turn it is depends on counts, not on who is first."""
         if len(pipes) == 1:
             yield from self._rows_of(pipes[0], policy, buffers)
             return
@@ -203,7 +181,6 @@ class FifoStream:
                 thread.close()
 
     def _rows_of(self, pipe: Pipe, policy: ErrorPolicy, buffers: Buffers) -> Iterator[PipePart]:
-        """The rows of one pipe."""
         decoder = decoder_of(self.schema, self._wrap, pipe.name, self._changes)
         text = getattr(decoder, "text", True)
         # Who is alone has its turn all the time.
@@ -265,7 +242,6 @@ def _real(path: str) -> str:
 
 
 def _row_bytes(schema: Schema) -> int:
-    """What the columns of a fixed width take for a row."""
     return sum(
         math.prod(column.shape) * column.numpy_dtype.itemsize
         for column in schema.columns
@@ -274,12 +250,10 @@ def _row_bytes(schema: Schema) -> int:
 
 
 def _in_a_thread(parts: Iterator[PipePart]) -> Ahead[PipePart | None]:
-    """The same, read ahead by a thread; None at the end."""
     return Ahead(lambda at: next(parts, None), 0, 2**62, Tuner(1, threads=1))
 
 
 def _turn(reader: Iterator[PipePart | None]) -> Generator[PipePart, None, bool]:
-    """Give a turn's rows of one pipe; whether more may follow."""
     while (part := next(reader)) is not None:
         yield part
         if part.ends_turn:
@@ -361,7 +335,6 @@ def fifo(
 
 
 def _share(presharded: Presharded, here: Place) -> tuple[int, int]:
-    """Which of how many readers of the same rows a rank is."""
     if presharded == "rank":
         return 0, 1
     if presharded == "local_rank":

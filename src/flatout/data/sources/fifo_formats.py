@@ -33,12 +33,7 @@ _TFRECORD_HEAD = 12
 
 
 def stream_schema(format: Format, given: Given | None, wrap: Wrap | None) -> Schema:
-    """The schema of a stream, whose rows cannot be looked at in advance.
-
-    Raises:
-        DataError: there is none, it does not fit the format, or no such format or wrapping is
-            known.
-    """
+    """The schema of a stream, whose rows cannot be looked at in advance."""
     if format not in WORDS:
         raise DataError(f"format: expected one of {', '.join(WORDS)}, found {format!r}")
     if wrap not in (None, "recordio") or (wrap and format == "recordio"):
@@ -89,7 +84,6 @@ class _Wrapped:
         self.decode = inner.decode
 
     def split(self, buffer: Bytes, final: bool) -> Split:
-        """Rows within records."""
         return rows_within(buffer, split_recordio(buffer, final), self._inner.split)
 
 
@@ -105,7 +99,6 @@ class _Examples:
         self._inner: TfrecordDecoder | None = None
 
     def split(self, buffer: Bytes, final: bool) -> Split:
-        """Records, or those within records."""
         outer = split_recordio(buffer, final)
         # An empty object, such as a store's marker of a folder, is no Example.
         filled = outer.ends > outer.starts
@@ -120,21 +113,12 @@ class _Examples:
         return outer
 
     def decode(self, *args: Any) -> Block:
-        """Decode rows into arrays."""
         assert self._inner is not None
         return self._inner.decode(*args)
 
 
 class _Csv:
-    """A decoder of CSV whose first row may name the columns.
-
-    Args:
-        schema: the schema of the rows. Its option `header` is True if the first row names the
-            columns (the default), False, or the list of names.
-        name: the name of the stream, for messages.
-        headers: True if the row of names may come again at the begin of each part.
-        changes: keeps a line for each column in which reading has changed a value.
-    """
+    """A decoder of CSV whose first row may name the columns."""
 
     text = True
 
@@ -155,7 +139,6 @@ class _Csv:
         self._inner: StreamDecoder | None = None
 
     def split(self, buffer: Bytes, final: bool) -> Split:
-        """Rows, without the header."""
         from flatout.data.sources.csv_split import split_rows
 
         if self._inner is not None:
@@ -168,7 +151,6 @@ class _Csv:
         return first.split(buffer, final)
 
     def _decoders(self, buffer: Bytes, rows: Split) -> tuple[StreamDecoder, StreamDecoder]:
-        """One that knows the header, and one to which it is a row like others."""
         from flatout.data.files import File
         from flatout.data.sources.csv_begin import FileBegin, shared_names
         from flatout.data.sources.csv_decoder import CsvDecoder
@@ -184,6 +166,5 @@ class _Csv:
         )
 
     def decode(self, *args: Any) -> Block:
-        """Decode rows into arrays."""
         assert self._inner is not None
         return self._inner.decode(*args)

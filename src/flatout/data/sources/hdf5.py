@@ -124,12 +124,6 @@ class _Range(NamedTuple):
 class HDF5Chunks:
     """Rows of HDF5 files, some at a time. Follows `flatout.data.rows.Chunks`.
 
-    Args:
-        parts: the datasets of each file by column name.
-        pieces: the number of rows that lie together in each file.
-        schema: a schema that fits the datasets.
-        piece_bytes: the approximate number of bytes to read at a time.
-
     Attributes:
         file_rows: the first row of each file, followed by the number of all rows.
     """
@@ -166,11 +160,7 @@ class HDF5Chunks:
         return files_digest(self.files, *names, self.schema.dumps())
 
     def read(self, chunk: int, buffers: Buffers) -> Block:
-        """Read some rows.
-
-        Raises:
-            DataError: naming file, dataset and rows.
-        """
+        """Read some rows."""
         part, start, stop = self._ranges[chunk]
         places = self._parts[part]
         file = self.files[part]
@@ -208,7 +198,6 @@ class HDF5Chunks:
 
 @contextmanager
 def _explained(where: str, file: File) -> Iterator[None]:
-    """h5py's errors, as ours."""
     try:
         yield
     except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
@@ -265,7 +254,6 @@ def _place(data: h5py.Dataset, name: str, file: File) -> StoredArray:
 
 
 def _offset(data: h5py.Dataset) -> int | None:
-    """Where the values lie in the file, if they lie there as they do in memory."""
     from h5py import h5d, h5t
 
     made = data.id.get_create_plist()

@@ -42,12 +42,7 @@ _PREFIXES = {"train": "train", "test": "t10k"}
 
 
 def read(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
-    """The array in an IDX file, in native byte order; gzip is recognized by its first bytes.
-
-    Raises:
-        DataError: the file is missing, no IDX file, truncated, longer than its header says, or its
-            gzip checksum does not match. Names file and byte.
-    """
+    """The array in an IDX file, in native byte order; gzip is recognized by its first bytes."""
     file = Path(path)
     with as_data_error(f"cannot read {file}"), file.open("rb") as raw:
         file_size = os.fstat(raw.fileno()).st_size
@@ -157,7 +152,6 @@ class _Reader:
         return f"{self._file}, byte {offset:,}{unit}"
 
     def fill(self, target: memoryview, what: str) -> None:
-        """Read exactly as many bytes as `target` holds."""
         done = 0
         while done < len(target):
             try:
@@ -245,7 +239,6 @@ def _read_header(reader: _Reader) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 
 def _find(folder: Path, split: str) -> _Pair | None:
-    """The files of a split, plain ones before packed ones; None where one is missing."""
     result = []
     for kind in ("images-idx3", "labels-idx1"):
         stem = f"{_PREFIXES[split]}-{kind}-ubyte"

@@ -35,19 +35,11 @@ class ImageBytes:
     are such folders) and `path` (the bytes of its path within the folder that was named). The
     schema's option `classes` names the classes.
 
-    Args:
-        paths: as `flatout.data.images` takes them.
-        policy: what to do about files that are no images.
-
     Attributes:
         entries: the files.
         headers: what their headers say; an array with the fields of `image_header.Header`.
         classes: names of the class folders, sorted; () where there are none.
         others: names of files that are not read, because their names are not those of images.
-
-    Raises:
-        DataError: there are no images, some are in class folders and others are not, or one cannot
-            be read.
     """
 
     random = True
@@ -87,11 +79,7 @@ class ImageBytes:
         return digest.hexdigest()[:16]
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """The bytes of these files, in this order.
-
-        Raises:
-            DataError: a file has changed or gone, and is not to be skipped.
-        """
+        """The bytes of these files, in this order."""
         contents, kept = [], []
         for number in numbers.tolist():
             content = self._content(number)

@@ -75,18 +75,7 @@ def scratch_bytes(header: Header, look: ImageForm) -> int:
 def decode(
     data: bytes | memoryview, header: Header, look: ImageForm, out: Pixels, scratch: Pixels
 ) -> None:
-    """Decode an image into `out`.
-
-    Args:
-        data: the image as it is stored.
-        header: its own.
-        look: of the result.
-        out: C-contiguous, of shape (height, width, channels).
-        scratch: C-contiguous, at least `scratch_bytes` long; its content is lost.
-
-    Raises:
-        Damaged: the image cannot be decoded in whole, or is not the one that `header` is of.
-    """
+    """Decode an image into `out`."""
     times, shape = _decoded(header, look)
     if shape == look.size and header.orientation == 1:
         scratch = out
@@ -117,13 +106,11 @@ def psnr(a: Pixels, b: Pixels) -> float:
 
 
 def _turned_size(header: Header, size: tuple[int, int]) -> tuple[int, int]:
-    """Height and width of an upright image as its pixels are stored, or the other way round."""
     height, width = size
     return (width, height) if header.orientation >= 5 else (height, width)
 
 
 def _decoded(header: Header, look: ImageForm) -> tuple[int, tuple[int, int]]:
-    """How many times smaller to decode, and the stored height and width that this gives."""
     stored = _turned_size(header, (header.height, header.width))
     if not look.reduced:
         return 1, stored
@@ -146,7 +133,6 @@ def _reduced(
 def _frame(
     stored: tuple[int, ...], target: tuple[int, int], resize: Resize
 ) -> tuple[tuple[slice, slice], tuple[int, int]]:
-    """The part of an image that is used, and the height and width that it gets."""
     height, width = stored
     rows, columns = target
     is_taller = height * columns > width * rows
@@ -173,7 +159,6 @@ def _stored(
     channels: int,
     scratch: Pixels,
 ) -> Pixels:
-    """The pixels as they are stored, decoded `times` smaller, in `scratch` where that is faster."""
     if simplejpeg is None or not header.plain_jpeg:
         return _by_pillow(data, header, times, channels)
     try:
@@ -216,7 +201,6 @@ def _by_pillow(data: bytes | memoryview, header: Header, times: int, channels: i
 
 
 def _eight_bits(image: Any, channels: int) -> Pixels:
-    """Pillow's image with 8 bits of each channel, of shape (height, width, channels)."""
     if image.mode.startswith("I"):
         # Pillow cuts what is above 255 off; a photograph of 16 bits would be white.
         values = np.asarray(image)
@@ -255,7 +239,6 @@ def _resized(pixels: Pixels, size: tuple[int, int]) -> Pixels:
 
 
 def _turned(pixels: Pixels, orientation: int) -> Pixels:
-    """Upright, as a view."""
     if orientation >= 5:
         pixels = pixels.transpose(1, 0, 2)
     # Rows and columns run backwards, after that, in these orientations.

@@ -81,16 +81,7 @@ class ImageListing(NamedTuple):
 
 
 def check_no_splits(found: ImageListing, paths: Paths, *, takes_classes: bool) -> None:
-    """Raise where the folders are no classes, but parts of the data to train and to test on.
-
-    Args:
-        found: what `paths` means.
-        paths: as the user named them.
-        takes_classes: whether these may be named by `classes=`, for the message.
-
-    Raises:
-        DataError: with what to read in their place.
-    """
+    """Raise where the folders are no classes, but parts of the data to train and to test on."""
     splits = [name for name in found.folders if name.lower() in _SPLITS]
     if not splits:
         return
@@ -120,9 +111,6 @@ def find_images(paths: Paths) -> ImageListing:
 
     Folders of this machine are walked to any depth, following links. Of a folder, those files are
     images whose names end so; a file that is named itself, or by a pattern, always is one.
-
-    Raises:
-        DataError: nothing is there, or a folder holds no images.
     """
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not given:
@@ -158,7 +146,6 @@ def _find_one(path: str) -> ImageListing:
 
 
 def _walk(root: str) -> ImageListing:
-    """The images below a folder of this machine."""
     root = os.path.abspath(root)
     try:
         top = [entry for entry in os.scandir(root) if _is_data(entry.name)]
@@ -183,7 +170,6 @@ def _walk(root: str) -> ImageListing:
 
 
 def _below(root: str, folder: str) -> Iterator[str]:
-    """Files below root/folder, as paths below root."""
     stack: list[tuple[str, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
     while stack:
         inside, above = stack.pop()
@@ -203,7 +189,6 @@ def _below(root: str, folder: str) -> Iterator[str]:
 
 
 def _elsewhere(url: str) -> ImageListing:
-    """The images below a folder that is reached by a URL, brought here."""
     files = find(url.rstrip("/") + "/**", unpack=False)
     fs, place = url_to_fs(url)
     root = str(fs.unstrip_protocol(place)).rstrip("/") + "/"
@@ -230,21 +215,13 @@ def _is_data(name: str) -> bool:
 
 
 def _parent(name: str) -> str:
-    """The folder that a file is in, by name."""
     if "://" in name:
         return PurePosixPath(name).parent.name
     return os.path.basename(os.path.dirname(os.path.abspath(name)))
 
 
 def open_images(entries: list[Entry], policy: ErrorPolicy) -> tuple[list[Entry], npt.NDArray[Any]]:
-    """Read all headers.
-
-    Returns:
-        the images whose headers are good, and these as an array with the fields of `Header`.
-
-    Raises:
-        DataError: images cannot be read and are not to be skipped, or too many of them.
-    """
+    """Read all headers."""
 
     def read(first: int) -> list[Header | str]:
         return [_header_or_problem(entry) for entry in entries[first : first + _PIECE]]
@@ -283,11 +260,7 @@ def _header_or_problem(entry: Entry) -> Header | str:
 
 
 def read_bytes(entry: Entry, header: Header) -> bytes:
-    """An image file's content.
-
-    Raises:
-        Damaged: the file has gone, or is longer or shorter than it was.
-    """
+    """An image file's content."""
     data = _content(entry, header)
     if len(data) != header.bytes:
         size = "more" if len(data) > header.bytes else f"{len(data):,}"
@@ -298,11 +271,7 @@ def read_bytes(entry: Entry, header: Header) -> bytes:
 
 
 def read_image(entry: Entry, header: Header) -> tuple[bytes, Header]:
-    """An image file's content and header, which are others where the file was replaced.
-
-    Raises:
-        Damaged: the file has gone, or what has taken its place is no image.
-    """
+    """An image file's content and header, which are others where the file was replaced."""
     data = _content(entry, header)
     if len(data) == header.bytes and is_of(header, data):
         return data, header
@@ -314,7 +283,6 @@ def read_image(entry: Entry, header: Header) -> tuple[bytes, Header]:
 
 
 def _content(entry: Entry, header: Header) -> bytes:
-    """What a file holds, but no more than one byte behind the size that it had."""
     try:
         # Python's file objects cost three times as much as these calls.
         handle = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -30,18 +30,7 @@ _TOLD = 3
 
 
 class ImageFolders:
-    """Image files by number. Follows `flatout.data.sources.image_rows.Images`.
-
-    Args:
-        paths: as `flatout.data.images` takes them.
-        labeled: whether there are classes.
-        classes: their names in the order of their numbers; None for the sorted names of the
-            folders.
-        policy: what to do about files that are no images.
-
-    Raises:
-        DataError: see `flatout.data.images`.
-    """
+    """Image files by number. Follows `flatout.data.sources.image_rows.Images`."""
 
     def __init__(
         self, paths: Paths, labeled: bool, classes: tuple[str, ...] | None, policy: ErrorPolicy
@@ -76,11 +65,7 @@ class ImageFolders:
         return [entry.key for entry in self._entries]
 
     def stamps(self, numbers: Numbers | None = None) -> list[str]:
-        """What distinguishes images from all others and from what they were before.
-
-        Args:
-            numbers: of the images; None for all.
-        """
+        """What distinguishes images from all others and from what they were before."""
         chosen = range(len(self._entries)) if numbers is None else numbers.tolist()
         entries = [self._entries[number] for number in chosen]
         return [f"{entry.key}\n{stamp_of(entry.path)}" for entry in entries]
@@ -117,7 +102,6 @@ class ImageFolders:
 
 
 def _classes(found: ImageListing, given: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The classes' names by number, once every image has one."""
     outside = next((entry for entry in found.entries if not entry.folder), None)
     if outside is not None:
         what = "is in no class folder" if found.folders else "and others are in no class folders"

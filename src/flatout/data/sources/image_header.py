@@ -60,12 +60,7 @@ class Header(NamedTuple):
 
 
 def read_header(path: str) -> Header:
-    """The header of an image file.
-
-    Raises:
-        Damaged: the file is not there, empty, too large to be an image, no image, or damaged
-            within its header.
-    """
+    """The header of an image file."""
     try:
         # Without waiting, for a named pipe would wait for its writer.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -80,11 +75,7 @@ def read_header(path: str) -> Header:
 
 
 def header_of(data: bytes | memoryview) -> Header:
-    """The header of an image in memory.
-
-    Raises:
-        Damaged: there are no bytes, too many to be an image, or as of a file.
-    """
+    """The header of an image in memory."""
 
     def read(start: int, count: int) -> bytes:
         return bytes(data[start : start + count])
@@ -125,7 +116,6 @@ def _header(
     size: int,
     whole: Callable[[], str | IO[bytes]],
 ) -> Header:
-    """The header of an image, of which `read` gives any bytes, and Pillow opens the `whole`."""
     plain_jpeg = False
     if head.startswith(b"\xff\xd8"):
         height, width, components, orientation = _jpeg(read)
@@ -142,7 +132,6 @@ def _header(
 
 
 def _jpeg(read: Callable[[int, int], bytes]) -> tuple[int, int, int, int]:
-    """Height, width, components, orientation."""
     at, orientation = 2, 1
     for _ in range(_MOST_SEGMENTS):
         begin = read(at, 4)
@@ -174,7 +163,6 @@ def _jpeg(read: Callable[[int, int], bytes]) -> tuple[int, int, int, int]:
 
 
 def _exif_orientation(tiff: bytes) -> int:
-    """Of the first directory; 1 where it is absent, or the Exif data are no such."""
     order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
     if order is None:
         return 1
@@ -192,12 +180,10 @@ def _exif_orientation(tiff: bytes) -> int:
 
 
 def _known_orientation(value: object) -> int:
-    """The value, or 1 where it is none of Exif's eight."""
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
 def _other(whole: str | IO[bytes], head: bytes) -> tuple[int, int, int]:
-    """Height, width, orientation."""
     try:
         with Image.open(whole, formats=FORMATS) as image:
             # A PNG without Exif data here may have some behind its pixels: they are not looked for.
@@ -212,10 +198,8 @@ def _other(whole: str | IO[bytes], head: bytes) -> tuple[int, int, int]:
 
 
 def check_png(data: bytes | memoryview) -> None:
-    """Compare the checksums of a PNG's chunks; Pillow does not check the chunks that hold pixels.
-
-    Raises:
-        Damaged: a chunk does not match its CRC-32.
+    """Compare the checksums of a PNG's chunks; Pillow does not check the chunks that hold
+    pixels.
     """
     view, at = memoryview(data), len(_PNG)
     if view[:at] != _PNG:

@@ -39,17 +39,6 @@ class ImageRecords:
     A record is an Example of `image` (the bytes of an image file), `label` (one int64) and, where
     there is one, `path` (the bytes of the file's path, for messages). All headers are read once,
     and kept in the files' index.
-
-    Args:
-        paths: as `files.find` takes them.
-        labeled: whether labels are read.
-        classes: their names in the order of their numbers; None for those that `flatout data
-            convert` has left beside the shards, or the numbers. Where those are all among these, a
-            record belongs to the class that is called so, whatever its number was.
-        policy: what to do about records that are damaged, or hold no image.
-
-    Raises:
-        DataError: see `flatout.data.images`.
     """
 
     def __init__(
@@ -130,7 +119,6 @@ class _ImageDecoder(TfrecordDecoder):
     """
 
     def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
-        """Lengths, headers and labels; a record with a bad header is bad."""
         survey = super().survey(rows, policy)
         buffer, starts, ends, _, where = rows
         good = np.zeros(len(starts), np.bool_)
@@ -160,7 +148,6 @@ class _ImageDecoder(TfrecordDecoder):
 
 
 def _names_beside(files: Sequence[File]) -> tuple[str, ...] | None:
-    """Names of the classes that `flatout data convert` has written beside all of the files."""
     beside: dict[str, str] = {}
     for file in files:
         match = _SHARD.fullmatch(os.path.basename(file.path))
@@ -195,7 +182,6 @@ def _schema(labeled: bool) -> Schema:
 
 
 def _each(column: Any) -> Callable[[int], memoryview]:
-    """What gives a row's bytes."""
     values, offsets = memoryview(column.values), column.offsets.tolist()
     return lambda row: values[offsets[row] : offsets[row + 1]]
 
@@ -205,7 +191,6 @@ def _in_brackets(path: memoryview) -> str:
 
 
 def _check_features(file: File, labeled: bool) -> None:
-    """Raise if the first record is of another kind altogether."""
     features = _first_features(file)
     if features is None:
         return
@@ -222,7 +207,6 @@ def _check_features(file: File, labeled: bool) -> None:
 
 
 def _first_features(file: File) -> dict[str, FeatureKind] | None:
-    """Those of the first record, or None where it is damaged: its index will say how."""
     try:
         with open(file.path, "rb") as opened:
             (length,) = struct.unpack("<Q4x", opened.read(12))

@@ -106,16 +106,8 @@ class Images(Protocol):
 class ImageRows(Rows):
     """Images by number. Follows `flatout.data.origins.Rows`.
 
-    Args:
-        images: as they are stored.
-        wanted: what to make of them.
-        policy: what to do about images that cannot be decoded.
-
     Attributes:
         classes: names of the classes, by number; () without labels.
-
-    Raises:
-        DataError: see `flatout.data.images`.
     """
 
     random = True
@@ -174,15 +166,7 @@ class ImageRows(Rows):
         return keys
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """Decode these images, in this order.
-
-        Returns:
-            `image`, uint8 of shape (rows, channels, height, width) in channels_last memory, and
-            `label`, int64 of shape (rows,).
-
-        Raises:
-            DataError: an image is damaged or has gone, or what holds many of them has changed.
-        """
+        """Decode these images, in this order."""
         look = self._look
         headers = self._headers_of(numbers)
         content = self._images.contents(numbers, buffers)
@@ -213,19 +197,7 @@ class ImageRows(Rows):
         out: npt.NDArray[np.uint8],
         scratch: npt.NDArray[np.uint8],
     ) -> npt.NDArray[np.uint8] | None:
-        """Decode an image; once more, or until it is whole, where its file is being written.
-
-        Args:
-            number: of the image.
-            read: gives its bytes, and the header that they have by now.
-            header: that it had.
-            out: gets the pixels.
-            scratch: memory to decode in.
-
-        Returns:
-            the scratch memory, another one where the image is larger by now; None where it cannot
-            be read.
-        """
+        """Decode an image; once more, or until it is whole, where its file is being written."""
         before, until = "", monotonic() + _WRITTEN_S
         while True:
             try:
@@ -255,7 +227,6 @@ class ImageRows(Rows):
         self._bad[number] = stamp
 
     def _room_for(self, header: Header, scratch: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Scratch memory for an image that was replaced, once it may be used."""
         height, width = self._look.size
         if not self._is_resized and (header.height, header.width) != (height, width):
             raise Damaged(
@@ -285,11 +256,7 @@ class ImageRows(Rows):
         return f"{words}, {counted(len(each), 'class', 'classes')} ({listed})"
 
     def skipped(self, gather: Gather = alone) -> list[str]:
-        """How many images any rank has skipped since this was asked last, and which.
-
-        Raises:
-            DataError: all ranks together have skipped too many.
-        """
+        """How many images any rank has skipped since this was asked last, and which."""
         if not self._policy.skip:
             return []
         # Threads may add to these lists meanwhile.
@@ -336,7 +303,6 @@ class ImageRows(Rows):
         ]
 
     def _reduction_notes(self) -> list[str]:
-        """What a reduced decode changes, measured on images spread over the data."""
         if not self._look.reduced:
             return []
         spread = np.unique(np.linspace(0, self.rows - 1, _MEASURED).astype(np.int64))
@@ -351,7 +317,6 @@ class ImageRows(Rows):
         ]
 
     def _losses(self, numbers: Numbers) -> Iterator[float]:
-        """PSNR of the reduced against the full decode, of those images that can be decoded."""
         full = replace(self._look, reduced=False)
         shape = (*full.size, full.channels)
         content = self._images.contents(numbers, Buffers())
@@ -368,7 +333,6 @@ class ImageRows(Rows):
 
 
 def _one_size(images: Images, wanted: tuple[int, int] | None) -> tuple[int, int]:
-    """Height and width of all images."""
     headers = images.headers
     height, width = wanted or (int(headers["height"][0]), int(headers["width"][0]))
     others = np.flatnonzero((headers["height"] != height) | (headers["width"] != width))

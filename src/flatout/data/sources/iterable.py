@@ -200,7 +200,6 @@ class IterableSource:
         return batch
 
     def _open(self, epoch: int, start_step: int, workers: int) -> Iterator[Any]:
-        """The iterator of an epoch, after its first `start_step` batches."""
         here = random_state()
         if start_step and self._start is not None and self._start["epoch"] == epoch:
             self._begin_again()
@@ -222,7 +221,6 @@ class IterableSource:
         return iterator
 
     def _begin_again(self) -> None:
-        """Set random states back to those at the begin of the epoch."""
         assert self._start is not None
         set_random_state(self._start["random"])
         self._set_generators(self._start["generators"])

@@ -200,7 +200,6 @@ def _base_notes(facts: Mapping[str, float], base: int | None) -> list[str]:
 
 
 def _any_schema() -> Schema:
-    """What rows are surveyed with before anything is known of them."""
     columns = (
         Column(name="label", dtype="float64", role="target"),
         Column(name="ids", dtype="int64", ragged=True),

@@ -36,17 +36,8 @@ class MappedRows(Rows):
     A file that changes or shrinks is found before its memory is touched. (Where one shrinks at the
     very moment in which a batch is copied out of it, the system ends the process.)
 
-    Args:
-        kind: of the files, for people.
-        parts: the arrays of each file or group of files, by the column's name.
-        schema: that fits them.
-        unpack: gives arrays that cannot be mapped; they stay in memory.
-
     Attributes:
         file_rows: where each part's rows begin, and at last where they end.
-
-    Raises:
-        DataError: there are no rows.
     """
 
     random = True
@@ -244,7 +235,6 @@ class MappedRows(Rows):
 
 
 def _range(place: StoredArray) -> tuple[int, int]:
-    """Where an array's values begin and end in its file; nothing of one that is packed."""
     start = place.offset or 0
     size = 0 if place.offset is None else math.prod(place.shape) * place.dtype.itemsize
     return start, start + size

@@ -184,7 +184,6 @@ def _npz_place(file: File, name: str, most: int | None) -> StoredArray:
 
 
 def _place(stream: IO[bytes], file: File, name: str, size: int) -> StoredArray:
-    """The array whose `size` bytes begin here, header included."""
     where = f"{file.name}: {name}" if name else file.name
     start = stream.tell()
     try:
@@ -212,7 +211,6 @@ def _place(stream: IO[bytes], file: File, name: str, size: int) -> StoredArray:
 
 
 def _unpacked(place: StoredArray) -> npt.NDArray[Any]:
-    """An array from an archive, its checksum checked."""
     place.file.check_unchanged()
     try:
         with zipfile.ZipFile(place.file.path) as archive:

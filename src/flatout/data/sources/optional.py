@@ -8,11 +8,7 @@ from flatout.errors import DataError
 
 
 def require(package: str, extra: str, kind: str) -> None:
-    """Import a package, or say how to install it.
-
-    Raises:
-        DataError: it cannot be imported.
-    """
+    """Import a package, or say how to install it."""
     try:
         import_module(package)
     except ImportError as error:

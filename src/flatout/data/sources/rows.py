@@ -30,16 +30,7 @@ _QUICK = 1 << 30
 
 
 class FolderRows(Rows):
-    """Rows of a folder, mapped into memory. Follows `flatout.data.origins.Rows`.
-
-    Args:
-        path: of the folder.
-        schema: other roles, padding and names of lengths than those that were written; None for
-            those.
-
-    Raises:
-        DataError: there is no row cache, it is damaged, or the schema is not that of its columns.
-    """
+    """Rows of a folder, mapped into memory. Follows `flatout.data.origins.Rows`."""
 
     random = True
 
@@ -128,7 +119,6 @@ class FolderRows(Rows):
                 yield self._column(field._replace(dtype=np.dtype(np.int64)))[:, 1]
 
     def _column(self, field: Field) -> npt.NDArray[Any]:
-        """One column of all rows, in its own memory, of shape (rows, values)."""
         self._folder.verify_rows()
         raw = self._folder.store.rows[:, field.offset : field.offset + field.width]
         return np.ascontiguousarray(raw).view(field.dtype)
@@ -147,11 +137,7 @@ class FolderRows(Rows):
         return [f"when it was converted: {note}" for note in self._folder.meta.get("notes", [])]
 
     def verify(self) -> None:
-        """Compare all bytes with their checksums.
-
-        Raises:
-            DataError: naming the file and the first piece that differs.
-        """
+        """Compare all bytes with their checksums."""
         self._folder.verify()
 
 

@@ -33,16 +33,7 @@ _OPTIONS = ("categories", "unknown", "dates", "stack", "left_out", "allow_nan", 
 
 
 class TableRows(Rows):
-    """Rows of an Arrow table in memory. Follows `flatout.data.origins.Rows`.
-
-    Args:
-        table: with the columns that the schema uses.
-        schema: that fits it.
-        notes: what there is to say of it.
-
-    Raises:
-        DataError: a column is missing or cannot become what the schema says; or there are no rows.
-    """
+    """Rows of an Arrow table in memory. Follows `flatout.data.origins.Rows`."""
 
     random = True
 
@@ -80,11 +71,7 @@ class TableRows(Rows):
         return _values_digest(self._table)
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """These rows, in this order.
-
-        Raises:
-            DataError: naming column and row of a value that does not fit.
-        """
+        """These rows, in this order."""
         import pyarrow as pa
 
         from flatout.data.sources.arrow_columns import BadValue, to_columns
@@ -170,7 +157,6 @@ def table(
 
 
 def _without_absent(schema: Schema, fields: Mapping[str, Any]) -> Schema:
-    """The schema of tables, with targets and weights unused that are not there."""
     options = {name: value for name, value in schema.options.items() if name in _OPTIONS}
     columns = tuple(
         column.model_copy(update={"role": "unused"})
@@ -182,7 +168,6 @@ def _without_absent(schema: Schema, fields: Mapping[str, Any]) -> Schema:
 
 
 def _as_table(rows: Any) -> pa.Table:
-    """What a user hands over, as an Arrow table."""
     import pyarrow as pa
 
     try:
@@ -206,7 +191,6 @@ def _as_table(rows: Any) -> pa.Table:
 
 
 def _without_views(table: pa.Table) -> pa.Table:
-    """Arrow takes no rows of the views that polars holds texts in."""
     import pyarrow as pa
 
     for at, field in enumerate(table.schema):
@@ -216,7 +200,6 @@ def _without_views(table: pa.Table) -> pa.Table:
 
 
 def _without_blanks(table: pa.Table) -> pa.Table:
-    """Of a column of empty texts alone, missing values, as CSV takes them."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -228,7 +211,6 @@ def _without_blanks(table: pa.Table) -> pa.Table:
 
 
 def _values_digest(table: pa.Table) -> str:
-    """16 hex digits over which values there are and what they are, in a table of any chunks."""
     import pyarrow as pa
 
     digest = hashlib.blake2b(digest_size=8)

@@ -179,18 +179,10 @@ class _Part(NamedTuple):
 class TableChunks:
     """Parts of tables in files. Follows `flatout.data.rows.Chunks`.
 
-    Args:
-        files: table files of one kind.
-        schema: a schema that fits each file.
-        notes: lines for the user about the schema.
-
     Attributes:
         files: the paths of the files.
         changes: keeps a line for each column in which reading has changed a value.
         file_rows: the first row of each file, followed by the number of all rows.
-
-    Raises:
-        DataError: a file lacks a column of the schema, or has it in a type that does not fit.
     """
 
     def __init__(
@@ -219,11 +211,7 @@ class TableChunks:
         return files_digest([file.file for file in self._files], self.schema.dumps())
 
     def read(self, chunk: int, buffers: Buffers) -> Block:
-        """Decode a part.
-
-        Raises:
-            DataError: naming file, part, column and row.
-        """
+        """Decode a part."""
         at = self._parts[chunk]
         file = self._files[at.file]
         start, stop = (int(number) for number in self._starts[chunk : chunk + 2])
@@ -301,7 +289,6 @@ def _types(schema: pa.Schema, file: File) -> dict[str, pa.DataType]:
 
 @contextmanager
 def _explained(file: File, what: str) -> Iterator[None]:
-    """pyarrow's errors, as ours."""
     try:
         yield
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
@@ -342,7 +329,6 @@ def table_chunks(
 
 
 def _texts(files: Sequence[TableFile], names: Sequence[str], few: bool) -> dict[str, Texts]:
-    """What columns of text hold, in all parts or in the first."""
     parts = [(file, part) for file in files for part in range(len(file.sizes))]
     first = files[0]
     for pair, name in product(files[1:], names):

@@ -178,7 +178,6 @@ def tfrecord(
 def _first_records(
     files: Sequence[File], policy: ErrorPolicy, check: bool
 ) -> tuple[File, list[tuple[int, bytes]]]:
-    """The first file that has good records, and the first of them with the bytes they begin at."""
     for file in files:
         records = []
         for start, record, crc in _records(file):
@@ -194,7 +193,6 @@ def _first_records(
 
 
 def _records(file: File) -> Iterator[tuple[int, bytes, int]]:
-    """Where each record of a file begins, the record, and its checksum as it stands there."""
     with open(file.path, "rb") as opened:
         place, rest = 0, b""
         while piece := opened.read(_PIECE):

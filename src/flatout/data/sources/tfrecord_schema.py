@@ -31,14 +31,6 @@ def infer_schema(records: Iterable[tuple[int, bytes]], where: str, policy: Error
     """The schema that these records fit.
 
     Columns of bytes, and of features that differ in length, are ragged.
-
-    Args:
-        records: the byte of the file where each begins, and the record.
-        where: the file.
-        policy: what to do about a record that is no Example.
-
-    Raises:
-        DataError: a record is no Example, a feature changes its kind, or there is no feature.
     """
     features: dict[str, list[FeatureKind]] = {}
     for byte, record in records:
@@ -61,11 +53,7 @@ def infer_schema(records: Iterable[tuple[int, bytes]], where: str, policy: Error
 
 
 def with_defaults(schema: Schema, given: float | Mapping[str, float] | None) -> Schema:
-    """Return the schema with defaults: one number for all columns, or a number by column.
-
-    Raises:
-        DataError: a column does not exist.
-    """
+    """Return the schema with defaults: one number for all columns, or a number by column."""
     if given is None:
         return schema
     names = [column.name for column in schema.columns]
@@ -97,11 +85,7 @@ def _column(name: str, features: list[FeatureKind], where: str) -> Column:
 
 
 def features_of(record: bytes) -> dict[str, FeatureKind]:
-    """Kind and number of values of each feature of an Example.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Kind and number of values of each feature of an Example."""
     result = {}
     for number, features in fields(record):
         if number != 1:

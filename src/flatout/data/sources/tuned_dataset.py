@@ -124,7 +124,6 @@ class TunedDatasetSource(DatasetSource):
                         break
 
     def _left(self, epoch: int, step: int) -> int:
-        """Batches of the run that are still to come; where that is not known, as many as were."""
         more = self._passes if self._epochs is None else self._epochs - epoch - 1
         return self.plan.steps - step + max(0, more) * self.plan.steps
 
@@ -168,7 +167,6 @@ class TunedDatasetSource(DatasetSource):
     def _made_by(
         self, workers: Workers, epoch: int, step: int
     ) -> Generator[tuple[Batch, float], None, None]:
-        """Batches with the seconds that were waited for each; fewer where they cannot be made."""
         # Made before a thread begins, which would use the Dataset at the same time.
         expected = self._asked_for(epoch, step) if self.tuner.is_trying and workers != 0 else None
         with closing(self._started(workers, epoch, step)) as made:
@@ -203,14 +201,12 @@ class TunedDatasetSource(DatasetSource):
         return self.made(loader, epoch, step)
 
     def _asked_for(self, epoch: int, step: int) -> Any:
-        """A batch as the main process makes it."""
         numbers = self.numbers(epoch, step)[0]
         return self.fetch.__getitems__(
             Draw(batch_seed(self.plan.seed, epoch, step), numbers.tolist())
         )
 
     def _reason_against(self, workers: Workers) -> str:
-        """Why these workers may not make batches; empty where they may."""
         if self._against_any:
             return self._against_any
         if workers == "thread":
@@ -242,5 +238,4 @@ class _Loader(DataLoader[Any]):
 
 
 def _most_workers() -> int:
-    """A few more than CPUs, for samples that wait for a disk or a network."""
     return max(2, 2 * usable_cpus()) if sys.platform == "linux" else 0

@@ -47,17 +47,7 @@ Count: TypeAlias = "Callable[[Sequence[str], bool], Mapping[str, Texts]]"
 def with_vocabularies(
     wanted: ColumnOptions, fields: Mapping[str, pa.DataType], count: Count
 ) -> ColumnOptions:
-    """The same, with the categories of the columns that are to be learned.
-
-    Args:
-        wanted: what the user says.
-        fields: the types of the table's columns.
-        count: looks at its rows.
-
-    Raises:
-        DataError: a column of texts is left that holds no categories, and may not be left out, or
-            was asked for.
-    """
+    """The same, with the categories of the columns that are to be learned."""
     roles = wanted.roles(dict.fromkeys(fields, "input"))
     fixed, asked = wanted.fixed_categories(fields), wanted.asked_categories(fields)
     texts = [
@@ -97,7 +87,6 @@ def with_vocabularies(
 
 
 def _no_categories(texts: Texts, share: float) -> str:
-    """Why texts are no categories, or ""."""
     values, rows = texts
     if not values:  # none could be read: what is no text in its encoding is told with its line
         return ""
@@ -152,12 +141,7 @@ def texts_of(table: pa.Table, names: Sequence[str]) -> dict[str, Texts]:
 
 
 def notes_of(options: Mapping[str, Any], numberish: Sequence[str] = ()) -> list[str]:
-    """What is said of the categories that were learned, and of columns that were left out.
-
-    Args:
-        options: of the schema.
-        numberish: columns of texts that look like numbers or dates.
-    """
+    """What is said of the categories that were learned, and of columns that were left out."""
     known, notes = options.get("categories", {}), []
     learned = [f"{name} {len(known[name]):,}" for name in options.get("unknown", ())]
     if learned:

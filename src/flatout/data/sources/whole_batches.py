@@ -29,10 +29,6 @@ _CHANGES = 2
 class WholeBatches:
     """Which samples of a Dataset come out the same when they are asked for together.
 
-    Args:
-        dataset: the user's.
-        clock: returns seconds.
-
     Attributes:
         why_not: why whole batches are not used; empty while they may be.
     """
@@ -84,13 +80,7 @@ class WholeBatches:
             return None
 
     def compare(self, numbers: list[int], made: Any, made_s: float) -> None:
-        """Make a batch at once that was made sample by sample, and note whether it is the same.
-
-        Args:
-            numbers: of the samples.
-            made: what the Dataset's samples became.
-            made_s: seconds that this took.
-        """
+        """Make a batch at once that was made sample by sample, and note whether it is the same."""
         if made_s < _LEAST_S:
             self.give_up("batches are made quickly")
             return

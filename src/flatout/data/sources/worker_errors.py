@@ -75,11 +75,7 @@ def refuse_dead_worker(error: BaseException, workers: Iterable[Any] = ()) -> Non
 
 
 def refuse_small_shm(error: Exception) -> None:
-    """Raise what it means, if an error means that /dev/shm has no room.
-
-    Raises:
-        DataError: it does.
-    """
+    """Raise what it means, if an error means that /dev/shm has no room."""
     shm = read_shm()
     is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
     # The error may come from another full disk to which a dataset writes.

@@ -105,30 +105,6 @@ def augment(
     in the epoch, so they are the same with any number of threads and ranks. The seed is that of
     `shuffle`. Choices are made in the order of the arguments; for another order write several
     stages. Inputs are images of bytes or floats; targets stay as they are.
-
-    Args:
-        crop: height and width, or one number for both, of a part at a random place.
-        padding: black pixels around the image, before `crop`.
-        five_crop: the same, of one of the four corners or the middle.
-        random_resized_crop: height and width, or one number for both, that a part of random area,
-            shape and place is brought to, by torchvision's rule; or a dict of `size`, `scale`, the
-            least and greatest area (0.08, 1), and `ratio`, the least and greatest width over
-            height (3/4, 4/3). Images are of uint8 or float32.
-        flip: mirror half of the images: "horizontal", left to right; "vertical", upside down; or
-            "both", each independently.
-        rotate: 90 turns images, which are square, by 0, 1, 2 or 3 quarters.
-        brightness: multiplies by a factor from 1 - brightness, at least 0, to 1 + brightness. Of
-            this and the next two torchvision's formulas are used, on uint8 images.
-        contrast: the same factor for the distance from the mean gray.
-        saturation: the same factor for the distance from each pixel's gray.
-        cutout: side in pixels of a square of zeros around a random pixel.
-        views: so many draws for each sample, one of which is taken in each epoch, in place of a new
-            one: what is computed of a sample can then be kept. Draws for images in a folder depend
-            on their names, so they stay when others come or go. This changes learning.
-
-    Raises:
-        DataError: the arguments make no sense, or, before the first step, the inputs are no images,
-            a crop or cutout is larger than they are, or images to be turned are not square.
     """
     augmentation = Augmentation(
         crop=size_of("crop", crop),

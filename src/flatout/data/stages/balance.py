@@ -85,17 +85,6 @@ def balance(self: Writable[P], how: Literal["over", "under"] | int = "over", *, 
     cache; each time that it comes, what is random is drawn for it again. An order is a function
     of (seed, epoch) alone. Classes take turns; `shuffle` mixes them.
     Validation data are other pipelines, and stay as they are: split before.
-
-    Args:
-        how: "over" repeats rows of rarer classes, so that each class comes as often as the most
-            frequent one: in an epoch each row of a class comes equally often, give or take one.
-            "under" takes as many rows of each class as the rarest one has, others in each epoch:
-            all have had their turn once the epochs have taken as many as there are. A number takes
-            so many rows of each class, by the same rules.
-        seed: of which rows come once more, or have their turn first.
-
-    Raises:
-        DataError: `how` is none of these. Later: samples do not have one class each.
     """
     if how not in ("over", "under"):
         if isinstance(how, str):
@@ -109,11 +98,6 @@ def balanced(groups: Sequence[Numbers], each: int, seed: int) -> Order:
 
     All rows of a group come equally often; what is left over goes round in a drawn order, from
     where the epoch before has stopped. So no row comes twice more than another.
-
-    Args:
-        groups: the rows of each class.
-        each: rows of a class in an epoch.
-        seed: of the drawn orders.
     """
     turns = [group[drawn(len(group), seed, _CLASSES + at)] for at, group in enumerate(groups)]
 
@@ -131,7 +115,6 @@ def balanced(groups: Sequence[Numbers], each: int, seed: int) -> Order:
 def _words(
     names: Sequence[str] | None, labels: npt.NDArray[np.int64], counts: Numbers, each: int
 ) -> str:
-    """Such as "balance: 2 classes x 900 rows an epoch: cat 900 x 1, dog 100 x 9"."""
     words = [
         f"{_name(names, label)} {count:,} x {rounded(each / count)}"
         for label, count in zip(labels[:_TOLD].tolist(), counts[:_TOLD].tolist(), strict=True)

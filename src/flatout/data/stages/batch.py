@@ -72,15 +72,7 @@ class Batch(Stage):
 
 
 def batch(self: Writable[P], size: int, *, last: Last = "keep", by_length: bool | int = False) -> P:
-    """Global batches of `size` samples.
-
-    Args:
-        size: samples of a batch, over all ranks.
-        last: of a smaller last batch: "keep" it, "drop" it, or "pad" it to `size` with samples
-            of its own that weigh nothing.
-        by_length: bring rows of about the same length together, among so many batches; True
-            means 64. It saves padding and changes the order.
-    """
+    """Global batches of `size` samples."""
     if last not in ("keep", "drop", "pad"):
         raise DataError(f"last: expected 'keep', 'drop' or 'pad', found {last!r}")
     window = _BY_LENGTH_WINDOW if by_length is True else int(by_length) or None
@@ -94,13 +86,6 @@ def by_length(
 
     Within each window of `window` batches rows are sorted by length, in descending order of the
     epoch where lengths are equal; then the window's batches are shuffled, unless `seed` is None.
-
-    Args:
-        inner: the order to start from.
-        lengths: of each row of the source.
-        batch_size: rows of a batch.
-        window: batches within which rows may move.
-        seed: of the order of the batches.
     """
 
     def arranged(epoch: int) -> Numbers:

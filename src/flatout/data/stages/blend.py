@@ -92,15 +92,6 @@ def mixup(self: Writable[P], alpha: float, *, classes: int | None = None) -> P:
     become float32 shares of shape (samples, classes), which cross_entropy and accuracy take. Bytes
     stay bytes, rounded. Where `cutmix` is written too, each batch gets one of the two. It changes
     learning; validation data are another pipeline, without it.
-
-    Args:
-        alpha: above 0; 0.2 is usual. The larger, the more even are the shares.
-        classes: how many there are; None takes the names of the data's classes.
-
-    Raises:
-        DataError: the arguments make no sense, or it does not come after `batch`, before
-            functions of whole batches. Later: inputs are not one tensor of floats or bytes, class
-            numbers are outside of the classes, or samples have weights.
     """
     return self._with(Mixup(*_checked("mixup", alpha, classes)))
 
@@ -110,13 +101,6 @@ def cutmix(self: Writable[P], alpha: float = 1.0, *, classes: int | None = None)
 
     The rectangle is drawn once for a global batch, its area from the Beta distribution
     (alpha, alpha). All else is as for `mixup`.
-
-    Args:
-        alpha: above 0; 1 is usual, and draws all areas equally often.
-        classes: how many there are; None takes the names of the data's classes.
-
-    Raises:
-        DataError: as `mixup`, or inputs are no images.
     """
     return self._with(Cutmix(*_checked("cutmix", alpha, classes)))
 

@@ -72,20 +72,13 @@ class Cache(Stage):
 
 
 def cache(self: Writable[P], where: Where = "auto", *, folder: str | None = None) -> P:
-    """Keep samples as they are here, so that they are read and made once.
-
-    Args:
-        where: "memory", "disk", or "auto": memory where it fits, else the disk. The size counts
-            decoded; where it does not fit, that is an error with the numbers.
-        folder: on the disk, where; None means the cache folder.
-    """
+    """Keep samples as they are here, so that they are read and made once."""
     if where not in ("auto", "memory", "disk"):
         raise DataError(f"cache: expected 'auto', 'memory' or 'disk', found {where!r}")
     return self._with(Cache(where, folder))
 
 
 def _left_out(behind: Sequence[Changed]) -> str:
-    """Why there is no cache, where what it could hold is there already."""
     if not behind:
         return "cache was left out: the samples are in memory already"
     return (

@@ -43,12 +43,5 @@ def normalize(
 
     It runs last, wherever it is written, so that caches hold bytes; a Trainer copies bytes to
     its device and normalizes there. What a model was trained with is saved with it.
-
-    Args:
-        mean: of pixels from 0 to 1, for each channel or one for all.
-        std: their standard deviation, likewise.
-
-    Raises:
-        DataError: the numbers make no sense.
     """
     return self._with(Normalize(Normalization.of(mean, std)))

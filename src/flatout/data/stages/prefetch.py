@@ -36,7 +36,6 @@ def prefetch(self: Writable[P], device: str, *, depth: int = 2) -> P:
 
 
 def _check_device(device: str) -> None:
-    """Refuse what torch has no name for, or cannot use here."""
     try:
         kind = torch.device(device).type
     except (RuntimeError, TypeError):

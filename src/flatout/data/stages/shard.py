@@ -107,11 +107,8 @@ class Shard(Stage):
             plan.numbers = self.rows_of(plan.numbers, getattr(plan.origin, "file_rows", None))
 
     def rows_of(self, numbers: Numbers, file_rows: Numbers | None) -> Numbers:
-        """A rank's own rows: whole files, or a range. Of presharded files, of those that are here.
-
-        Args:
-            numbers: all rows.
-            file_rows: where each file's rows begin, and at last where they end.
+        """A rank's own rows: whole files, or a range. Of presharded files, of those that are
+        here.
         """
         rank, world = self.beside if self.presharded else (self.rank, self.world_size)
         if world == 1:
@@ -150,12 +147,6 @@ class Shard(Stage):
         """How many rows batch `at` of a pass of a stream has: this rank's share of the batch size.
 
         Where the steps of an epoch were agreed on, this rank's rows are spread over them.
-
-        Args:
-            at: number of the batch.
-            whole: rows of a global batch.
-            rows: of this rank in a pass, where that is known.
-            turns: passes of an epoch.
         """
         if self.world_size > 1 and self.steps is not None and rows is not None:
             steps = self.steps // turns
@@ -176,23 +167,6 @@ def shard(
 
     A Trainer and a Loop give each rank its share of every batch by themselves. Write it where
     ranks should have their own samples, or for a loop without either.
-
-    Args:
-        rank: from 0. Without rank and world size, those of this process.
-        world_size: how many ranks there are.
-        by: "batch" gives every rank its share of each global batch, so that the order is the
-            same on any number of ranks; "files" and "rows" give it its own samples, which
-            spares reading what others read.
-        presharded: by what the files were split before. By "node", as ShardedByS3Key does it: the
-            ranks of this node share out what is here. By "local_rank", so that each rank of a node
-            has its own folder, the same on every node: the ranks of this number share it out.
-            By "rank": what is here is this rank's alone. True is "node", and with a rank given
-            "rank".
-        steps: with `presharded`, batches in an epoch, the same number on every rank. A Trainer
-            finds it out: samples of all ranks / batch size, rounded up.
-
-    Raises:
-        DataError: it makes no sense.
     """
     if (rank is None) != (world_size is None):
         raise DataError("shard: pass both rank and world_size, or neither")
@@ -222,7 +196,6 @@ def shard(
 
 
 def _beside(presharded: bool | Presharded, here: Place) -> tuple[int, int]:
-    """Which of how many ranks that have the same files a rank is."""
     if presharded == "local_rank":
         return here.node, here.nodes
     if presharded in ("node", True):
@@ -231,7 +204,6 @@ def _beside(presharded: bool | Presharded, here: Place) -> tuple[int, int]:
 
 
 def _balanced(sizes: Numbers, ranks: int) -> Numbers:
-    """Which rank gets which file: the largest first, each to the rank that has least so far."""
     owner = np.empty(len(sizes), np.int64)
     load = np.zeros(ranks, np.int64)
     for at in np.argsort(-sizes, kind="stable"):

@@ -58,10 +58,6 @@ class Shuffle(Stage):
         plan.steps.append(self._windows)
 
     def _windows(self, blocks: Iterator[Block], epoch: int) -> Iterator[Block]:
-        """Each time a window's worth of rows has come, one of those here by then goes out.
-
-        Units are counted in rows, not in what came at once: so the order does not depend on timing.
-        """
         pool: Block | None = None
         for at, unit in enumerate(cut(blocks, lambda at: self.window or 1)):
             if pool is None:
@@ -76,13 +72,7 @@ class Shuffle(Stage):
 
 
 def shuffle(self: Writable[P], seed: int = 0, *, window: int | None = None) -> P:
-    """A new order every epoch, a function of (seed, epoch) alone.
-
-    Args:
-        seed: of the orders.
-        window: shuffle only among so many neighbors, for streams and for files that do not fit
-            in memory; None shuffles all.
-    """
+    """A new order every epoch, a function of (seed, epoch) alone."""
     try:
         seed = operator.index(seed)
     except TypeError:

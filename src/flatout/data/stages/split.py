@@ -36,12 +36,7 @@ class Split(Stage):
         plan.numbers = self.part(plan.numbers, labels)
 
     def part(self, numbers: Numbers, labels: npt.NDArray[Any] | None) -> Numbers:
-        """One of the two parts of rows, in ascending order.
-
-        Args:
-            numbers: the rows to split.
-            labels: of each of these rows, to be shared out class by class.
-        """
+        """One of the two parts of rows, in ascending order."""
         if self.by == "order":
             cut = self._share(len(numbers))
             return numbers[:cut] if self.first else numbers[cut:]
@@ -74,18 +69,7 @@ def split(
     seed: int = 0,
     stratify: bool = False,
 ) -> tuple[P, P]:
-    """Two pipelines over different samples, with the same stages.
-
-    Args:
-        fraction: of the samples in the first part.
-        by: "random", a function of `seed`; or "order": the first part comes before the second,
-            as days do.
-        seed: of the choice.
-        stratify: share out each class alike.
-
-    Raises:
-        DataError: the fraction is not between 0 and 1, or stratify goes with by="order".
-    """
+    """Two pipelines over different samples, with the same stages."""
     if not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
         raise DataError(f"split: expected a fraction between 0 and 1, found {fraction!r}")
     if by not in ("random", "order"):

@@ -45,7 +45,6 @@ def look(observation: Observation) -> Findings:
 
 
 def _left_of_it(observation: Observation, optimizer: Optimizer | None, name: str, many: int) -> str:
-    """What that changes where steps do not grow with the gradient."""
     parts = []
     if any(call.kind == "clip" for call in observation.calls):
         parts.append(f"it is clipped as if at 1/{many} of the limit")

@@ -95,6 +95,5 @@ def _site(observation: Observation) -> str:
 
 
 def _line(observation: Observation) -> str:
-    """The innermost line of the error that is no installed package's."""
     own = [f"{file}:{line}" for file, line in _PLACE.findall(observation.error) if is_users(file)]
     return own[-1] if own else _site(observation)

@@ -78,7 +78,6 @@ def look(observation: Observation) -> list[Finding]:
 
 
 def _last_and_whole(observation: Observation) -> tuple[int, float] | None:
-    """The samples of the last batch of an epoch and its ms; None where steps are not so ordered."""
     try:
         (loader,) = training_loaders(observation)
     except (NoSignal, ValueError):

@@ -59,7 +59,6 @@ def look(observation: Observation) -> list[Finding]:
 
 
 def _memory(observation: Observation, loader: Loader) -> tuple[list[int], list[float]]:
-    """Steps, and the memory then of what makes samples; the first steps may still fill it."""
     steps, memory = (
         (observation.job_at, observation.job_mb)
         if loader.num_workers
@@ -72,7 +71,6 @@ def _memory(observation: Observation, loader: Loader) -> tuple[list[int], list[f
 
 
 def _whole_mb(loader: Loader, each: float) -> float | None:
-    """What all samples will take, by what each of them has; None where something else grows."""
     if loader.length is None or not loader.sample_bytes or not loader.batch_size:
         raise NoSignal("memory grows; how large a sample is, and how many there are, was not seen")
     least, most = _LIKE_A_SAMPLE
@@ -84,12 +82,10 @@ def _whole_mb(loader: Loader, each: float) -> float | None:
 
 
 def _keeps(loader: Loader) -> bool:
-    """Whether the dataset was seen to keep something of each sample."""
     return (loader.kept_per_sample or 0.0) >= _KEPT
 
 
 def _copies(loader: Loader) -> int:
-    """Each worker that stays reads all samples in the end, and keeps its own."""
     return max(1, loader.num_workers or 1) if loader.persistent_workers else 1
 
 

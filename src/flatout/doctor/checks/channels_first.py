@@ -36,7 +36,6 @@ def look(observation: Observation) -> Findings:
 
 
 def _convolves_images(model: Model) -> bool:
-    """One-dimensional convolutions have no such format."""
     named = any("Conv" in layer for layer in model.layers)
     return model.has_convolutions and (
         not named or any("Conv2" in layer or "Conv3" in layer for layer in model.layers)

@@ -48,15 +48,7 @@ RANK_CHECKS: list[Check[Sequence[Observation]]] = []
 def check(
     *, edit: Write | None = None, lane: str = "", hooks: bool = False
 ) -> Callable[[Callable[[Observation], Findings]], Callable[[Observation], list[Finding]]]:
-    """Register a function of an Observation as the check that its file is named after.
-
-    Args:
-        edit: the `edit` of the Check.
-        lane: the `lane` of the Check.
-        hooks: True if the check needs hooks on modules or functions of torch, or the graph of a
-            loss. A script that compiles gets no such hooks, because they would make torch compile
-            it again, and its graph shows a compiled function as one node.
-    """
+    """Register a function of an Observation as the check that its file is named after."""
     if not hooks:
         return partial(_register, CHECKS, edit, lane)
     return lambda look: _register(CHECKS, edit, lane, _unless_compiled(look))

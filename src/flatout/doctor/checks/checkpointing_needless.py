@@ -67,7 +67,6 @@ def _fits(observation: Observation, mb: float) -> bool:
 
 
 def _cost_ms(observation: Observation, host: float) -> float:
-    """Of a step: as long as it takes in forward, where the host or the GPU computes it."""
     if not is_gpu(observation):
         return host
     share = min(1.0, host / max(lane(observation, "forward"), 1e-9))

@@ -32,7 +32,6 @@ def look(observation: Observation) -> Findings:
 
 
 def _told(observation: Observation) -> set[int]:
-    """The classes that a loss has outputs for: others are not what the model is to tell."""
     labels = [loss for loss in observation.in_losses if loss.kind == "labels"]
     if not labels:
         raise NoSignal("no labels of classes were seen")

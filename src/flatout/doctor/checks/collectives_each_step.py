@@ -48,7 +48,6 @@ def _bytes(call: Call) -> int:
 
 
 def _least_gradients(observation: Observation) -> float:
-    """Bytes that the gradients of the smallest optimizer take at least."""
     return min((item.elements for item in observation.optimizers if item.elements), default=_FEW)
 
 

@@ -10,8 +10,6 @@ from flatout.observe import Model, Observation
 
 
 def _draws_only(observation: Observation, model: Model) -> bool:
-    """Whether it is one of several that train against each other, as a GAN's generator, and is
-    called on no data that were held out: many let its BatchNorm see the batch that is drawn."""
     is_one_of_several = len(observation.models) > 1 and len(observation.optimizers) > 1
     has_dropout = any("Drop" in layer for layer in model.layers)
     # What is called as a whole each time, such as noise that stays the same, is no data set.

@@ -60,7 +60,6 @@ def look(observation: Observation) -> Findings:
 
 
 def _arithmetic(observation: Observation, trained: list[Model]) -> float:
-    """The most of forward and backward that arithmetic can be: no dtype makes the rest faster."""
     rates = [_rate(observation, model) for model in trained]
     cores = min(observation.threads or 1, observation.usable_cpus or observation.threads or 1)
     known = [rate for rate in rates if rate is not None]
@@ -72,6 +71,5 @@ def _rate(observation: Observation, model: Model) -> float | None:
 
 
 def _computes(observation: Observation, model: Model) -> bool:
-    """Whether arithmetic can be what takes the time."""
     rate = _rate(observation, model)
     return rate is None or rate >= SLOW_RATE

@@ -39,7 +39,6 @@ def look(observation: Observation) -> list[Finding]:
 
 
 def _is_full(call: Call) -> bool:
-    """Python itself collects the oldest generation rarely, gc.collect() always."""
     return bool(call.detail.get("generation", 2) == 2)
 
 

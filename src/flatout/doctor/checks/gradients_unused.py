@@ -36,7 +36,6 @@ def _has_several(observation: Observation) -> bool:
 
 
 def _cost_ms(observation: Observation, item: UnusedGradients) -> float | None:
-    """What they take of backward, were all numbers equally dear."""
     backward = observation.lanes_ms.get("backward")
     if backward is None:
         return None
@@ -44,7 +43,6 @@ def _cost_ms(observation: Observation, item: UnusedGradients) -> float | None:
 
 
 def _model(item: UnusedGradients) -> str:
-    """Which model has the parameters, as far as that is known."""
     if not item.model:
         return "another model"
     return f"the {item.model} called at {_place(item.called_at)}" if item.called_at else item.model

@@ -59,10 +59,6 @@ def _told(taken: float) -> str:
 
 
 def _until(observation: Observation) -> tuple[float, str]:
-    """To how many steps it is told, and what these are.
-
-    Those of an epoch, where its length is known: histories often begin again with the next.
-    """
     epoch, run = epoch_steps(observation), run_steps(observation)
     if epoch:
         return epoch, ", an epoch"
@@ -70,7 +66,6 @@ def _until(observation: Observation) -> tuple[float, str]:
 
 
 def _ms_after(history: Growing, steps: float) -> float:
-    """What it takes after so many steps."""
     if not history.is_list and history.numbers * history.bytes >= _LARGE:
         return history.ms * steps / history.at
     of_number = _OF_NUMBER_S if history.is_list else history.bytes / _COPIED
@@ -79,6 +74,5 @@ def _ms_after(history: Growing, steps: float) -> float:
 
 
 def _ms_now(observation: Observation, growing: Growing) -> float:
-    """What its line takes, where lines were looked at, else what the call took."""
     taken = [line.ms for line in observation.lines if line.site == growing.site]
     return max([growing.ms, *taken])

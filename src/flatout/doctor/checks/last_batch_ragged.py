@@ -28,7 +28,6 @@ def look(observation: Observation) -> Findings:
 
 
 def _last(loader: Loader, ranks: int) -> int:
-    """Samples in the last batch of a rank."""
     if loader.batch_size is None or loader.length is None:
         raise NoSignal("how many samples there are, or how many in a batch, was not seen")
     samples = -(-loader.length // ranks) if loader.is_distributed else loader.length

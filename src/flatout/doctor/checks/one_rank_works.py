@@ -50,7 +50,6 @@ def look(observations: Sequence[Observation]) -> Findings:
 
 
 def _excess(rank: Observation, observations: Sequence[Observation], work: str) -> float:
-    """How many ms per step a rank spends on this beyond the others; 0 where they do it, too."""
     others = fmean(_spent(other, work) for other in observations if other is not rank)
     own = _spent(rank, work)
     return 0.0 if others >= _SHARED * own else own - others
@@ -63,7 +62,6 @@ def _spent(rank: Observation, work: str) -> float:
 
 
 def _whole(rank: Observation) -> float:
-    """From one step to the next, evaluation and saving included."""
     return sum(rank.lanes_ms.get(name) or 0.0 for name in LANES)
 
 

@@ -34,7 +34,6 @@ def look(observation: Observation) -> Findings:
 
 
 def _of_head(model: Model) -> Finding:
-    """Where all that is missed comes before what is stepped, only that may be meant to train."""
     names = model.not_stepped
     return Finding(
         kind="note",
@@ -48,7 +47,6 @@ def _of_head(model: Model) -> Finding:
 
 
 def _of_average(observation: Observation, model: Model) -> Finding:
-    """What the script changes itself learns, but not by these gradients."""
     names, backward = model.moved, observation.lanes_ms.get("backward")
     cost = None if backward is None else backward * model.moved_share
     return Finding(

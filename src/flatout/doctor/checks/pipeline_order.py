@@ -23,7 +23,6 @@ def look(observation: Observation) -> Findings:
 
 
 def _shuffles_batches(stages: list[str]) -> bool:
-    """Whether the only shuffling comes while samples lie in batches."""
     are_batched = False
     late = False
     for stage in stages:

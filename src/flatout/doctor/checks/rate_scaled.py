@@ -45,7 +45,6 @@ def look(observation: Observation) -> list[Finding]:
 
 
 def _multiplies(call: Call) -> bool:
-    """Whether the rate is a product with the number of ranks, in this line."""
     rate = _rate_in(call.site.code)
     words = [word for part in ast.walk(rate) for word in _words(part)] if rate else []
     operators = [type(part.op) for part in ast.walk(rate) if isinstance(part, ast.BinOp)]
@@ -57,7 +56,6 @@ def _multiplies(call: Call) -> bool:
 
 
 def _rate_in(line: str) -> ast.expr:
-    """What the line gives as learning rate; a constant where it gives none."""
     try:
         tree = ast.parse(line.strip())
     except SyntaxError:

@@ -71,7 +71,6 @@ def look(observation: Observation) -> Findings:
 
 
 def _of_name(kept: KeptGraphs, grows: str, slower: float | None) -> Finding:
-    """What a name of the script's holds, with its evidence."""
     more = f"{kept.nodes / max(1, kept.steps):,.0f} more with each"
     what = (
         f"{kept.name} keeps {kept.steps} tensors with their graphs"
@@ -90,8 +89,6 @@ def _of_name(kept: KeptGraphs, grows: str, slower: float | None) -> Finding:
 
 
 def _grown(observation: Observation) -> tuple[str, float | None] | str:
-    """How memory grows with the graphs, and how much longer steps become; else why that is not
-    known, "" where it does not grow."""
     first = int(_WARM * len(observation.memory_mb))
     steps, memory = observation.memory_at[first:], observation.memory_mb[first:]
     if len(memory) < _POINTS or len(set(steps)) < _POINTS:
@@ -124,7 +121,6 @@ def _r_squared(steps: list[int], memory: list[float], slope: float, start: float
 
 
 def _nodes_grow(looks: list[tuple[int, int]]) -> bool:
-    """Whether graphs had more nodes in each look, as far as these are counted."""
     return all(
         after[1] - before[1] >= _NODES * (after[0] - before[0])
         for before, after in pairwise(looks)
@@ -133,7 +129,6 @@ def _nodes_grow(looks: list[tuple[int, int]]) -> bool:
 
 
 def _slower(steps: list[float]) -> float | None:
-    """How much longer the last ones take, where each takes longer than the one before."""
     quarter = len(steps) // 4
     if not quarter:
         return None

@@ -41,7 +41,6 @@ def look(observations: Sequence[Observation]) -> Findings:
 
 
 def _first(loader: Loader) -> int | None:
-    """A number for the first batch; None where it was not seen."""
     if loader.is_iterable:
         batches = loader.worker_batches
         # Equal batches in one rank would be equal in all.

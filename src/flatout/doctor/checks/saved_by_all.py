@@ -43,7 +43,6 @@ def look(observations: Sequence[Observation]) -> list[Finding]:
 
 
 def _shared(files: dict[int, list[dict[str, Any]]], key: str) -> tuple[list[int], str]:
-    """The ranks that have this in common in a step, most of them, and the name of their file."""
     by_value: dict[tuple[Any, Any], dict[int, str]] = {}
     for rank, saves in files.items():
         for saved in saves:

@@ -66,13 +66,11 @@ def _finding(observation: Observation, call: Call) -> Finding:
 
 
 def _bytes(observation: Observation) -> float:
-    """Of a file, of those that steps have written; 0 where none was seen."""
     sizes = [saved["bytes"] for saved in observation.saved if saved["step"] and saved.get("bytes")]
     return median(sizes) if sizes else 0.0
 
 
 def _are_kept(observation: Observation) -> bool:
-    """Whether steps write files of their own, and none is deleted."""
     files = [saved for saved in observation.saved if saved["step"] and saved["path"]]
     own = {saved["path"] for saved in files if saved.get("is_there")}
     return len(files) > 1 and len(own) == len(files)

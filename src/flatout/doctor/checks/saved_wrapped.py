@@ -25,7 +25,6 @@ def look(observation: Observation) -> Findings:
 
 
 def _prefixes(trained: Sequence[Model]) -> list[tuple[str, str]]:
-    """The prefixes that these models' wrappers leave, and what the bare model is called there."""
     result = []
     if any(model.wrapper in _PARALLEL for model in trained):
         result.append(("module.", "model.module"))

@@ -54,7 +54,6 @@ def look(observation: Observation) -> Findings:
 
 
 def _of_none(observation: Observation, schedule: Schedule, epochs: int) -> Finding:
-    """The finding where it was never stepped; one that waits for evaluations may still be."""
     is_by_loss = "Plateau" in schedule.kind
     is_due = not is_by_loss or observation.evaluation_site is not None
     return _finding(
@@ -67,11 +66,6 @@ def _of_none(observation: Observation, schedule: Schedule, epochs: int) -> Findi
 
 
 def _of_each_batch(observation: Observation, schedule: Schedule) -> Finding | None:
-    """The finding where a rate comes to its end within the first epoch.
-
-    It is certain once training goes on behind that end, or where the schedule is made for as many
-    steps as there are epochs: a run may be meant to end within an epoch.
-    """
     is_each = observation.steps >= _LEAST and schedule.steps >= observation.steps - 2
     length = epoch_steps(observation)
     if not is_each or schedule.ends_after is None or not length:
@@ -94,7 +88,6 @@ def _of_each_batch(observation: Observation, schedule: Schedule) -> Finding | No
 
 
 def _of_each_part(observation: Observation, schedule: Schedule) -> Finding | None:
-    """The finding where it is stepped with each micro-batch, though made for whole steps."""
     many = round(batches_per_step(observation))
     if observation.steps < _LEAST or many < 2:
         return None
@@ -120,8 +113,6 @@ def _of_each_part(observation: Observation, schedule: Schedule) -> Finding | Non
 
 
 def _of_each_epoch(observation: Observation, schedule: Schedule) -> Finding | None:
-    """The finding where it is made for all steps of the loop around them, and stepped no oftener
-    than there were epochs."""
     length, made_for = epoch_steps(observation), schedule.made_for
     if made_for is None or length < _SHORTEST:
         return None
@@ -145,7 +136,6 @@ def _of_each_epoch(observation: Observation, schedule: Schedule) -> Finding | No
 
 
 def _is_whole(made_for: int, length: float, observation: Observation) -> bool:
-    """Whether it is made for a number of epochs: that of the loop around them, where it is seen."""
     epochs = round(made_for / length)
     known = [turns for _, turns in observation.epoch_loops if turns > 1]
     if known and epochs not in known:

@@ -28,7 +28,6 @@ def look(observation: Observation) -> Findings:
 
 
 def _is_told_of_loader(observation: Observation) -> bool:
-    """Whether the same order of a loader's is named by itself."""
     loaders = [loader for loader in observation.loaders if loader.in_training and loader.shuffles]
     hashes = [loader.hashes or [] for loader in loaders]
     return any(len(item) > 1 and len(set(item)) == 1 for item in hashes)

@@ -47,7 +47,6 @@ def look(observations: Sequence[Observation]) -> Findings:
 
 
 def _blocks(loaders: Sequence[Loader]) -> Findings:
-    """Whether ranks take blocks from the first sample on, and the rest would be more of these."""
     blocks = sorted(loader.block for loader in loaders if loader.block is not None)
     if len(blocks) < len(loaders) or len({of for _, _, of in blocks}) > 1:
         return
@@ -71,7 +70,6 @@ def _blocks(loaders: Sequence[Loader]) -> Findings:
 
 
 def _parts(loader: Loader) -> list[tuple[int, int]]:
-    """Those of its epochs, or of all workers of a stream."""
     known = [part for part in loader.parts or () if part is not None]
     if not known or (loader.is_iterable and len(known) < len(loader.parts or ())):
         raise NoSignal("which samples the ranks and workers take was out of sight")
@@ -90,6 +88,5 @@ def _takers(loaders: Sequence[Loader]) -> str:
 
 
 def _twice(parts: Sequence[tuple[int, int]], loaders: Sequence[Loader]) -> str:
-    """What several workers take; ranks of one part in each epoch are told by sampler_missing."""
     is_stream = all(loader.is_iterable for loader in loaders)
     return ", and others several times" if is_stream and len(set(parts)) < len(parts) else ""

@@ -33,7 +33,6 @@ def look(observation: Observation) -> list[Finding]:
 
 
 def _on_its_way(loader: Loader) -> int:
-    """Bytes of all batches that workers may have made at once, with the one that is in use."""
     batches = (loader.num_workers or 0) * (loader.prefetch_factor or 0) + 1
     if loader.length is not None and loader.batch_size:
         batches = min(batches, ceil(loader.length / loader.batch_size))

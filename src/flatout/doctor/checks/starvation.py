@@ -36,13 +36,11 @@ def look(observation: Observation) -> Findings:
 
 
 def _made_in(observation: Observation) -> Site | None:
-    """The line that takes most of making batches, where no DataLoader makes them."""
     makes = [line for line in observation.lines if line.lanes_ms.get("input")]
     return max(makes, key=lambda line: line.lanes_ms["input"]).site if makes else None
 
 
 def _more_workers(observation: Observation, loader: Loader) -> int:
-    """How many workers would find a core that is free; 0 where no more than there are."""
     now = loader.num_workers
     if loader.is_iterable or now is None or not observation.usable_cpus:
         return 0

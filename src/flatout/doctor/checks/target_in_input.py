@@ -27,7 +27,6 @@ def look(observation: Observation) -> Findings:
 
 
 def _place(leaked: LeakedTarget) -> str:
-    """Where in a sample it is."""
     places, rest = [], leaked.column
     for size in reversed(leaked.shape):
         rest, place = divmod(rest, size)

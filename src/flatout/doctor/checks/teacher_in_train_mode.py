@@ -29,13 +29,11 @@ def look(observation: Observation) -> Findings:
 
 
 def _layers(teacher: Teacher) -> str:
-    """Which layers compute otherwise, and how many."""
     most = sorted(teacher.layers.items(), key=lambda item: -item[1])
     return ", ".join(f"{count} {kind}" for kind, count in most)
 
 
 def _shown(teacher: Teacher) -> str:
-    """What was seen of it."""
     words = ""
     if teacher.dropped:
         words += f"; the first has set {teacher.dropped:.0%} of its numbers to zero"

@@ -57,7 +57,6 @@ def look(observations: Sequence[Observation]) -> Findings:
 
 
 def _have_workers(observations: Sequence[Observation]) -> bool:
-    """Whether loaders or the script itself have others that compute beside torch."""
     return any(loader.num_workers for rank in observations for loader in rank.loaders) or any(
         (rank.runnable or 0.0) * (rank.usable_cpus or 1) > (rank.threads or 1) + _OTHERS
         for rank in observations
@@ -65,7 +64,6 @@ def _have_workers(observations: Sequence[Observation]) -> bool:
 
 
 def _most(observations: Sequence[Observation], used: float) -> float | None:
-    """What computing on all of the CPUs can return, where a part of them is used now."""
     try:
         computed = [lane(rank, "forward", "backward", "optimizer") for rank in observations]
     except NoSignal:
@@ -74,7 +72,6 @@ def _most(observations: Sequence[Observation], used: float) -> float | None:
 
 
 def _is_of_small_operators(observation: Observation) -> bool:
-    """Whether calling them takes the time, which one thread does."""
     try:
         rates = [arithmetic_rate(observation, model) for model in observation.models]
     except NoSignal:

@@ -32,6 +32,5 @@ def look(observations: Sequence[Observation]) -> Findings:
 
 
 def _where(observations: Sequence[Observation]) -> str:
-    """Where the script asks for them, if it does."""
     asked = [call.site for rank in observations for call in rank.calls if call.kind == "threads"]
     return str(asked[-1]) if asked else ""

@@ -59,7 +59,6 @@ def _of_windows(part: Loader | Table, of: int) -> Finding:
 
 
 def _is_as_long(observation: Observation, part: Loader | Table) -> bool:
-    """Whether as many samples are evaluated as trained on."""
     trained = [item.length for item in observation.inputs if item.in_training]
     return any((part.length or 0) >= _WHOLE * (length or 0) for length in trained)
 

@@ -39,7 +39,6 @@ def forget_gradients(at: FoundAt) -> list[Edit]:
 
 
 def _must_always_train_all(code: Code) -> None:
-    """Zeros and no gradient differ where a parameter has none in some steps."""
     for node in ast.walk(code.tree):
         if isinstance(node, ast.Attribute) and node.attr in ("grad", "requires_grad"):
             raise Unsure("the code reads gradients, or says who has one")
@@ -106,7 +105,6 @@ def workers(at: FoundAt) -> list[Edit]:
 
 
 def _threads_before(code: Code, call: ast.Call, count: int) -> Change:
-    """torch.set_num_threads, on its own line before the statement of a call."""
     if calls_of(code, "set_num_threads") or not is_imported(code, "torch"):
         raise Unsure("where threads are set cannot be told")
     statement = code.statement(call)
@@ -133,11 +131,7 @@ def drop_last(at: FoundAt) -> list[Edit]:
 
 
 def loader(at: FoundAt) -> tuple[Code, ast.Call]:
-    """The call that makes a DataLoader in the line, or made that over which it iterates.
-
-    Raises:
-        Unsure: it cannot be told.
-    """
+    """The call that makes a DataLoader in the line, or made that over which it iterates."""
     result = [call for call in at.code.calls(at.line) if name_of(call.func) in _LOADERS]
     if not result and isinstance(at.statement, (ast.For, ast.AsyncFor)):
         for name in ast.walk(at.statement.iter):
@@ -150,11 +144,7 @@ def loader(at: FoundAt) -> tuple[Code, ast.Call]:
 
 
 def given(call: ast.Call, name: str) -> ast.Constant | None:
-    """What a call of DataLoader gives for an argument, None where it leaves it away.
-
-    Raises:
-        Unsure: it is no constant, or cannot be told.
-    """
+    """What a call of DataLoader gives for an argument, None where it leaves it away."""
     if any(isinstance(arg, ast.Starred) for arg in call.args):
         raise Unsure("what is passed by * is not known")
     if len(call.args) > _POSITION[name]:
@@ -172,7 +162,6 @@ def _set(at: FoundAt, name: str) -> list[Edit]:
 
 
 def _starts_safely(code: Code, call: ast.Call) -> None:
-    """Processes that are not forked import the script, so it must not run when it is imported."""
     is_forked = multiprocessing.get_all_start_methods()[0] == "fork"
     guards = (node.test for node in code.tree.body if isinstance(node, ast.If))
     is_guarded = any("__name__" in ast.unparse(test) for test in guards)

@@ -27,14 +27,7 @@ class Unsure(Exception):
 
 
 class Code:
-    """One file, parsed.
-
-    Args:
-        source: as it is now.
-
-    Raises:
-        Unsure: it is no Python.
-    """
+    """One file, parsed."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -56,11 +49,7 @@ class Code:
 
     @classmethod
     def of(cls, file: str) -> Code:
-        """Reads and parses a file.
-
-        Raises:
-            Unsure: it cannot be read, or is no Python.
-        """
+        """Reads and parses a file."""
         try:
             return cls(Source.read(file))
         except FlatoutError as error:
@@ -85,12 +74,7 @@ class Code:
         return self._at(line, len(before))
 
     def outer_end(self, node: ast.AST, within: ast.AST | None = None) -> int:
-        """Where a node ends with the parentheses around it.
-
-        Args:
-            node: an argument or operand.
-            within: the call that it is an argument of, whose own parenthesis is none of these.
-        """
+        """Where a node ends with the parentheses around it."""
         end = self.end(node)
         last = self.end(within) - 1 if within is not None else len(self.source.text)
         for begin, after, words in self._tokens:
@@ -171,11 +155,7 @@ class Code:
     # -- lines -----------------------------------------------------------------------------------
 
     def indent(self, statement: ast.stmt) -> str:
-        """The space before a statement.
-
-        Raises:
-            Unsure: something else stands before it on its line.
-        """
+        """The space before a statement."""
         line = self.lines[first_line(statement) - 1]
         space = line[: len(line) - len(line.lstrip(" \t"))]
         if self.begin(statement) - self.starts[statement.lineno - 1] != len(space):

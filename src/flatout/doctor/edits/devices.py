@@ -58,7 +58,6 @@ def _is_module(node: ast.AST) -> bool:
 
 
 def _names_a_device(node: ast.AST) -> bool:
-    """Whether this is no type and no tensor, as far as its name says."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, str)
     return (

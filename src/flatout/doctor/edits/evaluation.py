@@ -36,7 +36,6 @@ def _only_evaluates(at: FoundAt, function: ast.FunctionDef) -> bool:
 
 
 def _is_called_elsewhere_in(at: FoundAt, statement: ast.stmt) -> bool:
-    """Whether a model was seen to be called in this statement on another line, as in training."""
     lines = range(first_line(statement), (statement.end_lineno or statement.lineno) + 1)
     sites = [model.site for model in at.seen.models if model.site]
     within = [site for site in sites if site.file == at.file and site.line in lines]
@@ -44,7 +43,6 @@ def _is_called_elsewhere_in(at: FoundAt, statement: ast.stmt) -> bool:
 
 
 def _evaluation(code: Code, statement: ast.stmt) -> ast.stmt:
-    """The statement around a line that follows `model.eval()` in its block."""
     result: ast.AST | None = statement
     while isinstance(result, ast.stmt):
         block = code.block(result)
@@ -92,7 +90,6 @@ def eval_first(at: FoundAt) -> list[Edit]:
 
 
 def _without_gradients(code: Code, statement: ast.stmt) -> ast.stmt:
-    """The `with torch.no_grad()` around a statement, or the function that has it over it."""
     result: ast.AST | None = statement
     while result is not None:
         if isinstance(result, ast.With):

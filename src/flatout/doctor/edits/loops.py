@@ -56,14 +56,12 @@ def call_less(at: FoundAt) -> list[Edit]:
 
 
 def _unused(code: Code, name: str) -> str:
-    """A name that the file does not have."""
     while name in code.source.text:
         name += "_"
     return name
 
 
 def _last_import(code: Code) -> ast.stmt | None:
-    """The last one at the head of a file; words may stand before it."""
     last = None
     for statement in code.tree.body:
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -88,7 +86,6 @@ def _only_tells(at: FoundAt, call: ast.Call) -> bool:
 
 
 def _methods(code: Code, receiver: ast.expr, name: str) -> list[ast.FunctionDef]:
-    """The method that is called, where its class is in the file."""
     classes = {node.name: node for node in ast.walk(code.tree) if isinstance(node, ast.ClassDef)}
     if not classes or not isinstance(receiver, (ast.Name, ast.Attribute)):
         return []
@@ -106,7 +103,6 @@ def _methods(code: Code, receiver: ast.expr, name: str) -> list[ast.FunctionDef]
 
 
 def _keeps_nothing(method: ast.FunctionDef) -> bool:
-    """Whether a method leaves its object as it was."""
     for node in ast.walk(method):
         is_set = isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(
             node.ctx, (ast.Store, ast.Del)
@@ -119,7 +115,6 @@ def _keeps_nothing(method: ast.FunctionDef) -> bool:
 
 
 def _step(code: Code, statement: ast.stmt) -> str:
-    """What counts the turns of the loop around a statement."""
     loop = code.above(statement, ast.For, ast.While)
     if not isinstance(loop, ast.For) or code.function(loop) is not code.function(statement):
         raise Unsure("it is in no loop that counts")
@@ -159,7 +154,6 @@ def set_epoch(at: FoundAt) -> list[Edit]:
 
 
 def _with_epoch(at: FoundAt, sampler: str) -> Change:
-    """The call of set_epoch, before the line's loop begins."""
     code, loop = at.code, at.statement
     if not isinstance(loop, ast.For):
         raise Unsure("the line is no loop")
@@ -177,13 +171,11 @@ def _with_epoch(at: FoundAt, sampler: str) -> Change:
 
 
 def _is_made_in(loop: ast.For, name: str) -> bool:
-    """Whether a name, or what it is an attribute of, is assigned in a loop."""
     stores = (n for n in ast.walk(loop) if isinstance(getattr(n, "ctx", None), ast.Store))
     return any(f"{name}.".startswith(f"{ast.unparse(node)}.") for node in stores)
 
 
 def _iterated(code: Code, loop: ast.For) -> str:
-    """The DataLoader that a loop goes through, as it is written."""
     result = []
     for node in ast.walk(loop.iter):
         if isinstance(node, (ast.Name, ast.Attribute)):
@@ -220,7 +212,6 @@ def share_samples(at: FoundAt) -> list[Edit]:
 
 
 def _iterating(at: FoundAt) -> FoundAt:
-    """The line that iterates over the DataLoader that this line makes."""
     loops = {
         str(one.site)
         for one in at.seen.loaders

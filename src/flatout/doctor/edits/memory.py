@@ -47,7 +47,6 @@ def install(edits: Iterable[Edit]) -> None:
 
 
 def _read(path: str) -> bytes | None:
-    """The edited file; None where it has no edits."""
     source = _edited.get(os.path.realpath(path))
     if source is None:
         return None
@@ -58,7 +57,6 @@ def _read(path: str) -> bytes | None:
 
 
 def _open_edited() -> None:
-    """Python opens here what it will execute, but for modules, whose loaders read themselves."""
     original = io.open_code
 
     def open_code(path: str) -> IO[bytes]:
@@ -93,13 +91,11 @@ _FINDER = _WithEdits()
 
 
 def _module(file: str) -> str:
-    """The last part of the name by which this file can be imported."""
     folder, name = os.path.split(file)
     return os.path.basename(folder) if name == "__init__.py" else name.partition(".")[0]
 
 
 def _change_loader(spec: ModuleSpec) -> None:
-    """Lets a loader of source read the edited one. It keeps its class, which others ask for."""
     loader: Any = spec.loader
     origin = spec.origin
     is_source = isinstance(loader, SourceFileLoader)
@@ -119,7 +115,6 @@ def _change_loader(spec: ModuleSpec) -> None:
 
 
 def _hand_on(spawn: Any) -> None:
-    """Lets the processes that multiprocessing spawns begin with the same edits."""
     original = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:

@@ -45,7 +45,6 @@ def after_loop(at: FoundAt) -> list[Edit]:
 
 
 def _must_be_read_behind(code: Code, target: ast.Name, loop: ast.For) -> None:
-    """Raises Unsure where the value may be read within the loop."""
     function = code.function(loop)
     if code.above(loop, ast.Try) is not None:
         raise Unsure("an error may be caught that leaves the loop")
@@ -64,7 +63,6 @@ def _must_be_read_behind(code: Code, target: ast.Name, loop: ast.For) -> None:
 
 
 def _must_stay(code: Code, value: ast.Call, rest: Sequence[ast.stmt], target: str) -> None:
-    """Raises Unsure where what a metric is made of may be another behind the loop."""
     known = _known(code)
     made_of: set[str] = set()
     for node in ast.walk(value):
@@ -84,7 +82,6 @@ def _must_stay(code: Code, value: ast.Call, rest: Sequence[ast.stmt], target: st
 
 
 def _known(code: Code) -> set[str]:
-    """Names of modules and functions that are imported, or Python's own, and never assigned."""
     imports = [n for n in ast.walk(code.tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
     result = {
         alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names
@@ -101,7 +98,6 @@ def _known(code: Code) -> set[str]:
 
 
 def _root(func: ast.expr) -> str:
-    """The name that `a.b.c` begins with; "" where it begins with something else."""
     while isinstance(func, ast.Attribute):
         func = func.value
     return func.id if isinstance(func, ast.Name) else ""

@@ -14,9 +14,6 @@ def values(code: Code, name: ast.expr, depth: int = 0) -> list[ast.expr]:
     """All that is ever assigned to a name, or to an attribute of `self`, in the order of the file.
 
     A function's parameter is what the only call of the function passes.
-
-    Raises:
-        Unsure: something else may be behind it.
     """
     if depth > _DEEP:
         raise Unsure("it is passed on too often")
@@ -37,11 +34,7 @@ def values(code: Code, name: ast.expr, depth: int = 0) -> list[ast.expr]:
 
 
 def made_by(code: Code, name: ast.expr, *kinds: str) -> ast.Call:
-    """The only call of one of these names by which a value was made, such as DataLoader(...).
-
-    Raises:
-        Unsure: there is none, or more than one.
-    """
+    """The only call of one of these names by which a value was made, such as DataLoader(...)."""
     calls: list[ast.Call] = []
     for value in [name] if isinstance(name, ast.Call) else values(code, name):
         if isinstance(value, ast.Call):
@@ -74,7 +67,6 @@ def is_imported(code: Code, name: str) -> bool:
 
 
 def _assigned(scope: ast.AST, name: str) -> list[ast.expr]:
-    """What a name is bound to in a scope, in order."""
     result: list[tuple[int, ast.expr]] = []
     for node in inside(getattr(scope, "body", [])):
         if isinstance(node, ast.Assign):
@@ -97,7 +89,6 @@ def _assigned(scope: ast.AST, name: str) -> list[ast.expr]:
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """What is assigned to what: of `a, b = 1, 2` each to its own."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
         both = [*target.elts, *value.elts]
         if len(target.elts) == len(value.elts) and not any(
@@ -108,7 +99,6 @@ def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]
 
 
 def _other_targets(node: ast.AST) -> list[ast.AST]:
-    """What is bound otherwise than by `=`."""
     if isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension, ast.AugAssign, ast.NamedExpr)):
         return [] if isinstance(node, ast.comprehension) else [node.target]
     if isinstance(node, (ast.With, ast.AsyncWith)):
@@ -123,11 +113,7 @@ def _parameters(scope: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
 
 
 def passed(code: Code, scope: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> ast.expr:
-    """What the only call of a function passes for a parameter, as it stands there.
-
-    Raises:
-        Unsure: it is called from several places, or otherwise than by its name.
-    """
+    """What the only call of a function passes for a parameter, as it stands there."""
     calls = calls_of(code, scope.name)
     uses = [
         node
@@ -150,7 +136,6 @@ def passed(code: Code, scope: ast.FunctionDef | ast.AsyncFunctionDef, name: str)
 
 
 def _of_attribute(code: Code, name: ast.Attribute) -> list[ast.expr]:
-    """What is assigned to `self.x` in its class."""
     owner = code.above(name, ast.ClassDef)
     if not (isinstance(name.value, ast.Name) and name.value.id == "self" and owner):
         raise Unsure(f"what {ast.unparse(name)} is cannot be seen")

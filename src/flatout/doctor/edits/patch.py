@@ -62,5 +62,4 @@ def _below(file: str, root: Path) -> str:
 
 
 def _lines(data: bytes) -> list[str]:
-    """As patch sees them: only a newline ends a line."""
     return list(io.StringIO(data.decode("utf-8", "surrogateescape"), newline="\n"))

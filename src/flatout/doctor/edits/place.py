@@ -34,11 +34,7 @@ class FoundAt:
 
     @classmethod
     def of(cls, finding: Finding, observation: Observation) -> FoundAt:
-        """The line that a finding names, else the one where the optimizer steps.
-
-        Raises:
-            Unsure: there is neither.
-        """
+        """The line that a finding names, else the one where the optimizer steps."""
         steps = [str(optimizer.site) for optimizer in observation.optimizers if optimizer.site]
         file, _, line = (finding.where or next(iter(steps), "")).rpartition(":")
         if not (file and line.isdecimal()):
@@ -47,11 +43,7 @@ class FoundAt:
 
     @cached_property
     def code(self) -> Code:
-        """The file.
-
-        Raises:
-            Unsure: it cannot be read, or its line is no longer the one that was seen.
-        """
+        """The file."""
         code = Code.of(self.file)
         line = "".join(code.lines[self.line - 1 : self.line]).strip()
         here = [
@@ -63,22 +55,14 @@ class FoundAt:
 
     @cached_property
     def statement(self) -> ast.stmt:
-        """The only statement of the line.
-
-        Raises:
-            Unsure: there are several, or none.
-        """
+        """The only statement of the line."""
         result = self.code.statements(self.line)
         if len(result) != 1:
             raise Unsure(f"{len(result)} statements stand on the line")
         return result[0]
 
     def call(self, *names: str) -> ast.Call:
-        """The only call of these names on the line.
-
-        Raises:
-            Unsure: there are several, or none.
-        """
+        """The only call of these names on the line."""
         result = [call for call in self.code.calls(self.line) if name_of(call.func) in names]
         if len(result) != 1:
             raise Unsure(f"{len(result)} calls of {names[0]} stand on the line")
@@ -94,33 +78,21 @@ class FoundAt:
         return [self.code, *map(Code.of, sorted(files(self.seen) - {self.file}))]
 
     def only_call(self, *names: str) -> tuple[Code, ast.Call]:
-        """The only call of these names in all files of the user's that were seen at work.
-
-        Raises:
-            Unsure: there are several, or none.
-        """
+        """The only call of these names in all files of the user's that were seen at work."""
         result = [(code, call) for code in self.codes() for call in calls_of(code, *names)]
         if len(result) != 1:
             raise Unsure(f"there are {len(result)} calls of {names[0]}")
         return result[0]
 
     def seen_call(self, *kinds: str) -> Call:
-        """What was observed of the calls on the line.
-
-        Raises:
-            Unsure: nothing.
-        """
+        """What was observed of the calls on the line."""
         for call in self.seen.calls:
             if call.kind in kinds and str(call.site) == self.finding.where:
                 return call
         raise Unsure("the calls themselves were not observed")
 
     def model(self) -> ast.expr:
-        """The model that is called on the line, such as `model` or `self.model`.
-
-        Raises:
-            Unsure: it cannot be told from other things that are called.
-        """
+        """The model that is called on the line, such as `model` or `self.model`."""
         functions = [call.func for call in self.code.calls(self.line)]
         result = {ast.unparse(func): func for func in functions if self._may_be_model(func)}
         if len(result) != 1:
@@ -136,7 +108,6 @@ class FoundAt:
         return not self._is_defined(func.id) and not self._is_loss(func)
 
     def _is_defined(self, name: str) -> bool:
-        """Whether a function, class or import has this name."""
         for node in ast.walk(self.code.tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 if node.name == name:

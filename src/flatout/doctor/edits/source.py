@@ -93,7 +93,6 @@ class Source:
             ) from None
 
     def _changes(self, edits: Iterable[Edit]) -> list[tuple[int, int, str]]:
-        """What is replaced from where to where, in order, each told once."""
         lines = self.lines
         starts = [0]
         for line in lines:
@@ -111,7 +110,6 @@ class Source:
     def _change(
         self, edit: Edit, lines: Sequence[str], starts: Sequence[int]
     ) -> tuple[int, int, str, str]:
-        """Where an edit begins, ends, what it finds there, and what it puts there."""
         first, last = edit.line - 1, edit.line - 1 + _line_ends(edit.before)
         result = "".join(lines[first : last + 1]) if 0 <= first <= last < len(lines) else ""
         end = lines[last][len(lines[last].rstrip("\r\n")) :] if result else ""
@@ -130,7 +128,6 @@ def _line_ends(text: str) -> int:
 
 
 def _narrowed(change: tuple[int, int, str, str]) -> tuple[int, int, str]:
-    """Without the words that stay, so that two edits may change one line in different places."""
     begin, end, result, after = change
     head = _in_common(result, after)
     tail = _in_common(result[head:][::-1], after[head:][::-1])
@@ -138,14 +135,12 @@ def _narrowed(change: tuple[int, int, str, str]) -> tuple[int, int, str]:
 
 
 def _in_common(value: str, other: str) -> int:
-    """How many letters both begin with."""
     return sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(value, other, strict=False))
     )
 
 
 def _compete(value: tuple[int, int, str], other: tuple[int, int, str]) -> bool:
-    """Whether both put lines in at one place, where their order would matter."""
     is_same_place = value[0] == value[1] == other[0] == other[1]
     return is_same_place and ("\n" in value[2] or "\n" in other[2])
 

@@ -36,9 +36,6 @@ def detach(at: FoundAt) -> list[Edit]:
 
 
 def _operand(call: ast.Call) -> ast.Name:
-    """The loss of a backward pass: of loss.backward(), scaler.scale(loss).backward() and
-    accelerator.backward(loss); of (loss / 4).backward() too.
-    """
     assert isinstance(call.func, (ast.Attribute, ast.Name))
     tensor: ast.expr = call.func.value if isinstance(call.func, ast.Attribute) else call.func
     if call.args:
@@ -53,7 +50,6 @@ def _operand(call: ast.Call) -> ast.Name:
 
 
 def _kept(code: Code, node: ast.AST, losses: set[str]) -> Iterator[tuple[ast.Name, ast.expr]]:
-    """The names of losses that a statement keeps with their graphs, and where."""
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
         target: ast.expr = node.target
         value = node.value
@@ -79,7 +75,6 @@ def _passes(code: Code, name: ast.AST, value: ast.expr) -> bool:
 
 
 def _is_past(code: Code, name: ast.Name, backwards: Sequence[ast.Call]) -> bool:
-    """Whether the graph is used up where the loss is kept, so that nothing can train on it."""
     if any(call.keywords or len(call.args) > 1 for call in backwards):
         return False
     statement = code.statement(name)
@@ -98,7 +93,6 @@ def _must_not_train(
     target: ast.expr,
     backwards: Sequence[ast.Call],
 ) -> None:
-    """Follows what is kept through the function."""
     if not isinstance(target, ast.Name):
         raise Unsure("what is kept may be used elsewhere")
     elsewhere = (n for n in ast.walk(code.tree) if isinstance(n, ast.Name) and n.id == target.id)
@@ -119,7 +113,6 @@ def _must_not_train(
 
 
 def _derived(node: ast.AST, reached: set[str]) -> set[str]:
-    """The names that a node binds to something made of these."""
     if isinstance(node, ast.Call) and name_of(node.func) in _FILLS:
         return _names(node.func) if any(_names(arg) & reached for arg in node.args) else set()
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
@@ -156,7 +149,6 @@ def read_later(at: FoundAt) -> list[Edit]:
 
 
 def _scaled_only(code: Code, call: ast.AST, value: ast.expr) -> None:
-    """Raises Unsure where the number is more than multiplied or divided by counts."""
     while call is not value:
         above = code.parents[call]
         if not isinstance(above, ast.BinOp) or not isinstance(above.op, (ast.Mult, ast.Div)):
@@ -167,7 +159,6 @@ def _scaled_only(code: Code, call: ast.AST, value: ast.expr) -> None:
 
 
 def _is_count(node: ast.expr) -> bool:
-    """Whether this is a number of Python's: a constant, len(x), x.size(0) or x.shape[0]."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, (int, float))
     if isinstance(node, ast.Subscript):
@@ -179,7 +170,6 @@ def _is_count(node: ast.expr) -> bool:
 
 
 def _formatted_only(code: Code, added: ast.AugAssign) -> None:
-    """Raises Unsure where a sum begins or ends as something that must be a plain number."""
     assert isinstance(added.target, ast.Name)
     function = code.function(added)
     uses = [n for n in ast.walk(code.tree) if isinstance(n, ast.Name) and n.id == added.target.id]
@@ -191,7 +181,6 @@ def _formatted_only(code: Code, added: ast.AugAssign) -> None:
 
 
 def _is_zeroed(code: Code, use: ast.Name) -> bool:
-    """Whether a plain number is assigned here."""
     above = code.parents[use]
     if isinstance(above, ast.Tuple):
         assign = code.parents[above]
@@ -207,7 +196,6 @@ def _is_zeroed(code: Code, use: ast.Name) -> bool:
 
 
 def _is_formatted(code: Code, use: ast.AST) -> bool:
-    """Whether a number is written with so many digits, divided and multiplied before at most."""
     above = code.parents[use]
     while isinstance(above, ast.BinOp) and isinstance(above.op, (ast.Mult, ast.Div)):
         if above.left is not use:

@@ -86,7 +86,6 @@ def _command(undo: Path, root: Path) -> str:
 
 
 def _replace(changed: Mapping[str, tuple[bytes, bytes]]) -> None:
-    """Replaces the files; where one cannot be, those before it are as they were."""
     ready: dict[str, str] = {}
     done: list[str] = []
     try:
@@ -114,7 +113,6 @@ def _replace(changed: Mapping[str, tuple[bytes, bytes]]) -> None:
 
 
 def _beside(file: str, data: bytes) -> str:
-    """A new file in the same folder, with the mode and owner of this one."""
     descriptor, new = tempfile.mkstemp(
         ".part", f".{os.path.basename(file)}-", os.path.dirname(file)
     )

@@ -32,12 +32,6 @@ LEFT = "it stays as written"
 class Bench:
     """Measures one script against itself with cures.
 
-    Args:
-        verdict: of a first look at it.
-        what: its command.
-        folder: for all trials, as `scratch` gives it.
-        budget_s: seconds for all.
-
     Attributes:
         floor: how far from 1 a ratio of the script to itself may lie.
         epoch_steps: of an epoch; None where it is not known.
@@ -77,11 +71,7 @@ class Bench:
         return starts * _SLOWER_START * self.start_s + _BLOCKS * self._block_s
 
     def against(self, cure: Cure) -> closing[Against]:
-        """The side that others are measured against, to be used in `with`.
-
-        Raises:
-            FlatoutError: it cannot be started here.
-        """
+        """The side that others are measured against, to be used in `with`."""
         against = Against(
             self._job(cure), self._folder, self._until, most_steps=self._most_steps, is_renewed=True
         )
@@ -89,11 +79,7 @@ class Bench:
 
     @contextmanager
     def beside(self, cure: Cure) -> Iterator[Against]:
-        """The script with a cure, against which others are measured beside that cure meanwhile.
-
-        Raises:
-            FlatoutError: it cannot be started here.
-        """
+        """The script with a cure, against which others are measured beside that cure meanwhile."""
         self._beside = cure
         try:
             with self.against(NOTHING) as against:
@@ -115,18 +101,7 @@ class Bench:
         fresh: bool = False,
         lives: int = 1,
     ) -> Pair:
-        """Measures the script with a cure, until the answer is clear.
-
-        Args:
-            against: what it is measured against.
-            cure: what is done differently.
-            budget_s: seconds at most, unless there is less left for all.
-            min_pairs, max_pairs, block_s, precision, pace_s, lives: as of Schedule.
-            fresh: as of Against.measure.
-
-        Raises:
-            FlatoutError: it cannot be started here.
-        """
+        """Measures the script with a cure, until the answer is clear."""
         fills = any(setting.fills for setting in cure.settings)
         terms = Schedule(
             max_pairs=max_pairs,

@@ -112,7 +112,6 @@ def _cure(finding: Finding, observation: Observation) -> Cure:
 
 
 def _joined(cure: Cure, other: Cure) -> Cure:
-    """One cure for two findings; where they ask for different values both are tried."""
     more = () if other.recipe == cure.recipe else (other,)
     edits = tuple(dict.fromkeys((*cure.edits, *other.edits)))
     parity = max(cure.parity, other.parity)
@@ -139,7 +138,6 @@ def _of_recipe(recipe: Mapping[str, Any], observation: Observation) -> Parity:
 
 
 def _same_input(recipe: Mapping[str, Any], parity: Parity, observation: Observation) -> Parity:
-    """What a Recipe may change beyond the input; all that it may, where it is none of the input."""
     rest = {name: value for name, value in recipe.items() if not SETTINGS[name].of_input}
     return parity if len(rest) == len(recipe) else _of_recipe(rest, observation)
 
@@ -156,7 +154,6 @@ def _facts(observation: Observation) -> ModelFacts:
 
 
 def _with_values(cure: Cure, verdict: Verdict) -> Cure:
-    """A number of workers or threads is a guess: others are tried beside it."""
     observation = verdict.observations[0]
     field_, *more = cure.recipe or [""]
     trial = SETTINGS[field_].trial if field_ and not more else None
@@ -180,10 +177,6 @@ def _with_values(cure: Cure, verdict: Verdict) -> Cure:
 
 
 def _beside_threads(cure: Cure, verdict: Verdict) -> Cure | None:
-    """Workers, and so few threads that each finds a CPU: torch's hold on to theirs while they wait.
-
-    None where there is nothing to change.
-    """
     observation = verdict.observations[0]
     workers, cpus = cure.recipe.get("input.workers"), observation.usable_cpus or 1
     threads = max(1, cpus - (workers or 0))
@@ -193,7 +186,6 @@ def _beside_threads(cure: Cure, verdict: Verdict) -> Cure | None:
 
 
 def _changed(cure: Cure, change: Mapping[str, Any], verdict: Verdict) -> Cure:
-    """The same cure with other values, and with the edits that say the same."""
     observation = verdict.observations[0]
     parity = max(cure.parity, _of_recipe(change, observation))
     return replace(

@@ -16,12 +16,7 @@ from flatout.doctor.trials.pair import Pair
 
 
 def brought_about(verdict: Verdict, pair: Pair) -> list[Finding]:
-    """What a check finds in the steps with a cure.
-
-    Args:
-        verdict: of the script as it is.
-        pair: of a trial of a cure. Its B is looked at.
-    """
+    """What a check finds in the steps with a cure."""
     observation = verdict.observations[0]
     blocks = [block for block in pair.blocks if block.side == "b"]
     # A job that trains with Flatout decides about its memory itself.

@@ -21,16 +21,7 @@ _START = ("-m", "flatout.doctor.trials.start")
 
 
 def job(what: Sequence[str], cure: Cure, folder: Path) -> Command:
-    """How a script is run with a cure.
-
-    Args:
-        what: the script and its arguments; a module after "-m"; or torchrun's command line.
-        cure: what is done differently.
-        folder: for a file of its edits; its processes can read it.
-
-    Raises:
-        FlatoutError: torchrun's command line cannot be read.
-    """
+    """How a script is run with a cure."""
     command = under_torchrun(what, _START) or [sys.executable, *_START, *what]
     # Two runs of the same script then draw the same, and iterate over sets in the same order.
     variables = {SEED: "0", "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
@@ -46,7 +37,6 @@ def job(what: Sequence[str], cure: Cure, folder: Path) -> Command:
 
 
 def _text(value: Any) -> str:
-    """As `--set` takes it."""
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -22,11 +22,6 @@ _LEAST_SETUP_S = 0.5
 class Judging:
     """Judges the trials of one script.
 
-    Args:
-        verdict: of a first look at it.
-        allow: the farthest parity of what may be prescribed.
-        run_steps: of the user's whole run; None where it is not known.
-
     Attributes:
         is_repeatable: whether the script as it is repeats its losses from one run to the next.
         cpu_floor: how far from 1 the ratio of the script's CPU time to itself may lie; None where
@@ -99,12 +94,6 @@ class Judging:
         )
 
     def _by_cpu(self, proof: Proof, pair: Pair) -> str:
-        """What CPU time says where the machine is too busy for wall time to tell; "" for nothing.
-
-        A cure that saves the script CPU time, beyond the noise of that, and that is not slower as
-        far as anyone could see, is one. On a GPU, and where something is paid for once, wall time
-        alone tells.
-        """
         cpu, result = pair.cpu, pair.result
         if self.cpu_floor is None or cpu is None or result is None or proof.setup_s:
             return ""
@@ -114,7 +103,6 @@ class Judging:
         return f"rests on CPU time, {cpu.ratio:.2f}x {interval}: wall time is too noisy here"
 
     def _too_late(self, proof: Proof) -> str:
-        """Why a cure that takes something once does not pay in this run; "" where it does."""
         after, run = proof.repays_after, self._run_steps
         if after is None or run is None or after < run:
             return ""

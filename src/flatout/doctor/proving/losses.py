@@ -61,14 +61,7 @@ class Compared:
 def compare(
     a: Showed, b: Showed, parity: Parity, *, is_repeatable: bool, same_input: Parity | None = None
 ) -> Compared:
-    """Judges the losses of a script with a cure (B) beside those without (A).
-
-    Args:
-        a, b: what both sides have shown.
-        parity: that the cure has by its kind.
-        is_repeatable: whether the script as it is repeats its own losses.
-        same_input: the parity that it has where the input is the same numbers; None: the same.
-    """
+    """Judges the losses of a script with a cure (B) beside those without (A)."""
     batches = same_batches(a, b)
     steps = min(len(a.losses), len(b.losses))
     curve, other = np.array(a.losses[:steps]), np.array(b.losses[:steps])
@@ -118,7 +111,6 @@ def is_same_data(a: Showed, b: Showed) -> bool:
 
 
 def _shift(a: _Array, b: _Array) -> float:
-    """The mean of |b - a| over the mean of |a|."""
     with np.errstate(invalid="ignore"):
         return float(np.nanmean(np.abs(b - a)) / _scale(a))
 

@@ -22,7 +22,6 @@ def why_no_trial(verdict: Verdict) -> str:
 
 
 def _other_jobs(ranks: Sequence[Observation]) -> str:
-    """A trial would disturb them, and they the trial."""
     if not any(rank.device.startswith("cuda") for rank in ranks):
         return ""
     for gpu in gpu_use():
@@ -34,7 +33,6 @@ def _other_jobs(ranks: Sequence[Observation]) -> str:
 
 
 def _no_room(ranks: Sequence[Observation]) -> str:
-    """Two copies of the script live at the same time."""
     for rank in ranks:
         peak, there_is = rank.device_peak_mb, rank.device_total_mb
         if peak and there_is and 2 * peak > there_is:

@@ -39,7 +39,6 @@ class OtherWork:
 
 
 def _seconds() -> dict[tuple[int, float], float]:
-    """CPU seconds of each process that can be seen, by its number and start."""
     result = {}
     for process in psutil.process_iter():
         try:

@@ -78,7 +78,6 @@ def run_steps(verdict: Verdict, what: Sequence[str]) -> int | None:
 
 
 def _number_asked(what: Sequence[str], names: Sequence[str]) -> int | None:
-    """The number that follows one of these options, or its default."""
     for at, word in enumerate(what):
         name, equals, value = word.partition("=")
         if name in names:
@@ -111,7 +110,6 @@ def setup_s(a: Showed, b: Showed, a_step: float, b_step: float) -> float:
 
 
 def _beyond(side: Showed, step_s: float) -> float:
-    """What its first steps took beyond what steps take."""
     return side.first_s + side.warm_s - (1 + side.warm_steps) * step_s
 
 
@@ -121,10 +119,6 @@ def between_s(blocks: Sequence[Block], looked_s: float) -> tuple[float, float]:
     They are those of the trial, under which the steps were measured, where it saw enough of them: a
     cure of the model shortens its evaluation too, and a first look may fall into a busy moment.
     Fewer of them tell how much shorter one is, but not how often it comes.
-
-    Args:
-        blocks: of a trial, of both sides.
-        looked_s: what the first look saw of A, where the trial saw too few to tell.
     """
     sides = [[block for block in blocks if block.side == side] for side in "ab"]
     a, b = ([block.between for block in side if block.between > 0] for side in sides)
@@ -138,14 +132,6 @@ def between_s(blocks: Sequence[Block], looked_s: float) -> tuple[float, float]:
 
 
 def whole_s(plain: Showed, side: Showed, steps: int, step_s: float, between_s: float) -> float:
-    """Seconds of a run: start, set-up, all steps, and what lies between them.
-
-    Args:
-        plain: the script as it is, whose imports count on both sides.
-        side: the one whose run it is.
-        steps: of the run.
-        step_s: of one of its steps.
-        between_s: evaluation and saving, per step.
-    """
+    """Seconds of a run: start, set-up, all steps, and what lies between them."""
     start = plain.started_s - plain.first_s
     return start + max(0.0, _beyond(side, step_s)) + steps * (step_s + between_s)

@@ -54,18 +54,7 @@ class Apart:
 
 
 def start(begin: Callable[[], tuple[int, Any]], kinds: int, folder: Path) -> Apart:
-    """Starts a script so. The caller has one thread, and adopts orphans.
-
-    Args:
-        begin: starts it, from a fork of this process that is init; returns its number there, and
-            plain data to say to the caller.
-        kinds: of its own: PROCESSES, NETWORK or both of namespaces.py.
-        folder: for a file that is needed inside.
-
-    Raises:
-        OSError: the kernel, or what contains this process, does not allow it; or it cannot be
-            started. Nothing has changed.
-    """
+    """Starts a script so. The caller has one thread, and adopts orphans."""
     machine = own_network.of_this_machine(folder) if kinds & namespaces.NETWORK else None
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     maker = os.fork()
@@ -100,7 +89,6 @@ def _understood(data: bytes) -> dict[str, Any]:
 
 
 def _number_of(descriptor: int) -> int:
-    """The number, as it is here, of the process of a pidfd."""
     with open(f"/proc/self/fdinfo/{descriptor}") as fields:
         result = dict(line.split(":", 1) for line in fields)
     return int(result["Pid"])
@@ -112,7 +100,6 @@ def _make(
     kinds: int,
     machine: own_network.Machine | None,
 ) -> NoReturn:
-    """Makes the namespaces, and in them the first process, and leaves."""
     try:
         namespaces.leave(namespaces.MOUNTS | kinds)
         init = os.fork()
@@ -156,7 +143,6 @@ def _be_init(
 
 
 def _ended(script: int) -> int:
-    """Takes leave of all children until the script ends; returns its exit code."""
     while True:
         pid, status = os.wait()
         if pid == script:

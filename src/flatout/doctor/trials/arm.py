@@ -28,12 +28,6 @@ _PATIENCE_S = 15.0
 
 
 def _another_layout(life: int) -> dict[str, str]:
-    """For a process in which Python's objects lie elsewhere in memory.
-
-    They lie as their hashes have them, and with them the freed memory that malloc hands back to the
-    kernel, to be asked for again in the next step: steps of the same script took 88, 120, 155 and
-    180 ms by the seed alone.
-    """
     return {} if _SEED in os.environ else {_SEED: str(life)}
 
 
@@ -117,17 +111,6 @@ class Showed:
 
 class Arm:
     """A script that is run for some steps at a time.
-
-    Args:
-        name: "a" or "b".
-        job: the script. It must call `step_sync.at_step` after each optimizer step.
-        folder: of all trials of this process; its own lies below.
-        until: when waiting for it ends, on the monotonic clock.
-        passes, is_redirected: as Process takes them.
-        warm: steps that every start of it runs first.
-        most_steps: how many steps the script takes before it ends; None where it is not known.
-        is_renewed: whether it is started again once the script has ended by itself.
-        started: called with the name and each process once it runs.
 
     Attributes:
         queue: batches that it makes ahead.
@@ -237,7 +220,6 @@ class Arm:
         return block
 
     def _first_block(self, dropped: int, steps: int, unit: int) -> Block:
-        """Of a new life."""
         fewest = self.queue + WARM_STEPS
         self.renew(fewest)
         if self._life:
@@ -291,7 +273,6 @@ class Arm:
         return block, int(message["resumed"])
 
     def _take(self, message: dict[str, Any]) -> None:
-        """Keeps what the longest life of it has shown."""
         self._seen.add(message)
         self.is_full = message.get("is_full", True)
         if len(self._seen.losses) >= len(self.showed.losses):
@@ -323,7 +304,6 @@ class Arm:
             raise
 
     def _heard(self, what: str) -> dict[str, Any]:
-        """What the script says next, at a step boundary."""
         stuck = time.monotonic() + max(self._expected_s * _PATIENCE, _PATIENCE_S)
         until = min(self.until, stuck)
         while b"\n" not in self._waiting:
@@ -348,7 +328,6 @@ class Arm:
         return message
 
     def _accept(self) -> None:
-        """The first process of the script that comes takes part, and no one else's."""
         connection, _ = self._listener.accept()
         who = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _WHO.size)
         if _WHO.unpack(who)[1] != os.geteuid():

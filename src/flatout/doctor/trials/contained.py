@@ -47,7 +47,6 @@ def begin() -> None:
 
 
 def _move_folders_by_copy() -> None:
-    """An overlay cannot rename a folder that lies below it: as between two disks, it says."""
     import shutil
 
     def on_move(native: Callable[..., None]) -> Callable[..., None]:
@@ -68,7 +67,6 @@ def _move_folders_by_copy() -> None:
 
 
 def _end_forks_too() -> None:
-    """A fork of the main thread dies with this process, also while it is stopped."""
     by_main = [False]
 
     def before() -> None:

@@ -39,11 +39,7 @@ def version() -> int:
 
 
 def restrict_writes(folders: Sequence[Path]) -> bool:
-    """Allow changes in some folders and files only, from now on.
-
-    Returns:
-        whether the kernel can: if not, nothing has changed.
-    """
+    """Allow changes in some folders and files only, from now on."""
     result = version()
     if not result:
         return False
@@ -52,11 +48,7 @@ def restrict_writes(folders: Sequence[Path]) -> bool:
 
 
 def restrict_signals() -> bool:
-    """Let signals reach this process and what it starts only, from now on.
-
-    Returns:
-        whether the kernel can: if not, nothing has changed.
-    """
+    """Let signals reach this process and what it starts only, from now on."""
     return version() >= 6 and _restrict([0, 0, _SIGNALS])
 
 

@@ -21,13 +21,6 @@ def leave(kinds: int, *, as_user: bool | None = None) -> None:
     """Puts this process into new namespaces: MOUNTS, and what else is asked for.
 
     It must have one thread only. A namespace of PROCESSES is entered by what it forks next.
-
-    Args:
-        kinds: which, as a sum.
-        as_user: make a user namespace first, which needs no rights; None: where it has none.
-
-    Raises:
-        OSError: the kernel, or what contains this process, does not allow it.
     """
     if as_user is not None:
         _leave(kinds, as_user)
@@ -39,11 +32,7 @@ def leave(kinds: int, *, as_user: bool | None = None) -> None:
 
 
 def unshare(kinds: int) -> None:
-    """Move this process into new namespaces of some kinds, if it has the right to.
-
-    Raises:
-        OSError: the kernel, or a container around this process, does not allow it.
-    """
+    """Move this process into new namespaces of some kinds, if it has the right to."""
     checked(_libc.unshare(kinds), "unshare")
 
 
@@ -62,9 +51,6 @@ def mount_own_proc() -> None:
     """The /proc of this process' own PROCESSES, in MOUNTS of its own.
 
     What is mounted below the one of before stays: parts that a container hides or replaces.
-
-    Raises:
-        OSError: it is not allowed.
     """
     below = [
         item for item in mounted() if item.startswith("/proc/") and item != _MOUNTED_WHEN_OPENED
@@ -84,11 +70,7 @@ def mounted() -> list[str]:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """mount(2).
-
-    Raises:
-        OSError: it is not allowed.
-    """
+    """mount(2)."""
     result = _libc.mount(
         os.fsencode(source or "none"),
         os.fsencode(target),

@@ -155,7 +155,6 @@ def _of_call(call: ast.Call, names: dict[str, str]) -> str:
 
 
 def _program(call: ast.Call) -> str:
-    """The program that a subprocess runs, where the code says so."""
     if not call.args:
         return ""
     first = call.args[0]
@@ -170,7 +169,6 @@ def _program(call: ast.Call) -> str:
 
 
 def _dotted(node: ast.expr, names: dict[str, str]) -> str:
-    """What an expression names, by its module: "boto3.client"; "" where that is not said."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -181,7 +179,6 @@ def _dotted(node: ast.expr, names: dict[str, str]) -> str:
 
 
 def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Names that a file's imports bind, and what they stand for."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -193,7 +190,6 @@ def _names(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _imported(tree: ast.Module, file: Path, root: Path) -> Iterator[Path]:
-    """Files of the user's that a file imports: beside it, or beside the script."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules = [(root, alias.name) for alias in node.names]

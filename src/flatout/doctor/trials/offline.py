@@ -10,11 +10,7 @@ from pathlib import Path
 
 
 def offline(folder: Path) -> dict[str, str]:
-    """Variables to add to the environment of a trial's process.
-
-    Args:
-        folder: where loggers may write; need not exist yet.
-    """
+    """Variables to add to the environment of a trial's process."""
     logs = str(folder / "logs")
     return {
         "WANDB_MODE": "offline",

@@ -39,18 +39,6 @@ def enter(
     """Puts this process, and all that it starts from now on, into such a namespace.
 
     It must have one thread only. The current folder stays.
-
-    Args:
-        upper: an empty folder for the writes. It cannot be seen from within.
-        passes: folders whose writes are real.
-        as_user: make a user namespace first; None: where this process may not do without.
-        writes: paths that may be written, in addition to the current folder. In a user namespace
-            the kernel copies no folder of another user, so the folders above are made first.
-
-    Raises:
-        OSError: the kernel, or what contains this process, does not allow it. This process may
-            then be in a namespace that is half made: end it.
-        FlatoutError: the current folder cannot be covered.
     """
     here = os.getcwd()
     ways = [] if os.geteuid() == 0 and not as_user else _foreign_folders([here, *writes])
@@ -80,7 +68,6 @@ def enter(
 
 
 def _to_cover(mounted: Sequence[str]) -> list[str]:
-    """Returns the folders to cover, of which none holds another: as few as possible."""
     result = [folder for mount in mounted for folder in _without_mounts(mount, set(mounted))]
     if len(result) > _MOST:
         raise FlatoutError(f"{len(result)} folders would have to be covered")
@@ -115,7 +102,6 @@ def _foreign_folders(paths: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _cover(folder: str, upper: Path, ways: Sequence[tuple[str, int]]) -> bool:
-    """Overlays one folder. Returns whether its file system allows that."""
     number = len(list(upper.iterdir())) // 2
     layer, work = upper / f"{number}", upper / f"{number}.work"
     layer.mkdir()
@@ -146,7 +132,6 @@ def _make_read_only(mount: str) -> None:
 
 
 def _mounted() -> list[str]:
-    """Where file systems are mounted, but for those of the kernel; each once."""
     return [
         name
         for name in namespaces.mounted()
@@ -159,7 +144,6 @@ def _holds(folder: str, path: str | Path) -> bool:
 
 
 def _escaped(path: str) -> str:
-    """A path within overlay's options, in which commas and colons separate."""
     for special in ("\\", ",", ":"):
         path = path.replace(special, f"\\{special}")
     return path

@@ -75,21 +75,13 @@ def _services() -> list[tuple[str, int]]:
 
 
 def _address_of(text: str, family: int) -> tuple[str, int]:
-    """Address and port of /proc/net/tcp: words of 32 bits in this machine's order."""
     address, _, port = text.partition(":")
     words = [int(address[begin : begin + 8], 16) for begin in range(0, len(address), 8)]
     return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)), int(port, 16)
 
 
 def begin(machine: Machine) -> list[socket.socket]:
-    """In a network that has just been made, with its own mounts: the loopback is all there is.
-
-    Returns:
-        sockets that listen for each service.
-
-    Raises:
-        OSError: it is not allowed.
-    """
+    """In a network that has just been made, with its own mounts: the loopback is all there is."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ip4:
         asked = struct.pack("16sh14x", _LOOPBACK.encode(), 0)
         (flags,) = struct.unpack("16xh14x", fcntl.ioctl(ip4, _GET_FLAGS, asked))
@@ -118,7 +110,6 @@ def _add4(control: socket.socket, name: str, address: str) -> None:
 
 
 def _name_itself(machine: Machine) -> None:
-    """Where only a name server knows the machine's name, which nothing reaches from inside."""
     with suppress(OSError):
         known, own = Path(_HOSTS).read_text(), socket.gethostname()
         if own not in known.split():
@@ -153,7 +144,6 @@ def meets_elsewhere(command: Sequence[str], variables: Mapping[str, str] = os.en
 
 
 def _host(place: str) -> str:
-    """Without its port: of `node:29500`, `[fe80::1]:29500` and a bare address."""
     if place.startswith("["):
         return place[1:].partition("]")[0]
     return place.partition(":")[0] if place.count(":") == 1 else place

@@ -78,21 +78,7 @@ class Pair:
 
 
 class Against:
-    """One side, against which others are measured one after another; it lives until `close`.
-
-    Args:
-        a: the script as it is.
-        folder: of the trials, as `scratch` gives it.
-        until: when all waiting ends, on the monotonic clock.
-        passes: folders in which the processes may change files, such as one for their results.
-        is_redirected: True: redirect Python's functions even where the kernel can overlay files.
-        most_steps: how many steps the script takes before it ends; None where it is not known.
-        is_renewed: whether a script that has ended by itself is started again.
-        started: called with "a" or "b" and each process once it runs.
-
-    Raises:
-        FlatoutError: the process cannot be started at all.
-    """
+    """One side, against which others are measured one after another; it lives until `close`."""
 
     def __init__(
         self,
@@ -147,21 +133,7 @@ class Against:
         is_vain: Callable[[Showed], str] = lambda b: "",
         fresh: bool = False,
     ) -> Pair:
-        """Measures the steps of A against those of B, in the current folder.
-
-        Args:
-            b: the same script with a cure. Both must call `step_sync.at_step` after each step.
-            terms: how long and how often.
-            budget_s: seconds for all of it, the start of B included; more where two quadruples
-                take longer.
-            warm: steps that B runs before anything is counted, such as those that fill a cache.
-            is_vain: says why nothing need be measured, once B has warmed up; else "".
-            fresh: A is started again first, so that both are equally old, also where it is as
-                fast as it was.
-
-        Raises:
-            FlatoutError: a process cannot be started at all.
-        """
+        """Measures the steps of A against those of B, in the current folder."""
         began = time.monotonic()
         until = min(self._until, began + budget_s)
         pair = Pair(held=self._a.process.held)
@@ -202,7 +174,6 @@ class Against:
         return pair
 
     def _grow_old(self, pair: Pair) -> None:
-        """Remembers how fast A was in the first and in the second half of a trial."""
         steps_s = [block.step_s for block in pair.blocks if block.side == "a"]
         if len(steps_s) > 1:
             half = len(steps_s) // 2
@@ -214,20 +185,17 @@ class Against:
         return self._old_s > self._young_s * (1 + max(floor, _AGED))
 
     def _restart(self) -> None:
-        """A from its beginning; a script that is short begins again and again as it is."""
         if self._a.most_steps is None:
             self._a.renew(self._a.queue + WARM_STEPS)
             self._young_s = self._old_s = math.inf
 
     def _warm_up(self, pair: Pair, b: Arm) -> None:
-        """What a step takes: blocks that are not counted, and bring both past their first steps."""
         pair.dropped = max(self._a.queue, b.queue) + WARM_STEPS
         if self._a.step_s == math.inf:
             self._a.warm_up(pair.dropped)
         b.warm_up(pair.dropped)
 
     def _why_hopeless(self, b: Arm, times: float) -> str:
-        """Why nothing need be measured, as the time of a trial is better spent; else ""."""
         as_long = b.step_s / self._a.step_s
         # Short ones may have been held up by anything.
         if as_long < times or FEWEST_STEPS * b.step_s < _TELLING_S:
@@ -288,7 +256,6 @@ class Against:
 
 
 def _settle(side: Arm, dropped: int, steps: int, until: float) -> None:
-    """Blocks that are not counted, until all is kept, and one is hardly faster than the last."""
     half = (time.monotonic() + until) / 2
     while not side.is_full and time.monotonic() < half:
         side.warm_on(dropped, steps)
@@ -306,7 +273,6 @@ def _time_of(block: Block, terms: Schedule) -> float:
 def _from_whole_quadruples(
     blocks: Sequence[Block], time_of: Callable[[Block], float], terms: Schedule
 ) -> TrialResult | None:
-    """The result of blocks that have run, as of a trial that was cut off."""
     whole = len(blocks) // 4
     if whole < 2:
         return None

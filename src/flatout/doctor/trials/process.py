@@ -162,7 +162,6 @@ class Process:
             raise Ended(self._why())
 
     def _heard(self, until: float) -> dict[str, Any]:
-        """The supervisor's next line."""
         while b"\n" not in self._waiting:
             left = None if until == math.inf else max(until - time.monotonic(), 0)
             ready, _, _ = select.select([self.said], [], [], left)
@@ -203,7 +202,6 @@ class Process:
         return ""
 
     def _why(self) -> str:
-        """Why the script has ended, in a line."""
         for refused in self.refused():
             if self.exit != 0:
                 return f"the script ended: {refused['what']} ({refused['where']})"

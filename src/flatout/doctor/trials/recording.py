@@ -188,7 +188,6 @@ def content_of(batch: Any, begun: int = 0) -> int | None:
 
 
 def _bytes_of(tensor: Any) -> np.ndarray[Any, Any]:
-    """A tensor's memory, by no method that is watched."""
     import torch
 
     if tensor.device.type != "cpu":

@@ -40,7 +40,6 @@ def _join(inside: socket.socket) -> None:
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Until one end closes, and then it tells the other."""
     with suppress(OSError):
         while read := source.recv(_CHUNK):
             target.sendall(read)

@@ -147,7 +147,6 @@ class Lives:
 
     @property
     def _ends(self) -> list[int]:
-        """After how many quadruples a life ends that is not the last."""
         return [math.ceil(life * self.quadruples / self.count) for life in range(1, self.count)]
 
 
@@ -171,12 +170,7 @@ class Length:
     unit: int = 1
 
     def of(self, step_s: float, *, is_paced: bool = True) -> tuple[int, int]:
-        """Steps at the start of a block that a side leaves out, and those that it counts.
-
-        Args:
-            step_s: seconds per step of this side.
-            is_paced: whether the other side has run last, so that this one must find its pace.
-        """
+        """Steps at the start of a block that a side leaves out, and those that it counts."""
         if not self.pace_s:
             return self.dropped, self.steps
         left_out = int(self.pace_s / (self.unit * step_s)) * self.unit if is_paced else 0

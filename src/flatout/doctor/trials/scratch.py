@@ -113,7 +113,6 @@ def remove_tree(folder: Path) -> None:
 
 
 def _is_of(temporary: Path, folder: Path) -> bool:
-    """Whether a folder was made for the temporary files of this trial."""
     if temporary.is_symlink():
         return False
     try:
@@ -132,6 +131,5 @@ def _owner(folder: Path) -> dict[str, Any]:
 
 
 def _began(pid: int) -> int:
-    """When a process was started, in the kernel's ticks: a later one with its pid has another."""
     result = state_and_start(pid)
     return -1 if result is None or result[0] in "ZX" else result[1]

@@ -39,11 +39,7 @@ SEED, EDITS, LOSSES = "FLATOUT_SEED", "FLATOUT_EDITS", "FLATOUT_LOSSES"
 
 
 def main(command: list[str]) -> None:
-    """Runs a script, or after -m a module, as one side of a trial.
-
-    Raises:
-        BaseException: whatever the script raises.
-    """
+    """Runs a script, or after -m a module, as one side of a trial."""
     show_as_python_does()
     if SEED in os.environ:
         _seed(int(os.environ[SEED]))
@@ -65,7 +61,6 @@ def _stepping() -> Stepping:
 
 
 def _seed(seed: int) -> None:
-    """The random generators begin with this, each once it is there."""
     random.seed(seed)
     when_imported("numpy.random", lambda module: module.seed(seed))
     when_imported("torch", lambda module: module.manual_seed(seed))

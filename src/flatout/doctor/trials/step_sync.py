@@ -32,11 +32,7 @@ _NEVER = 2**40
 
 
 class StepSync:
-    """One process' end.
-
-    Args:
-        connection: to the trial.
-    """
+    """One process' end."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -59,7 +55,6 @@ class StepSync:
         return self._next - self._done
 
     def _act(self) -> None:
-        """A block's clock starts, or it ends here."""
         finish_device()
         now = perf_counter_ns()
         if self._done == self._first < self._last:
@@ -91,7 +86,6 @@ class StepSync:
         self._resumed = perf_counter_ns()
 
     def _end(self) -> None:
-        """The script has come to its end."""
         if os.getpid() != self._pid:
             return
         steps = self._done if _steps is None else _steps()
@@ -110,7 +104,6 @@ def listen(folder: str) -> socket.socket:
 
 @contextmanager
 def _short(folder: str) -> Iterator[str]:
-    """The socket's path, which may have 107 bytes only, wherever its folder lies."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{_SOCKET}"
@@ -130,27 +123,13 @@ def tell_also(
     more: Callable[[], dict[str, Any]],
     steps: Callable[[], int] | None = None,
 ) -> None:
-    """What else the trial hears of each block.
-
-    Args:
-        between: gives the time so far, in nanoseconds, that was no part of any step, such as
-            evaluation; what of it falls into a block is told with that.
-        more: gives what was recorded since it was last called, as plain data.
-        steps: gives how many have ended so far, where `at_step` is not called after each.
-    """
+    """What else the trial hears of each block."""
     global _between, _more, _steps
     _between, _more, _steps = between, more, steps
 
 
 def at_step(steps: int = 1) -> int:
-    """To be called after an optimizer step, before the next one's work begins.
-
-    Args:
-        steps: that have ended since the last call.
-
-    Returns:
-        After how many more steps it must be called again; it may be earlier.
-    """
+    """To be called after an optimizer step, before the next one's work begins."""
     if _step_sync is None and not _is_asked:
         _join()
     return _NEVER if _step_sync is None else _step_sync.step(steps)
@@ -173,7 +152,6 @@ def _join() -> None:
 
 
 def _queued_batches() -> int:
-    """How many batches the workers of this process' DataLoaders make ahead."""
     loader = sys.modules.get("torch.utils.data.dataloader")
     if loader is None:
         return 0

@@ -62,12 +62,7 @@ class _Script:
 
 
 def main(how: dict[str, Any]) -> None:
-    """Contain this process, start the script, and obey.
-
-    Args:
-        how: folder, temporary, passes, is_redirected, apart and command, as trials/process.py
-            gives them.
-    """
+    """Contain this process, start the script, and obey."""
     adopt_orphans(True)
     try:
         _contain(how)
@@ -88,7 +83,6 @@ def main(how: dict[str, Any]) -> None:
 
 
 def _contain(how: dict[str, Any]) -> None:
-    """Contains this process, as far as that need not wait for the script's own namespaces."""
     folder, temporary = Path(how["folder"]), Path(how["temporary"])
     if not how["is_redirected"]:
         upper = folder / "upper"
@@ -113,7 +107,6 @@ def _writable_paths(command: Sequence[str]) -> list[str]:
 
 
 def _restrict(how: dict[str, Any]) -> str:
-    """Returns by what the files are contained now. Nothing can be mounted from here on."""
     if not how["is_redirected"]:
         return "overlay"
     writable = [Path(how["folder"]), *_passes(how), Path("/dev"), Path("/proc")]
@@ -121,7 +114,6 @@ def _restrict(how: dict[str, Any]) -> str:
 
 
 def _started(how: dict[str, Any]) -> _Script:
-    """The script, with its own processes and network where the kernel allows that."""
     processes, network = namespaces.PROCESSES, namespaces.NETWORK
     may = how["apart"]
     if own_network.meets_elsewhere(how["command"]):
@@ -142,7 +134,6 @@ def _started(how: dict[str, Any]) -> _Script:
 
 
 def _begun(how: dict[str, Any], kinds: int) -> tuple[int, tuple[str, list[str]]]:
-    """The script in this process' namespaces: its number, and what `held` and `lacks` are."""
     lacks = []
     if not kinds & namespaces.PROCESSES:
         lacks += [] if landlock.restrict_signals() else ["signals"]
@@ -166,7 +157,6 @@ def _start(command: list[str]) -> int:
 
 
 def _relay(services: list[socket.socket]) -> None:
-    """Lets services of this machine be reached from the script's own network."""
     if not services:
         return
     supervisor = os.getpid()
@@ -213,7 +203,6 @@ def _obey(script: _Script) -> None:
 
 
 def _reap(root: int) -> int | None:
-    """Takes leave of the children that have ended; returns this one's exit code if it has."""
     result = None
     with suppress(ChildProcessError):
         while True:
@@ -226,7 +215,6 @@ def _reap(root: int) -> int | None:
 
 
 def _signal_all(number: int) -> None:
-    """Sends a signal to all that this process has begun, also to what is begun meanwhile."""
     reached: set[tuple[int, float]] = set()
     while True:
         below = {(item.pid, item.create_time()): item for item in _below()}
@@ -251,7 +239,6 @@ def _lives(value: psutil.Process) -> bool:
 
 
 def _end(grace_s: float) -> None:
-    """Ends all that this process has begun: asked first, then killed."""
     if grace_s:
         _signal_all(signal.SIGTERM)
         _signal_all(signal.SIGCONT)

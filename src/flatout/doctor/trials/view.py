@@ -25,12 +25,7 @@ _AS_THEY_ARE = ("/proc", "/sys", "/dev")
 
 
 class View:
-    """The files as the script is to see them.
-
-    Args:
-        folder: of this process in the trial's folder; holds the copies in files/.
-        passes: folders that are written to as they are.
-    """
+    """The files as the script is to see them."""
 
     def __init__(self, folder: Path, passes: Sequence[str]) -> None:
         self._files = os.path.realpath(folder / "files")
@@ -201,7 +196,6 @@ class View:
         return any(path == item or path.startswith(item + "/") for item in self._passes)
 
     def _any_gone(self) -> bool:
-        """Reads what this process or another one of the trial has deleted since."""
         with suppress(FileNotFoundError):
             size = native.stat(self._journal).st_size
             if size != self._read:

@@ -27,11 +27,7 @@ _EVERY = 256
 
 
 class Whole(Stepping):
-    """Steps of which every loss is kept.
-
-    Args:
-        file: where they go; it grows while the script runs.
-    """
+    """Steps of which every loss is kept."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -47,7 +43,6 @@ class _All(Record):
         atexit.register(self._write)
 
     def end_step(self) -> bool:
-        """The loss that was met first is the step's; that of the next is wanted, too."""
         self._losses.append(self._loss)
         self._at.append(time.monotonic())
         self._loss = None
@@ -95,7 +90,6 @@ class Curve:
         return float(self.at[low[0] + self._window() - 1]) if len(low) else None
 
     def _means(self) -> np.ndarray[Any, Any]:
-        """Of each so many losses in a row; infinite where one of them is."""
         window, finite = self._window(), np.isfinite(self.losses)
         sums = np.concatenate([[0.0], np.cumsum(np.where(finite, self.losses, 0.0))])
         counts = np.concatenate([[0], np.cumsum(finite)])

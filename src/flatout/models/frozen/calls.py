@@ -80,8 +80,6 @@ _NONE = object()
 def _asking(
     run: Run, name: str, call: Callable[..., Any], written: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """A part's call, which asks the run what to do."""
-
     def asked(*args: Any, **kwargs: Any) -> Any:
         return run.module(name, call, written or call, args, kwargs)
 

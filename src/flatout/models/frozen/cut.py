@@ -34,7 +34,6 @@ def _is_option(name: str, value: Any) -> bool:
 
 
 def _attributes_of(parts: Iterable[nn.Module]) -> list[tuple[dict[str, Any], list[str]]]:
-    """The attributes of modules of one's own, with the names of those that are plain values."""
     return [
         (vars(part), [name for name, value in vars(part).items() if _is_option(name, value)])
         for part in parts
@@ -45,7 +44,6 @@ def _attributes_of(parts: Iterable[nn.Module]) -> list[tuple[dict[str, Any], lis
 def _children_of(
     inside: Collection[nn.Module], around: Iterable[nn.Module]
 ) -> list[tuple[dict[str, Any], str]]:
-    """Where modules of the frozen part are registered."""
     own = set(map(id, inside))
     result = [(part._modules, name) for part in inside for name, _ in part._modules.items()]
     for part in around:
@@ -61,15 +59,7 @@ class _Enough(BaseException):
 
 
 class _Part:
-    """A run through a forward of which only a part is computed.
-
-    Args:
-        plan: what is to be done at each call.
-        as_written: whether modules that are cut run as they are written, not as rewritten.
-        forms: of all values that may have to be stood for.
-        samples: of the batch.
-        values: that are known, by number.
-    """
+    """A run through a forward of which only a part is computed."""
 
     def __init__(
         self,
@@ -88,7 +78,6 @@ class _Part:
         self.values = values
 
     def stand_in(self, number: int) -> StandIn:
-        """For the value of this number."""
         value = self.values.get(number)
         if value is not None:
             return StandIn.of(self, number, value)
@@ -96,7 +85,6 @@ class _Part:
         return StandIn.blank(self, number, form.shape(self._samples), form.strides, form)
 
     def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function of torch that is given a stand-in."""
         name = name_of(function)
         answer = about(name, function, args, kwargs)
         if answer is not NotImplemented:
@@ -111,7 +99,6 @@ class _Part:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A call of a module that takes part."""
         if self._inside:
             return call(*args, **kwargs)
         key = self._frame.key(name)
@@ -140,7 +127,6 @@ class _Part:
         return result if step is None else self._noted(step, result, args, kwargs)
 
     def _given(self, step: Step, args: Any, kwargs: Any) -> Any:
-        """What a call gives, without the call."""
         written = self._write(step, args, kwargs)
         if step.given is None:
             return None
@@ -151,7 +137,6 @@ class _Part:
         return step.given.spec.unflatten(leaves)
 
     def _noted(self, step: Step, result: Any, args: Any, kwargs: Any) -> Any:
-        """What a call gave, with stand-ins for its tensors."""
         given = list(stand_ins((args, kwargs)))
         for place, number in step.writes:
             value = given[place].value
@@ -167,7 +152,6 @@ class _Part:
         return self._given(step, args, kwargs)
 
     def _write(self, step: Step, args: Any, kwargs: Any) -> dict[int, StandIn]:
-        """The stand-ins that a call writes into, by the numbers of what they are then."""
         given = list(stand_ins((args, kwargs))) if step.writes else []
         for place, number in step.writes:
             given[place].number = number
@@ -378,7 +362,6 @@ class Cut:
         return [*state, *(part.training for part in self._could_act)]
 
     def _gives_still(self, then: _Remembered) -> bool:
-        """Whether the prefix gives what it gave."""
         is_on, dtype = then.autocast
         with (
             nothing_random(),

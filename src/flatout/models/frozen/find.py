@@ -113,17 +113,14 @@ class _Search:
         self.opaque: set[str] = set()
 
     def inputs(self, rows: list[int]) -> Any:
-        """Those of some of the samples."""
         return self.spec.unflatten(
             [leaf[rows] if torch.is_tensor(leaf) else leaf for leaf in self.leaves]
         )
 
     def outputs(self, inputs: Any) -> Any:
-        """What the model gives."""
         return adapter_of(self.model).outputs(inputs, as_written=self.as_written)
 
     def note(self, rows: list[int]) -> ForwardRecording:
-        """A forward of these samples."""
         while True:
             noted = ForwardRecording(self.parts, self.opaque, as_written=self.as_written)
             leaves = self.spec.flatten_up_to(self.inputs(rows))
@@ -148,7 +145,6 @@ class _Search:
             return noted
 
     def cuts(self, most: float) -> tuple[Cuts, int]:
-        """The cuts, and how many were dropped because their parts gave something else."""
         every = list(range(2 * self.half))
         first, second = every[: self.half], every[self.half :]
         # What is made once, in the first call, is made here.
@@ -178,7 +174,6 @@ class _Search:
         return Cuts(cuts, hindrance, self.cuts_at), len(places) - len(cuts)
 
     def cuts_at(self, places: Sequence[Sequence[int]]) -> list[Cut]:
-        """The cuts that hold, each with its own name."""
         result: dict[str, Cut] = {}
         with _left_alone(self.model), torch.enable_grad():
             for place in places:
@@ -198,7 +193,6 @@ class _Search:
         return forms
 
     def check_alike(self, noted: ForwardRecording) -> None:
-        """That another run made the same calls."""
         own, others = (
             [(event.path, event.name, event.reads, event.gives()) for event in run.events]
             for run in (self.noted, noted)
@@ -209,13 +203,6 @@ class _Search:
     def look_at_rows(
         self, noted: ForwardRecording, rows: list[int], count: int | None
     ) -> dict[int, str]:
-        """For each event that does not give each sample its own, why not.
-
-        Args:
-            noted: a run on other samples.
-            rows: that are in the same places in both runs.
-            count: of samples in a smaller batch; None for one of the same size.
-        """
         self.check_alike(noted)
         result = {}
         for index, event in enumerate(self.noted.events):
@@ -233,10 +220,6 @@ class _Search:
     # -- what is frozen ------------------------------------------------------------------------
 
     def reasons(self) -> list[str | None]:
-        """For each event why it is not frozen: "" if something in it is trained; None if it may be.
-
-        What it is given is not asked here.
-        """
         result: list[str | None] = []
         stop = self.noted.stopped_at
         for index, event in enumerate(self.noted.events):
@@ -255,7 +238,6 @@ class _Search:
         return result
 
     def closure(self, reasons: list[str | None]) -> list[int]:
-        """The events that are frozen, with all that they are given."""
         frozen, chosen = set(self.noted.inputs), []
         for index, event in enumerate(self.noted.events):
             if reasons[index] is None and not event.from_outside and frozen.issuperset(event.reads):
@@ -264,7 +246,6 @@ class _Search:
         return chosen
 
     def hindrance(self, chosen: list[int], reasons: list[str | None]) -> str:
-        """What else would be frozen but for one layer."""
         without = self.closure([reason if reason == "" else None for reason in reasons])
         more = [index for index in without if index not in set(chosen)]
         if not any(self.weighs(index) for index in more):
@@ -276,11 +257,9 @@ class _Search:
         return f"{_words(event)} {why}{do}"
 
     def weighs(self, index: int) -> bool:
-        """Whether an event has its own weights."""
         return self.noted.events[index].weighs
 
     def cut(self, prefix: list[int]) -> Cut | None:
-        """The cut behind these; None if its two parts do not give what the whole gives."""
         chosen = set(prefix)
         if not chosen or not chosen <= set(self.places.frozen):
             return None
@@ -309,13 +288,11 @@ class _Search:
         return cut
 
     def calls(self, prefix: list[int], kept: list[int]) -> str:
-        """What identifies the calls before a cut: which, of what, with what else."""
         events = [self.noted.events[index] for index in prefix]
         result = [(e.path, e.name, e.constants, e.reads, e.gives()) for e in events]
         return hashlib.sha256(repr((result, kept)).encode()).hexdigest()[:16]
 
     def modules(self, prefix: list[int]) -> list[Any]:
-        """Those that the prefix calls; of the ones that it is a part of, none."""
         chosen = set(prefix)
         whole = [
             call.module
@@ -326,14 +303,12 @@ class _Search:
         return [part for part in [*whole, *leaves] if part is not None]
 
     def around(self, prefix: list[int]) -> list[Any]:
-        """The modules that the prefix is a part of."""
         chosen = set(prefix)
         calls = [call for call in self.noted.calls if not call.is_leaf]
         whole = [(call.module, set(range(call.start, call.stop))) for call in calls]
         return [self.model, *(part for part, own in whole if own & chosen and own - chosen)]
 
     def name(self, prefix: list[int], kept: list[int]) -> str:
-        """Where it is, in words."""
         places = list(dict.fromkeys(self.where(prefix, number) for number in reversed(kept)))
         if len(places) > _NAMED:
             places = [*places[: _NAMED - 1], f"{len(places) - _NAMED + 1} more"]
@@ -341,7 +316,6 @@ class _Search:
         return f"behind {', '.join(most)} and {last}" if most else f"behind {last}"
 
     def where(self, prefix: list[int], number: int) -> str:
-        """What gives a value, in words."""
         if number in self.noted.inputs:
             several = len(self.noted.inputs) > 1
             return f"input {self.noted.inputs.index(number) + 1}" if several else "the inputs"
@@ -357,7 +331,6 @@ class _Search:
         )
 
     def tensors(self, prefix: list[int]) -> dict[str, torch.Tensor]:
-        """What the prefix reads of the model, and of global names and the like."""
         read = {id(t) for module in self.modules(prefix) for t in tensors_of(module)}
         chosen = set(prefix)
         others = {}
@@ -377,7 +350,6 @@ class _Search:
 
 
 def _features_if_it_holds(cut: Cut, inputs: Any) -> list[Any] | None:
-    """What is kept of this batch; None where the model gives other bits than the cut's parts."""
     model = cut.model
     with _left_alone(model), torch.no_grad():
         try:
@@ -393,10 +365,6 @@ def _features_if_it_holds(cut: Cut, inputs: Any) -> list[Any] | None:
 
 
 def _features_in_both_modes(cut: Cut, inputs: Any) -> list[Any] | None:
-    """What is kept of this batch; None where a model in evaluation gives something else.
-
-    An epoch's rows serve both, which may round otherwise: attention has its own kernel there.
-    """
     trained = _features_if_it_holds(cut, inputs)
     if trained is None:
         return None
@@ -422,7 +390,6 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _same_rows(form: Form, own: torch.Tensor, other: torch.Tensor, rows: list[int]) -> bool:
-    """Whether the samples that both batches have in the same places have the same results."""
     if form.axis is None:
         return is_same(own, other)
     a, b = form.rows(own), form.rows(other)
@@ -453,12 +420,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _hooked(module: Any) -> str:
-    """Why a hook keeps a module from being left out."""
     return "has a hook" if any(getattr(module, name, None) for name in _HOOKS) else ""
 
 
 def _hook_around(model: Any) -> str | None:
-    """Why no part of a model can be left out."""
     if any(getattr(every_module, f"_global{name}") for name in _HOOKS):
         return "a hook is registered for all modules: it would miss the frozen ones"
     if _hooked(model):
@@ -467,13 +432,11 @@ def _hook_around(model: Any) -> str | None:
 
 
 def _attributes(model: Any) -> dict[int, tuple[Any, dict[str, Any]]]:
-    """The attributes of the model and of each of its modules, by the module's id."""
     parts = [model, *adapter_of(model).parts().values()]
     return {id(part): (part, dict(vars(part))) for part in parts}
 
 
 def _changed(before: dict[int, Any], after: dict[int, Any]) -> dict[int, str]:
-    """Modules with an attribute that a forward sets, by id."""
     result = {}
     for number, (_, own) in after.items():
         old = before[number][1]
@@ -492,7 +455,6 @@ _NONE = object()
 
 @contextmanager
 def _left_alone(model: Any) -> Iterator[None]:
-    """Afterwards the model's tensors and attributes are as they were before."""
     attributes = _attributes(model)
     tensors = [(t, t.detach().clone()) for t in adapter_of(model).untrained()]
     try:

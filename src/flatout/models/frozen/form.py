@@ -31,12 +31,7 @@ class Form:
 
     @classmethod
     def of(cls, value: torch.Tensor, samples: int, other: torch.Tensor, others: int) -> Form | None:
-        """From the value in two batches; None where its sizes follow no rule.
-
-        Args:
-            value, samples: of one batch.
-            other, others: of another one with another number of samples.
-        """
+        """From the value in two batches; None where its sizes follow no rule."""
         if value.dim() != other.dim() or value.dtype != other.dtype:
             return None
         apart = [(a - b, samples - others) for a, b in zip(value.shape, other.shape, strict=True)]
@@ -58,12 +53,10 @@ class Form:
         return prod(self.shape(1)) * self.dtype.itemsize
 
     def _order(self) -> list[int]:
-        """The other dimensions as they lie in memory, the outermost first."""
         others = [d for d in range(len(self.fixed)) if d != self.axis]
         return sorted(others, key=lambda d: -self.strides[d])
 
     def _is_outermost(self) -> bool:
-        """Whether the rows of samples lie one after another, without gaps."""
         assert self.axis is not None
         size = self.shape(self.samples)
         expected = 1

@@ -126,7 +126,6 @@ class KeptInput(torch.Tensor):
         return func(*inputs_of(args), **inputs_of(kwargs or {}))
 
     def _is_there(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether it is asked to be what it is: on its device, of its dtype."""
         if "memory_format" in kwargs:
             return False
         none = torch.empty((0,), dtype=self.dtype, device=self.device)
@@ -138,7 +137,6 @@ def _is_of_rows(at: Any) -> bool:
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model is called with a batch's inputs."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):

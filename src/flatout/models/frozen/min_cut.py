@@ -71,12 +71,7 @@ class Graph:
     def best(
         self, unit: int, byte: int, inside: Collection[int] = (), outside: Collection[int] = ()
     ) -> Prefix | None:
-        """The legal prefix of least cost; None where there is none.
-
-        Args:
-            unit, byte: their prices, not negative.
-            inside, outside: calls that are left out in any case, and in none.
-        """
+        """The legal prefix of least cost; None where there is none."""
         calls = len(self.spent)
         source, sink = calls + len(self.values), calls + len(self.values) + 1
         never = self.cost((), unit, 0) + byte * sum(v.size or 0 for v in self.values) + 1
@@ -137,20 +132,11 @@ def condense(graph: Graph) -> tuple[Graph, list[frozenset[int]]]:
 
 
 def _most(values: list[Value]) -> float:
-    """Bytes of all of them."""
     return sum(float("inf") if value.size is None else value.size for value in values)
 
 
 def best_cuts(graph: Graph, inside: Collection[int] = ()) -> list[Prefix]:
-    """The prefixes that have the least time + price * bytes for some price of a byte.
-
-    Args:
-        graph: of the frozen calls.
-        inside: calls that are left out in any case.
-
-    Returns:
-        the one with the fewest bytes first; none where none is legal.
-    """
+    """The prefixes that have the least time + price * bytes for some price of a byte."""
     few, fast = _fewest(graph, inside), _fastest(graph, inside)
     if few is None or fast is None:
         return []
@@ -173,11 +159,6 @@ def fastest_within(graph: Graph, most: int, inside: Collection[int] = ()) -> Pre
     """The prefix with the least time of those that keep at most so many bytes; None for none.
 
     By branch and bound; of a graph that takes more than some dozens of steps, the best found.
-
-    Args:
-        graph: of the frozen calls.
-        most: bytes of a sample.
-        inside: calls that are left out in any case.
     """
     best: Prefix | None = None
     left = [(frozenset(inside), frozenset[int]())]
@@ -202,14 +183,6 @@ def fastest_within(graph: Graph, most: int, inside: Collection[int] = ()) -> Pre
 def _tightened(
     graph: Graph, most: int, pair: tuple[Prefix, Prefix], fixed: tuple[Prefix, Prefix]
 ) -> tuple[Prefix, Prefix, Fraction]:
-    """The last best cut that is within the limit, the first that is not, and a bound on the time.
-
-    Args:
-        graph: of the frozen calls.
-        most: bytes of a sample.
-        pair: the cut with the fewest bytes, within the limit, and the fastest.
-        fixed: calls that are left out in any case, and in none.
-    """
     few, fast = pair
     while True:
         unit, byte = graph.bytes(fast) - graph.bytes(few), graph.time(few) - graph.time(fast)
@@ -226,25 +199,16 @@ def _tightened(
 
 
 def _fewest(graph: Graph, *fixed: Collection[int]) -> Prefix | None:
-    """The prefix with the fewest bytes, and of those with the least time."""
     return graph.best(1, graph.time(()) + 1, *fixed)
 
 
 def _fastest(graph: Graph, *fixed: Collection[int]) -> Prefix | None:
-    """The prefix with the least time, and of those with the fewest bytes."""
     return graph.best(sum(value.size or 0 for value in graph.values) + 1, 1, *fixed)
 
 
 def _min_cut(
     nodes: int, edges: list[tuple[int, int, int]], source: int, sink: int
 ) -> tuple[int, set[int]]:
-    """The greatest flow, and the nodes on the source's side of a least cut.
-
-    Args:
-        nodes: how many there are.
-        edges: from, to, and what may flow there.
-        source, sink: of them.
-    """
     to, room = list[int](), list[int]()
     out = [list[int]() for _ in range(nodes)]
     for item, other, size in edges:
@@ -273,7 +237,6 @@ def _fill(
     source: int,
     sink: int,
 ) -> int:
-    """Let all flow that shortest ways allow; returns how much."""
     at, way, node, flow = [0] * len(out), list[int](), source, 0
     while True:
         if node == sink:

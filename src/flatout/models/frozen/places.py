@@ -23,12 +23,6 @@ _FIRST = 8
 class Places:
     """The places at which a recorded forward may be cut.
 
-    Args:
-        noted: the forward.
-        frozen: its events that may be left out, with all that they are given.
-        forms: of its values, by number.
-        spent: nanoseconds of each event.
-
     Attributes:
         frozen: as given.
     """
@@ -46,11 +40,7 @@ class Places:
                 self._writers.setdefault(store, []).append(index)
 
     def best(self, most: float) -> list[list[int]]:
-        """The events before each sensible cut, the one that keeps the fewest bytes first.
-
-        Args:
-            most: bytes of a sample that there is room for.
-        """
+        """The events before each sensible cut, the one that keeps the fewest bytes first."""
         graph, groups = condense(self.graph())
         weigh = {n for n, group in enumerate(groups) if any(map(self._weighs, group))}
         result = _cuts(graph, most)
@@ -100,13 +90,11 @@ class Places:
         return Graph([self._spent[index] for index in self.frozen], values, sorted(needs))
 
     def _written_after(self, number: int, place: int | None) -> list[int]:
-        """The events that write into a value's memory once it was made, at a place or outside."""
         born = -1 if place is None else self.frozen[place]
         writers = self._writers.get(store_of(self._noted.values[number]), [])
         return [at for at in writers if at > born]
 
     def _size(self, number: int, place: int | None) -> int | None:
-        """Bytes of a value of a sample; None where it has no rows, or is written into later."""
         form = self._forms.get(number)
         if form is None or form.axis is None or self._written_after(number, place):
             return None
@@ -116,7 +104,6 @@ class Places:
         return self._noted.events[self.frozen[place]].weighs
 
     def _first_weights(self) -> list[int]:
-        """The places of the first few events that have weights, none of them behind another."""
         result, below = [], set[int]()
         for place, index in enumerate(self.frozen):
             event = self._noted.events[index]
@@ -128,7 +115,6 @@ class Places:
         return result[:_FIRST]
 
     def _is_legal(self, prefix: Collection[int]) -> bool:
-        """Whether nothing that is kept is written by another part than its reader expects."""
         before, events = set(prefix), self._noted.events
         kept = {
             number: store_of(self._noted.values[number]) for number in self.kept(sorted(before))
@@ -146,7 +132,6 @@ class Places:
 
 
 def _cuts(graph: Graph, most: float, inside: Collection[int] = ()) -> list[Prefix]:
-    """The best for some price of a byte, and the fastest within a limit."""
     result = best_cuts(graph, inside)
     if most < inf and (fast := fastest_within(graph, int(most), inside)) is not None:
         result.append(fast)

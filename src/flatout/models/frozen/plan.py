@@ -81,13 +81,6 @@ def _plan(
 
 
 def _keys(noted: ForwardRecording, chosen: Collection[int], *, goes_on: bool) -> dict[int, Key]:
-    """Those of the events that a stand-in reaches.
-
-    Args:
-        noted: the whole forward.
-        chosen: what is in the prefix.
-        goes_on: whether there are stand-ins behind the prefix, too.
-    """
     reached, counts, keys = set(noted.inputs), Counter[tuple[Any, str]](), dict[int, Key]()
     for index, event in enumerate(noted.events):
         is_reached = not event.from_outside and not reached.isdisjoint(event.reads)
@@ -104,7 +97,6 @@ def _keys(noted: ForwardRecording, chosen: Collection[int], *, goes_on: bool) ->
 def _is_whole(
     noted: ForwardRecording, call: Call, chosen: Collection[int], kept: Collection[int]
 ) -> bool:
-    """Whether all in a call is in the prefix, and what is kept of it is what it gives."""
     events = [noted.events[index] for index in range(call.start, call.stop)]
     if not events or call.given is None:
         return False

@@ -124,11 +124,6 @@ class Read(NamedTuple):
 class ForwardRecording(TorchFunctionMode):
     """Notes the calls of one forward.
 
-    Args:
-        parts: modules that take part, by name.
-        opaque: names of those that are not looked into.
-        as_written: whether those that are looked into run as they are written, not as rewritten.
-
     Attributes:
         events, calls: in order.
         values: all tensors that were given, by number.
@@ -199,7 +194,6 @@ class ForwardRecording(TorchFunctionMode):
                 self.tensors_read.append(read)
 
     def _outside(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        """A function that no input reaches: what it gives may still be another in each step."""
         before = self._drawn_since()
         result = function(*args, **kwargs)
         drew = self._drawn_since() or _has_generator(kwargs)
@@ -310,7 +304,6 @@ class ForwardRecording(TorchFunctionMode):
         written: dict[int, torch.Tensor],
         given: list[StandIn] | None = None,
     ) -> Any:
-        """The result with stand-ins; what was written in place has a new number."""
         for at, item in enumerate(given or []):
             if id(item.value) in written and all(at != place for place, _ in event.writes):
                 number = len(self.values)
@@ -335,7 +328,6 @@ class ForwardRecording(TorchFunctionMode):
         return wrapped
 
     def _drawn_since(self) -> bool:
-        """Whether random numbers were drawn since it was asked last."""
         before, self._drawn = self._drawn, _random()
         return before != self._drawn
 
@@ -366,7 +358,6 @@ def _random() -> tuple[Any, ...]:
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, torch.Tensor | None]:
-    """What shows whether a tensor is changed: kernels change a BatchNorm's without a trace."""
     return tensor._version, tensor.detach().clone() if tensor.nbytes <= _SMALL_BYTES else None
 
 
@@ -394,7 +385,6 @@ def _given(result: Any) -> OutputStructure | None:
 
 
 def _constants(args: Any, kwargs: Any) -> str:
-    """What a call is given beside tensors, in words that say what it does with them."""
     leaves, spec = tree_flatten((args, kwargs))
     plain = (bool, int, float, complex, str, type(None), type(...), torch.dtype)
     words = []

@@ -126,11 +126,7 @@ def stand_ins(value: Any) -> Iterator[StandIn]:
 
 
 def with_values(value: Any) -> Any:
-    """The same with each stand-in's tensor in its place.
-
-    Raises:
-        Uncut: a tensor is not computed.
-    """
+    """The same with each stand-in's tensor in its place."""
     if isinstance(value, StandIn):
         if value.value is None:
             raise Uncut(
@@ -185,7 +181,6 @@ def about(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _empty(value: Any) -> Any:
-    """With something of its form in place of each stand-in."""
     if isinstance(value, StandIn):
         if value.value is not None:
             return value.value

@@ -66,8 +66,6 @@ def own_moments(layers: Iterable[nn.Module]) -> None:
 
 
 def _moments_over(part: Callable[[], tuple[World, bool]], layer: Any) -> Moments:
-    """What replaces the layer's `_moments(inputs, mask)`."""
-
     def moments(
         inputs: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,7 +124,6 @@ class _Moments(torch.autograd.Function):
 def _of_part(
     x: torch.Tensor, counted: torch.Tensor | None, dims: list[int], axis: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean, sum of squared deviations and count of each channel in this rank's part."""
     if counted is None:
         variance, mean = torch.var_mean(x, dims, correction=0)
         count = torch.full_like(mean, x.numel() / x.size(axis))
@@ -140,10 +137,6 @@ def _of_part(
 def _over_all(
     world: World, mean: torch.Tensor, squares: torch.Tensor, count: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same of all ranks' parts together, in float64.
-
-    Counts below 0 are of filling, which counts only where there is nothing else.
-    """
     table = torch.zeros(world.size, 3, len(mean), dtype=torch.float64, device=mean.device)
     table[world.rank] = torch.stack([mean, squares, count])
     world.sum(table, "BatchNormalization's statistics")
@@ -157,7 +150,6 @@ def _over_all(
 
 
 def _spread(values: torch.Tensor, like: torch.Tensor, axis: int) -> torch.Tensor:
-    """Of each channel, in a shape to be combined with `like`."""
     shape = [1] * like.dim()
     shape[axis] = -1
     return values.view(shape)

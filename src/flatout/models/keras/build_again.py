@@ -20,11 +20,7 @@ _KEPT = ("_variables", "_trainable_variables", "_trainable_variables_indices", "
 
 @torch.no_grad()
 def build_again(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Let a built Keras optimizer hold these variables; those that it had go on.
-
-    Raises:
-        ModelError: it keeps its state in a way that does not tell which variable it is of.
-    """
+    """Let a built Keras optimizer hold these variables; those that it had go on."""
     if (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
         build_again(inner, variables)
     old, tracked = list(optimizer._trainable_variables), list(optimizer._variables)
@@ -60,14 +56,12 @@ def _is_tracked(optimizer: Any, slot: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """The value, or what a list or dict has now: Keras goes on to use the object."""
     if isinstance(value, list):
         return list(value)
     return dict(value) if isinstance(value, dict) else value
 
 
 def _pairs(was: Any, now: Any, order: Sequence[int | None]) -> Iterator[tuple[Any, Any]]:
-    """What held something until now, and what is to hold it; None for what is not held any more."""
     if isinstance(was, (list, tuple)):
         if isinstance(now, (list, tuple)) and len(was) == len(order):
             for slot, place in zip(was, order, strict=True):

@@ -54,7 +54,6 @@ def _writes(callback: Any) -> bool:
 
 
 def _beginning_of(backup: Any) -> Any:
-    """A callback that only restores: every rank reads the backup, the first one writes it."""
     from keras.callbacks import LambdaCallback
 
     # Its model is set with that of the others, by the list.

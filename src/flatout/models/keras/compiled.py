@@ -112,7 +112,6 @@ class KerasJob:
             self._also(y_pred, y)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, _Given]:
-        """The batch's loss, and what metrics take."""
         model = self._model
         if self._class_weight is not None:
             batch = _weighed(batch, self._class_weight, takes_numbers(model))
@@ -147,7 +146,6 @@ class KerasJob:
             model._compile_metrics.update_state(y, y_pred, weight)
 
     def _compute_part(self, batch: Batch, world: World) -> Value:
-        """The same where the ranks have parts of the batch, or each a copy of it."""
         # Another rank counts a copy, also in what the loss and layers feed.
         counted = self._summed() if batch.is_copy else []
         before = [variable.value.clone() for variable in counted]
@@ -168,11 +166,9 @@ class KerasJob:
 
     @property
     def _takes_whole_batches(self) -> bool:
-        """Whether the compiled metrics are fed with all ranks' parts, since some may not add up."""
         return self._computes_own or not all(map(adds_up, compiled_metrics(self._model)))
 
     def _summed(self) -> list[Any]:
-        """The metrics' variables that each rank adds its own part to."""
         if not self._takes_whole_batches:
             return self._variables()
         fed = {id(v) for metric in compiled_metrics(self._model) for v in metric.variables}
@@ -266,11 +262,7 @@ def sample_losses(model: Any) -> tuple[Callable[[Any, Any], torch.Tensor], str, 
 
 
 def build(model: Any, batch: Batch) -> None:
-    """Build what of model, loss, metrics and optimizer waits for a first batch.
-
-    Raises:
-        ModelError: the loss or a metric takes class numbers, and the batch has shares of classes.
-    """
+    """Build what of model, loss, metrics and optimizer waits for a first batch."""
     y, weight = targets_of(batch)
     if _takes(model, "sparsecategorical") and _are_shares(y):
         raise ModelError(
@@ -294,14 +286,12 @@ def build(model: Any, batch: Batch) -> None:
 
 
 def _loss_name(model: Any) -> str:
-    """Of the one compiled loss, such as "sparse_categorical_crossentropy"; "" of several."""
     given = getattr(model._compile_loss, "_user_loss", None)
     name = given if isinstance(given, str) else getattr(given, "name", "")
     return str(name or getattr(given, "__name__", ""))
 
 
 def _sparse_metric(model: Any) -> str:
-    """The name of a compiled metric that takes class numbers alone; "" where there is none."""
     compiled = model._compile_metrics
     given = [] if compiled is None else [compiled._user_metrics, compiled._user_weighted_metrics]
     for metric in tree_flatten(given)[0]:
@@ -313,12 +303,10 @@ def _sparse_metric(model: Any) -> str:
 
 
 def _takes(model: Any, kind: str) -> bool:
-    """Whether the compiled loss is of a kind; Keras takes the names of functions and of classes."""
     return _loss_name(model).replace("_", "").lower().startswith(kind)
 
 
 def _classes(model: Any) -> Any:
-    """Scores that the model gives, where that is known before it is called."""
     try:
         shape = model.output_shape
     except (AttributeError, ValueError, RuntimeError):
@@ -331,7 +319,6 @@ def _are_shares(y: Any) -> bool:
 
 
 def _as_shares(y: Any, classes: int) -> Any:
-    """Class numbers of shape (samples,) or (samples, 1) as a share of 1 for each; others as is."""
     if not torch.is_tensor(y) or y.is_floating_point() or classes < 2 or y.dim() not in (1, 2):
         return y
     if y.dim() == 2 and y.shape[1] != 1:
@@ -340,7 +327,6 @@ def _as_shares(y: Any, classes: int) -> Any:
 
 
 def _weighed(batch: Batch, class_weight: Mapping[int, float], numbers: bool) -> Batch:
-    """Return the batch with each weight of a sample, or of a place, times its class weight."""
     y, own = targets_of(batch)
     if not isinstance(y, torch.Tensor):
         raise ModelError(
@@ -361,12 +347,7 @@ def _weighed(batch: Batch, class_weight: Mapping[int, float], numbers: bool) -> 
 
 
 def classes_of(y: torch.Tensor, numbers: bool) -> torch.Tensor:
-    """Return the class number of each target.
-
-    Args:
-        y: class numbers, or class probabilities in the last dimension.
-        numbers: whether the loss takes class numbers.
-    """
+    """Return the class number of each target."""
     if y.dim() > 1 and y.shape[-1] == 1:
         y = y.squeeze(-1)
     elif y.dim() > 1 and not numbers:
@@ -409,12 +390,10 @@ def in_full_precision(outputs: Any) -> Any:
 
 
 def _of_samples(loss: torch.Tensor, batch: Batch) -> Value:
-    """The mean loss over the batch's samples, which weighs as many as those are."""
     return (loss * float(batch.samples), batch.samples) if batch.padding else loss
 
 
 def _outputs_of_samples(outputs: Any, batch: Batch) -> Any:
-    """The outputs, and the masks fastened to them, without rows that only fill the batch up."""
     if not batch.padding:
         return outputs
 
@@ -429,8 +408,6 @@ def _outputs_of_samples(outputs: Any, batch: Batch) -> Any:
 
 
 def _with_masks(function: Callable[[torch.Tensor], torch.Tensor], outputs: Any) -> Any:
-    """`function` of each tensor, with the mask that Keras fastened to it."""
-
     def apply(tensor: torch.Tensor) -> torch.Tensor:
         result, mask = function(tensor), getattr(tensor, "_keras_mask", None)
         if mask is not None:

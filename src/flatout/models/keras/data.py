@@ -109,11 +109,7 @@ def _class_weights(y: Any, sample_weight: Any, class_weight: dict[int, float]) -
 
 
 def _in_floatx(name: str, value: Any) -> Any:
-    """Return arrays as tensors, floating-point ones in Keras' precision, as its adapters do.
-
-    Raises:
-        DataError: an array holds no numbers; the error contains `name`.
-    """
+    """Return arrays as tensors, floating-point ones in Keras' precision, as its adapters do."""
     import keras
 
     wanted = getattr(torch, keras.config.floatx())
@@ -178,7 +174,6 @@ def _by_keras(
 
 
 def _has_readers(x: Any) -> bool:
-    """Whether Keras or torch read it ahead already, as its user has asked."""
     by_torch = getattr(x, "num_workers", 0)
     return (
         bool(by_torch or getattr(x, "use_multiprocessing", False)) or getattr(x, "workers", 1) > 1
@@ -196,14 +191,7 @@ class _Watched:
 
 
 class _KerasBatches:
-    """Epochs of Keras' own iterator, which can be looked into without losing a batch.
-
-    Args:
-        iterator: Keras'.
-        draws_order: whether each epoch begins with drawing its order. What was looked into is then
-            begun again, by the random state of the epoch.
-        restarts: whether each epoch begins with the first batch.
-    """
+    """Epochs of Keras' own iterator, which can be looked into without losing a batch."""
 
     def __init__(self, iterator: Any, *, draws_order: bool, restarts: bool) -> None:
         self._iterator = iterator

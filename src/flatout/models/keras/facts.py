@@ -14,12 +14,7 @@ _UNTOLD = ("name", "seed", "build_config", "registered_name", "layers", "dtype")
 
 
 def layer_lines(model: Any, parts: Iterable[Any] | None = None) -> dict[str, str]:
-    """Each layer in Keras' order: its class and configuration, and the user's code in it.
-
-    Args:
-        model: a Keras model.
-        parts: which of its layers; None for all.
-    """
+    """Each layer in Keras' order: its class and configuration, and the user's code in it."""
     own = None if parts is None else set(map(id, parts))
     layers = [layer for layer in model._flatten_layers() if own is None or id(layer) in own]
     numbers = {layer.name: f"layer {number}" for number, layer in enumerate(layers)}
@@ -92,7 +87,6 @@ def _layer_words(layer: Any, numbers: dict[str, str]) -> str:
 
 
 def _plain(value: Any, numbers: Mapping[str, str]) -> Any:
-    """Of plain values, with each layer's name as its number."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v, numbers) for k, v in value.items() if k not in _UNTOLD}
     if isinstance(value, (list, tuple)):

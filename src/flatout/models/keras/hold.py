@@ -43,7 +43,6 @@ def frozen(model: Any, chosen: Iterable[Any], *, batch_norm: bool) -> list[Any]:
 
 
 def _trains_then(model: Any, chosen: Iterable[Any], *, batch_norm: bool) -> list[tuple[Any, bool]]:
-    """Each layer from the outermost inward, and whether it trains once the chosen ones do."""
     parts = {id(part) for layer in chosen for part in layer._flatten_layers()}
     wanted = []
     for layer in model._flatten_layers():
@@ -88,7 +87,6 @@ def _flow_into(layer: Any, known: set[int]) -> Iterator[Any]:
 
 
 def _acts(layer: Any) -> bool:
-    """Whether a layer draws random numbers in training, other than to augment the data."""
     cell = getattr(layer, "cell", None)  # of a recurrent layer, which draws with its cell's
     draws = layer._seed_generators or getattr(cell, "_seed_generators", None)
     return bool(draws) and ".preprocessing." not in type(layer).__module__

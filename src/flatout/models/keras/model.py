@@ -51,12 +51,7 @@ class KerasModel(TorchModel):
         return bool(self.module.compiled)
 
     def check(self) -> None:
-        """Refuse a model that torch cannot train, with the reason.
-
-        Raises:
-            ModelError: Keras runs on another backend, a layer calls TensorFlow or JAX, or a model
-                that is not compiled has no weights yet.
-        """
+        """Refuse a model that torch cannot train, with the reason."""
         keras: Any = sys.modules["keras"]
         backend = keras.backend.backend()
         if backend != "torch":
@@ -221,11 +216,7 @@ class KerasModel(TorchModel):
             return " ".join([type(self.module).__qualname__, *kinds])
 
     def lines(self, parts: Iterable[Any] | None = None) -> dict[str, str]:
-        """Each layer in Keras' order: its class and configuration, and the user's code in it.
-
-        Args:
-            parts: which layers; None for all.
-        """
+        """Each layer in Keras' order: its class and configuration, and the user's code in it."""
         return layer_lines(self.module, parts)
 
 
@@ -237,7 +228,6 @@ class _Called:
         self._training = training
 
     def parameters(self) -> Any:
-        """Those of the model, whose dtypes tell what it takes."""
         return self._model.parameters()
 
     def __call__(self, *parts: Any, **named: Any) -> Any:
@@ -254,7 +244,6 @@ def call(model: Any, inputs: Any, *, training: bool) -> Any:
 
 
 def _foreign_calls(layer: Any) -> Iterator[tuple[str, str]]:
-    """Calls of TensorFlow or JAX in the user's code of a layer: in words, and file:line."""
     functions = [
         function
         for cls in type(layer).__mro__
@@ -342,10 +331,6 @@ def keras_values(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _all_variables(model: Any) -> list[Any]:
-    """Everything that a step may change of a model: weights, statistics, seeds, states.
-
-    Keras lists all but the states of stateful recurrent layers.
-    """
     listed = [variable for variable in model.variables if variable._value is not None]
     known = {id(variable) for variable in listed}
     states = [
@@ -366,11 +351,6 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def _variables(model: Any) -> dict[str, Any]:
-    """The model's variables by name; metrics are of a fit, not of the model.
-
-    Keras numbers its layers by how many a process has made (`dense_7`), so names are counted within
-    the model: `dense`, `dense_1`.
-    """
     metrics = {id(v) for metric in model.metrics for v in metric.variables}
     result: dict[str, list[str]] = {}
     named: dict[str, Any] = {}

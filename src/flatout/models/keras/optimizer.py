@@ -163,7 +163,6 @@ class KerasOptimizer(torch.optim.Optimizer):
         build_again(self.keras, sorted(known, key=lambda v: self._places.get(id(v), 0)))
 
     def _base_rate(self) -> float:
-        """The rate as compiled: of a schedule that begins with a warmup, what that leads to."""
         schedule = self._inner._learning_rate
         rate = getattr(schedule, "warmup_target", None) or self._rate()
         if not rate:
@@ -175,7 +174,6 @@ class KerasOptimizer(torch.optim.Optimizer):
         return float(rate)
 
     def _parts(self) -> Iterator[tuple[float, list[Any]]]:
-        """The variables that are stepped, by what the rate is multiplied by for them."""
         variables = iter(self._variables)
         for group in self.param_groups:
             own = [next(variables) for _ in group["params"]]
@@ -230,7 +228,6 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @property
     def _inner(self) -> Any:
-        """The optimizer that has the learning rate; one that scales losses wraps it."""
         return getattr(self.keras, "inner_optimizer", self.keras)
 
     @torch.no_grad()
@@ -333,7 +330,6 @@ class KerasOptimizer(torch.optim.Optimizer):
         self._is_clipped = True
 
     def _states(self, variables: Sequence[Any], states: Sequence[Any]) -> Tensors:
-        """Those of the variables that are stepped: Keras may have been built over more."""
         index = self.keras._get_variable_index
         return [states[index(variable)].value for variable in variables]
 
@@ -348,7 +344,6 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _own_rates(self, parts: Sequence[tuple[float, list[Any]]]) -> Iterator[None]:
-        """Within, Keras decays and steps each part at its own rate, of one count of steps."""
         if all(factor == 1 for factor, _ in parts):
             yield
             return
@@ -491,7 +486,6 @@ class KerasOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups, "late": late}
 
     def _state_variables(self) -> list[Any]:
-        """Also what Keras does not list: Nadam's running product of momenta."""
         listed: list[Any] = self.keras.variables
         known = {id(variable) for variable in listed}
         kind = type(listed[0])
@@ -527,7 +521,6 @@ class KerasOptimizer(torch.optim.Optimizer):
 
 @contextmanager
 def _unclipped(optimizer: Any) -> Iterator[None]:
-    """Keras takes gradients as they are."""
     vars(optimizer)["_clip_gradients"] = list
     try:
         yield
@@ -554,7 +547,6 @@ class _Scaler(torch.amp.GradScaler):
 
 @contextmanager
 def _unscaled(optimizer: Any) -> Iterator[None]:
-    """Keras divides gradients by the scale of the loss; those that it gets here are divided."""
     factor = optimizer.loss_scale_factor
     dynamic = getattr(optimizer, "dynamic_scale", None)  # LossScaleOptimizer
     if dynamic is not None:
@@ -571,7 +563,6 @@ def _unscaled(optimizer: Any) -> Iterator[None]:
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Plain values in a Keras configuration; what things are called says nothing."""
     if isinstance(value, dict):
         for key, item in value.items():
             if key not in ("name", "registered_name", "module"):

@@ -24,12 +24,7 @@ from flatout.world import World
 
 @contextmanager
 def shared_losses(world: World, batch: Batch) -> Iterator[None]:
-    """Within, a Keras loss of this rank's part is its share of the loss of the whole batch.
-
-    Args:
-        world: the ranks that compute their parts at this moment.
-        batch: this rank's part.
-    """
+    """Within, a Keras loss of this rank's part is its share of the loss of the whole batch."""
     if world.size == 1 or batch.copies > 1:  # a copy is the whole batch
         yield
         return
@@ -68,13 +63,6 @@ def shared_losses(world: World, batch: Batch) -> Iterator[None]:
 
 @torch.no_grad()
 def _share(world: World, size: int, counted: torch.Tensor | None) -> torch.Tensor:
-    """What a part's loss is to be multiplied by.
-
-    Args:
-        world: the ranks that have parts.
-        size: samples in this part.
-        counted: what this part's loss was divided by; None where it is a sum.
-    """
     device = None if counted is None else counted.device
     both = torch.tensor([float(size), 0.0], dtype=torch.float64, device=device)
     if counted is not None:

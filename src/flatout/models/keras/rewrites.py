@@ -80,10 +80,6 @@ def put_on(model: Any, calls: dict[Any, Call]) -> Callable[[], None]:
 
 
 def _passing_on(model: Any) -> list[Any]:
-    """Layers of float32 that need not bring their inputs back to it, where autocast made them half.
-
-    Keras casts the inputs of every layer, so that each activation is written three times.
-    """
     from keras import layers
 
     kinds = {*_kinds(), layers.Flatten, layers.Reshape, layers.Dropout, layers.ReLU}
@@ -101,7 +97,6 @@ def _kinds() -> dict[type, Callable[[Any, Collection[Any]], Call | None]]:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether the layer runs its own `call` on float weights."""
     return (
         "call" not in vars(layer)
         and getattr(layer, "quantization_mode", None) is None
@@ -164,14 +159,12 @@ def _pool(layer: Any, _left_to_pools: Collection[Any]) -> Call | None:
 
 
 def _in_its_precision(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """As Keras would cast them; under autocast torch's operator does that itself."""
     if torch.is_autocast_enabled(inputs.device.type) or not inputs.is_floating_point():
         return inputs
     return inputs.to(getattr(torch, layer.compute_dtype))
 
 
 def _value(variable: Any) -> torch.Tensor:
-    """The tensor of a Keras variable, in the precision that the layer's policy asks for."""
     value: torch.Tensor = variable if torch.is_tensor(variable) else variable.value
     return value
 
@@ -180,7 +173,6 @@ def _value(variable: Any) -> torch.Tensor:
 
 
 def _runs_its_graph(model: Any) -> bool:
-    """Whether Keras itself runs the layers as they are connected, and no one's code between."""
     from keras import Sequential
     from keras.src.models.functional import Functional
 
@@ -188,7 +180,6 @@ def _runs_its_graph(model: Any) -> bool:
 
 
 def _pairs(model: Any, calls: dict[Any, Call]) -> Iterator[tuple[Any, Any]]:
-    """A layer that ends in a ReLU, and the 2x2 pool that alone reads it."""
     from keras import layers, tree
 
     # Also what a model within the model gives.

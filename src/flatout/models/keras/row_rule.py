@@ -47,11 +47,6 @@ class _Optimizer(Protocol):
 class KerasRule:
     """By which an optimizer of Keras' steps one table.
 
-    Args:
-        optimizer: of which `why_all_rows` says nothing.
-        group: of the optimizer's, with the table.
-        weight: the value of the table's variable.
-
     Attributes:
         name: one of `flatout.kernels.table_rows.RULES`.
     """

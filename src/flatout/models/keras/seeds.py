@@ -42,5 +42,4 @@ def keras_seeds_moved(by: int) -> Iterator[None]:
 
 
 def _as_int32(number: int) -> int:
-    """The same 32 bits, as the signed number that Keras keeps seeds in."""
     return (number + 2**31) % 2**32 - 2**31

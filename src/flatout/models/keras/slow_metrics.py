@@ -123,7 +123,6 @@ class SlowMetrics:
 
 
 def _alike(first: tuple[Any, ...], last: tuple[Any, ...]) -> bool:
-    """Whether two batches can be joined: the same shape but for the number of samples."""
     return all(
         (a is None and b is None)
         or (a is not None and b is not None and a.shape[1:] == b.shape[1:])

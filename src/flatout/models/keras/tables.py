@@ -12,11 +12,7 @@ from flatout.models.keras.layers import modules_of
 
 
 def weight_of(layer: Any) -> torch.Tensor:
-    """The parameter that holds the rows of an embedding.
-
-    Raises:
-        AttributeError: the layer is not built.
-    """
+    """The parameter that holds the rows of an embedding."""
     value: torch.Tensor = layer._embeddings._value
     return value
 

@@ -27,12 +27,7 @@ _FARTHEST = 120
 
 
 class Halves(Reduction):
-    """Sends fp16 or bf16.
-
-    Args:
-        group: the ranks.
-        dtype: torch.float16 or torch.bfloat16.
-    """
+    """Sends fp16 or bf16."""
 
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
         self.group, self.dtype = group, dtype
@@ -69,7 +64,6 @@ class Halves(Reduction):
             flat.values.copy_(wide)
 
     def _messages_of(self, flat: Flat, size: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What goes and what comes: a row for each rank, of an exponent and its piece's numbers."""
         key = flat.number, length
         if key not in self._messages:
             out = torch.zeros(size, 1 + length, dtype=torch.int16, device=flat.values.device)
@@ -77,7 +71,6 @@ class Halves(Reduction):
         return self._messages[key]
 
     def _pack(self, piece: torch.Tensor, row: torch.Tensor) -> None:
-        """Write a piece, which is scaled in place."""
         if self.dtype == torch.float16 and len(piece):
             low, high = torch.aminmax(piece)
             largest = torch.maximum(-low, high).float()

@@ -15,13 +15,7 @@ from flatout.world import Group
 
 
 class Hierarchical(Reduction):
-    """Reduce to a node's first rank, add up between these, broadcast within the node.
-
-    Args:
-        node: the ranks of this node.
-        between: adds up among the first ranks of all nodes; None on the other ranks.
-        carries: whether what is between the nodes keeps something for later steps.
-    """
+    """Reduce to a node's first rank, add up between these, broadcast within the node."""
 
     def __init__(self, node: Group, between: Reduction | None, carries: bool) -> None:
         self.node, self.between, self.carries = node, between, carries

@@ -36,12 +36,7 @@ _SAVES = 2
 
 
 class PowerSgd(Reduction):
-    """Sends matrices of low rank.
-
-    Args:
-        group: the ranks.
-        rank: of the matrices.
-    """
+    """Sends matrices of low rank."""
 
     carries = True
 
@@ -83,7 +78,6 @@ class PowerSgd(Reduction):
         others: Sequence[torch.Tensor],
         factors: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """P, orthonormal and the same on all ranks. What is not compressed goes with it."""
         first, channel = self.group.ranks[0], self.group.channel
         products = [m @ torch.linalg.qr(q).Q for m, q in zip(matrices, factors, strict=True)]
         message = _together([*products, *others])
@@ -124,13 +118,7 @@ class PowerSgd(Reduction):
 
 
 class _Kept:
-    """What stays of a bucket from step to step.
-
-    Args:
-        flat: its gradients.
-        rank: of the matrices.
-        weight: of the present step.
-    """
+    """What stays of a bucket from step to step."""
 
     def __init__(self, flat: Flat, rank: int, weight: float) -> None:
         values, self.layout, self.weight = flat.values, flat.layout, weight or 1.0
@@ -155,7 +143,6 @@ class _Kept:
         }
 
     def take(self, saved: dict[str, Any]) -> None:
-        """Go on from what was saved, if it is of the same parameters and rank."""
         shapes = [factor.shape for factor in self.factors]
         then = [factor.shape for factor in saved["factors"]]
         if (saved["layout"], then) == (self.layout, shapes):
@@ -167,7 +154,6 @@ class _Kept:
 def _parts(
     values: torch.Tensor, shapes: Shapes, rank: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Views: the matrices that are worth compressing, and the rest."""
     matrices, others = [], []
     for part, (rows, columns) in zip(
         torch.split(values, [rows * columns for rows, columns in shapes]), shapes, strict=True

@@ -18,12 +18,7 @@ from flatout.strategies.reductions.reduction import Flat, Reduction
 
 
 class Pending:
-    """A piece of work that was begun.
-
-    Args:
-        run: the work.
-        device: where its tensors lie.
-    """
+    """A piece of work that was begun."""
 
     def __init__(self, run: Callable[[], None], device: torch.device) -> None:
         self._run = run
@@ -56,11 +51,7 @@ class Pending:
         self._ended.set()
 
     def wait(self) -> None:
-        """Until it is done.
-
-        Raises:
-            RuntimeError: a rank has ended, or whatever else went wrong in the thread.
-        """
+        """Until it is done."""
         self._ended.wait()
         if self._error is not None:
             raise self._error

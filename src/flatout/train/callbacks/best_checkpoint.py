@@ -16,18 +16,10 @@ if TYPE_CHECKING:
 class BestCheckpoint(Callback):
     """Saves a checkpoint whenever the watched figure is the best so far.
 
-    Args:
-        monitor: the figure's name in the logs.
-        mode: whether smaller (`min`) or larger (`max`) is better; `auto` tells by the name.
-
     Attributes:
         best: the best figure seen; None before the first.
         path: the checkpoint of the best epoch; None before the first.
         scored_by: what gives the checkpoints of a run their scores, which a resume cannot change.
-
-    Raises:
-        ModelError: in a fit, the logs have no such figure, or `auto` cannot tell the mode.
-        CheckpointError: in a fit, the Trainer has no run folder.
     """
 
     def __init__(self, monitor: str = "val_loss", mode: Mode = "auto") -> None:

@@ -115,12 +115,7 @@ _ELSEWHERE = {
 
 
 def check_events(callback: Any) -> None:
-    """Refuse a callback with a method that would never be called.
-
-    Raises:
-        ModelError: `callback` is no `Callback`, or it has a method whose name begins with `on_` and
-            is not the name of an event.
-    """
+    """Refuse a callback with a method that would never be called."""
     kind = type(callback)
     if not isinstance(callback, Callback):
         raise ModelError(

@@ -30,10 +30,6 @@ class JsonLines(Callback):
     null. A resumed fit goes on behind the step that it resumes: what an interrupted run wrote
     beyond it is taken back. A disk that is full is warned of once, and training goes on without the
     log.
-
-    Args:
-        path: the file; new lines are appended.
-        every: steps between two lines.
     """
 
     def __init__(self, path: str | os.PathLike[str], every: int = 50) -> None:

@@ -39,10 +39,6 @@ class Log(Callback):
     Steps give `step/loss` (mean of the epoch so far), `step/lr` and `step/samples_per_s`; epochs
     give their logs as `epoch/...`. A logger that fails with an OSError (a full disk, a lost
     connection) is warned of once, and training goes on without it.
-
-    Args:
-        logger: where the figures go.
-        every: steps between two reports.
     """
 
     def __init__(self, logger: Logger, every: int = 50) -> None:
@@ -109,13 +105,6 @@ class TensorBoard(Log):
     """Writes event files for TensorBoard. Needs `pip install 'flatout[tensorboard]'`.
 
     A resumed fit hides what an interrupted one wrote beyond the step that it resumes.
-
-    Args:
-        folder: where the event files go, best a folder for each run.
-        every: steps between two reports.
-
-    Raises:
-        ModelError: tensorboard is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str], every: int = 50) -> None:

@@ -34,17 +34,7 @@ _BETTER = {"min": "smaller", "max": "larger"}
 
 
 def check_mode(name: str, mode: str, what: str) -> None:
-    """Refuse a mode that prefers the worse value of a figure.
-
-    Args:
-        name: the name of the figure; a name that does not show which value is better fits any mode.
-        mode: "min" or "max".
-        what: a clause for the error message, on the effect of the mode.
-
-    Raises:
-        ModelError: mode "max" is given for a figure of which a smaller value is better, or mode
-            "min" for one of which a larger value is better.
-    """
+    """Refuse a mode that prefers the worse value of a figure."""
     fits = _by_name(name)
     if fits not in ("auto", mode):
         raise ModelError(

@@ -38,11 +38,6 @@ class Progress(Callback):
     only for what is drawn. Of more than 20 epochs, those that end within a second of the last line
     get none; the final epoch always gets its line. What the History notes meanwhile, such as a step
     that ran in smaller parts, is said too.
-
-    Args:
-        console: where to write; stderr by default, so that a script's own output stays its own.
-        line_every: seconds between two lines where there is no bar.
-        bar: whether a terminal gets a bar.
     """
 
     def __init__(
@@ -231,7 +226,6 @@ def _epoch_of(state: FitState) -> str:
 
 
 def _epoch_line(state: FitState, width: float) -> str:
-    """Return the figures of an epoch, on a line of at most `width` where that can be."""
     words = [_epoch_of(state)]
     if (done := state.step_in_epoch) and (times := state.history.step_times[-done:]).size:
         samples = state.history.timeline.step_samples()[-done:]

@@ -26,9 +26,6 @@ class Remaining(Callback):
     """Writes `{"progress": 0.31, "remaining_s": 840, "epoch": 2, "epochs": 5}` now and then.
 
     Nothing here can fail the job. Where the number of steps is not known, the epochs count.
-
-    Args:
-        path: of the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -31,7 +31,6 @@ class _Tracked(Log):
         self._is_on = False
 
     def on_fit_start(self, state: FitState) -> None:
-        """Begin the tracker's run, or take the one that is there."""
         super().on_fit_start(state)
         self._is_on = state.trainer.loop.world.is_first
         if not self._is_on:
@@ -42,17 +41,14 @@ class _Tracked(Log):
             self._give_up(error)
 
     def on_step(self, state: FitState) -> None:
-        """Report the steps since the last call."""
         if self._is_on:
             super().on_step(state)
 
     def on_epoch_end(self, state: FitState) -> None:
-        """Report the logs of the epoch."""
         if self._is_on:
             super().on_epoch_end(state)
 
     def on_fit_error(self, state: FitState, error: BaseException) -> None:
-        """End the tracker's run as one that failed."""
         self.logger.failed = True
         super().on_fit_error(state, error)
 
@@ -61,18 +57,6 @@ class MLflow(_Tracked):
     """Logs to MLflow. Needs `pip install 'flatout[mlflow]'`.
 
     The parameters of the run are the Recipe in one line, model, batch size, epochs and ranks.
-
-    Args:
-        experiment: its name; None takes MLflow's own default.
-        run_name: of the run that is begun.
-        tracking_uri: where MLflow keeps the run; None takes MLFLOW_TRACKING_URI or MLflow's
-            default. If the default is a database whose packages are not installed, None takes the
-            folder mlruns.
-        run_id: of an earlier run, to go on with in a resume.
-        every: steps between two reports.
-
-    Raises:
-        ModelError: mlflow is not installed.
     """
 
     def __init__(
@@ -92,17 +76,6 @@ class Wandb(_Tracked):
     """Logs to Weights & Biases. Needs `pip install 'flatout[wandb]'`.
 
     The config of the run is the Recipe in one line, model, batch size, epochs and ranks.
-
-    Args:
-        project: None takes WANDB_PROJECT or wandb's own default.
-        name: of the run that is begun.
-        folder: where wandb keeps its files; None takes wandb's own default.
-        mode: "online", "offline" or "disabled"; None takes WANDB_MODE or wandb's own default.
-        run_id: of an earlier run, to go on with in a resume.
-        every: steps between two reports.
-
-    Raises:
-        ModelError: wandb is not installed.
     """
 
     def __init__(
@@ -134,11 +107,7 @@ class _Run(Logger):
     failed = False
 
     def begin(self, settings: Mapping[str, Any]) -> None:
-        """Take the run that the script has begun, or begin one.
-
-        Raises:
-            OSError: the tracker refuses.
-        """
+        """Take the run that the script has begun, or begin one."""
 
 
 class _MLflowRun(_Run):
@@ -230,7 +199,6 @@ class _WandbRun(_Run):
 
 
 def _settings(state: FitState) -> dict[str, Any]:
-    """What a tracker is told of a fit before its first step."""
     recipe = state.trainer.resolved
     return {
         "recipe": "" if recipe is None else recipe.summary(),

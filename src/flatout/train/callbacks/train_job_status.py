@@ -38,9 +38,6 @@ class TrainJobStatus(Callback):
     said once, and training goes on.
 
     https://www.kubeflow.org/docs/components/trainer: status of a TrainJob.
-
-    Args:
-        every_s: seconds between two requests.
     """
 
     def __init__(self, every_s: float = _EVERY_S) -> None:

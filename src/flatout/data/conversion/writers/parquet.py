@@ -19,9 +19,6 @@ class ParquetWriter:
 
     A piece becomes a row group: a reader decodes row groups whole, so they are kept small.
     Columns with a shape become lists of a fixed size, ragged ones lists.
-
-    Args:
-        schema: of the blocks to come.
     """
 
     kind, suffix = "parquet", ".parquet"
@@ -86,7 +83,6 @@ def _array(values: Values, type: pa.DataType) -> pa.Array:
 
 
 def _nested(array: pa.Array, type: pa.DataType) -> pa.Array:
-    """Flat values in lists of fixed sizes."""
     if not pa.types.is_fixed_size_list(type):
         return array
     inside = _nested(array, type.value_type)

@@ -32,11 +32,7 @@ def rows_schema(schema: Schema) -> Schema:
 
 
 def is_there(target: Path, settings: dict[str, Any], overwrite: bool) -> bool:
-    """Whether the folder is whole already, made by these settings; its bytes are checked.
-
-    Raises:
-        DataError: another folder is there or was begun, and it may not be overwritten.
-    """
+    """Whether the folder is whole already, made by these settings; its bytes are checked."""
     if target.exists():
         result = _settings(target)
         if result == settings and _is_good(target):
@@ -67,7 +63,6 @@ def _settings(target: Path) -> dict[str, Any] | None:
 
 
 def _was_written(target: Path) -> bool:
-    """Whether it is a row cache, damaged or not, or nothing at all."""
     if target.is_symlink() or not target.is_dir():
         return False
     names = {path.name for path in target.iterdir()}
@@ -114,21 +109,7 @@ def write_rows(
     tell: Tell,
     notes: Callable[[], list[str]],
 ) -> int:
-    """Fill the folder, going on after what is in its log; returns how many rows were there.
-
-    Args:
-        target: the folder.
-        layout: of the rows.
-        schema: that reads them.
-        settings: what decides the bytes.
-        pieces: all rows.
-        blocks: makes some pieces, in their order.
-        tell: hears how far it is.
-        notes: what was left out, at the end.
-
-    Raises:
-        DataError: another process fills it, or a row cannot be made.
-    """
+    """Fill the folder, going on after what is in its log; returns how many rows were there."""
     total = pieces[-1].stop
     filling = _filling(target, layout, total, settings)
     with closing(filling):
@@ -175,7 +156,6 @@ def _filling(target: Path, layout: Layout, total: int, settings: dict[str, Any])
 
 
 def _make_room(target: Path) -> Path | None:
-    """Rename a folder that is to be overwritten, to a name that no folder of a user has."""
     if not target.exists():
         return None
     old = target.with_name(f".{target.name}{unfinished.new_name()}")
@@ -184,7 +164,6 @@ def _make_room(target: Path) -> Path | None:
 
 
 def _remove_old(target: Path, old: Path | None = None) -> None:
-    """Delete a renamed folder, and the renamed folders that killed processes have left."""
     if old is not None:
         _remove(old)
     start = f".{target.name}"

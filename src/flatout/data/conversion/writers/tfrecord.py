@@ -32,12 +32,6 @@ class TfrecordWriter:
 
     uint8 vectors and arrays become the bytes of one value; single numbers of uint8, and all other
     integers, become int64 lists; float16 becomes float32.
-
-    Args:
-        schema: of the blocks to come.
-
-    Raises:
-        DataError: a column holds what an Example cannot.
     """
 
     kind, suffix = "tfrecord", ".tfrecord"
