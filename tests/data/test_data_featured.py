@@ -10,7 +10,6 @@ from data_photographs import encoded, photo, write
 
 import flatout
 from flatout.data import FeatureRows, WatchedFiles, drawn_of, numbered, stays_with_rank
-from flatout.data.execution import replaced_files
 from flatout.data.execution import samples as made_samples
 from flatout.data.ranked import ranked
 from flatout.errors import DataError
@@ -50,14 +49,12 @@ def table(tmp_path):
     return flatout.data.libsvm(path, layout="dense").shuffle(seed=3).batch(8)
 
 
-def test_files_of_many_rows_are_looked_at_where_no_row_is_read(table, tmp_path, monkeypatch):
-    monkeypatch.setattr(replaced_files, "_EVERY_S", 0.0)
+def test_files_of_many_rows_are_looked_at_where_no_row_is_read(table, tmp_path):
     path = tmp_path / "rows.svm"
     files = numbered(flatout.data.libsvm(path, layout="dense").map(made_by).batch(8)).files
     assert [file.path for file in files] == [str(path)]
-    watched, later = WatchedFiles(files), WatchedFiles(files)
+    watched, later = WatchedFiles(files, 0.0), WatchedFiles(files, 3600.0)
     watched.look(np.arange(3))
-    monkeypatch.setattr(replaced_files, "_EVERY_S", 3600.0)
     later.look(np.arange(3))
     was = path.stat()
     path.write_bytes(path.read_bytes())

@@ -203,18 +203,17 @@ def test_threads_and_another_process_read_the_same(tmp_path):
     assert npy_rows(path, path).digest != rows.digest
 
 
-def test_many_files_do_not_use_up_the_descriptors(tmp_path, monkeypatch):
-    monkeypatch.setattr("flatout.data.sources.mapped._MOST_MAPS", 3)
-    for at in range(10):
-        _save(tmp_path / f"x-{at}.npy", _X + at)
+def test_many_files_do_not_use_up_the_descriptors(tmp_path):
+    for at in range(300):
+        _save(tmp_path / f"x-{at:03}.npy", _X + at)
     rows = npy_rows(tmp_path / "*.npy")
-    found = _take(rows, np.random.default_rng(0).permutation(100))
+    found = _take(rows, np.random.default_rng(0).permutation(3000))
     assert np.array_equal(
-        found.columns["inputs"], np.concatenate([_X + i for i in range(10)])[found.numbers]
+        found.columns["inputs"], np.concatenate([_X + i for i in range(300)])[found.numbers]
     )
     places = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     files = [os.readlink(place) for place in places if os.path.lexists(place)]
-    assert sum(file.startswith(str(tmp_path)) for file in files) == 3
+    assert sum(file.startswith(str(tmp_path)) for file in files) == 256
 
 
 def test_rows_that_are_not_there(tmp_path):

@@ -550,10 +550,11 @@ def test_a_file_that_vanishes_shrinks_or_changes(tmp_path, kind):
         rows.take(np.arange(5000, 5010), Buffers())
 
 
-def test_row_groups_that_are_too_large_are_noted(tmp_path, monkeypatch):
-    path = _write(tmp_path / "a.parquet", {"a": np.arange(1000)})
-    monkeypatch.setattr("flatout.data.sources.table_chunks._LARGE", 1000)
-    (note,) = _chunks(path).notes()
+def test_row_groups_that_are_too_large_are_noted(tmp_path):
+    (file,) = find(_write(tmp_path / "a.parquet", {"a": np.arange(1000)}))
+    opened = ParquetFile(file)
+    opened.largest = 1 << 30
+    (note,) = table_chunks("parquet", [opened], None, ColumnOptions()).notes()
     assert "row_group_size" in note
 
 

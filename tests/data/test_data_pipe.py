@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from flatout.data import pipe as pipes
-from flatout.data import waiting
 from flatout.data.pipe import CAPACITY, Pipe
 from flatout.errors import DataError
 
@@ -103,18 +101,11 @@ def test_the_pipe_is_made_larger(fifo):
 # -- waiting -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def soon(monkeypatch):
-    monkeypatch.setattr(waiting, "_FIRST_WORD_S", 0.1)
-    monkeypatch.setattr(waiting, "_WORDS_GROW", 100)
-    monkeypatch.setattr(pipes, "_SLICE_S", 0.02)
-
-
 def said_and_raised(path, turn=0, before=lambda: None):
     said = []
 
     def read():
-        with opened(path, turn, timeout_s=0.8, say=said.append) as pipe:
+        with opened(path, turn, timeout_s=0.8, say=said.append, first_word_s=0.25) as pipe:
             before()
             content(pipe)
 
@@ -126,12 +117,12 @@ def said_and_raised(path, turn=0, before=lambda: None):
     return waited
 
 
-def test_no_writer(fifo, soon):
+def test_no_writer(fifo):
     assert said_and_raised(fifo) == f"a writer: no one has opened {fifo} to write"
     assert said_and_raised(fifo, 2).endswith("to write again, for pass 3")
 
 
-def test_a_silent_writer(fifo, soon):
+def test_a_silent_writer(fifo):
     writers = []
     waited = said_and_raised(
         fifo, before=lambda: writers.append(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
@@ -147,7 +138,7 @@ def test_a_silent_writer(fifo, soon):
         os.close(writer)
 
 
-def test_no_fifo(tmp_path, soon):
+def test_no_fifo(tmp_path):
     channel = str(tmp_path / "train")
     assert said_and_raised(channel, 1) == f"a FIFO {channel} or {channel}_1"
 

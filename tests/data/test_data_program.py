@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flatout
-from flatout.data.execution import program
 from flatout.data.execution.program import _ends
 
 
@@ -23,6 +22,12 @@ def text(tmp_path_factory):
         lines.append(" ".join([str(row % 3), *(f"{i}:{rng.random():.3f}" for i in ids)]))
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def in_runs(pipeline):
+    """Have batches made several at a time, as if the first ones had not been quick."""
+    pipeline._program.quick = False
+    return pipeline
 
 
 def flat(batches):
@@ -53,32 +58,23 @@ def test_several_at_a_time_are_the_same(text, size, threads, start, last, world,
     def batches(depth):
         data = flatout.data.libsvm(text, layout=layout).shuffle(seed=3).batch(size, last=last)
         data = data.shard(world - 1, world).map(twice)
-        return list(data.options(threads=threads, depth=depth).batches(1, start))
+        return list(in_runs(data.options(threads=threads, depth=depth)).batches(1, start))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "_QUICK_NS", 0)
-        patch.setattr(program, "_RUN_NS", 10**12)  # as many as may be
-        several = batches(None)
-        same(several, batches(4))  # a depth that was asked for: one by one
+    same(batches(None), batches(4))  # a depth that was asked for: one by one
 
 
 def twice(inputs, targets):
     return {name: 2 * values for name, values in inputs.items()}, targets
 
 
-def test_several_are_made_at_a_time(text, monkeypatch):
-    monkeypatch.setattr(program, "_QUICK_NS", 0)
-    monkeypatch.setattr(program, "_RUN_NS", 10**12)
-    data = flatout.data.libsvm(text).batch(2).options(threads=1)
+def test_several_are_made_at_a_time(text):
+    data = in_runs(flatout.data.libsvm(text).batch(2).options(threads=1))
     found = list(data.batches(0))
     steps = np.diff([batch.targets.data_ptr() for batch in found])
     assert np.mean(steps == 2 * 8) > 0.5, "their rows lie side by side in memory"
 
 
-def test_an_error_comes_with_its_batch(tmp_path, monkeypatch):
-    monkeypatch.setattr(program, "_QUICK_NS", 0)
-    monkeypatch.setattr(program, "_RUN_NS", 10**12)
-
+def test_an_error_comes_with_its_batch():
     def check(inputs, targets):
         if 77 in inputs:
             raise ValueError("seventy-seven")
@@ -89,7 +85,7 @@ def test_an_error_comes_with_its_batch(tmp_path, monkeypatch):
         data = flatout.data.arrays(x, x)
         data = data.batch(2).map(check) if after else data.map(check_one).batch(2)
         seen = []
-        batches = data.options(threads=2).batches(0)
+        batches = in_runs(data.options(threads=2)).batches(0)
         with pytest.raises(ValueError, match="seventy-seven"):
             seen.extend(number for batch in batches for number in batch.inputs.tolist())
         assert seen == list(range(76))
@@ -101,10 +97,8 @@ def check_one(x, y):
     return x, y
 
 
-def test_a_batch_with_rows_left_out_is_its_own(tmp_path, monkeypatch):
+def test_a_batch_with_rows_left_out_is_its_own(tmp_path):
     images = pytest.importorskip("PIL.Image")
-    monkeypatch.setattr(program, "_QUICK_NS", 0)
-    monkeypatch.setattr(program, "_RUN_NS", 10**12)
     folder = Path(tmp_path) / "photos" / "one"
     folder.mkdir(parents=True)
     rng = np.random.default_rng(1)
@@ -114,7 +108,7 @@ def test_a_batch_with_rows_left_out_is_its_own(tmp_path, monkeypatch):
     whole = (folder / "37.png").read_bytes()
     (folder / "37.png").write_bytes(whole[:200] + bytes(len(whole) - 200))  # its header is whole
     data = flatout.data.images(tmp_path / "photos", on_error="skip").batch(3).options(threads=1)
-    rows = [batch.indices.tolist() for batch in data.batches(0)]
+    rows = [batch.indices.tolist() for batch in in_runs(data).batches(0)]
     assert rows == [
         [row for row in range(first, first + 3) if row != 37] for first in range(0, 60, 3)
     ]

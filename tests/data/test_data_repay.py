@@ -9,7 +9,6 @@ from test_data_process_pool import slow
 from torch import nn
 
 import flatout
-from flatout.data.execution import repay
 from flatout.data.execution.process_pool import ProcessPool
 from flatout.data.execution.repay import Repay
 from flatout.data.pipeline import Pipeline
@@ -80,9 +79,10 @@ def test_processes_that_are_slower_are_taken_back_within_an_epoch():
 
 
 @pytest.mark.slow
-def test_a_short_run_starts_no_processes(monkeypatch):
-    def run(epochs):
+def test_a_short_run_starts_no_processes():
+    def run(epochs, start_s=8.0):
         made = pipeline(80)
+        made._program.repay = Repay(start_s=start_s)
         made.expect_epochs(epochs)
         for epoch in range(epochs):
             # As if another thread had been tried and had made nothing faster.
@@ -94,9 +94,8 @@ def test_a_short_run_starts_no_processes(monkeypatch):
 
     assert run(3) is None
     # Where starting costs nothing there are processes, but not for the last epoch alone.
-    monkeypatch.setattr(repay, "_START_S", 0.0)
-    assert run(1) is None
-    pool = run(2)
+    assert run(1, start_s=0.0) is None
+    pool = run(2, start_s=0.0)
     assert pool is not None
     pool.close()
 

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from data_made_up import MadeUp, same
 
-from flatout.data import own_pipes
 from flatout.data.own_pipes import OwnPipe, own_pipe
 from flatout.data.pipeline import Pipeline
 from flatout.errors import DataError
@@ -173,13 +172,12 @@ def test_rows_are_spread_over_the_steps_that_ranks_have_agreed_on():
     assert few.steps is None  # fewer rows than steps: all end when it runs dry
 
 
-def test_a_pipe_that_was_left_in_the_middle_is_not_read_again(monkeypatch):
-    monkeypatch.setattr(own_pipes, "_LEFT_OVER_S", 0.0)
+def test_a_pipe_that_was_left_in_the_middle_is_not_read_again():
     flow, said = Flow(), []
     flow.leave = lambda: said.append("left")
     made = own_pipe(Pipeline(flow).batch(8), 0, 2, lambda one: [one, {"places": [], "rows": None}])
     dry = iter([0, 0, 1])
-    pipe = OwnPipe(made, lambda own: next(dry), lambda own: [own, [0, False]], said.append)
+    pipe = OwnPipe(made, lambda own: next(dry), lambda own: [own, [0, False]], said.append, 0.0)
     assert [batch.size for batch in pipe.batches(0)] == [4, 4]
     assert said[0] == "left"
     assert said[1].endswith("after 2 steps, when a rank's pipe had run dry; "

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import flatout.data
+from flatout.data.pipeline import Pipeline
 from flatout.errors import DataError
 
 pa = pytest.importorskip("pyarrow")
+from flatout.data.sources.table import TableRows  # noqa: E402
 
 COLUMNS = {"city": ["Ulm", "Bonn", "Ulm"], "size": [1.5, 2.5, 3.5], "y": [0, 1, 0]}
 
@@ -58,7 +60,7 @@ def test_rows_come_by_number(tmp_path):
         assert batch.inputs.tolist() == batch.indices.tolist()
 
 
-def test_a_table_that_differs_in_one_value_has_a_cache_and_a_digest_of_its_own(monkeypatch):
+def test_a_table_that_differs_in_one_value_has_a_cache_and_a_digest_of_its_own():
     numbers, other = np.arange(1_000), np.arange(1_000)
     other[501] = -7
     for values in (numbers, other):
@@ -71,8 +73,12 @@ def test_a_table_that_differs_in_one_value_has_a_cache_and_a_digest_of_its_own(m
     missing = [pa.array([1, 0, 3], mask=np.array(mask, bool)) for mask in ([0, 1, 0], [0, 0, 1])]
     found = {flatout.data.table({"n": part}, default=0).digest for part in missing}
     assert len(found) == 2
-    monkeypatch.setattr("flatout.data.sources.table._DIGEST_BYTES", 800)
-    caches = [flatout.data.table({"n": values}).cache("disk") for values in (numbers, other)]
+    large = [
+        TableRows(pa.table({"n": values}), tables[0].schema, digest_bytes=800)
+        for values in (numbers, other)
+    ]
+    assert large[0].digest == large[1].digest
+    caches = [Pipeline(rows).cache("disk") for rows in large]
     assert [_all(one).inputs[501].item() for one in caches] == [501, -7]
 
 

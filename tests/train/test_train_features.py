@@ -1,6 +1,7 @@
 """A fit whose frozen layers are computed once learns what it learns without."""
 
 import os
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,6 @@ from train_frozen import fitted, frozen, images, watched_cuts, written
 from train_jobs import figures, quiet, same
 
 import flatout
-from flatout.data.execution import replaced_files
 from flatout.data.sources.image_rows import ImageRows
 from flatout.errors import DataError
 from flatout.models import Contents, find_cuts
@@ -47,11 +47,8 @@ def test_the_result_is_that_without(made):
 
 
 @pytest.mark.slow
-def test_a_file_of_many_rows_that_is_replaced_while_training_is_noticed(
-    tmp_path, made, monkeypatch
-):
+def test_a_file_of_many_rows_that_is_replaced_while_training_is_noticed(tmp_path, made):
     """Though no row is read from it any more."""
-    monkeypatch.setattr(replaced_files, "_EVERY_S", 0.0)
     data, path = written(tmp_path), tmp_path / "x.npz"
 
     class Replace(flatout.Callback):
@@ -60,6 +57,7 @@ def test_a_file_of_many_rows_that_is_replaced_while_training_is_noticed(
                 was = path.stat()
                 path.write_bytes(path.read_bytes())
                 os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+                time.sleep(1.1)  # it is looked at once in a second
 
     with pytest.raises(DataError, match="replaced or written while features") as error:
         fitted("memory", data, epochs=4, callbacks=[Replace()])

@@ -15,9 +15,6 @@ from flatout.data.stages import Shard, passes, samples_times
 from flatout.errors import DataError
 from flatout.words import counted
 
-# So long a pipe is read on to count what is left over, and so that its writer comes to its end.
-_LEFT_OVER_S = 10.0
-
 
 def is_pipe(source: Source) -> TypeGuard[Pipeline]:
     """Whether a rank reads rows that no other can read again."""
@@ -114,6 +111,8 @@ class OwnPipe:
         dry: gets whether this rank's pipe has run dry, and gives how many ranks' have.
         gather: gives what all ranks have said, by rank.
         say: gets a line about what was left over.
+        left_over_s: seconds for which a pipe is read on, to count what is left over and to let
+            its writer end.
     """
 
     def __init__(
@@ -122,8 +121,10 @@ class OwnPipe:
         dry: Callable[[bool], int],
         gather: Callable[[Any], list[Any]],
         say: Callable[[str], None],
+        left_over_s: float = 10.0,
     ) -> None:
         self._own, self._dry, self._gather, self._say = own, dry, gather, say
+        self._left_over_s = left_over_s
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -144,7 +145,7 @@ class OwnPipe:
         self._tell(epoch, step, *((0, False) if batch is None else self._rest(batch, made)))
 
     def _rest(self, batch: Batch, made: Iterator[Batch]) -> tuple[int, bool]:
-        samples, until = batch.size, time.monotonic() + _LEFT_OVER_S
+        samples, until = batch.size, time.monotonic() + self._left_over_s
         for more in made:
             samples += more.size
             if time.monotonic() > until:

@@ -35,6 +35,9 @@ _standard_input_was_read = threading.Event()
 class Pipe:
     """One pass over a FIFO or over standard input. One thread reads; `stop` is for any.
 
+    Args:
+        first_word_s: seconds of waiting before the first line about it.
+
     Attributes:
         name: what was opened.
     """
@@ -46,10 +49,11 @@ class Pipe:
         *,
         timeout_s: float | None = None,
         say: Callable[[str], None] = say_as_is,
+        first_word_s: float = 5.0,
     ) -> None:
         self.name = "standard input" if path == STANDARD_INPUT else path
         self._path, self._turn = path, turn
-        self._timeout_s, self._say = timeout_s, say
+        self._timeout_s, self._say, self._first_word_s = timeout_s, say, first_word_s
         self._stopped = threading.Event()
         self._number: int | None = None
         self._poll = select.poll()
@@ -225,7 +229,7 @@ class Pipe:
 
     def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Return once `ready`, which takes a moment to answer; say what is waited for."""
-        waiting = Waiting(what, self._say)
+        waiting = Waiting(what, self._say, self._first_word_s)
         while not ready() or self._stopped.is_set():
             if self._stopped.is_set():
                 raise DataError("the pipe was closed while it was being read", where=self.name)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from flatout.console import say_as_is
 from flatout.errors import DataError
 
-_FIRST_WORD_S = 5.0
 _WORDS_GROW = 4
 _asked: list[Callable[[], bool]] = []
 
@@ -35,11 +34,11 @@ class Waiting:
         self,
         what: Callable[[], str],
         say: Callable[[str], None] = say_as_is,
-        first_s: float | None = None,
+        first_s: float = 5.0,
     ) -> None:
         self._what, self._say = what, say
         self._start = time.monotonic()
-        self._word_at = _FIRST_WORD_S if first_s is None else first_s
+        self._word_at = first_s
 
     @property
     def seconds(self) -> float:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic
 
-# What starting them costs at most: each imports the script and torch, and reads the data.
-_START_S = 8.0
 # They begin only where they may save so many times that: the rest is for what is not foreseen.
 _CERTAIN = 2.0
 # How much faster they must be to be kept.
@@ -18,17 +16,22 @@ _BATCHES, _SECONDS, _LONGER = 32, 1.0, 10.0
 class Repay:
     """What a batch takes, made by threads and by processes.
 
+    Args:
+        clock: returns seconds.
+        start_s: the most seconds of their start: each imports the script and torch, and reads the
+            data.
+
     Attributes:
         epochs: of the whole run; None where they are not known, and it may go on as long as it has.
         thread_s: seconds from one batch to the next in the latest epoch, made by threads.
         process_s: the same, made by processes, since they were last judged.
     """
 
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = monotonic, start_s: float = 8.0) -> None:
         self.epochs: int | None = None
         self.thread_s = 0.0
         self.process_s = 0.0
-        self._clock = clock
+        self._clock, self._start_s = clock, start_s
         self._last: float | None = None
         self._seconds, self._batches = 0.0, 0
         self._needed = _SECONDS
@@ -49,7 +52,7 @@ class Repay:
     def may_pay(self, epoch: int, steps: int, waited: float, count: int) -> bool:
         """Whether so many processes may repay their start in the epochs after this one."""
         saved = self.left(epoch) * steps * self.thread_s * min(waited, 1 - 1 / count)
-        return saved > _CERTAIN * _START_S
+        return saved > _CERTAIN * self._start_s
 
     def process_made(self) -> None:
         """One more batch was made by the processes, and the one before it used."""

@@ -16,8 +16,6 @@ from flatout.data.features.store import FeatureStore
 from flatout.data.files import File, stamp_of
 from flatout.errors import DataError
 
-# Files that hold many rows are looked at when so much time has passed: there may be thousands.
-_EVERY_S = 1.0
 # Of files that were replaced, so many are named.
 _NAMED = 3
 
@@ -65,11 +63,12 @@ class WatchedFiles:
 
     Args:
         files: as they were opened.
+        every_s: seconds between two looks, because there may be thousands of files.
     """
 
-    def __init__(self, files: Iterable[File]) -> None:
+    def __init__(self, files: Iterable[File], every_s: float = 1.0) -> None:
         self._stamps = {file.name: (file.path, stamp_of(file.path)) for file in files}
-        self._due = 0.0
+        self._every_s, self._due = every_s, 0.0
 
     def look(self, numbers: Numbers) -> None:
         """Look at all files, where that is due, whichever rows are asked for.
@@ -80,7 +79,7 @@ class WatchedFiles:
         now = monotonic()
         if now < self._due:
             return
-        self._due = now + _EVERY_S
+        self._due = now + self._every_s
         for name, (path, stamp) in self._stamps.items():
             if stamp_of(path) != stamp:
                 raise DataError(

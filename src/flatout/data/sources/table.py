@@ -25,19 +25,27 @@ if TYPE_CHECKING:
 
     from flatout.data.sources.arrow_schema import Categories, Dates, Defaults, Names
 
-# Of tables up to this size the digest reads all bytes, of larger ones as many.
-_DIGEST_BYTES = 64 << 20
 # Formats whose schemas read tables as well, and those of their options that mean something here.
 _FORMATS = ("csv", "parquet", "arrow")
 _OPTIONS = ("categories", "unknown", "dates", "stack", "left_out", "allow_nan", "defaults")
 
 
 class TableRows(Rows):
-    """Rows of an Arrow table in memory. Follows `flatout.data.origins.Rows`."""
+    """Rows of an Arrow table in memory. Follows `flatout.data.origins.Rows`.
+
+    Args:
+        digest_bytes: the most bytes that the digest reads.
+    """
 
     random = True
 
-    def __init__(self, table: pa.Table, schema: Schema, notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        table: pa.Table,
+        schema: Schema,
+        notes: Sequence[str] = (),
+        digest_bytes: int = 64 << 20,
+    ) -> None:
         from flatout.data.sources.arrow_columns import note_rounding_of
         from flatout.data.sources.arrow_schema import check_schema, used_names
 
@@ -45,7 +53,7 @@ class TableRows(Rows):
             raise DataError("the table holds no rows")
         check_schema(schema, {field.name: field.type for field in table.schema}, "the table")
         self.schema = schema
-        self.rows = len(table)
+        self.rows, self._digest_bytes = len(table), digest_bytes
         self._table = table.select(used_names(schema)).combine_chunks()
         changes = Changes()
         note_rounding_of(self._table, schema, changes, self.where)
@@ -60,8 +68,8 @@ class TableRows(Rows):
         import pyarrow as pa
 
         some = self._table
-        if some.nbytes > _DIGEST_BYTES:
-            count = max(1, self.rows * _DIGEST_BYTES // some.nbytes)
+        if some.nbytes > self._digest_bytes:
+            count = max(1, self.rows * self._digest_bytes // some.nbytes)
             chosen = np.linspace(0, self.rows - 1, count).astype(np.int64)
             some = some.take(pa.array(chosen))
         return digest_of(self.schema.dumps(), str(self.rows), _values_digest(some))
