@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flatout.forecast.job import Job, Shape
-from flatout.forecast.overlap import cut
+from flatout.forecast.job import Job, Shape, cut
 from flatout.forecast.step import MachineDraws, step_terms
 from flatout.measure import LANES
 from made_up_profiles import CPU_HOST, GPU_HOST, gpu_use, made_up

@@ -49,10 +49,10 @@ def test_ranks_that_fail_say_why():
 def test_nothing_to_measure(monkeypatch, tmp_path):
     monkeypatch.setattr(measure_network, "usable_cpus", lambda: 1)
     with pytest.raises(WorldError, match="one CPU"):
-        measure_here([4096], print)
+        measure_here([4096], print, 1.0)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WorldError, match="no network to measure"):
-        measure_hosts("host1", [4096], print)
+        measure_hosts("host1", [4096], print, seconds=1.0)
 
 
 def check(found, hosts, ranks):

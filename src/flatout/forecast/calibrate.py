@@ -1,8 +1,8 @@
-"""What a machine and a network may be, after some steps on them were timed.
+"""Draws of the unknown values of a machine and a network that agree with timed steps.
 
-Draws from the prior are weighted by how well the model reproduces with them the steps that were
-timed (importance sampling; Rubin, "Using the SIR algorithm", 1988), and drawn again by weight. So
-what the timed steps do not tell stays as uncertain as it was.
+Draws from the prior get weights by their agreement with the timed steps, and are drawn again by
+weight (importance sampling; Rubin, "Using the SIR algorithm", 1988). A value that the timed steps
+do not determine stays as uncertain as before.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from statistics import fmean
 
 import numpy as np
 
-from flatout.forecast.collectives import Floats
-from flatout.forecast.job import Job, Prior, Range, ReductionTime, StepTime
+from flatout.forecast.job import Floats, Job, Prior, Range, ReductionTime, StepTime
 from flatout.forecast.step import MachineDraws, sending, step_terms
 
-# Enough for the quantiles of what is printed; so many of them are to have a say.
-_DRAWS, _KEPT, _FEWEST = 20_000, 4_000, 200
-_NO_LIMIT = np.inf
+# Draws from the prior, and draws by weight: enough for the quantiles that are printed.
+_DRAWS, _KEPT = 20_000, 4_000
+# The effective number of draws (1 / sum of squared weights) below which weights are evened out.
+_FEWEST = 200
 # The exponent of the hidden share of sending, without a unit: 1 makes all shares equally likely,
 # 0.7 gives a mean of 0.6. Most frameworks send gradients as soon as they are ready.
 _SOONER = 0.7
@@ -35,7 +35,7 @@ def calibrate(
     sent: Sequence[ReductionTime] = (),
     seed: int = 0,
 ) -> MachineDraws:
-    """Draw what agrees with the timed steps."""
+    """Return draws that agree with the timed steps, and with reductions that were timed alone."""
     rows = sorted(rows, key=lambda row: (row.shape.silent, row.shape.ranks))
     rng = np.random.default_rng(seed)
     draws = _drawn(prior, rng)
@@ -45,7 +45,7 @@ def calibrate(
     off = [
         (np.log(total_seconds(job, row, draws)) - np.log(row.seconds)) / row.noise for row in rows
     ]
-    # Where the model is wrong of one size it is of the next: all of them tell as much as one.
+    # The model's errors are alike at all sizes, so all reductions together count as one.
     alike = len(sent) ** 0.5
     off += [
         (np.log(sending(job, item, draws)) - np.log(item.seconds)) / (alike * item.noise)
@@ -56,14 +56,14 @@ def calibrate(
 
 
 def total_seconds(job: Job, row: StepTime, draws: MachineDraws, *, growth: float = 1.0) -> Floats:
-    """Of a step of such a shape, see `step_terms`."""
+    """Return the seconds of a step of this shape, see `step_terms`."""
     return np.asarray(sum(step_terms(job, row.shape, draws, growth=growth).values()))
 
 
 def _corrections(
     job: Job, rows: Sequence[StepTime], draws: MachineDraws
 ) -> tuple[tuple[int, float], ...]:
-    """Return by numbers of ranks the timed step as a multiple of the model's step."""
+    # By number of ranks the timed step as a multiple of the model's step.
     off: dict[int, list[float]] = {}
     for row in rows:
         if not row.shape.silent:
@@ -78,7 +78,7 @@ def _drawn(prior: Prior, rng: np.random.Generator) -> MachineDraws:
 
     def by_size(spread: Range | None) -> Floats:
         if spread is None:
-            return np.full(_DRAWS, _NO_LIMIT)
+            return np.full(_DRAWS, np.inf)
         low, high = map(log, spread)
         return np.asarray(np.exp(rng.uniform(low, high, _DRAWS)))
 

@@ -1,4 +1,4 @@
-"""What to do, each with the number that decided it."""
+"""Decisions from a forecast, each with the number that decided it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,43 @@ from typing import Any
 
 import numpy as np
 
-from flatout.forecast.forecast import COVERED, Forecast, Point, Side, widenings
-from flatout.forecast.interval import Spreading
-from flatout.forecast.job import Job
+from flatout.forecast.forecast import COVERED, WIDENED, Forecast, Point, Side, Spreading
+from flatout.forecast.job import Floats, Job
 from flatout.forecast.profiled import BUSY, input_wait, use_of
-from flatout.forecast.step import step_terms
-from flatout.forecast.uncertain import MEASUREMENTS, shares
+from flatout.forecast.step import MachineDraws, step_terms
 from flatout.words import counted, duration, rounded
 
-WAITS = 0.1
-"""From what share of a step on input holds a job back."""
-# A change of settings is worth a word from here on.
+# The share of a step from which input holds a job back.
+_WAITS = 0.1
+# The gain from which a change of settings is worth a word.
 _GAIN = 1.05
-# An unknown that explains less of the variance is not worth measuring alone.
+# The share of the variance below which an unknown is not worth measuring alone.
 _TELLS = 0.15
+_BINS = 10
+# By kind of unknown: the draws of `MachineDraws`, and the measurement that determines them.
+_MEASUREMENTS = {
+    "network": (
+        ("nic", "rtt", "summing"),
+        "measure the network: `flatout forecast --measure hosts.txt`",
+    ),
+    "batch": (("fixed",), "time steps at three or four local batch sizes"),
+    "host": (("contention", "power", "inside"), "run with other numbers of ranks on one host"),
+    "overlap": (("hidden",), "run with two ranks, to see what backward hides"),
+    "stragglers": (("spread",), "run for longer, with several ranks"),
+    "machine": (("seconds",), "run for longer"),
+}
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One of them.
+    """A decision.
 
     Attributes:
-        about: "path", "hosts", "device", "servers", "settings", "held back" or "narrow".
-        choice: what to do, for programs; None where nothing can be said.
-        words: the same for people, with the number that decided it.
-        number: that number.
+        about: "path", "hosts", "deadline", "budget", "held back", "settings", "servers", "narrow",
+            "device" or "money".
+        choice: the decision for programs; None where there is none.
+        words: the decision for people, with the number that decided it.
+        number: this number.
     """
 
     about: str
@@ -41,28 +53,27 @@ class Decision:
     number: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return dict(vars(self))
 
 
 def decisions(forecast: Forecast) -> list[Decision]:
-    """All that can be decided, in the order in which they matter."""
+    """Return all decisions, the most important ones first."""
     decisions: list[Decision] = []
     for place, side in enumerate(forecast.sides, 1):
-        of_side = [path(side), *hosts(side), *_held_back(side), *_servers(side), *_narrow(side)]
+        of_side = [_path(side), *_hosts(side), *_held_back(side), *_servers(side), *_narrow(side)]
         if len(forecast.sides) > 1:
             name = _name(side, place)
             of_side = [replace(item, words=f"{name}: {item.words}") for item in of_side]
         decisions += of_side
-    return [*decisions, *device(forecast)]
+    return [*decisions, *_device(forecast)]
 
 
-def path(side: Side) -> Decision:
-    """Stay on one device, take more of the host's, or more hosts: in this order."""
+def _path(side: Side) -> Decision:
     run = side.measured.first
     waits = input_wait(run)
     busy, what = use_of(run)
-    if waits >= WAITS:
+    if waits >= _WAITS:
         words = f"stay where you are: input waits {waits:.0%} of a step -> `flatout doctor` first"
         return Decision("path", "stay", words, waits)
     if busy is not None and busy < BUSY:
@@ -87,8 +98,7 @@ def path(side: Side) -> Decision:
     return Decision("path", "hosts", words, last.marginal)
 
 
-def hosts(side: Side) -> Iterator[Decision]:
-    """How many: the last that is efficient, the cheapest in time, the fastest for the money."""
+def _hosts(side: Side) -> Iterator[Decision]:
     if len(side.points) < 2:
         return
     asked, last = side.asked, _last_efficient(side)
@@ -220,36 +230,59 @@ def _servers(side: Side) -> Iterator[Decision]:
 
 
 def _narrow(side: Side) -> Iterator[Decision]:
-    """Yield the measurement that would make the forecast narrowest."""
     point = side.points[-1]
     if point.rate.high / point.rate.low < 1.1:
         return
     # The model's own error is left out: no measurement of the machine reduces it.
     seconds = sum(step_terms(side.measured.job, point.shape, side.draws).values())
-    known = shares(side.draws, point.shape.samples / np.asarray(seconds))
+    known = _shares(side.draws, point.shape.samples / np.asarray(seconds))
     if side.measured.has_crossed or point.hosts == 1 or not isinstance(side.asked.network, float):
         known.pop("network")
-    # What was measured and is still uncertain is noise.
+    # A value that was measured and is still uncertain is noise.
     if any(run.step_times for run in side.measured.profiles):
         known.pop("batch")
     if any(run.ranks_on_host for run in side.measured.profiles):
         known.pop("host")
     best = max(known, key=lambda name: known[name])
     if known[best] >= _TELLS:
-        words = f"{MEASUREMENTS[best][1]} ({known[best]:.0%} of the removable variance)"
+        words = f"{_MEASUREMENTS[best][1]} ({known[best]:.0%} of the removable variance)"
         yield Decision("narrow", best, words, known[best])
 
 
-def device(forecast: Forecast) -> Iterator[Decision]:
-    """CPU or GPU, or which of two machines: in time and in money, one host each."""
+def _shares(draws: MachineDraws, rates: Floats) -> dict[str, float]:
+    """Return the share of the variance of log(rate) that each kind of unknown explains alone.
+
+    First-order Sobol indices by binning each draw (Saltelli et al., "Global Sensitivity Analysis",
+    2008); the largest index of the unknowns that one measurement determines.
+    """
+    log = np.log(rates)
+    whole = float(log.var())
+    if whole < 1e-12:
+        return dict.fromkeys(_MEASUREMENTS, 0.0)
+    return {
+        name: max(_explained(getattr(draws, unknown), log) for unknown in unknowns) / whole
+        for name, (unknowns, _) in _MEASUREMENTS.items()
+    }
+
+
+def _explained(unknown: Floats, log: Floats) -> float:
+    if not np.isfinite(unknown).all() or np.ptp(unknown) == 0:  # no limit, or known exactly
+        return 0.0
+    bins = np.array_split(log[np.argsort(unknown, kind="stable")], _BINS)
+    # The means of bins without any effect still vary by chance.
+    chance = float(np.mean([bin.var() / len(bin) for bin in bins]))
+    return max(0.0, float(np.var([bin.mean() for bin in bins])) - chance)
+
+
+def _device(forecast: Forecast) -> Iterator[Decision]:
     if len(forecast.sides) < 2:
         return
     first, second = forecast.sides[:2]
     names = [_name(side, place) for place, side in enumerate((first, second), 1)]
     rates = [side.rates(side.shape(1)) for side in (first, second)]
-    # Draws of two machines have nothing to do with each other.
+    # Draws of two machines are independent.
     apart = np.random.default_rng(4).permutation(rates[1]) / rates[0]
-    ratio = Spreading.of(apart, COVERED).widened(widenings()["measured"])
+    ratio = Spreading.of(apart, COVERED).widened(WIDENED["measured"])
     fast = 1 if ratio.middle > 1 else 0
     factor = ratio.middle if fast else 1 / ratio.middle
     ends = (ratio.low, ratio.high) if fast else (1 / ratio.high, 1 / ratio.low)

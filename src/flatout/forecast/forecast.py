@@ -1,29 +1,25 @@
-"""What more hosts give, from what runs measured of themselves.
+"""Speed, time and cost on more hosts, from the Profiles of runs.
 
     Forecast.of(["runs/today"], ForecastOptions(hosts=(1, 2, 4), network=parse_rate("10Gb")))
 
-Every number has an interval: of all that is not known of the machine and the network, widened by
-how far off this very model is on published series (`judge.py`). Beyond four times what was measured
-there is a range, and no number. Time to an accuracy is never forecast: how many samples that needs
-depends on the batch.
+Each number has an interval. It covers the unknown values of the machine and the network, and is
+widened by the errors of this model on published series (`bench/forecast_judge.py`). Beyond four
+times the measured ranks there is a range without a number. The time to an accuracy is not forecast,
+because the number of samples that an accuracy needs depends on the batch.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from importlib.resources import files
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from flatout.errors import FlatoutError
 from flatout.forecast.calibrate import calibrate, total_seconds
-from flatout.forecast.collectives import Floats
-from flatout.forecast.interval import Spreading
-from flatout.forecast.job import Job, Prior, Range, Shape, StepTime
+from flatout.forecast.job import Floats, Job, Prior, Range, Shape, StepTime
 from flatout.forecast.network import Network
 from flatout.forecast.prices import Prices
 from flatout.forecast.profiled import TCP, MeasuredRuns, read_runs, sent_alone
@@ -31,12 +27,19 @@ from flatout.forecast.step import MachineDraws, step_terms
 from flatout.measure import Profile
 
 COVERED = 0.9
+"""The share of rates that lie within the intervals."""
 FARTHEST = 4.0
-"""Times the ranks that were measured, up to where a number is said."""
-# Of links that were measured: tomorrow, and with other hosts on the same switch.
+"""The largest multiple of the measured ranks for which there is a number."""
+WIDENED = {"measured": 1.14, "given": 1.51}
+"""The factors of all intervals, for a link that steps crossed and for one that is only given.
+
+`bench/forecast_accuracy.py` computes them from the errors on published series.
+"""
+# The rate of a link on another day or with other hosts, as a share of the measured rate.
 _MEASURED_BAND: Range = (0.8, 1.05)
-# Where no round trip is said: of hosts of one data center.
+# Round trips between hosts of one data center, where none is given.
 _RTT: Range = (5e-5, 5e-4)
+# The standard deviation of the logarithm of the rates of two runs on one machine.
 _AGAIN = 0.015
 # Least difference of logarithms at which timed steps contradict a network.
 _CONTRADICTS = 0.05
@@ -47,21 +50,21 @@ _ANY_RTT: Range = (1e-6, 1e-2)
 
 @dataclass(frozen=True)
 class ForecastOptions:
-    """What the user wants to know.
+    """The questions of the user.
 
     Attributes:
-        hosts: how many of them, each number above 0.
-        per_host: ranks on each; None is as in the largest run.
-        network: what was measured, or bytes per second of a host's line; None is not known.
-        rtt: seconds, of a message between hosts; None is not known.
-        epochs: of how many hours and costs are; None is as in the run.
-        prices: of hosts.
+        hosts: numbers of hosts, each above 0.
+        per_host: ranks on each host; None takes the number of the largest run.
+        network: a measured network, or bytes per second of a host's line; None is unknown.
+        rtt: seconds of a message between hosts; None is unknown.
+        epochs: the epochs of hours and costs; None takes the number of the run.
+        prices: prices of hosts.
         deadline: seconds.
-        budget: in the currency of the prices.
-        efficiency: bound of what a further host must give, of what the first does.
-        keeps_rank_batch: whether each rank keeps its batch, instead of all together keeping theirs.
+        budget: an amount in the currency of the prices.
+        efficiency: the least gain from a further host, as a share of the first host's speed.
+        keeps_rank_batch: True keeps the batch of each rank, False that of all ranks together.
         storage: bytes per second that all hosts together can read; None is no limit.
-        settings: of `world`, in place of what the runs had.
+        settings: settings of `world` in place of those of the runs.
     """
 
     hosts: tuple[int, ...] = (1,)
@@ -79,19 +82,51 @@ class ForecastOptions:
 
 
 @dataclass(frozen=True)
+class Spreading:
+    """A number above 0 that is not known exactly: the ends of its interval, and the median."""
+
+    low: float
+    middle: float
+    high: float
+
+    @classmethod
+    def of(cls, draws: Floats, share: float) -> Spreading:
+        """Return the interval that holds a share of the draws."""
+        tail = (1 - share) / 2
+        low, middle, high = np.quantile(draws, (tail, 0.5, 1 - tail))
+        return cls(float(low), float(middle), float(high))
+
+    def widened(self, factor: float) -> Spreading:
+        """Return an interval whose ends are farther from the middle, on a logarithmic scale."""
+        return Spreading(
+            self.middle * (self.low / self.middle) ** factor,
+            self.middle,
+            self.middle * (self.high / self.middle) ** factor,
+        )
+
+    def times(self, factor: float) -> Spreading:
+        """Return all three numbers times a factor above 0."""
+        return Spreading(self.low * factor, self.middle * factor, self.high * factor)
+
+    def under(self, number: float) -> Spreading:
+        """Return a number above 0 divided by this one."""
+        return Spreading(number / self.high, number / self.middle, number / self.low)
+
+
+@dataclass(frozen=True)
 class Point:
-    """What so many hosts give.
+    """The forecast for one number of hosts.
 
     Attributes:
-        shape: of the ranks.
+        shape: the ranks.
         rate: samples per second.
-        efficiency: as a share of what as many hosts would give if each gave what one does.
-        marginal: what each host more than in the line before gives, of what one does.
-        seconds: of the epochs; None where the number of samples is not known.
-        cost: in the currency of the prices; None without them.
-        terms: medians of what a step's seconds are made of.
-        is_range: whether it is too far from what was measured for a number.
-        growth: its ranks as a multiple of the most that were measured.
+        efficiency: the rate as a share of one host's rate times the number of hosts.
+        marginal: the gain from each host more than in the point before, as a share of one host.
+        seconds: the seconds of the epochs; None where the number of samples is unknown.
+        cost: the cost in the currency of the prices; None without prices.
+        terms: the median of each term of a step, in seconds.
+        is_range: whether the point is too far from the measured ranks for a number.
+        growth: the ranks as a multiple of the most that were measured.
     """
 
     shape: Shape
@@ -106,16 +141,11 @@ class Point:
 
     @property
     def hosts(self) -> int:
-        """How many."""
+        """The number of hosts."""
         return self.shape.hosts
 
-    @property
-    def exposed(self) -> float:
-        """What share of a step goes to adding up gradients."""
-        return self.terms["gradient sync"] / sum(self.terms.values())
-
     def as_dict(self) -> dict[str, Any]:
-        """Plain data; of a range the ends alone."""
+        """Return plain data; only the ends of a range."""
         return {
             "hosts": self.hosts,
             "ranks": self.shape.ranks,
@@ -142,12 +172,12 @@ def _ends(spreading: Spreading, is_range: bool) -> list[float | None]:
 
 @dataclass(frozen=True)
 class Side:
-    """One kind of machine.
+    """The forecast for one kind of machine.
 
     Attributes:
-        measured: what runs on it tell.
-        asked: what is wanted.
-        price: of a host per hour, with its name; None without prices.
+        measured: the runs on these machines.
+        asked: the questions.
+        price: the name of a host and its price per hour; None without prices.
     """
 
     measured: MeasuredRuns
@@ -156,7 +186,7 @@ class Side:
 
     @cached_property
     def draws(self) -> MachineDraws:
-        """What its machines and network may be."""
+        """Draws of the unknown values of the machines and the network."""
         measured, asked = self.measured, self.asked
         draws, _ = self._calibrated
         rng, count = np.random.default_rng(2), len(draws.seconds)
@@ -205,7 +235,7 @@ class Side:
         return free, words
 
     def shape(self, hosts: int, per_host: int | None = None) -> Shape:
-        """So many hosts, with the batch that each rank would have."""
+        """Return the ranks of this number of hosts, with the batch of each rank."""
         measured, asked = self.measured, self.asked
         per_host = per_host or asked.per_host or measured.per_host
         ranks = hosts * per_host
@@ -213,19 +243,19 @@ class Side:
         return Shape(hosts, per_host, batch)
 
     def rates(self, shape: Shape, job: Job | None = None) -> Floats:
-        """Samples per second, a draw in each place."""
+        """Return draws of the samples per second."""
         growth = shape.ranks / self.measured.most_ranks
         terms = step_terms(job or self.measured.job, shape, self.draws, growth=growth)
         return shape.samples / np.asarray(sum(terms.values()))
 
     @property
     def factor(self) -> float:
-        """By how much intervals are widened where the link between hosts plays a part."""
-        return widenings()["measured" if self.measured.has_crossed else "given"]
+        """The factor of intervals that depend on the link between hosts."""
+        return WIDENED["measured" if self.measured.has_crossed else "given"]
 
     @cached_property
     def points(self) -> list[Point]:
-        """What each of the asked numbers of hosts gives."""
+        """A point for each number of hosts."""
         points: list[Point] = []
         first = self.rates(self.shape(1))
         before, hosts_before = first, 1
@@ -241,7 +271,7 @@ class Side:
 
     def _point(self, hosts: int, rates: Floats, efficiency: Floats, marginal: float) -> Point:
         shape = self.shape(hosts)
-        factor = self.factor if hosts > 1 else widenings()["measured"]
+        factor = self.factor if hosts > 1 else WIDENED["measured"]
         again = np.exp(_AGAIN * np.random.default_rng(3).standard_normal(len(rates)))
         rate = Spreading.of(rates * again, COVERED).widened(factor)
         seconds = self._seconds(rate, shape)
@@ -264,7 +294,7 @@ class Side:
 
     @property
     def epochs(self) -> int | None:
-        """Of which hours and costs are."""
+        """The number of epochs of hours and costs."""
         if self.asked.epochs is not None:
             return self.asked.epochs
         result = self.measured.first.job.get("epochs", "")
@@ -284,28 +314,24 @@ class Side:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What more hosts give, on each kind of machine that runs were measured on."""
+    """A forecast for each kind of machine on which runs were measured."""
 
     asked: ForecastOptions
     sides: tuple[Side, ...]
 
     @classmethod
     def of(cls, runs: Sequence[str], asked: ForecastOptions) -> Forecast:
-        """Read runs and forecast from them.
-
-        Args:
-            runs: folders; those on other machines are another side.
-            asked: what is wanted.
+        """Read run folders and forecast from them; runs on other machines are another side.
 
         Raises:
-            FlatoutError: a run cannot be read or used; something that is needed was not said.
+            FlatoutError: a run cannot be read or used, or a needed option is missing.
         """
         measured = read_runs(runs, asked.settings)
         if max(asked.hosts) > 1:
             _check_network(asked.network, measured[0].profiles)
-        if (asked.deadline or asked.budget) and asked.budget and asked.prices is None:
+        if asked.budget and asked.prices is None:
             raise FlatoutError(
-                "expected prices beside a budget, found none",
+                "expected prices with a budget, found none",
                 do="say them: --price c5.4xlarge=0.68 --currency USD",
             )
         prices = asked.prices.hosts if asked.prices is not None else ()
@@ -325,7 +351,7 @@ class Forecast:
 
 
 def _plain_seconds(job: Job, row: StepTime, draws: MachineDraws) -> float:
-    """Return the model's time of a step, without corrections from timed steps."""
+    # The model's time of a step, without corrections from timed steps.
     return float(np.median(total_seconds(job, row, replace(draws, corrections=()))))
 
 
@@ -392,11 +418,3 @@ def _bytes_read(profile: Profile) -> float | None:
         return float(data["bytes"]) / float(data["samples"])
     result = profile.input.get("bytes_per_sample")
     return None if result is None else float(result)
-
-
-@cache
-def widenings() -> dict[str, float]:
-    """By how much intervals are widened, as `judge.widening` found."""
-    text = (files("flatout.forecast") / "widening.json").read_text("utf-8")
-    result: dict[str, float] = json.loads(text)
-    return result

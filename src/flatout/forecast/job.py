@@ -1,19 +1,85 @@
-"""What is known of a job, of its machines, and of steps that were timed."""
+"""Facts about a job, its machines, and the steps that were timed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cache
+from statistics import NormalDist
+from typing import Literal, NamedTuple
 
-from flatout.forecast.overlap import Bucket
-from flatout.forecast.stragglers import Spread
+import numpy as np
+import numpy.typing as npt
 
+Floats = npt.NDArray[np.float64]
 Strategy = Literal["ddp", "fsdp", "parameter_server", "local_sgd"]
 Reduction = Literal["all_reduce", "nccl", "shared", "ring", "to_one", "hierarchical"]
 Compression = Literal["off", "fp16", "bf16", "powersgd"]
 Range = tuple[float, float]
 GPU_SUMS: Range = (1e9, 1e11)
-"""What a GPU adds up, and copies from and to the network, in bytes per second."""
+"""The bytes per second that a GPU adds up and copies from and to the network."""
+_BUCKET_BYTES = 25 * 2**20
+_FEWEST_STEPS = 10
+
+
+class Bucket(NamedTuple):
+    """Gradients that are sent together.
+
+    Attributes:
+        bytes: of these gradients.
+        ready: the share of the backward pass after which they are complete, 0 to 1.
+    """
+
+    bytes: float
+    ready: float
+
+
+def cut(bytes: float) -> tuple[Bucket, ...]:
+    """Return buckets of 25 MB that get ready one after the other, for a job of unknown buckets."""
+    if not bytes:
+        return ()
+    count = max(1, round(bytes / _BUCKET_BYTES))
+    return tuple(Bucket(bytes / count, (place + 1) / count) for place in range(count))
+
+
+class Spread:
+    """The spread of the times of a rank's steps: measured, or normal where there are no steps."""
+
+    def __init__(self, steps: Sequence[float] | None = None) -> None:
+        self._steps: Floats | None = None
+        if steps is not None and len(steps) >= _FEWEST_STEPS:
+            values = np.asarray(steps, float)
+            self._steps = values / values.mean()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the spread comes from steps."""
+        return self._steps is not None
+
+    def excess(self, ranks: int) -> float:
+        """Return the expected maximum over the ranks less the mean.
+
+        The unit is a step where the spread is measured, and else a standard deviation.
+        """
+        if self._steps is None:
+            return normal_maximum(ranks)
+        return expected_maximum(self._steps, ranks) - 1.0
+
+
+def expected_maximum(values: Sequence[float] | Floats, draws: int) -> float:
+    """Return the exact mean of the largest of several draws with replacement.
+
+    The i-th smallest of n values is the maximum with probability (i/n)^N - ((i-1)/n)^N.
+    """
+    ordered = np.sort(np.asarray(values, float))
+    below = np.linspace(0.0, 1.0, len(ordered) + 1) ** draws
+    return float(np.diff(below) @ ordered)
+
+
+@cache
+def normal_maximum(draws: int) -> float:
+    """Return the largest of several normal draws (Blom, "Statistical Estimates", 1958)."""
+    return 0.0 if draws == 1 else NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
 
 
 @dataclass(frozen=True)
@@ -63,21 +129,21 @@ class Job:
 
     @property
     def bytes(self) -> float:
-        """Of all gradients."""
+        """The bytes of all gradients."""
         return sum(bucket.bytes for bucket in self.buckets)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Ranks that take a step.
+    """The ranks that take a step.
 
     Attributes:
-        hosts: how many.
-        per_host: ranks on each.
-        batch: samples of one rank between two gradient syncs, of one micro-batch.
-        accumulated: micro-batches between two syncs.
-        servers: parameter servers; None is as the job says.
-        silent: whether nothing is sent, as where ranks on one host were timed beside each other.
+        hosts: the number of hosts.
+        per_host: ranks on each host.
+        batch: samples of one rank and one micro-batch.
+        accumulated: micro-batches between two gradient syncs.
+        servers: parameter servers; None takes the number of the job.
+        silent: whether ranks send nothing, as where ranks of one host were timed at once.
     """
 
     hosts: int
@@ -89,24 +155,18 @@ class Shape:
 
     @property
     def ranks(self) -> int:
-        """Of all hosts."""
+        """The ranks of all hosts."""
         return self.hosts * self.per_host
 
     @property
     def samples(self) -> float:
-        """Of a step, of all ranks."""
+        """The samples of a step of all ranks."""
         return self.ranks * self.batch * self.accumulated
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Steps that were timed.
-
-    Attributes:
-        shape: of what took them.
-        seconds: of a step, the median.
-        noise: by how much it may be wrong, 0.01 is 1%: one standard deviation.
-    """
+    """The median seconds of timed steps; `noise` is its standard deviation as a share."""
 
     shape: Shape
     seconds: float
@@ -115,15 +175,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class ReductionTime:
-    """A reduction that was timed alone.
-
-    Attributes:
-        shape: of the ranks.
-        reduction: as of a Job.
-        bytes: of each rank's tensor.
-        seconds: that it took, the median.
-        noise: as of a StepTime.
-    """
+    """The median seconds of a reduction that was timed alone, with `bytes` of each rank."""
 
     shape: Shape
     reduction: Reduction
@@ -134,21 +186,21 @@ class ReductionTime:
 
 @dataclass(frozen=True)
 class Prior:
-    """What the terms of a step may be before steps were timed: from, to.
+    """The range of each term of a step before steps were timed.
 
     Attributes:
-        nic: bytes per second of a host's link, in one direction; None where none is known.
-        rtt: seconds, of a message between hosts.
+        nic: bytes per second of a host's link in one direction; None where none is known.
+        rtt: seconds of a message between hosts.
         inside: bytes per second between ranks of a host.
         summing: bytes per second that a rank adds up, and copies from and to the network.
-        fixed: share of a step that does not get less with the batch.
-        contention: by how much a step slows down with the second rank on a host.
-        power: how that grows with further ranks: 0 not at all, 1 with each as with the second.
-        spread: standard deviation of a rank's steps, as a share; where it is measured, the share
-            of it that is not the same on all ranks.
-        hidden: see `overlap.exposed`.
+        fixed: the share of a step that does not shrink with the batch.
+        contention: the slow-down of a step by the second rank on a host.
+        power: the growth of this with further ranks: 0 is none, 1 is linear.
+        spread: standard deviation of a rank's steps, as a share. Where the spread is measured, the
+            share of it that differs between ranks.
+        hidden: see `collectives.exposed`.
         input: samples per second that a host can read; None where input is no limit.
-        total_input: that all hosts together can read; None likewise.
+        total_input: samples per second that all hosts together can read; None likewise.
     """
 
     nic: Range | None = None

@@ -1,6 +1,6 @@
-"""`flatout forecast --measure`: pings and collectives over hosts, or over ranks of this one.
+"""`flatout forecast --measure`: pings and collectives between hosts, or between ranks of this one.
 
-Hosts are reached as `flatout submit ssh` reaches them, by a job whose code is one small script.
+The ranks on hosts are a job of `flatout submit ssh` whose code is one small script.
 """
 
 from __future__ import annotations
@@ -33,47 +33,44 @@ from flatout.submit import (
 )
 from flatout.words import counted, duration, size_words
 
-SECONDS = 120.0
-"""What measuring takes, about."""
-
 _NAME = "measure_network.py"
 _SCRIPT = """\
 from flatout.forecast import probe
 
 probe.main({sizes}, {seconds})
 """
-# Beside pings and collectives: hosts are reached, Python starts, ranks meet.
+# The time to reach hosts, start Python and let ranks meet.
 _PATIENCE_S = 180.0
 
 
 def script(sizes: Sequence[int], seconds: float) -> str:
-    """What ranks run: Python, which prints what `network_in` reads."""
+    """Return the script of the ranks; `network_in` reads its output."""
     return _SCRIPT.format(sizes=list(sizes), seconds=seconds)
 
 
 def sizes_of(profile: Profile | None) -> list[int]:
-    """Bytes of the tensors that a run adds up, or a ladder of sizes where no one knows them."""
+    """Return the bytes of the tensors that a run adds up, or a ladder of sizes if unknown."""
     from flatout.forecast.probe import LADDER
 
     buckets = () if profile is None else profile.communication.get("buckets", ())
     own = {int(bucket["bytes"]) for bucket in buckets if bucket["bytes"] >= 4}
-    # The smallest of the ladder tells what a message costs that is nearly empty.
+    # The smallest size shows the cost of a nearly empty message.
     return sorted({LADDER[0], *own}) if own else list(LADDER)
 
 
 def measure_here(
-    sizes: Sequence[int], say: Callable[[str], None], seconds: float = SECONDS, ranks: int = 0
+    sizes: Sequence[int], say: Callable[[str], None], seconds: float, ranks: int = 0
 ) -> Network:
-    """Between ranks of this machine.
+    """Measure between ranks of this machine.
 
     Args:
         sizes: bytes of the tensors that are added up.
         say: gets a line for people.
-        seconds: that it may take, about.
-        ranks: how many; 0 for one on each CPU that may be used.
+        seconds: the approximate time of the measurement.
+        ranks: the number of ranks; 0 is one on each usable CPU.
 
     Raises:
-        WorldError: there is one CPU alone, or the ranks fail.
+        WorldError: there is only one CPU, or the ranks fail.
     """
     ranks = ranks or usable_cpus()
     if ranks < 2:
@@ -98,22 +95,20 @@ def measure_hosts(
     sizes: Sequence[int],
     say: Callable[[str], None],
     *,
-    seconds: float = SECONDS,
+    seconds: float,
     ranks_per_host: int = 1,
     options: tuple[str, ...] = (),
 ) -> Network:
-    """Between hosts, over ssh.
+    """Measure between hosts, over ssh.
 
     Args:
-        hosts: "host1,host2", or a file with one in each line.
-        sizes: bytes of the tensors that are added up.
-        say: gets a line for people.
-        seconds: that it may take, about.
-        ranks_per_host: how many ranks each has.
-        options: NAME=VALUE each, as `flatout submit ssh --option` takes them.
+        hosts: "host1,host2", or a file with one host in each line.
+        sizes, say, seconds: as of `measure_here`.
+        ranks_per_host: ranks on each host.
+        options: NAME=VALUE each, as of `flatout submit ssh --option`.
 
     Raises:
-        SubmitError: a host cannot be reached, or lacks something.
+        SubmitError: a host cannot be reached, or lacks a program.
         FlatoutError: the ranks have failed there.
     """
     given = str(Path(hosts).absolute()) if "," not in hosts and os.path.isfile(hosts) else hosts
@@ -157,14 +152,10 @@ def _until(lines: Iterable[str], deadline: float) -> Iterable[str]:
 
 
 def network_in(lines: Sequence[str], errors: Sequence[str] = ()) -> Network:
-    """What the first rank has told, among all that ranks have printed.
-
-    Args:
-        lines: of their output.
-        errors: what they said last, if that is elsewhere.
+    """Return the network that the first rank has printed, from the output of all ranks.
 
     Raises:
-        FlatoutError: it has told nothing.
+        FlatoutError: the ranks have printed no network; with their last lines.
     """
     from flatout.forecast.probe import LINE
 
@@ -179,7 +170,7 @@ def network_in(lines: Sequence[str], errors: Sequence[str] = ()) -> Network:
 
 
 def words_of(network: Network) -> list[str]:
-    """What was measured, a line for each link and for each reduction, the fastest first."""
+    """Return a line for each link, and one for each size with the fastest reduction first."""
     lines = [
         f"{' - '.join(link.between)}: round trip {duration(link.rtt_s)}, "
         f"{size_words(link.bytes_per_s)}/s"

@@ -1,4 +1,4 @@
-"""What is known of the network between hosts: measured, as a file of JSON, or given as a line rate.
+"""The network between hosts: measured, as a file of JSON, or given as a line rate.
 
 Network.read("network.json").links[0].bytes_per_s
 parse_rate("10Gb")      # 1.25e9 bytes per second
@@ -30,13 +30,7 @@ class _Part(BaseModel):
 
 
 class Link(_Part):
-    """Between two hosts.
-
-    Attributes:
-        between: their names.
-        rtt_s: seconds that a small message takes there and back, the median.
-        bytes_per_s: in one direction, of one sender, the median.
-    """
+    """The link between two hosts: medians of the round trip and of one sender's rate."""
 
     between: tuple[str, str]
     rtt_s: _Positive
@@ -44,14 +38,14 @@ class Link(_Part):
 
 
 class Collective(_Part):
-    """How long ranks took to do something together.
+    """The times of a collective operation.
 
     Attributes:
-        op: what, such as "all_reduce".
-        reduction: how, as `world.reduction` names it; None of what is no reduction.
-        ranks, hosts: how many took part; as many ranks on each host.
-        bytes: of each rank's tensor.
-        seconds: of each time, of the slowest rank.
+        op: the operation, such as "all_reduce".
+        reduction: the name as in `world.reduction`; None where the operation is no reduction.
+        ranks, hosts: their numbers; each host has equally many ranks.
+        bytes: the size of each rank's tensor.
+        seconds: of the slowest rank, one number for each time.
     """
 
     op: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
@@ -63,13 +57,13 @@ class Collective(_Part):
 
 
 class Network(_Part):
-    """What was measured between hosts, `network.json`.
+    """The measured network between hosts, `network.json`.
 
     Attributes:
-        version: of the file's schema; it is called "schema" there.
+        version: the version of the file's schema; the file calls it "schema".
         hosts: their names.
-        links: between two of them each; not all pairs have to be there.
-        collectives: of all hosts, or of fewer.
+        links: links of some or all pairs of hosts.
+        collectives: operations of some or all hosts.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True)
@@ -94,7 +88,7 @@ class Network(_Part):
         """Read the file.
 
         Raises:
-            FlatoutError: it is missing, or is no such file.
+            FlatoutError: the file is missing, or holds no network.
         """
         try:
             return cls.model_validate_json(Path(path).read_bytes())
@@ -114,21 +108,13 @@ class Network(_Part):
             ) from error
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the file, whole or not at all.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the whole file or nothing."""
         with atomic_write(Path(path)) as file:
             file.write(json.dumps(self.model_dump(by_alias=True), indent=1) + "\n")
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second of a rate: "10Gb" and "100 Mbit/s" count bits, "50MB" and "1GB/s" bytes.
-
-    Raises:
-        FlatoutError: it is none.
-    """
+    """Return bytes per second: "10Gb" and "100 Mbit/s" count bits, "50MB" and "1GB/s" bytes."""
     match = _RATE.fullmatch(text.strip())
     if match is None or not float(match[1]):
         raise FlatoutError(
@@ -138,11 +124,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of a time such as "0.2ms", "50us", "30min" or "2h".
-
-    Raises:
-        FlatoutError: it is none.
-    """
+    """Return the seconds of a time such as "0.2ms", "50us", "30min" or "2h"."""
     match = _TIME.fullmatch(text.strip())
     if match is None or not float(match[1]):
         raise FlatoutError(f"expected a time such as 0.2ms, 30min or 2h, found {text!r}")
@@ -150,11 +132,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_network(text: str) -> Network | float:
-    """What a user says of the network: a rate, or the file of what was measured.
-
-    Raises:
-        FlatoutError: it is neither.
-    """
+    """Return the rate of a network, or a measured network from its file."""
     if _RATE.fullmatch(text.strip()):
         return parse_rate(text)
     return Network.read(text)

@@ -1,4 +1,4 @@
-"""What hosts cost: only what the user says, since prices differ by region and by day."""
+"""Prices of hosts. Only the user gives them, since they differ by region and by day."""
 
 from __future__ import annotations
 
@@ -14,26 +14,17 @@ _EXAMPLE = "--price c5.4xlarge=0.68 --currency USD"
 
 @dataclass(frozen=True)
 class Prices:
-    """Of hosts, per hour.
-
-    Attributes:
-        hosts: names with their price, in the order in which they were given.
-        currency: such as "USD".
-    """
+    """Names and hourly prices of hosts in the given order, and a currency such as "USD"."""
 
     hosts: tuple[tuple[str, float], ...]
     currency: str
 
     @classmethod
     def parse(cls, text: str, currency: str | None) -> Prices:
-        """Read prices.
-
-        Args:
-            text: "NAME=PRICE,..." or a file of TOML with `currency` and a table `prices`.
-            currency: in place of the file's.
+        """Read "NAME=PRICE,..." or a file of TOML with `currency` and a table `prices`.
 
         Raises:
-            FlatoutError: no price can be read, or there is no currency, or what is none.
+            FlatoutError: a price or the currency is missing or not valid.
         """
         result: dict[str, object]
         if "=" in text:

@@ -2,7 +2,7 @@
 
     flatout run --devices 2 probe.py        (a file that calls `main`)
 
-All ranks call `probe`, and do the same in the same order: the first decides how often.
+All ranks call `probe`, and do the same in the same order. The first rank decides how often.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ from flatout.strategies import Flat, Reduction, reduction_of
 from flatout.world import World, join
 
 LADDER = tuple(4096 * 4**n for n in range(8))
-"""Bytes of tensors, 4 KiB to 64 MiB, where no job's own buckets are known."""
-
+"""Bytes of tensors, 4 KiB to 64 MiB, for a job whose buckets are unknown."""
 LINE = "network "
-"""What the line begins with in which the first rank tells what was found."""
-
-# Of all time, for pings and streams between two hosts each.
+"""The beginning of the line in which the first rank prints the network."""
+# The share of the time for all links, and the most seconds for one link.
 _LINKS_SHARE, _LINK_S = 0.25, 4.0
-_PINGS, _FEWEST_PINGS, _BLOCK, _ROUNDS = 200, 5, 2**20, 5
-# Blocks of a stream that are on their way: gloo sends one only when it is told, a round trip
-# before, that it is awaited.
+# The most and the fewest pings of a link.
+_PINGS, _FEWEST_PINGS = 200, 5
+# The bytes of a block of a stream, and the number of streams.
+_BLOCK, _ROUNDS = 2**20, 5
+# Blocks of a stream that are on their way: gloo sends a block only a round trip after the receiver
+# has asked for it.
 _AHEAD = 16
-# Where there are more hosts, each is measured with the next one only.
+# Each of more hosts than these is measured with the next host only.
 _MOST_PAIRED = 8
+# The fewest and the most times of a reduction.
 _FEWEST, _MOST = 3, 40
 
 
 def main(sizes: Sequence[int], seconds: float) -> None:
-    """Join the other ranks, measure, and print a line on the first."""
+    """Join the other ranks, measure, and print the network on the first rank."""
     world = join()
     result = probe(world, sizes, seconds)
     if world.is_first:
@@ -50,7 +52,7 @@ def main(sizes: Sequence[int], seconds: float) -> None:
 
 
 def probe(world: World, sizes: Sequence[int], seconds: float) -> Network:
-    """What lies between these ranks; all of them call it."""
+    """Return the network between these ranks; all of them call this function."""
     began = time.monotonic()
     places = world.gather([world.place.node, socket.gethostname()], "names of hosts")
     names = _names(places)
@@ -138,7 +140,7 @@ def _link(begins: bool, value: int, other: int, seconds: float) -> list[float]:
 
 
 def reductions(hosts: int, ranks: int) -> dict[str, Asked]:
-    """What there is to add up with, by the name of the reduction or the compression."""
+    """Return the reductions and compressions for these ranks by name."""
     result = {"all_reduce": Asked(reduction="all_reduce"), "ring": Asked(reduction="ring")}
     result["to_one"] = Asked(reduction="to_one")
     if hosts == 1:

@@ -1,4 +1,4 @@
-"""What Profiles tell the model: the job, its steps, and what its machine may be."""
+"""The inputs of the model from Profiles: the job, its timed steps, and the range of each term."""
 
 from __future__ import annotations
 
@@ -13,32 +13,36 @@ import numpy as np
 from flatout.errors import FlatoutError
 from flatout.forecast.job import (
     GPU_SUMS,
+    Bucket,
     Job,
     Prior,
     Range,
     ReductionTime,
     Shape,
+    Spread,
     StepTime,
     Strategy,
+    cut,
 )
 from flatout.forecast.network import Network
-from flatout.forecast.overlap import Bucket, cut
-from flatout.forecast.stragglers import Spread
 from flatout.measure import STEP_LANES, Profile, mean_use, median_of
 from flatout.recipe import Recipe, apply
 
-FEWEST_STEPS = 30
 BUSY = 0.9
-"""From what use on a device has no more to give."""
-# Two processes of one job differ by more than the steps of one (see `report/baseline.py`).
-_LEAST_NOISE, _TRIED_NOISE = 0.015, 0.03
-# Waiting for input that is more than overhead, as a share of a step.
-_WAITS = 0.05
-# Ranks of one host's CPUs share them out: k of them take about k times as long each.
-_CPU_CONTENTION, _CPU_POWER = (0.4, 1.2), (0.8, 1.0)
-# Of TCP's line rate; see docs/forecast.md.
+"""The use from which a device counts as fully used."""
 TCP: Range = (0.45, 0.75)
-# What several readers at once, or the same machine tomorrow, differ by.
+"""The share of the line rate that TCP reaches; see docs/forecast.md."""
+# The fewest steady steps of a Profile.
+_FEWEST_STEPS = 30
+# The least noise of a run's median step: two processes differ by more than the steps of one.
+_LEAST_NOISE = 0.015
+# The noise of steps that a run has timed at other sizes.
+_TRIED_NOISE = 0.03
+# The share of a step from which waiting for input is more than overhead.
+_WAITS = 0.05
+# Ranks of one host share its CPUs: each of k ranks takes about k times as long.
+_CPU_CONTENTION, _CPU_POWER = (0.4, 1.2), (0.8, 1.0)
+# The input rate of several readers or of another day, as a share of the measured rate.
 _INPUT_BAND = (0.9, 1.1)
 _SETTINGS = tuple(
     f"world.{name}"
@@ -55,13 +59,13 @@ class MeasuredRuns:
 
     Attributes:
         profiles: the runs, the fewest ranks first.
-        job: what a step computes and sends.
-        rows: steps that were timed.
-        prior: of the machine, without a network between hosts.
+        job: the work of a step.
+        rows: timed steps.
+        prior: the range of each term, without a network between hosts.
         device: "cpu" or "cuda".
-        batch: samples of a step, of all ranks.
-        input_per_host: samples per second that a host can read; None where that is not known.
-        notes: what was assumed.
+        batch: samples of a step of all ranks.
+        input_per_host: samples per second that a host can read; None where this is unknown.
+        notes: assumptions.
     """
 
     profiles: tuple[Profile, ...]
@@ -80,12 +84,12 @@ class MeasuredRuns:
 
     @property
     def per_host(self) -> int:
-        """Ranks on a host of the largest run."""
+        """The ranks on a host of the largest run."""
         return int(self.profiles[-1].world["ranks_per_node"])
 
     @property
     def most_ranks(self) -> int:
-        """Of all that was timed with what it sends."""
+        """The most ranks of steps that were timed with their communication."""
         return max(row.shape.ranks for row in self.rows if not row.shape.silent)
 
     @property
@@ -95,7 +99,7 @@ class MeasuredRuns:
 
 
 def read_runs(runs: Sequence[str], settings: Mapping[str, Any]) -> list[MeasuredRuns]:
-    """Read runs of one job, by kind of machine in the order in which each is named first."""
+    """Read runs of one job; return them by kind of machine, in the given order."""
     profiles: list[Profile] = []
     for run in runs:
         if Path(run).resolve() in {Path(run).resolve() for run in runs[: len(profiles)]}:
@@ -110,10 +114,10 @@ def read_runs(runs: Sequence[str], settings: Mapping[str, Any]) -> list[Measured
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """Settings of `world` by name, from such as "world.reduction=hierarchical".
+    """Return settings of `world` by name, from texts such as "world.reduction=hierarchical".
 
     Raises:
-        FlatoutError: one is none, has a bad value, or is not forecast.
+        FlatoutError: a setting is unknown, has a bad value, or is not forecast.
     """
     result = apply(Recipe(), settings).named()
     for name, value in result.items():
@@ -127,7 +131,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def sent_alone(network: Network, job: Job) -> list[ReductionTime]:
-    """Reductions that were timed between the hosts, of those that the model knows."""
+    """Return the reductions between the hosts that the model knows."""
     result = []
     for collective in network.collectives:
         if (
@@ -146,7 +150,7 @@ def sent_alone(network: Network, job: Job) -> list[ReductionTime]:
 
 
 def use_of(profile: Profile) -> tuple[float | None, str]:
-    """How busy what computes was, 0 to 1, and what it is; None where that is not known."""
+    """Return the use of the device, 0 to 1, and its name; None where the use is unknown."""
     result = mean_use(profile.ranks[0].use)
     if _device(profile) == "cuda":
         return result.get("gpu"), "GPU"
@@ -157,21 +161,21 @@ def use_of(profile: Profile) -> tuple[float | None, str]:
 
 
 def lane_share(profile: Profile, *lanes: str) -> float:
-    """What share of a step's time lanes have, of the first rank."""
+    """Return the share of the first rank's step that these lanes take."""
     ms = profile.ranks[0].lanes_ms
     whole = sum(ms.get(lane, 0.0) for lane in STEP_LANES)
     return sum(ms.get(lane, 0.0) for lane in lanes) / whole if whole else 0.0
 
 
 def input_wait(profile: Profile) -> float:
-    """What share of a step its device waits for input."""
+    """Return the share of a step in which the device waits for input."""
     return lane_share(profile, "input")
 
 
 def _checked(profile: Profile, run: str) -> Profile:
-    if len(profile.steps.step_ms) < FEWEST_STEPS or not profile.steps.batch_size:
+    if len(profile.steps.step_ms) < _FEWEST_STEPS or not profile.steps.batch_size:
         raise FlatoutError(
-            f"expected the Profile of {FEWEST_STEPS} steady steps or more, found "
+            f"expected the Profile of {_FEWEST_STEPS} steady steps or more, found "
             f"{len(profile.steps.step_ms)}",
             where=run,
             do="train for longer, or name another run",
@@ -316,7 +320,7 @@ def _rows(profile: Profile) -> list[StepTime]:
         if int(count) != shape.ranks and rate > 0:
             tried = Shape(1, int(count), batch / int(count))
             rows.append(StepTime(tried, 1 / rate * own, _TRIED_NOISE))
-    # Of one rank with its part of the CPUs, and of ranks beside each other; nothing is sent.
+    # Steps of one rank with its part of the CPUs, and of simultaneous ranks; nothing is sent.
     apart = [
         (per_host, step_time.local_batch, step_time.seconds) for step_time in profile.step_times
     ]

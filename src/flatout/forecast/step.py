@@ -1,9 +1,9 @@
-"""The model: the seconds of a step, term by term, for what a machine and a network may be.
+"""The model: the seconds of a step, term by term.
 
     sum(step_terms(job, shape, draws).values())
 
-Each term is an array with a place for each draw of what is not known exactly, so that what comes
-of them has an interval.
+Each term is an array with one value for each draw of the unknown values of a machine and a network.
+So each result has an interval.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from flatout.forecast import collectives
-from flatout.forecast.collectives import Floats, Link
-from flatout.forecast.job import Job, ReductionTime, Shape
-from flatout.forecast.overlap import exposed
+from flatout.forecast.collectives import Link, exposed
+from flatout.forecast.job import Floats, Job, ReductionTime, Shape
 
-TERMS = ("compute", "shared host", "stragglers", "gradient sync", "input")
-"""The terms that add up to a step's time."""
-# Rows go there, their gradients back, and both need the ids.
+# Rows go to ranks, their gradients go back, and both need the ids.
 _ROW_TRIPS = 2.1
 LINK_ERROR = 0.18
 """The model's error of links at twice the ranks that were timed.
@@ -31,10 +28,10 @@ The value is a standard deviation of the logarithm. Each further doubling of ran
 
 @dataclass(frozen=True)
 class MachineDraws:
-    """What a machine and a network may be, a draw in each place; see `Prior`.
+    """Draws of the unknown values of a machine and a network; see `Prior`.
 
     Attributes:
-        seconds: of a step's computing, of one rank alone on its host, at the job's batch.
+        seconds: the computing of a step by one rank alone on its host, at the job's batch.
         corrections: pairs of a timed number of ranks and the factor from the model's step to the
             timed one. Between pairs the factor is interpolated by the logarithm of the ranks.
     """
@@ -54,7 +51,7 @@ class MachineDraws:
     corrections: tuple[tuple[int, float], ...] = ()
 
     def take(self, places: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> MachineDraws:
-        """Those draws."""
+        """Return the draws at these places."""
         names = [item.name for item in fields(self) if item.name != "corrections"]
         return replace(self, **{name: getattr(self, name)[places] for name in names})
 
@@ -83,16 +80,16 @@ class MachineDraws:
 def step_terms(
     job: Job, shape: Shape, draws: MachineDraws, *, growth: float = 1.0
 ) -> dict[str, Floats]:
-    """Return the seconds of a step by term of `TERMS`, without limits by input."""
+    """Return the terms that add up to a step's seconds."""
     draws = draws.beyond(growth)
-    compute = computing(job, shape, draws)
-    crowded = compute * crowding(shape, draws)
+    compute = _computing(job, shape, draws)
+    crowded = compute * _crowding(shape, draws)
     busy = compute + crowded
     terms = {
         "compute": compute,
         "shared host": crowded,
-        "stragglers": busy * draws.spread * waiting(job, shape.ranks),
-        "gradient sync": syncing(job, shape, draws, busy / shape.accumulated),
+        "stragglers": busy * draws.spread * _waiting(job, shape.ranks),
+        "gradient sync": _syncing(job, shape, draws, busy / shape.accumulated),
     }
     factor = draws.correction(shape.ranks)
     terms = {name: factor * term for name, term in terms.items()}
@@ -101,31 +98,26 @@ def step_terms(
     return terms | {"input": np.maximum(0.0, reading - sum(terms.values()))}
 
 
-def computing(job: Job, shape: Shape, draws: MachineDraws) -> Floats:
-    """t(b): a part of a micro-batch's time stays however small it is."""
+def _computing(job: Job, shape: Shape, draws: MachineDraws) -> Floats:
+    # A part of a micro-batch's time does not depend on its size.
     share = draws.fixed + (1 - draws.fixed) * (shape.batch / job.batch)
     return draws.seconds * share * shape.accumulated
 
 
-def crowding(shape: Shape, draws: MachineDraws) -> Floats:
-    """c(k) - 1: how much slower a step is where k ranks share a host's memory and power."""
+def _crowding(shape: Shape, draws: MachineDraws) -> Floats:
     if shape.per_host == 1:
         return np.zeros_like(draws.seconds)
     return draws.contention * (shape.per_host - 1.0) ** draws.power
 
 
-def waiting(job: Job, ranks: int) -> float:
-    """How much longer than the mean the slowest rank takes, see `Spread.excess`.
-
-    Ranks that step alone wait for the slowest sum of steps: where steps have nothing to do with
-    each other, its spread is by the root of their number less of it.
-    """
+def _waiting(job: Job, ranks: int) -> float:
+    # Ranks of local SGD wait for the slowest sum of steps. The relative spread of a sum of
+    # independent steps is smaller by the root of their number.
     apart = job.sync_every if job.strategy == "local_sgd" else 1
     return job.spread.excess(ranks) / math.sqrt(apart)
 
 
-def syncing(job: Job, shape: Shape, draws: MachineDraws, busy: Floats) -> Floats:
-    """What of adding up gradients is not hidden behind the last micro-batch."""
+def _syncing(job: Job, shape: Shape, draws: MachineDraws, busy: Floats) -> Floats:
     if shape.ranks == 1 or shape.silent:
         return np.zeros_like(busy)
     inner, outer = _links(shape, draws)
@@ -138,7 +130,7 @@ def syncing(job: Job, shape: Shape, draws: MachineDraws, busy: Floats) -> Floats
             bytes = job.averaged or job.bytes
             if job.fragments == 1:
                 return rows + _reduced(job, shape, bytes, inner, outer) / job.sync_every
-            # A part travels while the steps up to the next one are made.
+            # A fragment travels during the steps up to the next fragment.
             apart = job.sync_every / job.fragments
             takes = _reduced(job, shape, bytes / job.fragments, inner, outer)
             return rows + np.maximum(0.0, takes / apart - busy)
@@ -147,11 +139,11 @@ def syncing(job: Job, shape: Shape, draws: MachineDraws, busy: Floats) -> Floats
             gathers = [
                 collectives.all_gather(bucket.bytes, shape.ranks, hop) for bucket in job.buckets
             ]
-            scatters = [
-                gather + bucket.bytes * outer.gamma
+            # A reduce-scatter takes as long as a gather, and adds up the bytes.
+            both = [
+                2 * gather + bucket.bytes * outer.gamma
                 for gather, bucket in zip(gathers, job.buckets, strict=True)
             ]
-            both = [gather + scatter for gather, scatter in zip(gathers, scatters, strict=True)]
             return exposed(gathers, ready, busy - backward, draws.hidden) + exposed(
                 both, ready, backward, draws.hidden
             )
@@ -201,7 +193,7 @@ def _to_servers_apart(job: Job, workers: int, per_host: int, servers: int, link:
 
 
 def sending(job: Job, sent: ReductionTime, draws: MachineDraws) -> Floats:
-    """Seconds of a reduction alone."""
+    """Return the seconds of a reduction alone."""
     alone = replace(job, reduction=sent.reduction, compression="off")
     return _reduced(alone, sent.shape, sent.bytes, *_links(sent.shape, draws))
 
@@ -231,7 +223,7 @@ def _reduced(job: Job, shape: Shape, bytes: float, inner: Link, outer: Link) -> 
 
 
 def _mean_hop(shape: Shape, inner: Link, outer: Link) -> Link:
-    """Return the mean link of a ring of all ranks, which leaves each host once with all bytes."""
+    # A ring of all ranks leaves each host once with all bytes.
     within = (shape.ranks - shape.hosts) / shape.ranks
     alpha = within * inner.alpha + (1 - within) * outer.alpha
     return Link(alpha, np.maximum(inner.beta, outer.beta), outer.gamma)

@@ -12,34 +12,29 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.forecast.decisions import Decision, decisions
-from flatout.forecast.forecast import Forecast, Point, Side, widenings
-from flatout.forecast.interval import Spreading
+from flatout.forecast.forecast import WIDENED, Forecast, Point, Side, Spreading
 from flatout.forecast.network import Network
 from flatout.forecast.profiled import TCP
 from flatout.words import count_words, counted, rounded
 
 _WIDTH = 80
-# Of decisions for a number of hosts, the one that counts most first.
+# Decisions for a number of hosts, the most important one first.
 _MARKS = ("deadline", "budget", "hosts")
 
 
 class Shown:
-    """A forecast as people read it.
-
-    Args:
-        forecast: to be shown.
-    """
+    """A forecast for people."""
 
     def __init__(self, forecast: Forecast) -> None:
         self._forecast = forecast
 
     @cached_property
     def decisions(self) -> list[Decision]:
-        """What to do."""
+        """The decisions of the forecast."""
         return decisions(self._forecast)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: rates in samples per second, times in seconds, ends of 90% intervals."""
+        """Return plain data: samples per second, seconds, and ends of 90% intervals."""
         asked = self._forecast.asked
         return {
             "sides": [
@@ -55,7 +50,7 @@ class Shown:
             ],
             "currency": None if asked.prices is None else asked.prices.currency,
             "decisions": [decision.as_dict() for decision in self.decisions],
-            "widened_by": widenings(),
+            "widened_by": WIDENED,
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

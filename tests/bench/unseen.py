@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from flatout.forecast.job import GPU_SUMS, Job, Prior, Shape
-from flatout.forecast.overlap import Bucket, cut
-from flatout.forecast.published import NETWORKS, Series
+from flatout.forecast.job import GPU_SUMS, Bucket, Job, Prior, Shape, cut
+from forecast_series import NETWORKS, Series
 
 Rng = np.random.Generator
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from unseen import unseen
 
-from flatout.forecast import judge as judging
-from flatout.forecast.forecast import widenings
-from flatout.forecast.judge import Case
+import forecast_judge as judging
+from flatout.forecast.forecast import WIDENED
+from forecast_judge import Case
 
 # Seeds of the series. The model's constants were chosen with seeds below 1,000.
 SEEDS = range(1000, 1100)
@@ -23,7 +23,7 @@ def cases_of(rows, seeds, **kind):
 
 
 def factor(case: Case) -> float:
-    return widenings()["given" if case.is_crossing else "measured"]
+    return WIDENED["given" if case.is_crossing else "measured"]
 
 
 def covered(cases: Sequence[Case]) -> float:

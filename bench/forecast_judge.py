@@ -20,17 +20,15 @@ from statistics import mean, median
 import numpy as np
 
 from flatout.forecast.calibrate import calibrate, total_seconds
-from flatout.forecast.interval import Spreading, conformal_factor
-from flatout.forecast.published import Series, series, with_input
+from flatout.forecast.forecast import COVERED, FARTHEST, Spreading
+from forecast_series import Series, series, with_input
 
-COVERED = 0.9
-"""Of intervals."""
-FARTHEST = 4.0
-"""Times what was calibrated on, up to where a number is said; beyond it is a range."""
 DEADLINES = (0.9, 0.75, 0.6, 0.4, 0.3)
 """Shares of the time that the largest calibrated size takes."""
 # More devices than before give less than this share of what as many gave before: it saturates.
 _SATURATES, _SEEN_AS = 0.75, 0.8
+# The least width of an interval, as a logarithm, where all draws are the same.
+_NARROWEST = 1e-4
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Case:
     @property
     def score(self) -> float:
         """How far off it is, in half widths of the interval on that side."""
-        return self.predicted.score(self.truth)
+        return score(self.predicted, self.truth)
 
     @property
     def is_number(self) -> bool:
@@ -84,6 +82,25 @@ class Case:
         shapes, rates = self.series.shapes, self.series.rates
         ideal = rates[before] * shapes[self.place].ranks / shapes[before].ranks
         return self.truth / ideal, self.predicted.middle / ideal
+
+
+def score(interval: Spreading, truth: float) -> float:
+    """Return 0 for a truth at the middle, and 1 for one at the interval's end on that side."""
+    end = interval.high if truth > interval.middle else interval.low
+    half = max(_NARROWEST, abs(math.log(end / interval.middle)))
+    return abs(math.log(truth / interval.middle)) / half
+
+
+def conformal_factor(scores: Sequence[float], share: float) -> float:
+    """Return the factor that widens intervals so that they hold this share of the truths.
+
+    The quantile of split conformal prediction, ceil((n + 1) share) of n scores; Vovk, Gammerman
+    and Shafer, "Algorithmic Learning in a Random World", 2005. It is less than 1 where intervals
+    were wider than errors are.
+    """
+    ordered = sorted(scores)
+    place = math.ceil((len(ordered) + 1) * share)
+    return ordered[min(place, len(ordered)) - 1]
 
 
 def judge(wanted: Iterable[Series] | None = None) -> list[Case]:

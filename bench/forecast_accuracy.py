@@ -1,24 +1,25 @@
-"""Judges the forecast's model on published series and writes what came of it.
+"""Judges the forecast's model on published series, and writes two pages with the errors.
 
-python docs/forecast_accuracy.py > docs/forecast_accuracy.md
-python docs/forecast_accuracy.py --check      # exit 1 when docs/forecast_accuracy.md is out of date
-python docs/forecast_accuracy.py --widening   # what src/flatout/forecast/widening.json holds
-python docs/forecast_accuracy.py --worker     # images per second that a core decodes for ImageNet
+    python bench/forecast_accuracy.py            # writes both pages
+    python bench/forecast_accuracy.py --check    # exit 1 when one of them is out of date
+    python bench/forecast_accuracy.py --worker   # images per second that a core decodes
+
+`docs/forecast_accuracy.md` has the keys, `bench/results/forecast_accuracy.md` every prediction.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import process_time
 
 import numpy as np
-from generated import print_or_check
 
-from flatout.forecast.judge import (
+from flatout.forecast.step import LINK_ERROR
+from flatout.words import rounded
+from forecast_judge import (
     Case,
     factor_without,
     is_seen,
@@ -28,11 +29,11 @@ from flatout.forecast.judge import (
     scaling,
     widening,
 )
-from flatout.forecast.published import GRPC, NETWORKS, WORKER, Source, sources
-from flatout.forecast.step import LINK_ERROR
-from flatout.words import rounded
+from forecast_series import GRPC, NETWORKS, WORKER, Source, sources
 
-PAGE = Path(__file__).with_name("forecast_accuracy.md")
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "forecast_accuracy.md"
+ALL = ROOT / "bench" / "results" / "forecast_accuracy.md"
 # What was wanted, and what each key is.
 WANTED = {
     "published_error_2x": (0.06, "the median error at up to twice what was calibrated on"),
@@ -64,70 +65,69 @@ WANTED = {
 HEAD = """\
 # How accurate forecasts are
 
-<!-- Made by docs/forecast_accuracy.py from src/flatout/forecast/published/. -->
+<!-- Made by bench/forecast_accuracy.py from bench/published_series/. -->
 
-The model of [`flatout forecast`](forecast.md) is judged by what others have published: it is
-calibrated on the first rows of a series, predicts the rows after them, and every error stands here.
+The model of [`flatout forecast`](forecast.md) is judged by series of training speed that others
+have published. It is calibrated on the first rows of a series, and predicts the rows after them.
+`python bench/forecast_accuracy.py` repeats this; `bench/results/forecast_accuracy.md` lists every
+prediction with its error.
 
-```text
-python docs/forecast_accuracy.py > docs/forecast_accuracy.md
-```
+- The model was built on the series of two sources: {building}. The keys below are over the other
+  series alone.
+- The model is calibrated on each beginning of a series of two rows or more (of one, in series of
+  two rows), and predicts all rows after it. Nothing is fitted to more than one series.
+- Intervals are widened by the errors of all *other* series, never by the series' own.
+- One error is the same for all series: links are {error:.0%} slower or faster at twice the timed
+  ranks, and the same again at each further doubling. It was chosen so that intervals also hold on
+  the synthetic series of `tests/bench/unseen.py`, whose physics is not the model's.
+- A network reaches a share of its line rate: {bands}.
+  Within a host the share is 0.1 to 0.9.
 
-**How calibration and judging are separated**
+A prediction is *measured* where a row over several hosts was calibrated on, or there is only one
+host. It is *given* where only the line rate of the network is known. Both kinds have their own
+errors and their own widening.
+"""
 
-- The model was built on the series of these sources: {building}.
-  The keys below are over the other series alone. Of these it was known before that servers collapse
-  where the fullest one's link is full.
-- What was put right after errors were looked at, each from a source that is no series' rates:
-    1. Servers add up on CPUs, where the model had a GPU's rate for Piz Daint, and jobs without
-       tables were charged the latency of sending rows. Before: errors 0.041 and 0.094, covered
-       0.904, of rows that saturate on a measured link 5 of 8 told.
-    2. What the sources' own scripts say. Piz Daint's servers speak gRPC over TCP, taken as RDMA
-       before; TensorFlow's gRPC passes {grpc} GB/s
-       ([tensorflow#6116](https://github.com/tensorflow/tensorflow/issues/6116)). A plain DataLoader
-       had 8 workers for all GPUs of a host, each of which decodes {worker} images
-       per second. TF2 ran one program on one host and another on several, with other collectives
-       and another batch norm: rates on one host do not tell those on several, so these are a series
-       each. Before: errors 0.042 and 0.095, covered 0.894, 6 of 8 told, and of TF2's two falls
-       between one host and two none.
-    3. For sizes that were timed, the forecast is the measured time. The model predicts larger sizes
-       from the last measured one. Before: errors 0.042 and 0.073, covered 0.904, widened by 1.38
-       and 2.07.
-    4. NCCL's ring passes all ranks, so a host's link carries (p - 1) / p of the bytes for p ranks.
-       The model had a ring of hosts. Gradients are more often sent as soon as they are ready than
-       at the end. The error of links grows with each doubling of the timed ranks; before, it was
-       the same at any size. Before: errors 0.038 and 0.068 (given: 0.043 and 0.081), covered
-       0.913, widened by 1.32 and 2.06.
-- One rule for all: the model is calibrated on each beginning of a series of two rows or more (of
-  one, where there are but two), and predicts all rows after it. Nothing is fitted to more than one
-  series.
-- Intervals are widened by the errors of all *other* series, never by the series' own. One error is
-  the same for all series: links are {error:.0%} slower or faster at twice the timed ranks, and the
-  same again at each further doubling. This error was chosen so that intervals also hold on the
-  synthetic series of `tests/forecast/unseen.py`, whose physics is not the model's.
-- What a network reaches of its line rate is set by its kind: {bands}.
-  Within a host it is 0.1 to 0.9. Gradients are taken to be sent in buckets of 25 MB, ready one
-  after the other.
+ALL_HEAD = """\
+# Every prediction of the forecast's model
 
-Two kinds of prediction have their own errors and their own widening: *measured*, where a row over
-several hosts was calibrated on (or there is but one host), and *given*, where none was, and the
-network is known from its line rate.
+<!-- Made by bench/forecast_accuracy.py from bench/published_series/. -->
+
+`docs/forecast_accuracy.md` explains the rules and has the keys. The model was corrected four times
+after errors were known, each time from a source other than the rates of a series. The figures are
+those before the correction.
+
+1. Servers add up on CPUs; the model had a GPU's rate for Piz Daint. Jobs without tables paid the
+   latency of sending rows. Errors 0.041 and 0.094, covered 0.904, 5 of 8 collapses predicted.
+2. The sources' own scripts. Piz Daint's servers speak gRPC over TCP, not RDMA; TensorFlow's gRPC
+   passes {grpc} GB/s ([tensorflow#6116](https://github.com/tensorflow/tensorflow/issues/6116)). A
+   plain DataLoader had 8 workers for all GPUs of a host, each of which decodes {worker} images per
+   second. TF2 ran one program on one host and another program on several hosts, so these are two
+   series. Errors 0.042 and 0.095, covered 0.894, 6 of 8 collapses predicted.
+3. For sizes that were timed, the forecast is the measured time. The model predicts larger sizes
+   from the last measured one. Errors 0.042 and 0.073, covered 0.904, widened by 1.38 and 2.07.
+4. NCCL's ring passes all ranks, so a host's link carries (p - 1) / p of the bytes for p ranks; the
+   model had a ring of hosts. Gradients are more often sent as soon as they are ready than at the
+   end. The error of links grows with each doubling of the timed ranks. Errors 0.038 and 0.068,
+   covered 0.913, widened by 1.32 and 2.06.
 """
 
 
-def page() -> str:
-    """Return the whole page as Markdown."""
+def pages() -> dict[Path, str]:
+    """Return the text of both pages as Markdown."""
     cases = judge()
-    building = [one.name for one in sources() if not one.series[0].is_judged]
+    building = [source.name for source in sources() if not source.series[0].is_judged]
     bands = ", ".join(f"{name} {low} to {high}" for name, (low, high) in NETWORKS.items())
     grpc = " to ".join(f"{rate / 1e9:g}" for rate in GRPC)
     worker = " to ".join(f"{rate:g}" for rate in WORKER)
-    names = " and ".join(building)
-    parts = [HEAD.format(building=names, bands=bands, grpc=grpc, worker=worker, error=LINK_ERROR)]
-    parts += [*keys_text(cases), *collapse_text(cases)]
+    head = HEAD.format(building=" and ".join(building), bands=bands, error=LINK_ERROR)
+    parts = [ALL_HEAD.format(grpc=grpc, worker=worker), *collapse_text(cases)]
     for source in sources():
         parts += source_text(source, cases)
-    return "\n".join(parts) + "\n"
+    return {
+        PAGE: "\n".join([head, *keys_text(cases)]) + "\n",
+        ALL: "\n".join(parts) + "\n",
+    }
 
 
 def keys_text(cases: Sequence[Case]) -> Iterator[str]:
@@ -166,7 +166,7 @@ def met(value: float, wanted: object) -> str:
 def collapse_text(cases: Sequence[Case]) -> Iterator[str]:
     """Rows that saturate, and rows of which it is said though they do not."""
     yield (
-        "\n## Series that saturate\n\nRows at which twice the devices gave less than 0.75 of twice "
+        "## Series that saturate\n\nRows at which twice the devices gave less than 0.75 of twice "
         "the rate, predicted from all rows before. The model says so where it predicts less than "
         "0.8.\n"
     )
@@ -259,11 +259,19 @@ def worker_rate(seconds: float = 5.0) -> float:
     return count / passed
 
 
-if __name__ == "__main__":
-    if "--worker" in sys.argv[1:]:
+def main(options: Sequence[str]) -> int:
+    if "--worker" in options:
         print(f"{worker_rate():.0f}")
-        raise SystemExit
-    if "--widening" in sys.argv[1:]:
-        print(json.dumps(widening(judge())))
-        raise SystemExit
-    raise SystemExit(print_or_check(PAGE, page()))
+        return 0
+    status = 0
+    for path, text in pages().items():
+        if "--check" not in options:
+            path.write_text(text, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != text:
+            print(f"{path.relative_to(ROOT)} is out of date: python bench/{Path(__file__).name}")
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,20 +1,15 @@
 """The published judge: what is read, what is known to a prediction, and what comes of it."""
 
-import json
-import runpy
-import sys
 from dataclasses import replace
-from importlib.resources import files
-from pathlib import Path
 
+import numpy as np
 import pytest
 
-from flatout.forecast import judge as judging
-from flatout.forecast.interval import Spreading
-from flatout.forecast.judge import Case, factor_without, judge, keys, widening
-from flatout.forecast.published import WORKER, series, sources, with_input
-
-DOCS = Path(__file__).parents[2] / "docs"
+import forecast_accuracy
+import forecast_judge as judging
+from flatout.forecast.forecast import WIDENED, Spreading
+from forecast_judge import Case, conformal_factor, factor_without, judge, keys, score, widening
+from forecast_series import WORKER, series, sources, with_input
 
 
 def one_named(name):
@@ -22,11 +17,11 @@ def one_named(name):
     return found
 
 
-def case(name, score, *, is_crossing=False, growth=2.0):
+def case(name, off, *, is_crossing=False, growth=2.0):
     """A prediction that is so many half widths off."""
     one = one_named(name)
     truth = one.rates[-1]
-    middle = truth / 1.1**score
+    middle = truth / 1.1**off
     found = Spreading(middle / 1.1, middle, middle * 1.1)
     return Case(one, 2, len(one.rates) - 1, growth, is_crossing, found)
 
@@ -109,17 +104,29 @@ def replace_found(one, place, factor):
     return replace(one, place=place, predicted=Spreading(rate, rate, rate))
 
 
+def test_intervals_are_widened_as_errors_ask():
+    found = Spreading(90.0, 100.0, 110.0)
+    assert score(found, 100.0) == 0
+    assert score(found, 110.0) == pytest.approx(1)
+    assert score(found, 90.0**2 / 100) == pytest.approx(2)
+    # ceil((10 + 1) 0.9) of ten scores, and the largest where there are too few.
+    assert conformal_factor([0.1 * n for n in range(1, 11)], 0.9) == pytest.approx(1.0)
+    assert conformal_factor([3.0, 1.0, 2.0], 0.9) == 3.0
+    # Where errors are as the model says nine of ten, the interval stays as it is.
+    rng = np.random.default_rng(0)
+    normal = Spreading.of(np.exp(rng.normal(0, 0.1, 20_000)), 0.9)
+    scores = [score(normal, float(truth)) for truth in np.exp(rng.normal(0, 0.1, 2_000))]
+    assert conformal_factor(scores, 0.9) == pytest.approx(1.0, abs=0.06)
+
+
 @pytest.mark.slow
-def test_the_page_of_all_errors_is_up_to_date(monkeypatch):
+def test_the_pages_of_all_errors_are_up_to_date(monkeypatch):
     """And the widening that forecasts use is what these errors ask for."""
-    monkeypatch.syspath_prepend(str(DOCS))
     cases = judge()
-    monkeypatch.setattr(judging, "judge", lambda: cases)
-    monkeypatch.setattr(sys, "argv", ["forecast_accuracy.py"])
-    made = runpy.run_path(str(DOCS / "forecast_accuracy.py"))
-    assert made["page"]() == (DOCS / "forecast_accuracy.md").read_text()
-    kept = (files("flatout.forecast") / "widening.json").read_text()
-    assert widening(cases) == json.loads(kept)
+    monkeypatch.setattr(forecast_accuracy, "judge", lambda: cases)
+    for path, text in forecast_accuracy.pages().items():
+        assert path.read_text() == text
+    assert widening(cases) == WIDENED
     found = keys(cases)
     assert found["published_error_2x"] <= 0.06
     assert found["published_error_4x"] <= 0.10

@@ -1,4 +1,4 @@
-"""Published series of training speed: read from `published/`, a file of TOML for each source."""
+"""Published series of training speed: `published_series/` has a file of TOML for each source."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
 
-from flatout.forecast.job import GPU_SUMS, Job, Prior, Range, Shape, StepTime
-from flatout.forecast.overlap import cut
+from flatout.forecast.job import GPU_SUMS, Job, Prior, Range, Shape, StepTime, cut
 
 NETWORKS: dict[str, Range] = {"tcp": (0.45, 0.75), "rdma": (0.5, 0.95), "about": (0.45, 1.5)}
 """What share of a link's line rate collectives reach, by the kind of network.
 
-TCP and RDMA as measured elsewhere (`docs/forecast_accuracy.md` has the sources); "about" is where
-the line rate itself is not known well. It is a guess from before any series was judged.
+TCP and RDMA as measured elsewhere; "about" is for line rates that are not known well, a guess from
+before any series was judged.
 """
 _INSIDE: Range = (0.1, 0.9)
 # From what is published a file's rate is not known: it may be the limit, or ten times as fast.
@@ -24,7 +23,7 @@ _INPUT: Range = (1.0, 10.0)
 _JUST_MORE = 1.01
 # Images per second that a worker of torch's DataLoader decodes by Pillow, crops and resizes for
 # ImageNet: a core of an i7 (rom1504/img2dataset#127), and one of an EPYC of 2024
-# (`docs/forecast_accuracy.py --worker`).
+# (`bench/forecast_accuracy.py --worker`).
 WORKER: Range = (80.0, 320.0)
 # Bytes per second that pass TensorFlow's gRPC, which packs and copies each tensor: the least that
 # was measured with one worker in 2017 (tensorflow/tensorflow#6116), and, there too, what passes
@@ -72,7 +71,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Source:
-    """A file of `published/`.
+    """A file of `published_series/`.
 
     Attributes:
         name: of the source.
@@ -90,19 +89,14 @@ class Source:
 @cache
 def sources() -> tuple[Source, ...]:
     """All files, by their names."""
-    folder = files("flatout.forecast") / "published"
-    result = sorted((item for item in folder.iterdir() if item.name.endswith(".toml")), key=_name)
-    return tuple(_source(tomllib.loads(item.read_text("utf-8"))) for item in result)
+    files = sorted(Path(__file__).with_name("published_series").glob("*.toml"))
+    return tuple(_source(tomllib.loads(file.read_text("utf-8"))) for file in files)
 
 
 def series() -> Iterator[Series]:
     """Those of all files."""
     for source in sources():
         yield from source.series
-
-
-def _name(file: Any) -> str:
-    return str(file.name)
 
 
 def _source(data: dict[str, Any]) -> Source:
