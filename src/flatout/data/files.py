@@ -161,9 +161,16 @@ def _places(path: str) -> Iterator[tuple[Any, str, str]]:
         raise DataError(f"cannot be read: {error.strerror or error}", where=path) from error
     if not paths:
         raise DataError(problem, do="check the path; a relative one starts at " + os.getcwd())
+    is_absolute = os.path.isabs(os.path.expanduser(path))
     for file in paths:
-        name = os.path.relpath(file) if is_local else str(fs.unstrip_protocol(file))
-        yield fs, file, file if is_local and name.startswith("..") else name
+        name = _name_of(file, is_absolute=is_absolute) if is_local else fs.unstrip_protocol(file)
+        yield fs, file, name
+
+
+def _name_of(path: str, *, is_absolute: bool) -> str:
+    # Messages name a file as the user did: an absolute path stays one.
+    relative = os.path.relpath(path)
+    return path if is_absolute or relative.startswith("..") else relative
 
 
 def unpack(paths: Paths, *, most: int, say: Callable[[str], None] = say_as_is) -> list[str]:
