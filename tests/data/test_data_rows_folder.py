@@ -195,7 +195,6 @@ def test_only_blocks_that_are_read_are_compared_and_each_once(tmp_path, monkeypa
     source.take(np.array([1]), buffers)  # its row lies in one block, and its values in another
     assert sum(compared) == 2 * 512
     source.take(np.array([1]), buffers)
-    FolderRows(tmp_path / "made.rows").take(np.array([1]), buffers)
     assert sum(compared) == 2 * 512
     source.take(np.arange(100), buffers)
     ragged = (tmp_path / "made.rows" / "ragged-0.bin").stat().st_size
@@ -206,37 +205,6 @@ def test_only_blocks_that_are_read_are_compared_and_each_once(tmp_path, monkeypa
     other.take(np.array([1]), buffers)
     with pytest.raises(DataError, match="block 5, bytes 2,560 to 3,071"):
         other.take(np.array([75]), buffers)
-
-
-def _compared(source, numbers):
-    seen = []
-    checksums.crc32c_blocks = lambda data, block: (
-        seen.append(1) or example.crc32c_blocks(data, block)
-    )
-    source.take(numbers, Buffers())
-    return len(seen)
-
-
-def test_processes_of_a_run_share_what_was_compared(folder):
-    source = FolderRows(folder)
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        assert pool.apply(_compared, (source, np.arange(50))) == 2
-        # What the other process compared, this one need not.
-        assert source._folder._files[0]._verified._marks.all()
-        assert pool.apply(_compared, (source, np.arange(50))) == 0
-
-
-def test_folders_of_the_first_version_are_read_and_compared(folder):
-    meta = json.loads((folder / "meta.json").read_text())
-    del meta["checksum"]
-    for words in meta["files"].values():
-        del words["block"]  # one block was 64 MiB
-    (folder / "meta.json").write_text(json.dumps({**meta, "version": 1}))
-    assert len(batches(rows(folder).batch(8))) == 26
-    flipped(folder / "rows.bin", 7, 7)
-    with pytest.raises(DataError, match=r"rows\.bin: block 0"):
-        batches(rows(folder).batch(8))
 
 
 @pytest.mark.parametrize("number", [-1, 100])

@@ -307,23 +307,6 @@ def convert(
 
 
 @data.command()
-def seal(paths: Paths, format: Format = None, as_json: AsJson = False) -> None:
-    """Write checksums beside files, FILE.seal, with which they are compared whenever they are read.
-
-    flatout data seal 'logs/2026-11-*.svm'
-    """
-    from flatout.data import seal as write
-    from flatout.words import size_words
-
-    done = write(paths, format=format)
-    if as_json:
-        _print_json({"sealed": [sealed._asdict() for sealed in done]})
-        return
-    for sealed in done:
-        typer.echo(printable(f"{sealed.file}  {size_words(sealed.bytes)}  → {sealed.seal}"))
-
-
-@data.command()
 def bench(
     paths: Paths,
     format: Format = None,

@@ -80,7 +80,6 @@ from flatout.data.schema import Column as Column
 from flatout.data.schema import Ids as Ids
 from flatout.data.schema import Schema as Schema
 from flatout.data.schema import as_schema as as_schema
-from flatout.data.sealing import seal as seal
 from flatout.data.source import Source as Source
 from flatout.data.source import as_source as as_source
 from flatout.data.source import last_batch_of as last_batch_of

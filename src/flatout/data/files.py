@@ -28,7 +28,6 @@ from fsspec.implementations.local import LocalFileSystem
 from flatout import unfinished
 from flatout.cache_folder import cache_folder, kind_folder, private
 from flatout.console import say_as_is
-from flatout.data.sealed import SUFFIX, check_begins, write_seal
 from flatout.errors import DataError
 from flatout.words import counted, size_words
 
@@ -135,7 +134,7 @@ def _places(path: str) -> Iterator[tuple[Any, str, str]]:
         fs, place = url_to_fs(os.path.expanduser(path))
         is_local = isinstance(fs, LocalFileSystem)
         if any(sign in path for sign in "*?[") and not fs.exists(place):
-            paths = sorted(p for p in fs.glob(place) if not fs.isdir(p) and not p.endswith(SUFFIX))
+            paths = sorted(p for p in fs.glob(place) if not fs.isdir(p))
             problem = f"no file matches the pattern {path!r}"
         elif fs.isdir(place):
             inside = fs.ls(place, detail=True)
@@ -143,9 +142,7 @@ def _places(path: str) -> Iterator[tuple[Any, str, str]]:
             paths = sorted(
                 entry["name"]
                 for entry in inside
-                if entry["type"] == "file"
-                and not Path(entry["name"]).name.startswith(hidden)
-                and not entry["name"].endswith(SUFFIX)
+                if entry["type"] == "file" and not Path(entry["name"]).name.startswith(hidden)
             )
             problem = f"the folder {path!r} holds no files"
         else:
@@ -252,7 +249,6 @@ def in_utf8(file: File, encoding: str, say: Callable[[str], None] = say_as_is) -
         ) from error
     if name in ("utf-8", "utf-8-sig", "ascii"):
         return file
-    check_begins([file], file.size)
     with _reading(file.name):
         known = f"{file.path} {file.size} {file.mtime_ns} {name} as utf-8"
         return _cached(known, file.name, lambda: _InUtf8(file, name), file.size, False, None, say)
@@ -320,7 +316,6 @@ def _cached(
         if most is None:
             most = None if size is None else most_unpacked(size)
         _copy(name, open_original, target, unpack, most, say)
-        write_seal(str(target), name, private=True)
     status = target.stat()
     return File(str(target), name, status.st_size, status.st_mtime_ns)
 

@@ -28,13 +28,11 @@ from flatout.cache_folder import cache_folder, is_made, kind_folder, private
 from flatout.console import say_as_is
 from flatout.data.block import Block, Numbers, offsets_of
 from flatout.data.buffers import Buffers
-from flatout.data.checksums import reader
 from flatout.data.decoder import Bytes, Decoder, Encoded
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.files import File, files_words
 from flatout.data.origins import Gather, Rows, alone
 from flatout.data.schema import Schema
-from flatout.data.sealed import Seals
 from flatout.data.threads import Pool
 from flatout.errors import DataError, as_data_error
 from flatout.kernels import lines
@@ -188,7 +186,6 @@ class _FileBytes:
         self.size = int(self.bases[-1])
         room = int(available_bytes() * _HELD) if budget is None else budget
         self.holds = self.size <= room
-        self._seals = Seals(files)
         self._held: Bytes | None = None
         self._numbers: dict[int, int] = {}
         self._checked = 0.0
@@ -215,8 +212,6 @@ class _FileBytes:
                     list(pool.map(lambda one: _read_piece(one[0], one[1], one[2], size), pieces))
                 for file in self.files:
                     file.check_unchanged()
-                for file, piece, start in pieces:
-                    self._compare(file, start, piece[start : start + size])
                 self._held = whole
             return self._held
 
@@ -235,7 +230,6 @@ class _FileBytes:
             own = np.flatnonzero(owner == at)
             first = starts[own] - self.bases[at]
             try:
-                self._compare_ranges(int(at), first, first + sizes[own])
                 lines.read_rows(
                     self._open(int(at)), first, first + sizes[own], out, places[:-1][own]
                 )
@@ -244,20 +238,6 @@ class _FileBytes:
                 raise DataError(f"cannot be read: {error}", where=self.files[at].name) from error
             self._check_what_was_read(int(at))
         return out, places[:-1] + margins[0]
-
-    def _compare(self, file: File, start: int, data: Bytes) -> None:
-        """Compare bytes that were read with the file's checksums, if it has some."""
-        seal = self._seals.of(file)
-        if seal is not None:
-            seal.piece(start, data)
-
-    def _compare_ranges(self, at: int, starts: Numbers, stops: Numbers) -> None:
-        file = self.files[at]
-        seal = self._seals.of(file)
-        if seal is not None:
-            starts, stops = np.maximum(starts, 0), np.minimum(stops, file.size)
-            wanted = stops > starts
-            seal.check(starts[wanted], stops[wanted], reader(self._open(at)))
 
     def _check_what_was_read(self, at: int) -> None:
         file, now = self.files[at], os.fstat(self._numbers[at])
@@ -289,7 +269,6 @@ class _FileBytes:
             while True:
                 new = np.empty(self.reading.piece, np.uint8)
                 count = opened.readinto(new)  # type: ignore[arg-type]
-                self._compare(file, place + len(rest), new[:count])
                 buffer = np.concatenate([rest, new[:count]])
                 final = place + len(buffer) >= file.size or count == 0
                 result = self._checked_split(split, buffer, final, file, place)

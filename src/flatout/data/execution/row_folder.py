@@ -40,8 +40,6 @@ from flatout.kernels import crc32c
 Opener: TypeAlias = Callable[[str, int], int]
 
 VERSION = 2
-# Folders of version 1 hold checksums of blocks of this size, and none of meta.json.
-_FIRST_BLOCK = 64 << 20
 _ENTRY = struct.Struct("<II")
 _DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError, RecursionError)
 _AGAIN = "the folder is damaged: delete it and make it again"
@@ -323,7 +321,7 @@ class _Bytes:
 
     def __init__(self, path: Path, words: Any) -> None:
         self._path = path
-        self._sums = Checksums.from_words({"block": _FIRST_BLOCK, **words})
+        self._sums = Checksums.from_words(words)
         size = _size(path)
         if not path.is_file():
             raise DataError("expected a file", where=str(path), do=_AGAIN)
@@ -335,8 +333,7 @@ class _Bytes:
             self._map = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) if size else None
         self.bytes = np.frombuffer(self._map or b"", np.uint8)
         self._seen = _state(path)
-        key = (os.path.realpath(path), *self._seen)
-        self._verified = Verified(str(path), self._sums, key, _AGAIN)
+        self._verified = Verified(str(path), self._sums, _AGAIN)
 
     def check_unchanged(self) -> None:
         if _state(self._path) != self._seen:
@@ -347,7 +344,7 @@ class _Bytes:
             )
 
     def check(self, starts: Numbers, stops: Numbers) -> None:
-        """Compare what lies in some ranges, unless it was compared in this run."""
+        """Compare what lies in some ranges, unless it was compared before."""
         if not self._verified.done and len(starts):
             if int(starts.min()) < 0 or int(stops.max()) > len(self.bytes):
                 raise IndexError("a range beyond the file")
@@ -393,8 +390,6 @@ def read_meta(path: Path) -> dict[str, Any]:
         if (path / "meta.json").exists() and not (path / "meta.json").is_file():
             raise ValueError("it is no file")
         meta = unsealed((path / "meta.json").read_text())
-        if meta.get("version") == VERSION and "checksum" not in meta:
-            raise ValueError("its own checksum is missing")
     except FileNotFoundError as error:
         raise DataError(
             "no row cache is here: meta.json is missing",
@@ -409,9 +404,9 @@ def read_meta(path: Path) -> dict[str, Any]:
             where=str(path / "meta.json"),
             do="delete the folder and make it again",
         ) from error
-    if meta.get("version") not in (1, VERSION):
+    if meta.get("version") != VERSION:
         raise DataError(
-            f"expected a row cache of version 1 or {VERSION}, found {meta.get('version')}",
+            f"expected a row cache of version {VERSION}, found {meta.get('version')}",
             where=str(path),
             do="delete it and make it again",
         )

@@ -33,7 +33,6 @@ from flatout.data.order import order
 from flatout.data.pipeline import Pipeline
 from flatout.data.progress import progress as showing
 from flatout.data.schema import Column, Schema
-from flatout.data.sealing import compared_words
 from flatout.data.sources.image_bytes import ImageBytes
 from flatout.data.sources.rows import FolderRows
 from flatout.errors import DataError
@@ -266,7 +265,6 @@ def _report(
     )
     if images is not None:
         notes.append(size_note(images))
-    notes.append(compared_words(kind, stored.paths))
     names = () if schema is None else schema.classes or ()
     rows = pipeline.batch(1).samples
     assert rows is not None

@@ -9,7 +9,6 @@ from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.files import Paths, find
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given
-from flatout.data.sealed import check_begins
 from flatout.data.sources.optional import require
 
 if TYPE_CHECKING:
@@ -93,17 +92,14 @@ def csv(
     """
     require("pyarrow", "tables", "CSV")
     from flatout.data.sources.arrow_schema import ColumnOptions, listed
-    from flatout.data.sources.csv_begin import SAMPLE
     from flatout.data.sources.csv_rows import csv_rows
 
     wanted = ColumnOptions(
         target, inputs, weight, unused, default, categories, stack, dates, leave_out=skip_text
     )
-    files = find(paths)
-    check_begins(files, SAMPLE)
     return Pipeline(
         csv_rows(
-            files,
+            find(paths),
             wanted,
             ErrorPolicy(on_error, max_errors),
             schema,

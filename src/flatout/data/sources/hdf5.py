@@ -18,12 +18,10 @@ import numpy as np
 
 from flatout.data.block import Block, Values, offsets_of
 from flatout.data.buffers import Buffers
-from flatout.data.checksums import reader
 from flatout.data.files import File, Paths, files_words, find
 from flatout.data.indexed import files_digest
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema
-from flatout.data.sealed import Seals
 from flatout.data.sources.arrays_in_files import (
     Names,
     Part,
@@ -101,11 +99,6 @@ def hdf5_rows(
     made = schema_of("hdf5", schema, roles, parts)
     if all(place.offset is not None for part in parts for place in part.values()):
         return MappedRows("HDF5", parts, made, _unpack_nothing)
-    # HDF5 looks up all over a file where its pieces are.
-    seals = Seals(files)
-    for file in files:
-        with open(file.path, "rb") as whole:
-            seals.check_beside(file, [], reader(whole.fileno()))
     return HDF5Chunks(parts, pieces, made, piece_bytes)
 
 

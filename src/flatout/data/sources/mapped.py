@@ -20,7 +20,6 @@ from flatout.data.files import File, files_words
 from flatout.data.indexed import files_digest
 from flatout.data.origins import Rows
 from flatout.data.schema import Column, Schema
-from flatout.data.sealed import Seals, mapped_reader
 from flatout.data.sources.arrays_in_files import MemberChecksum, Part, StoredArray, convert
 from flatout.errors import DataError
 from flatout.kernels import gather_rows
@@ -60,11 +59,6 @@ class MappedRows(Rows):
         self.file_rows = offsets_of(sizes)
         self.rows = int(self.file_rows[-1])
         self._files = [list(dict.fromkeys(place.file for place in part.values())) for part in parts]
-        self._seals = Seals(self.files)
-        for file in self.files:
-            if self._seals.of(file) is not None:  # what tells where the values are
-                places = [p for part in parts for p in part.values() if p.file == file]
-                self._seals.check_beside(file, map(_range, places), self._reader(file))
         if self.rows == 0:
             raise DataError("the arrays hold no rows", where=self._files[0][0].name)
 
@@ -123,7 +117,7 @@ class MappedRows(Rows):
     def _gather(self, at: int, column: Column, own: Numbers, out: npt.NDArray[Any]) -> None:
         place = self._parts[at][column.name]
         array = self._array(place)
-        self._check(place, own)
+        self._check(place)
         if array.dtype == out.dtype and array.flags.c_contiguous:
             gather_rows(array, own, out)
         else:
@@ -144,22 +138,9 @@ class MappedRows(Rows):
             raise DataError(f"the file cannot be mapped: {error}", where=place.where) from error
         return flat.reshape(place.shape[::-1]).T if place.fortran else flat.reshape(place.shape)
 
-    def _check(self, place: StoredArray, rows: Numbers | None) -> None:
-        """Compare the bytes of some rows, or of all, with the file's checksums if it has some."""
-        seal = self._seals.of(place.file)
-        if place.checksum is not None and seal is None:
+    def _check(self, place: StoredArray) -> None:
+        if place.checksum is not None:
             self._compare(place, place.checksum)
-        if seal is None or place.offset is None:
-            return
-        start, stop = _range(place)
-        if rows is None or place.fortran:
-            starts, stops = np.array([start]), np.array([stop])
-        else:
-            row_bytes = (stop - start) // place.shape[0]
-            starts = start + rows * row_bytes
-            stops = starts + row_bytes
-        if stop > start:
-            seal.check(starts, stops, self._reader(place.file))
 
     def _compare(self, place: StoredArray, wanted: MemberChecksum) -> None:
         """Compare the whole array with its checksum, once, before a row of it is used."""
@@ -177,9 +158,6 @@ class MappedRows(Rows):
                     do="write the file again, or fetch it again",
                 )
             self._compared.add((place.file, wanted))
-
-    def _reader(self, file: File) -> Callable[[int, int], npt.NDArray[np.uint8]]:
-        return mapped_reader(self._map(file))
 
     def _map(self, file: File) -> mmap.mmap:
         with self._lock:
@@ -202,7 +180,7 @@ class MappedRows(Rows):
         out = np.empty(self.rows, targets[0].numpy_dtype)
         for at, part in enumerate(self._parts):
             own = out[self.file_rows[at] : self.file_rows[at + 1]]
-            self._check(part[targets[0].name], None)
+            self._check(part[targets[0].name])
             convert(self._array(part[targets[0].name]), own, part[targets[0].name])
         return out
 
@@ -232,9 +210,3 @@ class MappedRows(Rows):
                 "instead of savez_compressed to have it mapped"
             )
         return notes
-
-
-def _range(place: StoredArray) -> tuple[int, int]:
-    start = place.offset or 0
-    size = 0 if place.offset is None else math.prod(place.shape) * place.dtype.itemsize
-    return start, start + size

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data import checksums
 from flatout.data.block import Block, Numbers
 from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import digest_of
@@ -44,10 +43,9 @@ class FolderRows(Rows):
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process maps for itself.
-        return {"path": self.path, "schema": self.schema, "verified": checksums.shared()}
+        return {"path": self.path, "schema": self.schema}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        checksums.adopt(state.pop("verified"))
         self.__init__(**state)  # type: ignore[misc]
 
     def _written(self) -> Schema:
