@@ -13,11 +13,6 @@ from flatout.data.schema import as_schema
 from flatout.errors import DataError
 
 
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch):
-    monkeypatch.setattr("flatout.data.inspection.inspect._RATE_S", 0.01)
-
-
 def run(*arguments, code=0):
     done = CliRunner().invoke(app, ["data", *map(str, arguments)], catch_exceptions=False)
     assert done.exit_code == code, done.output
@@ -100,12 +95,10 @@ def test_inspect_says_what_is_there_and_writes_the_schema(text, tmp_path):
     assert first.startswith("1 file ")
     assert "50 rows · label 50.0% · 2 fields · max id 3" in first
     assert first.endswith(f"→ {tmp_path / 'schema.toml'}")
-    assert "files or pipe" in said
     source = flatout.data.libsvm(text, schema=tmp_path / "schema.toml")
     assert source.batch(10).samples == 50
     found = json.loads(run("inspect", text, "--format", "libsvm", "--json"))
     assert found["classes"] == {"0": 25, "1": 25}
-    assert {one["topic"] for one in found["advice"]} >= {"files or pipe", "memory"}
 
 
 def test_inspect_leaves_a_schema_that_was_edited_as_it_is(text, tmp_path):
@@ -134,8 +127,6 @@ def test_bench_shows_what_it_measured(text):
     said = run("bench", text, "--seconds", 0.05, "--batch-size", 10)
     assert "50 rows: opened in" in said
     assert "batches of 10, shuffled" in " ".join(said.split())
-    assert said.count("these files") >= 1
-    assert "a row cache" in said
     found = json.loads(run("bench", text, "--seconds", 0.05, "--json"))
     assert found["measured"][0]["threads"] == 1
 

@@ -10,11 +10,6 @@ from flatout.data.inspection.inspect import inspect
 from flatout.errors import DataError
 
 
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch):
-    monkeypatch.setattr("flatout.data.inspection.inspect._RATE_S", 0.01)
-
-
 def day(path, first, rows=3000):
     """Rows of one number and of ids: few, skewed, hardly any twice, half of them once."""
     draw = np.random.default_rng(first)

@@ -182,7 +182,7 @@ def inspect(
     options: Any = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is in files: rows, classes, ids, bad rows, a schema; and what to do about them."""
+    """Say what is in files: rows, classes, ids, bad rows and a schema."""
     from flatout.data import inspect as look
     from flatout.errors import DataError
 
@@ -220,8 +220,6 @@ def _show(report: Report, schema: Path | None, as_json: bool) -> None:
         out.print(_table(_OF_FIELDS, report.field_table(), is_narrow=True))
         if note := report.field_note():
             out.print(note, soft_wrap=whole)
-    if report.advice:
-        out.print(_pairs([(advice.topic, advice.words, advice.do) for advice in report.advice]))
 
 
 @data.command()
@@ -317,10 +315,10 @@ def bench(
         int | None,
         typer.Option(min=1, help="Default: 4096, or less for small data.", show_default=False),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.05, help="For each way of reading.")] = 2.0,
+    seconds: Annotated[float, typer.Option(min=0.05, help="For each number of threads.")] = 2.0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the pipeline on files: one thread, all threads, and a row cache of a sample."""
+    """Measure the pipeline on files, with one thread and with all."""
     from flatout.data import bench as measure
 
     result = measure(paths, format, schema=schema, batch_size=batch_size, seconds=seconds)
@@ -331,9 +329,7 @@ def bench(
     out.print(result.headline())
     for note in result.notes:
         out.print(note)
-    out.print(
-        _table(("read", "threads", "rows/s", "speed", "ms/batch of a thread"), result.table())
-    )
+    out.print(_table(("threads", "rows/s", "speed", "ms/batch of a thread"), result.table()))
 
 
 def _print_json(words: dict[str, Any]) -> None:
@@ -361,16 +357,4 @@ def _table(
         table.add_column(headers[at], overflow="fold", no_wrap=is_narrow and at == 0)
     for row in rows:
         table.add_row(*(row[at] for at in used))
-    return table
-
-
-def _pairs(rows: list[tuple[str, str, bool]]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for topic, words, stands_out in rows:
-        table.add_row(Text(topic, style="bold" if stands_out else ""), Text(words))
     return table

@@ -29,7 +29,6 @@ KINDS = {
     "features": "what frozen layers gave",
     "live": "what jobs have shown",
     "trials": "trials that were killed",
-    "samples": "measurements that were killed",
     "edits": "the way back from flatout doctor --fix",
 }
 # What `flatout top` shows is of one process.

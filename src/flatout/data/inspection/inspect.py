@@ -1,47 +1,40 @@
-"""What is in files: formats, rows, classes, bad rows, a schema, and advice."""
+"""What is in files: formats, rows, classes, bad rows and a schema."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from flatout.cache_folder import cache_folder
 from flatout.data.block import Block
 from flatout.data.conversion.job import Conversion, job_of
 from flatout.data.conversion.passes import pieces_of
 from flatout.data.error_policy import ErrorPolicy
-from flatout.data.execution.samples import Decoded
 from flatout.data.files import File, Paths, find
 from flatout.data.form import Leaf
 from flatout.data.formats import NO_LIMIT, SKIPPING, guess, open_files
-from flatout.data.inspection.advice import Advice, Facts, advice
 from flatout.data.inspection.column_counts import ColumnCounts, Counted, count, percentiles
 from flatout.data.inspection.id_fields import IdFields
 from flatout.data.inspection.image_report import open_found, size_note
 from flatout.data.inspection.inspected import ColumnFacts, Report
-from flatout.data.inspection.rate import opening_s, row_cache_of, rows_per_s
 from flatout.data.order import order
 from flatout.data.pipeline import Pipeline
 from flatout.data.progress import progress as showing
 from flatout.data.schema import Column, Schema
 from flatout.data.sources.image_bytes import ImageBytes
-from flatout.data.sources.rows import FolderRows
 from flatout.errors import DataError
-from flatout.measure import available_bytes
+from flatout.words import size_words
 
 # Where decoding costs much, so many rows stand for all.
 _FEW = 512
 _BLOCK_BYTES = 16 << 20
-_RATE_BATCH, _RATE_S = 1024, 0.3
+# From this number on, files of less than this size in the mean are better one file.
+_MANY_FILES, _SMALL_FILE = 16, 1 << 20
 
 
 def inspect(
@@ -89,7 +82,6 @@ def inspect(
         )
     stored = _Stored.of(kind, paths, images)
     counts, bad, ids = ColumnCounts(), "", IdFields(())
-    advised: list[Advice] = []
     schema: Schema | None = getattr(pipeline.origin, "schema", None)
     columns = () if schema is None else schema.columns
     try:
@@ -101,14 +93,12 @@ def inspect(
         if kind in SKIPPING:
             raise
         bad = " ".join(str(error).split())
-    else:
-        advised = advice(_facts(kind, paths, stored, pipeline, job, counts))
     other = None
     if against is not None:
         other = _other_day(
             against, kind, [c for c in columns if c.name in ids.names], schema, options
         )
-    report = _report(kind, stored, pipeline, images, columns, counts, bad, advised)
+    report = _report(kind, stored, pipeline, images, columns, counts, bad)
     full = "more different ones than memory holds"
     notes = [f"ids of {name}: {full}" for name in ids.dropped]
     if other is not None:
@@ -203,47 +193,6 @@ def _count(
         counts.only_labels(images.targets())
 
 
-def _facts(
-    kind: str,
-    paths: Paths,
-    stored: _Stored,
-    pipeline: Pipeline,
-    job: Conversion,
-    counts: ColumnCounts,
-) -> Facts:
-    numbers = order(len(job.numbers), 0, 0) if job.samples.random else job.numbers
-    with row_cache_of(job, _RATE_S) as sample:
-        cached = Decoded(FolderRows(sample.folder))
-        drawn = order(sample.rows, 0, 0)
-        cache_per_s = rows_per_s(cached, drawn, _RATE_BATCH, _RATE_S)
-    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-    source = " ".join(shlex.quote(os.fspath(item)) for item in given[:2])
-    sizes = getattr(pipeline.origin, "sizes", None)
-    return Facts(
-        format=kind,
-        source=source + (" ..." if len(given) > 2 else ""),
-        files=len(stored.sizes),
-        bytes=sum(stored.unpacked),
-        largest=max(stored.unpacked),
-        rows=len(job.numbers),
-        opening_s=opening_s(stored.paths),
-        parts=None if sizes is None else len(sizes),
-        random=job.samples.random,
-        sorted_by_class=counts.sorted_by_class,
-        decoded=counts.bytes / counts.rows * len(job.numbers),
-        decode_per_s=rows_per_s(job.samples, numbers, _RATE_BATCH, _RATE_S),
-        cache_per_s=cache_per_s,
-        memory=available_bytes(),
-        disk=_free(cache_folder()),
-    )
-
-
-def _free(folder: Path) -> int:
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
 def _report(
     kind: str,
     stored: _Stored,
@@ -252,7 +201,6 @@ def _report(
     columns: Sequence[Column],
     counts: ColumnCounts,
     bad: str,
-    advised: list[Advice],
 ) -> Report:
     origin: Any = pipeline.origin
     schema = getattr(origin, "schema", None)
@@ -265,6 +213,16 @@ def _report(
     )
     if images is not None:
         notes.append(size_note(images))
+    mean = sum(stored.unpacked) / len(stored.sizes)
+    if images is None and len(stored.sizes) >= _MANY_FILES and mean < _SMALL_FILE:
+        notes.append(
+            f"{len(stored.sizes):,} files of {size_words(mean)} in the mean, each of which has to "
+            "be opened: `flatout data convert` writes one"
+        )
+    if counts.sorted_by_class:
+        notes.append(
+            "the rows are sorted by class: without .shuffle(seed) batches hold one class each"
+        )
     names = () if schema is None else schema.classes or ()
     rows = pipeline.batch(1).samples
     assert rows is not None
@@ -288,7 +246,6 @@ def _report(
         bad=bad or skipped.words,
         schema=schema,
         notes=notes,
-        advice=advised,
     )
 
 

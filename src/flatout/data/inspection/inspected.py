@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatout.data.inspection.advice import Advice
 from flatout.data.inspection.id_fields import HASH, FieldFacts
 from flatout.data.schema import Schema
 from flatout.errors import DataError, as_data_error
@@ -77,7 +76,6 @@ class Report:
         bad: the first of them, with file and line, in words.
         schema: that reads the files.
         notes: what else there is to know.
-        advice: what could be done.
         fields: the ids in int64 inputs, field by field.
     """
 
@@ -98,12 +96,11 @@ class Report:
     bad: str
     schema: Schema | None
     notes: list[str]
-    advice: list[Advice]
     fields: list[FieldFacts] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data; the schema as in TOML."""
-        words = {**asdict(self), "advice": [entry._asdict() for entry in self.advice]}
+        words = asdict(self)
         words["schema"] = None if self.schema is None else self.schema.model_dump(mode="json")
         return words
 
@@ -195,7 +192,6 @@ class Report:
         lines += ["  ".join(filter(None, row)) for row in self.table()]
         lines += ["  ".join(filter(None, row)) for row in self.field_table()]
         lines.append(self.field_note())
-        lines += [f"{entry.topic}: {entry.words}" for entry in self.advice]
         return "\n".join(line for line in lines if line)
 
 
