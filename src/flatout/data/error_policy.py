@@ -6,7 +6,6 @@ from threading import Lock
 from typing import Any, Literal
 
 from flatout.errors import DataError
-from flatout.words import counted
 
 OnError = Literal["fail", "skip"]
 
@@ -18,7 +17,7 @@ class ErrorPolicy:
     """What to do about bad rows. Several threads may call at once.
 
     Attributes:
-        count: how many are skipped; not those that could be read later.
+        count: how many are skipped.
     """
 
     def __init__(self, on_error: OnError = "fail", max_errors: int = 100) -> None:
@@ -32,7 +31,6 @@ class ErrorPolicy:
         self._known: list[tuple[str, str]] = []  # where and what, of the first
         self._noted = 0  # so many were ever skipped
         self._asked = 0  # of these rows `new_notes` has told
-        self._again: list[str] = []  # where rows stand that were skipped before, untold
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,27 +60,15 @@ class ErrorPolicy:
                     do="look at these rows, correct the schema, or raise max_errors",
                 )
 
-    def good(self, where: str) -> None:
-        """A row that was counted as bad could be read."""
-        with self._lock:
-            self.count -= 1
-            self._again.append(where)
-
     def notes(self) -> list[str]:
         """How many rows were skipped and which came first, or nothing."""
         return self._words(0)
 
     def new_notes(self) -> list[str]:
-        """The same of those that were skipped, or read after all, since this was asked last."""
+        """The same of those that were skipped since this was asked last."""
         with self._lock:
             asked, self._asked = self._asked, self._noted
-            again, self._again = self._again, []
-        lines = self._words(asked)
-        if again:
-            more = ", …" if len(again) > _TOLD else ""
-            rows = counted(len(again), "row")
-            lines.append(f"{rows} read again, written since: {', '.join(again[:_TOLD])}{more}")
-        return lines
+        return self._words(asked)
 
     def _words(self, before: int) -> list[str]:
         count = self._noted - before

@@ -150,7 +150,7 @@ class _Stored(NamedTuple):
     def of(cls, kind: str, paths: Paths, images: ImageBytes | None) -> _Stored:
         if images is not None:
             sizes = images.headers["bytes"].tolist()
-            return cls([entry.path for entry in images.entries], sizes, sizes, 0)
+            return cls(images.paths, sizes, sizes, 0)
         if kind == "rows":
             given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
             inside = [entry for item in given for entry in os.scandir(os.path.expanduser(item))]

@@ -99,12 +99,6 @@ def decode(
         place[:] = _turned(resized, header.orientation)
 
 
-def psnr(a: Pixels, b: Pixels) -> float:
-    """Peak signal-to-noise ratio of two images in dB; infinite where they are equal."""
-    error = np.mean(np.square(a.astype(np.float32) - b.astype(np.float32)))
-    return 10 * math.log10(255**2 / error) if error else math.inf
-
-
 def _turned_size(header: Header, size: tuple[int, int]) -> tuple[int, int]:
     height, width = size
     return (width, height) if header.orientation >= 5 else (height, width)

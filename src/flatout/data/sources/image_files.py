@@ -43,9 +43,8 @@ HEADER = np.dtype(
         ("check", np.uint32),
     ]
 )
-# Gives an image by its place among some that are asked for, with its header. It takes the header
-# that is known, and gives another where the image is another by now.
-Content: TypeAlias = Callable[[int, Header], tuple[bytes | memoryview, Header]]
+# Gives the bytes of an image by its place among some that are asked for.
+Content: TypeAlias = Callable[[int], bytes | memoryview]
 
 
 class Entry(NamedTuple):
@@ -259,27 +258,17 @@ def _header_or_problem(entry: Entry) -> Header | str:
         return str(error)
 
 
-def read_bytes(entry: Entry, header: Header) -> bytes:
-    """An image file's content."""
+def read_image(entry: Entry, header: Header) -> bytes:
+    """The content of an image file, which is still the one that the header was read from."""
     data = _content(entry, header)
     if len(data) != header.bytes:
         size = "more" if len(data) > header.bytes else f"{len(data):,}"
         raise Damaged(
             f"the file has changed since it was opened: it had {header.bytes:,} bytes, now {size}"
         )
+    if not is_of(header, data):
+        raise Damaged("the file has changed since it was opened: it begins with other bytes")
     return data
-
-
-def read_image(entry: Entry, header: Header) -> tuple[bytes, Header]:
-    """An image file's content and header, which are others where the file was replaced."""
-    data = _content(entry, header)
-    if len(data) == header.bytes and is_of(header, data):
-        return data, header
-    try:
-        now = read_header(entry.path)
-        return read_bytes(entry, now), now
-    except Damaged as error:
-        raise Damaged(f"the file was replaced or written since it was opened: {error}") from error
 
 
 def _content(entry: Entry, header: Header) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,17 +12,16 @@ import numpy.typing as npt
 from flatout.data.block import Numbers
 from flatout.data.buffers import Buffers
 from flatout.data.error_policy import ErrorPolicy
-from flatout.data.files import Paths, stamp_of
+from flatout.data.files import stamp_of
 from flatout.data.sources.image_files import (
     Content,
     Entry,
     ImageListing,
-    check_no_splits,
-    find_images,
     open_images,
     read_image,
     short_name,
 )
+from flatout.data.sources.image_header import Header
 from flatout.errors import DataError
 
 _TOLD = 3
@@ -33,12 +31,12 @@ class ImageFolders:
     """Image files by number. Follows `flatout.data.sources.image_rows.Images`."""
 
     def __init__(
-        self, paths: Paths, labeled: bool, classes: tuple[str, ...] | None, policy: ErrorPolicy
+        self,
+        files: ImageListing,
+        labeled: bool,
+        classes: tuple[str, ...] | None,
+        policy: ErrorPolicy,
     ) -> None:
-        self._opened_ns = time.time_ns()
-        files = find_images(paths)
-        if labeled and classes is None:
-            check_no_splits(files, paths, takes_classes=True)
         self.classes = _classes(files, classes) if labeled else ()
         self._entries, self.headers = open_images(files.entries, policy)
         self.labels = _labels(self._entries, self.classes) if labeled else None
@@ -70,21 +68,13 @@ class ImageFolders:
         entries = [self._entries[number] for number in chosen]
         return [f"{entry.key}\n{stamp_of(entry.path)}" for entry in entries]
 
-    def stamp(self, number: int) -> str:
-        """What differs where the image's file was written or replaced."""
-        return stamp_of(self._entries[number].path)
-
-    def is_written_since(self, number: int) -> bool:
-        """Whether the image's file was written, or has gone, since these were opened."""
-        try:
-            changed_ns = os.stat(self._entries[number].path).st_ctime_ns
-        except OSError:
-            return True
-        return changed_ns > self._opened_ns
-
     def contents(self, numbers: Numbers, buffers: Buffers) -> Content:
-        """What reads the files, each when it is asked for, as it is by then."""
-        return lambda place, header: read_image(self._entries[numbers[place]], header)
+        """What reads the files, each when it is asked for."""
+        return lambda place: self.content(int(numbers[place]))
+
+    def content(self, number: int) -> bytes:
+        """The bytes of an image's file; raises `Damaged` where it has changed."""
+        return read_image(self._entries[number], Header(*self.headers[number].tolist()))
 
     def where(self, number: int) -> str:
         """The image's file."""

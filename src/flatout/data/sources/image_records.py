@@ -89,16 +89,7 @@ class ImageRecords:
 
     def contents(self, numbers: Numbers, buffers: Buffers) -> Content:
         """What gives the images, all of which are read at once."""
-        data = _each(self._records.take(numbers, buffers).columns["image"])
-        return lambda place, header: (data(place), header)
-
-    def stamp(self, number: int) -> str:
-        """Nothing: where a shard was written since, reading it is an error."""
-        return ""
-
-    def is_written_since(self, number: int) -> bool:
-        """Not one of them alone."""
-        return False
+        return _each(self._records.take(numbers, buffers).columns["image"])
 
     def where(self, number: int) -> str:
         """Such as "pets-00000.tfrecord: byte 1,024 (cat/7.jpg)"."""

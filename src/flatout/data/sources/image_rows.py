@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
-from time import monotonic, sleep
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,7 +21,6 @@ from flatout.data.sources.image_decode import (
     ImageForm,
     Resize,
     decode,
-    psnr,
     scratch_bytes,
 )
 from flatout.data.sources.image_files import Content
@@ -32,11 +28,7 @@ from flatout.data.sources.image_header import Damaged, Header
 from flatout.errors import DataError
 from flatout.words import counted
 
-# Images on which the loss of a reduced decode is measured.
-_MEASURED = 8
 _TOLD = 3
-# A file that is being written is read again after so long, for so long.
-_PAUSE_S, _WRITTEN_S = 0.1, 5.0
 
 
 class ImageOptions(NamedTuple):
@@ -80,18 +72,7 @@ class Images(Protocol):
         ...
 
     def contents(self, numbers: Numbers, buffers: Buffers) -> Content:
-        """What gives an image by its place in `numbers`, as it is by then.
-
-        It raises `Damaged` for one that has gone, or is no image any more.
-        """
-        ...
-
-    def stamp(self, number: int) -> str:
-        """What differs where an image was written or replaced; "" where that is an error."""
-        ...
-
-    def is_written_since(self, number: int) -> bool:
-        """Whether an image was written since these were opened."""
+        """What gives an image by its place in `numbers`; raises `Damaged` for one that changed."""
         ...
 
     def where(self, number: int) -> str:
@@ -115,20 +96,18 @@ class ImageRows(Rows):
     def __init__(self, images: Images, wanted: ImageOptions, policy: ErrorPolicy) -> None:
         self._images = images
         self._policy = policy
-        self._bad: dict[int, str] = {}  # images that cannot be read, with their stamps then
-        # Of these, and of those that could be read later, what other ranks are not told yet.
-        self._new: list[list[Any]] = []  # number, what, where and stamp
-        self._again: list[list[Any]] = []  # number and where
+        self._bad: set[int] = set()  # images that cannot be read
+        # Number, fault and place of those that other ranks do not know yet.
+        self._new: list[tuple[int, str, str]] = []
         self.rows = len(images.headers)
         self.classes = images.classes
-        size, self._is_resized = wanted.size, wanted.resize is not None
-        if not self._is_resized:
+        size = wanted.size
+        if wanted.resize is None:
             size = _one_size(images, wanted.size)
         assert size is not None
         self._look = ImageForm(size, wanted.resize or "stretch", wanted.channels, wanted.reduced)
         self.schema = _schema(wanted, self._look, self.classes)
         self._notes = [*images.notes(), *self._class_notes(), *self._decoder_notes()]
-        self._notes += self._reduction_notes()
 
     @property
     def files(self) -> Sequence[File]:
@@ -175,66 +154,23 @@ class ImageRows(Rows):
         scratch = buffers.empty(largest, np.uint8)
         kept: list[int] = []
         for place, number in enumerate(numbers.tolist()):
-            known = self._bad.get(number)
-            if known is not None and known == self._images.stamp(number):
+            if number in self._bad:
                 continue  # counted once, however many epochs meet it
-            read = partial(content, place, headers[place])
-            room = self._decoded(number, read, headers[place], pixels[len(kept)], scratch)
-            if room is not None:
-                scratch = room
+            try:
+                decode(content(place), headers[place], look, pixels[len(kept)], scratch)
                 kept.append(number)
+            except Damaged as error:
+                self._skip(number, str(error), self.where(number))
+                self._new.append((number, str(error), self.where(number)))
         good = np.array(kept, np.int64)
         columns: dict[str, Values] = {"image": pixels[: len(kept)].transpose(0, 3, 1, 2)}
         if self._images.labels is not None:
             columns["label"] = self._images.labels[good]
         return Block(columns, good)
 
-    def _decoded(
-        self,
-        number: int,
-        read: Callable[[], tuple[bytes | memoryview, Header]],
-        header: Header,
-        out: npt.NDArray[np.uint8],
-        scratch: npt.NDArray[np.uint8],
-    ) -> npt.NDArray[np.uint8] | None:
-        """Decode an image; once more, or until it is whole, where its file is being written."""
-        before, until = "", monotonic() + _WRITTEN_S
-        while True:
-            try:
-                data, now = read()
-                if now is not header:
-                    scratch = self._room_for(now, scratch)
-                decode(data, now, self._look, out, scratch)
-            except Damaged as error:
-                stamp = self._images.stamp(number)
-                if stamp == before or monotonic() > until:
-                    self._skip(number, str(error), stamp if stamp == before else "")
-                    return None
-                before = stamp
-                if self._images.is_written_since(number):
-                    sleep(_PAUSE_S)
-            else:
-                break
-        if self._bad.pop(number, None) is not None:
-            self._policy.good(self.where(number))
-            self._again.append([number, self.where(number)])
-        return scratch
-
-    def _skip(self, number: int, what: str, stamp: str) -> None:
-        if number not in self._bad:
-            self._policy.bad(what, self.where(number))
-            self._new.append([number, what, self.where(number), stamp])
-        self._bad[number] = stamp
-
-    def _room_for(self, header: Header, scratch: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        height, width = self._look.size
-        if not self._is_resized and (header.height, header.width) != (height, width):
-            raise Damaged(
-                f"expected {height} x {width} pixels, found {header.height} x {header.width}: the "
-                "file was replaced since it was opened"
-            )
-        size = scratch_bytes(header, self._look)
-        return scratch if len(scratch) >= size else np.empty(size, np.uint8)
+    def _skip(self, number: int, what: str, where: str) -> None:
+        self._policy.bad(what, where)
+        self._bad.add(number)
 
     def targets(self) -> npt.NDArray[Any] | None:
         """The classes' numbers, int64 of shape (rows,); None without labels."""
@@ -259,29 +195,19 @@ class ImageRows(Rows):
         """How many images any rank has skipped since this was asked last, and which."""
         if not self._policy.skip:
             return []
-        # Threads may add to these lists meanwhile.
-        new, again = self._new[:], self._again[:]
-        del self._new[: len(new)], self._again[: len(again)]
-        mine = [self.digest, new, again]
-        for theirs in gather(mine):
-            if theirs != mine:
-                self._take_over(*theirs)
+        new = self._new[:]  # threads may add more meanwhile
+        del self._new[: len(new)]
+        mine = [self.digest, new]
+        for digest, theirs in (answer for answer in gather(mine) if answer != mine):
+            for number, what, where in theirs:
+                if digest != self.digest:
+                    self._policy.bad(what, where)
+                elif number not in self._bad:
+                    self._skip(number, what, where)
         return self._policy.new_notes()
 
-    def _take_over(self, digest: str, new: list[list[Any]], again: list[list[Any]]) -> None:
-        """Count what another rank has skipped, or read again, and do so where rows are the same."""
-        is_same = digest == self.digest
-        for number, what, where, stamp in new:
-            if not is_same or number not in self._bad:
-                self._policy.bad(what, where)
-            if is_same:
-                self._bad.setdefault(number, stamp)
-        for number, where in again:
-            if not is_same or self._bad.pop(number, None) is not None:
-                self._policy.good(where)
-
     def notes(self) -> list[str]:
-        """What was skipped or not read, and what a reduced decode costs."""
+        """What was skipped or not read."""
         return [*self._policy.notes(), *self._notes]
 
     def _headers_of(self, numbers: Numbers) -> list[Header]:
@@ -301,35 +227,6 @@ class ImageRows(Rows):
             "simplejpeg is absent: Pillow decodes JPEG, more slowly, and notices only damage that "
             "cuts a file short; pip install simplejpeg"
         ]
-
-    def _reduction_notes(self) -> list[str]:
-        if not self._look.reduced:
-            return []
-        spread = np.unique(np.linspace(0, self.rows - 1, _MEASURED).astype(np.int64))
-        losses = list(self._losses(spread))
-        if not losses:
-            return []
-        if min(losses) == math.inf:
-            return ["reduced decode changes nothing here: no JPEG is large enough for it"]
-        return [
-            f"reduced decode changes pixels: against the full decode PSNR is {min(losses):.1f} dB "
-            f"at worst and {np.median(losses):.1f} dB in the middle of {len(losses)} images"
-        ]
-
-    def _losses(self, numbers: Numbers) -> Iterator[float]:
-        full = replace(self._look, reduced=False)
-        shape = (*full.size, full.channels)
-        content = self._images.contents(numbers, Buffers())
-        for place, header in enumerate(self._headers_of(numbers)):
-            ours, reference = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
-            scratch = np.empty(scratch_bytes(header, full), np.uint8)
-            try:
-                data, _ = content(place, header)
-                decode(data, header, self._look, ours, scratch)
-                decode(data, header, full, reference, scratch)
-            except Damaged:
-                continue  # `take` says so, if it comes to that
-            yield psnr(ours, reference)
 
 
 def _one_size(images: Images, wanted: tuple[int, int] | None) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from flatout.data.files import Paths
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import Given, Schema, as_schema
 from flatout.data.sources.image_decode import HAVE_PILLOW, Resize
+from flatout.data.sources.image_files import check_no_splits, find_images
 from flatout.data.sources.image_folders import ImageFolders
 from flatout.data.sources.image_records import ImageRecords
 from flatout.data.sources.image_rows import ImageOptions, ImageRows, Images
@@ -50,8 +51,8 @@ def images(
     off; here its upper 8 bits stay). Of an animation, the first image counts.
 
     Every image's header is read at once, so that empty, foreign and damaged files are known before
-    training starts. Damage further inside is found when an image is decoded. A file that another
-    image replaces meanwhile is read as it comes.
+    training starts. Damage further inside is found when an image is decoded. A file that is written
+    or replaced meanwhile counts as damaged.
 
     A record of a shard is a tf.train.Example of `image` (the bytes of an image file), `label` (one
     int64) and, optionally, `path` (bytes, for messages): what `flatout data convert` makes of a
@@ -74,8 +75,7 @@ def images(
             left their names beside the shards; None takes these, or the numbers.
         labels: whether there are classes; False takes images wherever they lie.
         reduced: decode large JPEGs at a half, quarter or eighth of their size where that still
-            covers `size`. It is faster and changes pixels; the pipeline's notes say by how much,
-            measured on some of the images.
+            covers `size`. It is faster and changes pixels.
         records: whether the files are TFRecord shards; None means those whose names end in
             .tfrecord, .tfrecords or .tfrec.
         on_error: "fail", or "skip" images that cannot be read.
@@ -118,7 +118,10 @@ def images(
         of_index = ErrorPolicy(on_error, max_errors)
         stored = ImageRecords(paths, labeled, wanted.classes, of_index)
     else:
-        stored = ImageFolders(paths, labeled, wanted.classes, policy)
+        files = find_images(paths)
+        if labeled and wanted.classes is None:
+            check_no_splits(files, paths, takes_classes=True)
+        stored = ImageFolders(files, labeled, wanted.classes, policy)
     return Pipeline(ImageRows(stored, wanted, policy))
 
 
