@@ -126,7 +126,6 @@ class Augmentation:
         return _TURNS if self.flip is None else _ALL
 
     def check(self, height: int, width: int, channels: int, dtype: npt.DTypeLike) -> None:
-        """Refuse images that cannot be changed like this."""
         if any(self._colors) and (dtype != np.uint8 or channels not in (1, 3)):
             raise DataError(
                 "augment: brightness, contrast and saturation want uint8 images of 1 or 3 "

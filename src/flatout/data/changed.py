@@ -46,11 +46,9 @@ class Changes:
         self._expected.add((column, change))
 
     def add(self, column: str, line: str) -> None:
-        """Keep the first line about a column."""
         self._lines.setdefault(column, line)
 
     def notes(self) -> list[str]:
-        """Return the line of each column."""
         return list(self._lines.values())
 
     def new_notes(self, gather: Gather = alone) -> list[str]:

@@ -45,12 +45,10 @@ class Checksums(NamedTuple):
         return cls(size, BLOCK, np.concatenate(result))
 
     def words(self) -> dict[str, Any]:
-        """As JSON holds them."""
         return {"size": self.size, "block": self.block, "crc32c": self.crc32c.tolist()}
 
     @classmethod
     def from_words(cls, words: Any) -> Checksums:
-        """From what JSON holds."""
         size, block, crc32c = words["size"], words["block"], words["crc32c"]
         if not isinstance(size, int) or not isinstance(block, int) or not isinstance(crc32c, list):
             raise ValueError("expected a size, a size of blocks, and a list of checksums")

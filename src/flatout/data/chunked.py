@@ -56,17 +56,14 @@ class ChunkedRows(Rows):
 
     @property
     def digest(self) -> str:
-        """The chunks' own."""
         return self.chunks.digest
 
     @property
     def files(self) -> Sequence[File]:
-        """Those that the chunks lie in."""
         files: Sequence[File] = getattr(self.chunks, "files", ())
         return files
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """These rows, in this order, in their own memory."""
         if len(numbers) == 0:
             return take(self._chunk(0, buffers), numbers)
         columns: dict[str, Values] = {}
@@ -126,15 +123,12 @@ class ChunkedRows(Rows):
                 del self._decoded[oldest], self._bytes[oldest]
 
     def where(self, number: int) -> str:
-        """As the chunks say."""
         return self.chunks.where(number)
 
     def describe(self) -> str:
-        """As the chunks say."""
         return self.chunks.describe()
 
     def notes(self) -> list[str]:
-        """As the chunks say."""
         return self.chunks.notes()
 
 

@@ -138,13 +138,11 @@ class Renumbered:
         return getattr(self._inner, name)
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """These rows, in this order."""
         block = self._inner.take(numbers, buffers)
         labels = self._renumbered(block.columns[self._target])
         return Block({**block.columns, self._target: labels}, block.numbers)
 
     def targets(self) -> npt.NDArray[Any] | None:
-        """The classes' numbers, where they are known without decoding."""
         labels = self._inner.targets()
         return None if labels is None else self._renumbered(labels)
 
@@ -154,19 +152,15 @@ class Renumbered:
         return np.where(is_class, self._numbers[np.where(is_class, labels, 0)], labels)
 
     def lengths(self) -> Numbers | None:
-        """Those of the rows as they are."""
         return self._inner.lengths()
 
     def where(self, number: int) -> str:
-        """Where a row stands."""
         return self._inner.where(number)
 
     def describe(self) -> str:
-        """One line for people."""
         return self._inner.describe()
 
     def notes(self) -> list[str]:
-        """What the user should know."""
         return self._inner.notes()
 
 

@@ -41,7 +41,6 @@ class ErrorPolicy:
         self._lock = Lock()
 
     def bad(self, what: str, where: str, do: str = "fix it") -> None:
-        """Count a bad row."""
         if not self.skip:
             raise DataError(
                 what, where=where, do=f'{do}, or on_error="skip", max_errors={self.max_errors}'
@@ -61,7 +60,6 @@ class ErrorPolicy:
                 )
 
     def notes(self) -> list[str]:
-        """How many rows were skipped and which came first, or nothing."""
         return self._words(0)
 
     def new_notes(self) -> list[str]:

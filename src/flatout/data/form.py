@@ -52,7 +52,6 @@ class Form(NamedTuple):
     weight: Leaf | None
 
     def describe(self) -> str:
-        """In words, such as "inputs (ids, values), targets label"."""
         trees = zip(("inputs", "targets", "weight"), self, strict=True)
         return ", ".join(f"{name} {_words(tree)}" for name, tree in trees if tree is not None)
 

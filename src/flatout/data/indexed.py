@@ -108,7 +108,6 @@ class IndexedRows(Rows):
 
     @cached_property
     def digest(self) -> str:
-        """Over the files' sizes, their first and last bytes, and the schema."""
         return files_digest(self.files, self.schema.dumps())
 
     @property
@@ -129,7 +128,6 @@ class IndexedRows(Rows):
         return other
 
     def encoded(self, numbers: Numbers, buffers: Buffers) -> Encoded:
-        """These rows as the files have them."""
         # No number is out of range, so nothing is clipped: this mode is numpy's fastest.
         starts = self.index.starts.take(numbers, mode="clip")
         sizes = self.index.sizes.take(numbers, mode="clip")
@@ -142,7 +140,6 @@ class IndexedRows(Rows):
         return Encoded(buffer, places, places + sizes, numbers, where)
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """Decode these rows, in this order."""
         lengths = {
             name: value.take(numbers, mode="clip") for name, value in self.index.lengths.items()
         }
@@ -150,12 +147,10 @@ class IndexedRows(Rows):
         return self.decoder.decode(encoded, lengths or None, buffers, self._policy)
 
     def lengths(self) -> Numbers | None:
-        """Of the longest ragged column."""
         result = list(self.index.lengths.values())
         return np.maximum.reduce(result) if result else None
 
     def where(self, number: int) -> str:
-        """File and line, or file and byte."""
         return self._where(int(self.index.starts[number]))
 
     def _where(self, position: int) -> str:
@@ -167,11 +162,9 @@ class IndexedRows(Rows):
         return [] if changes is None else list(changes.new_notes(gather))
 
     def describe(self) -> str:
-        """Such as "2 LibSVM files, 0.9 MB, 8,124 rows"."""
         return files_words(self.files, self._kind, self.rows)
 
     def notes(self) -> list[str]:
-        """What was skipped, how it is read, and where the bytes are."""
         return [*self.index.notes, *getattr(self.decoder, "notes", ()), *self._bytes.notes()]
 
 

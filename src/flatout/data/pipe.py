@@ -97,7 +97,6 @@ class Pipe:
         self._stopped.set()
 
     def close(self) -> None:
-        """Let others read."""
         number, self._number = self._number, None
         if number is not None:
             # A process that was forked meanwhile holds the lock as well, unless it is given back.

@@ -94,7 +94,6 @@ class Built:
 
     @property
     def caches(self) -> list[Cached]:
-        """The caches in it."""
         return self.plan.caches
 
     @property
@@ -104,12 +103,10 @@ class Built:
 
     @property
     def used(self) -> int:
-        """Samples of an epoch."""
         return self.cut.used
 
     @property
     def steps(self) -> int:
-        """Batches of an epoch."""
         return self.cut.steps
 
     @property
@@ -124,14 +121,12 @@ class Built:
         return rows if rows < self.plan.samples.rows else None
 
     def digest(self, stages: Sequence[Stage]) -> str:
-        """Over the source and the rows chosen."""
         base, shard = self.plan.samples.digest, only(stages, Shard)
         if shard is not None and shard.has_own_rows:  # the same on all ranks, of other rows
             return digest_of("" if shard.presharded else base, shard.by, str(self.steps))
         return digest_of(base, "" if self.chosen is None else self.plan.numbers.tobytes().hex())
 
     def where(self, number: int) -> str:
-        """Where a sample comes from."""
         return self.plan.samples.where(number)
 
     def numbered(self) -> Numbered | str:
@@ -162,7 +157,6 @@ class Built:
         return targets[np.searchsorted(numbers, order[np.isin(order, numbers)])]
 
     def notes(self) -> list[str]:
-        """What the user should know."""
         notes = [*self.plan.moved, *self.plan.notes]
         for cache in self.caches:
             where = "memory" if cache.where_kept == "memory" else "a folder"
@@ -213,7 +207,6 @@ class BuiltStream:
 
     @cached_property
     def program(self) -> StreamProgram:
-        """Gives the batches."""
         for stage in self.stages:
             stage.check_stream(self.stream, self.stages)
         plan = _plan(self.stream, StreamRows(self.stream), self.stages, self.options, self.say)
@@ -244,7 +237,6 @@ class BuiltStream:
 
     @property
     def rows_to_cut(self) -> int | None:
-        """Samples between two borders of passes."""
         return None if self.used is None else self.used * samples_times(self.stages)
 
     last_rows = rows_to_cut
@@ -262,18 +254,15 @@ class BuiltStream:
 
     @property
     def runs(self) -> list[str]:
-        """As it was written."""
         return [self.stream.schema.format.lower(), *(stage.name for stage in self.stages)]
 
     def digest(self, stages: Sequence[Stage]) -> str:
-        """Over the source and the stages."""
         shard = only(stages, Shard)
         own = shard is not None and shard.has_own_rows  # the same on all ranks
         base = self.stream.schema.dumps() if own else self.stream.digest
         return digest_of(base, *(stage.name for stage in stages))
 
     def targets(self) -> npt.NDArray[Any]:
-        """Not known before they have come."""
         raise DataError(
             "the classes of a stream cannot be counted before it has come",
             where=self.stream.describe(),
@@ -285,7 +274,6 @@ class BuiltStream:
         """Rows have no place."""
 
     def notes(self) -> list[str]:
-        """Nothing moves."""
         return []
 
     def padding(self, epoch: int) -> None:

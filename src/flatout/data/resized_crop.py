@@ -46,7 +46,6 @@ class ResizedCrop:
                 )
 
     def __repr__(self) -> str:
-        """As it is written."""
         return f"dict(size={self.size}, scale={self.scale}, ratio={self.ratio})"
 
     @classmethod
@@ -66,7 +65,6 @@ class ResizedCrop:
         return cls(size, **{k: tuple(v) if isinstance(v, list) else v for k, v in words.items()})
 
     def check(self, dtype: npt.DTypeLike) -> None:
-        """Refuse pixels that torch does not resize."""
         if dtype not in (np.uint8, np.float32, np.float64):
             raise DataError(
                 f"augment: random_resized_crop wants uint8 or float32 images, found {dtype}",

@@ -42,7 +42,6 @@ class Waiting:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the wait began."""
         return time.monotonic() - self._start
 
     def look(self) -> None:

@@ -37,7 +37,6 @@ class ShardSizes(NamedTuple):
     bytes: int | None = None
 
     def check(self, kind: str) -> None:
-        """Refuse what makes no sense."""
         names = ("shards", "rows_per_shard", "shard_bytes")
         given = {name: value for name, value in zip(names, self, strict=True) if value is not None}
         if len(given) > 1:
@@ -49,7 +48,6 @@ class ShardSizes(NamedTuple):
                 raise DataError(f"a row cache is one folder, without shards; found {name}")
 
     def counts(self, rows: int, row_bytes: float) -> list[int]:
-        """Rows of each shard."""
         if self.shards is not None:
             count = self.shards
         elif self.rows is not None:
@@ -98,7 +96,6 @@ class Converted:
         began: float,
         classes: Sequence[str] | None = None,
     ) -> Converted:
-        """What the manifest says."""
         kind = place.suffix.removeprefix(".")
         read = f'flatout.data.{kind}("{place.pattern}", schema="{place.schema}")'
         if classes is not None:
@@ -117,7 +114,6 @@ class Converted:
 
     @classmethod
     def of_folder(cls, path: Path, rows: int, found: int, began: float) -> Converted:
-        """What the folder's meta.json says."""
         meta = read_meta(path)
         return cls(
             to="rows",
@@ -132,7 +128,6 @@ class Converted:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -63,11 +63,9 @@ class Conversion:
     told: Sequence[str] = ()
 
     def notes(self) -> list[str]:
-        """What balancing made of the classes, and what the source left out by now."""
         return [*self.told, *getattr(self.origin, "notes", list)()]
 
     def make(self, pieces: Sequence[Piece], use: Callable[[Block], T]) -> Generator[T, None, None]:
-        """What `use` makes of each piece, by threads, in the order of the pieces."""
 
         def fit(block: Block) -> T:
             return use(_fitted(block, self.schema, self.names, self.samples.where))

@@ -117,7 +117,6 @@ class CountedFile:
         self.closed = False
 
     def write(self, data: Any) -> int:
-        """Append bytes; without a file, they are only counted."""
         size = memoryview(data).nbytes
         if self._file is not None:
             self._file.write(data)
@@ -133,7 +132,6 @@ class CountedFile:
         """Nothing: the file is flushed as a whole."""
 
     def close(self) -> None:
-        """Nothing: the one who opened the file closes it."""
         self.closed = True
 
 
@@ -154,27 +152,22 @@ class ShardFiles:
     count: int | None
 
     def shard(self, number: int) -> str:
-        """The name of a shard."""
         of = "" if self.count is None else f"-of-{self.count:05}"
         return f"{self.stem}-{number:05}{of}{self.suffix}"
 
     @property
     def pattern(self) -> str:
-        """What names all shards, for a source."""
         return str(self.folder / f"{self.stem}-*{self.suffix}")
 
     @property
     def manifest(self) -> Path:
-        """Where the manifest is."""
         return self.folder / f"_{self.stem}{self.suffix}.json"
 
     @property
     def schema(self) -> Path:
-        """Where the schema is."""
         return self.folder / f"_{self.stem}{self.suffix}.toml"
 
     def done(self, manifest: Manifest) -> str:
-        """What of it is safe, in words."""
         of = "" if self.count is None else f" of {self.count}"
         return f"{len(manifest.shards)}{of} shards are done and stay"
 
@@ -185,7 +178,6 @@ class ShardFiles:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """This process alone writes here."""
         path = self.folder / f".{self.stem}{self.suffix}.lock"
         with open(path, "w") as file:
             try:

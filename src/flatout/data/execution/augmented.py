@@ -40,27 +40,22 @@ class Augmented:
         self.name = f"augment({augmentation})"
 
     def over(self, inner: Samples) -> Augmented:
-        """The same of other samples."""
         return Augmented(inner, self.augmentation, self.seed, self.place)
 
     @property
     def probe(self) -> int:
-        """The inner one's."""
         return self.inner.probe
 
     @property
     def draws(self) -> bool:
-        """Whether the inner one does: this one leaves the global generators alone."""
         return self.inner.draws
 
     @property
     def form(self) -> Form:
-        """The inner one's."""
         return self.inner.form
 
     @property
     def digest(self) -> str:
-        """The inner one's and the augmentation's."""
         return digest_of(self.inner.digest, self.name)
 
     def content(self) -> str | None:
@@ -126,7 +121,6 @@ class Augmented:
         return numbers if self._row_words is None else self._row_words[numbers]
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
-        """These samples, their images changed."""
         lent = None
         if isinstance(self.inner, Lender):
             lent = self.inner.lend(numbers, buffers, costs, self._is_of_use)
@@ -191,7 +185,6 @@ class Augmented:
         return made if _has_channels_last(values) else made.transpose(0, 3, 1, 2)
 
     def where(self, number: int) -> str:
-        """Where the row comes from."""
         return self.inner.where(number)
 
 

@@ -130,7 +130,6 @@ class BatchSampler:
         return max(0, full - (stop - start))
 
     def describe(self) -> str:
-        """In words, such as "shuffled by seed 0"."""
         return f"shuffled by seed {self.seed}" if self.shuffle else "in the given order"
 
     def first(self, step: int) -> int:

@@ -146,16 +146,13 @@ class Cached:
 
     @property
     def form(self) -> Form:
-        """The inner one's."""
         return self.inner.form
 
     @property
     def digest(self) -> str:
-        """The inner one's: the samples are the same."""
         return self.inner.digest
 
     def content(self) -> str | None:
-        """The inner one's."""
         return self.inner.content()
 
     @property
@@ -164,7 +161,6 @@ class Cached:
         return 1 - self._missing / max(1, len(self._numbers))
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
-        """These samples: those that were never made before are, and then kept."""
         if self._store is None:
             return self._made(numbers, buffers, costs)
         slots = numbers if self._whole else np.searchsorted(self._numbers, numbers)
@@ -182,7 +178,6 @@ class Cached:
     def lend(
         self, numbers: Numbers, buffers: Buffers, costs: Costs, wanted: IsWanted
     ) -> LentRows | None:
-        """These samples as they are kept, once all of them are."""
         store = self._store
         if store is None or self._missing:
             return None
@@ -283,7 +278,6 @@ class Cached:
                     self._filling.flush()
 
     def where(self, number: int) -> str:
-        """Where the sample comes from."""
         return self.inner.where(number)
 
 

@@ -60,7 +60,6 @@ class Tuner:
 
     @property
     def given_depth(self) -> bool:
-        """Whether the user said how far ahead."""
         return self._depth is not None
 
     def depth(self, batches: int) -> int:
@@ -251,7 +250,6 @@ class Ahead(Generic[T]):
         return self._stopped or number >= self._tuner.threads
 
     def close(self) -> None:
-        """End the threads. One that waits for its source ends when that gives something."""
         with self._room:
             self._stopped = True
             self._made.clear()

@@ -38,12 +38,10 @@ class ProcessPool:
 
     @property
     def pids(self) -> list[int | None]:
-        """Numbers of the processes that were started."""
         return [worker.pid for worker in self._workers]
 
     @property
     def started(self) -> bool:
-        """Whether all processes can make batches."""
         return bool(self._workers) and all(worker.ready for worker in self._workers)
 
     def batches(
@@ -100,7 +98,6 @@ class ProcessPool:
             raise
 
     def close(self) -> None:
-        """End the processes."""
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.close()

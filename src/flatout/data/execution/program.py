@@ -225,7 +225,6 @@ class Program:
 
     @property
     def costs(self) -> Costs:
-        """What the stages took in this process."""
         return self.maker.costs
 
     def claimed(
@@ -242,7 +241,6 @@ class Program:
         features: FeatureRows | None = None,
         claims: Claims | None = None,
     ) -> Iterator[Batch]:
-        """The batches of an epoch from `start_step` on."""
         if claims is None:
             self.cut.first(start_step)
         order = self._orders.of(epoch)

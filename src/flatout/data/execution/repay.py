@@ -46,7 +46,6 @@ class Repay:
             self.thread_s = (self._clock() - self._last) / batches
 
     def left(self, epoch: int) -> int:
-        """How many epochs come after this one."""
         return epoch + 1 if self.epochs is None else max(0, self.epochs - epoch - 1)
 
     def may_pay(self, epoch: int, steps: int, waited: float, count: int) -> bool:

@@ -61,7 +61,6 @@ class FileArena:
         self._end = os.fstat(self._file.fileno()).st_size // dtype.itemsize
 
     def append(self, values: npt.NDArray[Any]) -> int:
-        """Keep values; returns where they begin."""
         start = self._end
         data = np.ascontiguousarray(values).data.cast("B")
         place = start * self._dtype.itemsize
@@ -72,7 +71,6 @@ class FileArena:
         return start
 
     def values(self) -> npt.NDArray[Any]:
-        """All values so far."""
         mapped = self._mapped
         if len(mapped) < self._end:
             mapped = _mapped(self._file.fileno(), self._end * self._dtype.itemsize, self._dtype)
@@ -83,7 +81,6 @@ class FileArena:
         """Nothing: what this process has written is not compared."""
 
     def flush(self) -> None:
-        """Bring everything to the disk."""
         os.fsync(self._file.fileno())
 
 
@@ -232,7 +229,6 @@ class Filling:
         return self.target
 
     def close(self) -> None:
-        """Flush, and let others go on."""
         with suppress(OSError):
             self.flush()
         self._lock.close()
@@ -293,7 +289,6 @@ class RowFolder:
         self.form = None if form is None else Form(*(_tree_of(tree) for tree in form))
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """Rows by number."""
         return Block(self.store.get(numbers, buffers), numbers)
 
     def _check(self, slots: Numbers) -> None:
@@ -344,7 +339,6 @@ class _Bytes:
             )
 
     def check(self, starts: Numbers, stops: Numbers) -> None:
-        """Compare what lies in some ranges, unless it was compared before."""
         if not self._verified.done and len(starts):
             if int(starts.min()) < 0 or int(stops.max()) > len(self.bytes):
                 raise IndexError("a range beyond the file")

@@ -102,7 +102,6 @@ class MemoryArena:
         self._used = 0
 
     def append(self, values: npt.NDArray[Any]) -> int:
-        """Keep values; returns where they begin."""
         start, stop = self._used, self._used + len(values)
         if stop > len(self._values):
             grown = np.empty(max(stop, 2 * len(self._values)), self._values.dtype)
@@ -113,7 +112,6 @@ class MemoryArena:
         return start
 
     def values(self) -> npt.NDArray[Any]:
-        """All values so far."""
         return self._values[: self._used]
 
     def check(self, places: npt.NDArray[Any]) -> None:

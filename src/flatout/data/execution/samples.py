@@ -133,12 +133,10 @@ class Costs:
         self._lock = Lock()
 
     def add(self, stage: str, ns: int) -> None:
-        """Count time of a stage."""
         with self._lock:
             self.ns[stage] = self.ns.get(stage, 0) + ns
 
     def ms_per_batch(self) -> dict[str, float]:
-        """Milliseconds of one thread, by stage."""
         return {name: ns / 1e6 / max(1, self.batches) for name, ns in self.ns.items()}
 
 
@@ -157,7 +155,6 @@ class Decoded:
 
     @property
     def digest(self) -> str:
-        """The source's own."""
         return self.source.digest
 
     def content(self) -> str | None:
@@ -168,18 +165,15 @@ class Decoded:
         return digest_of(self.digest, whole(), stamps_of(paths))
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
-        """Decode these rows."""
         start = clock()
         block = self.source.take(numbers, buffers)
         costs.add(self.name, clock() - start)
         return block
 
     def targets(self) -> npt.NDArray[Any] | None:
-        """Of all rows, where the source knows them without decoding."""
         return self.source.targets()
 
     def where(self, number: int) -> str:
-        """File and line or byte."""
         return self.source.where(number)
 
 
@@ -270,15 +264,12 @@ class Fetched(Made):
         self.digest = digest
 
     def content(self) -> str | None:
-        """None: only reading all samples would tell one Dataset from another of its kind."""
         return None
 
     def targets(self) -> npt.NDArray[Any] | None:
-        """Those that the Dataset tells, as those of torchvision do."""
         return told_targets(self.dataset)
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
-        """These samples of the Dataset."""
         start = clock()
         block = self._block([self._fetch(int(number)) for number in numbers], numbers)
         costs.add(self.name, clock() - start)
@@ -295,7 +286,6 @@ class Fetched(Made):
             raise
 
     def where(self, number: int) -> str:
-        """Its number is all there is."""
         return f"sample {number:,}"
 
 
@@ -317,21 +307,17 @@ class Mapped(Made):
         self.wants_rng = takes_rng(function)
 
     def over(self, inner: Samples) -> Mapped:
-        """The same function of other samples."""
         return Mapped(inner, self.function, self.seed)
 
     @property
     def digest(self) -> str:
-        """The inner one's and the function's code."""
         return digest_of(self.inner.digest, "map", function_digest(self.function))
 
     @property
     def probe(self) -> int:  # type: ignore[override]
-        """The inner one's."""
         return self.inner.probe
 
     def content(self) -> str | None:
-        """The inner one's and the function's."""
         inner = self.inner.content()
         if inner is None:
             return None
@@ -342,7 +328,6 @@ class Mapped(Made):
         return digest_of(inner, "map", own)
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
-        """The function's results for these rows."""
         block = self.inner.make(numbers, buffers, epoch, costs)
         start = clock()
         made = self.apply(block, turns_left(epoch, numbers, block.numbers))
@@ -370,7 +355,6 @@ class Mapped(Made):
             raise
 
     def where(self, number: int) -> str:
-        """Where the row comes from."""
         return self.inner.where(number)
 
 
@@ -401,32 +385,26 @@ class Joined:
 
     @property
     def draws(self) -> bool:
-        """Whether one of them does."""
         return any(part.draws for part in self.parts)
 
     def content(self) -> str | None:
-        """Of all parts."""
         contents = [part.content() for part in self.parts]
         return None if None in contents else digest_of("mix", *map(str, contents))
 
     @property
     def form(self) -> Form:
-        """The same for all."""
         return self.parts[0].form
 
     @property
     def digest(self) -> str:
-        """Of all parts."""
         return digest_of("mix", *(part.digest for part in self.parts))
 
     def targets(self) -> npt.NDArray[Any] | None:
-        """Of all parts."""
         targets = [known_targets(part) for part in self.parts]
         known = [targets for targets in targets if targets is not None]
         return np.concatenate(known) if len(known) == len(targets) else None
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
-        """Each source's rows, put in the order asked for."""
         owner = np.searchsorted(self.starts, numbers, side="right") - 1
         blocks, own_places = [], []
         for at, part in enumerate(self.parts):
@@ -441,7 +419,6 @@ class Joined:
         return take(join(blocks), np.argsort(np.concatenate(own_places), kind="stable"))
 
     def where(self, number: int) -> str:
-        """Where the row of one of the sources comes from."""
         at = int(np.searchsorted(self.starts, number, side="right")) - 1
         return self.parts[at].where(number - int(self.starts[at]))
 

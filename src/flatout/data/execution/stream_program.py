@@ -40,7 +40,6 @@ class StreamProgram:
         self._times, self._apart = times, apart
 
     def batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
-        """The batches of an epoch; those before `start_step` are read and dropped."""
         made = self._batches(epoch)
         ahead = Ahead(lambda step: next(made, None), 0, 2**62, self.tuner)
         items = iter(ahead)
@@ -103,5 +102,4 @@ class StreamRows:
         self.form: Form = form_of(stream.schema)
 
     def where(self, number: int) -> str:
-        """Its number is all there is."""
         return f"row {number:,} of the stream"

@@ -64,7 +64,6 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """Its number."""
         return self._process.pid
 
     def ask(self, task: tuple[Any, ...], what: str) -> Batch:
@@ -110,7 +109,6 @@ class Worker:
         )
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.join(_PATIENCE_S)
 

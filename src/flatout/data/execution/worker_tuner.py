@@ -51,11 +51,9 @@ class WorkerTrial(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times as fast steps are."""
         return self.before_s / self.after_s
 
     def words(self, workers: Workers) -> str:
-        """What became of it, for people."""
         before, after = rounded(1e3 * self.before_s), rounded(1e3 * self.after_s)
         return (
             f"{words_of(workers)}: steps are {self.ratio:.2f}x faster, {after} ms for {before} ms; "

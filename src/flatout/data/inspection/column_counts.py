@@ -120,7 +120,6 @@ class ColumnCounts:
     _last: float | None = None
 
     def add(self, counted: Counted) -> None:
-        """Count the next block."""
         self.rows += counted.rows
         self.bytes += counted.bytes
         for name, part in counted.columns.items():
@@ -169,7 +168,6 @@ class ColumnCounts:
 
     @property
     def sorted_by_class(self) -> bool:
-        """Whether one class comes after the other."""
         classes = self.classes
         return classes is not None and 2 <= len(classes) == self._changes + 1 < self._labeled
 

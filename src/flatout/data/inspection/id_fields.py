@@ -92,11 +92,9 @@ class IdFields:
 
     @property
     def names(self) -> list[str]:
-        """Of the columns."""
         return list(self._counts)
 
     def add(self, block: Block) -> None:
-        """Count those of some rows."""
         with self._lock:
             for name in list(self._counts):
                 self._add(name, block.columns[name])
@@ -114,7 +112,6 @@ class IdFields:
             numbers.add(ids, self._places[name])
 
     def facts(self, other: IdFields | None = None) -> list[FieldFacts]:
-        """Of each field."""
         facts = []
         for name, numbers in self._counts.items():
             theirs = None if other is None else other._counts.get(name)

@@ -38,7 +38,6 @@ class ColumnFacts:
 
     @property
     def range(self) -> str:
-        """Such as "0 … 1"."""
         if self.low is None or self.high is None:
             return ""
         return f"{_number(self.low)} … {_number(self.high)}"

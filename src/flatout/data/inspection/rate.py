@@ -67,7 +67,6 @@ class Bench:
     notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data."""
         return asdict(self)
 
     def headline(self) -> str:

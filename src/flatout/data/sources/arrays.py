@@ -378,24 +378,19 @@ class ArraySamples:
 
     @property
     def digest(self) -> str:
-        """The data's own."""
         return self.data.digest
 
     def content(self) -> str | None:
-        """Over all bytes of the data."""
         return digest_of(self.digest, tensors_name(self._columns))
 
     def inputs_content(self) -> str:
-        """The same of the inputs alone."""
         named = [(n, t) for n, t in self._columns.items() if n.startswith("inputs")]
         return digest_of(f"{self.data.scale} {self.data.shift}", tensors_name(dict(named)))
 
     def targets(self) -> npt.NDArray[Any] | None:
-        """Of all rows, where they are one array."""
         return self.data.label_array()
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
-        """These rows, in this order."""
         start = clock()
         self._check()
         columns = {n: self._take(n, t, numbers, buffers) for n, t in self._columns.items()}
@@ -403,7 +398,6 @@ class ArraySamples:
         return Block(columns, numbers)
 
     def lend(self, numbers: Numbers, buffers: Buffers, costs: Costs, wanted: IsWanted) -> LentRows:
-        """These rows; columns that are wanted stay where they are, unless they are scaled."""
         start = clock()
         self._check()
         columns: dict[str, Values] = {}
@@ -445,7 +439,6 @@ class ArraySamples:
         return gather_rows(array, np.ascontiguousarray(numbers), out)
 
     def where(self, number: int) -> str:
-        """Its number is all there is."""
         return f"sample {number:,}"
 
 

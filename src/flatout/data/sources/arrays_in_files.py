@@ -55,7 +55,6 @@ class StoredArray(NamedTuple):
 
     @property
     def where(self) -> str:
-        """For messages."""
         return f"{self.file.name}: {self.name}" if self.name else self.file.name
 
 

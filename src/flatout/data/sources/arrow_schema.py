@@ -93,7 +93,6 @@ class ColumnOptions:
     leave_out: bool = False
 
     def fixed_categories(self, known: Iterable[str]) -> dict[str, list[Any]]:
-        """Those whose values were given."""
         if not isinstance(self.categories, Mapping):
             return {}
         _check_names("categories", self.categories, known)
@@ -109,7 +108,6 @@ class ColumnOptions:
         return listed(asked)
 
     def date_formats(self, known: Iterable[str]) -> dict[str, str]:
-        """How columns of dates are written."""
         if isinstance(self.dates, Mapping):
             formats = dict(self.dates)
         else:
@@ -118,7 +116,6 @@ class ColumnOptions:
         return formats
 
     def with_dates(self, formats: Mapping[str, str]) -> ColumnOptions:
-        """The same, with these columns of dates."""
         return replace(self, dates=dict(formats))
 
     def without(self, names: Iterable[str]) -> ColumnOptions:

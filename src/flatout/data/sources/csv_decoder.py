@@ -82,13 +82,11 @@ class CsvDecoder:
         return split_rows(buffer, final, self.dialect)
 
     def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
-        """Which rows are good."""
         return good_rows(self, rows, policy)
 
     def decode(
         self, rows: Encoded, lengths: Lengths, buffers: Buffers, policy: ErrorPolicy
     ) -> Block:
-        """Decode rows into arrays from `buffers`."""
         good = np.arange(len(rows.starts))
         while True:
             try:

@@ -206,7 +206,6 @@ class FifoStream:
                 left, at = left or turn, rows.stop
 
     def close(self) -> None:
-        """End the pass that is being read, from any thread."""
         for pipe in self._open:
             pipe.stop()
 
@@ -216,20 +215,17 @@ class FifoStream:
         return ", ".join(names)
 
     def describe(self) -> str:
-        """Such as "LibSVM rows of train.fifo, 1,000 a pass"."""
         count = "" if self._come is None else f", {self._come:,} a pass"
         wrap = " in RecordIO" if self._wrap else ""
         return f"{WORDS[self.schema.format]} rows{wrap} of {self._names}{count}"
 
     def skipped(self, gather: Gather = alone) -> list[str]:
-        """Return lines about rows of the latest pass that any rank skipped or changed."""
         changed = self._changes.new_notes(gather)
         if self._on_error != "skip":
             return changed
         return [*changed, *(line for lines in gather(self._policy.new_notes()) for line in lines)]
 
     def notes(self) -> list[str]:
-        """Return lines about changed values, and about rows that the latest pass skipped."""
         return [*self._changes.notes(), *self._policy.notes()]
 
 

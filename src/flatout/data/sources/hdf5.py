@@ -143,7 +143,6 @@ class HDF5Chunks:
 
     @property
     def files(self) -> list[File]:
-        """One for each part."""
         return [next(iter(part.values())).file for part in self._parts]
 
     @cached_property
@@ -153,7 +152,6 @@ class HDF5Chunks:
         return files_digest(self.files, *names, self.schema.dumps())
 
     def read(self, chunk: int, buffers: Buffers) -> Block:
-        """Read some rows."""
         part, start, stop = self._ranges[chunk]
         places = self._parts[part]
         file = self.files[part]
@@ -176,16 +174,13 @@ class HDF5Chunks:
         return Block(columns, np.arange(first, first + stop - start))
 
     def where(self, number: int) -> str:
-        """File and row, counted from 0."""
         at = int(np.searchsorted(self.file_rows, number, side="right")) - 1
         return f"{self.files[at].name}: row {number - self.file_rows[at]:,}"
 
     def describe(self) -> str:
-        """Such as "1 HDF5 file, 47.5 MB, 60,000 rows"."""
         return files_words(self.files, "HDF5", self.file_rows[-1])
 
     def notes(self) -> list[str]:
-        """Nothing."""
         return []
 
 

@@ -53,7 +53,6 @@ class ImageBytes:
         return digest_of(self.schema.dumps(), self._images.digest)
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """The bytes of these files, in this order."""
         contents, kept = [], []
         for number in numbers.tolist():
             if number in self._skipped:
@@ -73,25 +72,20 @@ class ImageBytes:
         return Block({column.name: columns[column.name] for column in self.schema.columns}, good)
 
     def targets(self) -> npt.NDArray[Any] | None:
-        """The classes' numbers, int64 of shape (rows,); None without class folders."""
         return self._images.labels
 
     def lengths(self) -> Numbers | None:
-        """Bytes of each file."""
         return np.asarray(self.headers["bytes"], np.int64)
 
     def where(self, number: int) -> str:
-        """The file."""
         return self._images.where(number)
 
     def describe(self) -> str:
-        """Such as "83,484 image files, 5.8 GB, 4 classes"."""
         size = int(self.headers["bytes"].sum())
         classes = f", {len(self.classes):,} classes" if self.classes else ""
         return f"{counted(self.rows, 'image file')}, {size_words(size)}{classes}"
 
     def notes(self) -> list[str]:
-        """What was skipped or not read."""
         return [*self._policy.notes(), *self._images.notes()]
 
 

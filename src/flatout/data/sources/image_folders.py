@@ -44,7 +44,6 @@ class ImageFolders:
 
     @property
     def digest(self) -> str:
-        """Over each image's key, size and first 4096 bytes."""
         digest = hashlib.sha256()
         for entry in self._entries:
             digest.update(entry.key.encode(errors="surrogateescape") + b"\0")
@@ -54,7 +53,6 @@ class ImageFolders:
 
     @property
     def paths(self) -> list[str]:
-        """Of the images, by number."""
         return [entry.path for entry in self._entries]
 
     @property
@@ -73,15 +71,12 @@ class ImageFolders:
         return lambda place: self.content(int(numbers[place]))
 
     def content(self, number: int) -> bytes:
-        """The bytes of an image's file; raises `Damaged` where it has changed."""
         return read_image(self._entries[number], Header(*self.headers[number].tolist()))
 
     def where(self, number: int) -> str:
-        """The image's file."""
         return short_name(self._entries[number].name)
 
     def notes(self) -> list[str]:
-        """What was not read."""
         count = len(self._others)
         if not count:
             return []

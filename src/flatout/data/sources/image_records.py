@@ -79,12 +79,10 @@ class ImageRecords:
 
     @property
     def files(self) -> Sequence[File]:
-        """Those that hold the records."""
         return self._records.files
 
     @property
     def digest(self) -> str:
-        """Over the files' sizes, and their first and last bytes."""
         return self._records.digest
 
     def contents(self, numbers: Numbers, buffers: Buffers) -> Content:
@@ -92,7 +90,6 @@ class ImageRecords:
         return _each(self._records.take(numbers, buffers).columns["image"])
 
     def where(self, number: int) -> str:
-        """Such as "pets-00000.tfrecord: byte 1,024 (cat/7.jpg)"."""
         place = self._records.where(number)
         with suppress(DataError):
             block = self._records.take(np.array([number], np.int64), Buffers())
@@ -100,7 +97,6 @@ class ImageRecords:
         return place
 
     def notes(self) -> list[str]:
-        """What was skipped, and where the bytes are."""
         return self._records.notes()
 
 

@@ -111,19 +111,16 @@ class ImageRows(Rows):
 
     @property
     def files(self) -> Sequence[File]:
-        """Those that hold many images each."""
         files: Sequence[File] = getattr(self._images, "files", ())
         return files
 
     @property
     def paths(self) -> Sequence[str]:
-        """Of all files that are read."""
         paths: Sequence[str] = getattr(self._images, "paths", ())
         return paths or [file.path for file in self.files]
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over the schema, the stored images and their labels."""
         digest = hashlib.sha256(self.schema.dumps().encode())
         digest.update(self._images.digest.encode())
         if self._images.labels is not None:
@@ -131,21 +128,17 @@ class ImageRows(Rows):
         return digest.hexdigest()[:16]
 
     def row_stamps(self, numbers: Numbers | None = None) -> list[str] | None:
-        """What each row is read from, where images lie in their own files."""
         stamps = getattr(self._images, "stamps", None)
         return None if stamps is None else stamps(numbers)
 
     def input_words(self) -> str:
-        """What becomes of an image, whether or not it has a label."""
         return f"{self.schema.format} {self._look}"
 
     def row_keys(self) -> list[str] | None:
-        """Paths within the folder, where images lie in their own files."""
         keys: list[str] | None = getattr(self._images, "keys", None)
         return keys
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """Decode these images, in this order."""
         look = self._look
         headers = self._headers_of(numbers)
         content = self._images.contents(numbers, buffers)
@@ -173,15 +166,12 @@ class ImageRows(Rows):
         self._bad.add(number)
 
     def targets(self) -> npt.NDArray[Any] | None:
-        """The classes' numbers, int64 of shape (rows,); None without labels."""
         return self._images.labels
 
     def where(self, number: int) -> str:
-        """Where the image is stored."""
         return self._images.where(number)
 
     def describe(self) -> str:
-        """Such as "83,484 images of 3x224x224, 4 classes (CNV 37,205 … NORMAL 26,315)"."""
         look = self._look
         words = f"{counted(self.rows, 'image')} of {look.channels}x{look.size[0]}x{look.size[1]}"
         if self._images.labels is None:
@@ -192,7 +182,6 @@ class ImageRows(Rows):
         return f"{words}, {counted(len(each), 'class', 'classes')} ({listed})"
 
     def skipped(self, gather: Gather = alone) -> list[str]:
-        """How many images any rank has skipped since this was asked last, and which."""
         if not self._policy.skip:
             return []
         new = self._new[:]  # threads may add more meanwhile
@@ -207,7 +196,6 @@ class ImageRows(Rows):
         return self._policy.new_notes()
 
     def notes(self) -> list[str]:
-        """What was skipped or not read."""
         return [*self._policy.notes(), *self._notes]
 
     def _headers_of(self, numbers: Numbers) -> list[Header]:

@@ -79,7 +79,6 @@ class MappedRows(Rows):
 
     @property
     def files(self) -> list[File]:
-        """The files, each once."""
         return list(dict.fromkeys(file for files in self._files for file in files))
 
     @cached_property
@@ -89,7 +88,6 @@ class MappedRows(Rows):
         return files_digest(self.files, *names, self.schema.dumps())
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """These rows, in this order, in their own memory."""
         if len(numbers) and (numbers.min() < 0 or numbers.max() >= self.rows):
             raise IndexError(f"expected rows from 0 to {self.rows - 1:,}")
         numbers = np.ascontiguousarray(numbers, np.int64)
@@ -171,7 +169,6 @@ class MappedRows(Rows):
             return self._maps[file]
 
     def targets(self) -> npt.NDArray[Any] | None:
-        """The target of all rows, where there is one, a number a row."""
         targets = self.schema.of_role("target")
         if len(targets) != 1 or targets[0].shape:
             return None
@@ -185,16 +182,13 @@ class MappedRows(Rows):
         return out
 
     def where(self, number: int) -> str:
-        """File and row, counted from 0."""
         at = int(np.searchsorted(self.file_rows, number, side="right")) - 1
         return f"{self._files[at][0].name}: row {number - self.file_rows[at]:,}"
 
     def describe(self) -> str:
-        """Such as "2 npy files, 47.5 MB, 60,000 rows"."""
         return files_words(self.files, self._kind, self.rows)
 
     def notes(self) -> list[str]:
-        """What costs time or memory."""
         places = [place for part in self._parts for place in part.values()]
         scattered = [place.where for place in places if place.fortran and len(place.shape) > 1]
         packed = [place.where for place in places if place.offset is None]

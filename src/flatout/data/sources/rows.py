@@ -78,11 +78,9 @@ class FolderRows(Rows):
 
     @cached_property
     def digest(self) -> str:
-        """Over the checksums of all bytes, and the schema."""
         return digest_of(repr(sorted(self._folder.meta["files"].items())), self.schema.dumps())
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """These rows, in this order."""
         try:
             return self._folder.take(numbers, buffers)
         except DataError:
@@ -98,7 +96,6 @@ class FolderRows(Rows):
             ) from error
 
     def targets(self) -> npt.NDArray[Any] | None:
-        """The target where it is one number a row, and read in a moment."""
         columns = self.schema.of_role("target")
         if len(columns) != 1 or columns[0].ragged or columns[0].shape:
             return None
@@ -107,7 +104,6 @@ class FolderRows(Rows):
         return self._column(self._fields[columns[0].name])[:, 0]
 
     def lengths(self) -> Numbers | None:
-        """Of the longest ragged column."""
         lengths = list(self._lengths())
         return np.maximum.reduce(lengths) if lengths else None
 
@@ -122,20 +118,16 @@ class FolderRows(Rows):
         return np.ascontiguousarray(raw).view(field.dtype)
 
     def where(self, number: int) -> str:
-        """Folder and row, counted from 0."""
         return f"{self.path}: row {number:,}"
 
     def describe(self) -> str:
-        """Such as "row cache train.rows, 3.3 MB, 6,513 rows"."""
         size = sum(file["size"] for file in self._folder.meta["files"].values())
         return f"row cache {self.path}, {size_words(size)}, {self.rows:,} rows"
 
     def notes(self) -> list[str]:
-        """What was left out when the folder was written."""
         return [f"when it was converted: {note}" for note in self._folder.meta.get("notes", [])]
 
     def verify(self) -> None:
-        """Compare all bytes with their checksums."""
         self._folder.verify()
 
 

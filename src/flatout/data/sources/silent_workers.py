@@ -57,7 +57,6 @@ class Watched:
 
     @property
     def workers(self) -> list[Any]:
-        """The worker processes of the pass."""
         return list(getattr(self._batches, "_workers", ()))
 
     def batches(self) -> Generator[Any, None, None]:

@@ -75,11 +75,9 @@ class TableRows(Rows):
         return digest_of(self.schema.dumps(), str(self.rows), _values_digest(some))
 
     def content(self) -> str:
-        """16 hex digits over the values of all rows."""
         return _values_digest(self._table)
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """These rows, in this order."""
         import pyarrow as pa
 
         from flatout.data.sources.arrow_columns import BadValue, to_columns
@@ -91,15 +89,12 @@ class TableRows(Rows):
         return Block(columns, numbers)
 
     def where(self, number: int) -> str:
-        """The row, counted from 0."""
         return f"row {number:,} of the table"
 
     def describe(self) -> str:
-        """Such as "table in memory, 8,124 rows"."""
         return f"table in memory, {counted(self.rows, 'row')}"
 
     def notes(self) -> list[str]:
-        """What was learned, and what was left out."""
         return self._notes
 
 

@@ -100,7 +100,6 @@ class ParquetFile:
         self.largest = max((group.total_byte_size for group in groups), default=0)
 
     def read(self, part: int, names: Sequence[str]) -> pa.Table:
-        """Some columns of a row group; pages that have a checksum are checked."""
         # Opened for each part: costs little beside decoding, and threads share nothing. Not
         # mapped: a file that is cut off meanwhile would kill the process.
         with pq.ParquetFile(
@@ -156,7 +155,6 @@ class ArrowFile:
             self.sizes = [reader.get_batch(number).num_rows for number in batches]
 
     def read(self, part: int, names: Sequence[str]) -> pa.Table:
-        """Some columns of a record batch."""
         wanted = [self._schema.get_field_index(name) for name in names]
         options = ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
         with pa.OSFile(self.file.path) as source:
@@ -207,11 +205,9 @@ class TableChunks:
 
     @cached_property
     def digest(self) -> str:
-        """Over the files' sizes, their first and last bytes, and the schema."""
         return files_digest([file.file for file in self._files], self.schema.dumps())
 
     def read(self, chunk: int, buffers: Buffers) -> Block:
-        """Decode a part."""
         at = self._parts[chunk]
         file = self._files[at.file]
         start, stop = (int(number) for number in self._starts[chunk : chunk + 2])
@@ -241,7 +237,6 @@ class TableChunks:
         return Block(columns, np.arange(start, stop))
 
     def where(self, number: int) -> str:
-        """File, part and row of the file, counted from 0."""
         chunk = int(np.searchsorted(self._starts, number, side="right")) - 1
         at = self._parts[chunk]
         file = self._files[at.file]
@@ -249,7 +244,6 @@ class TableChunks:
         return f"{file.file.name}: row {row:,} ({file.part} {at.number})"
 
     def describe(self) -> str:
-        """Such as "2 Parquet files, 0.9 MB, 8,124 rows"."""
         files = [file.file for file in self._files]
         return files_words(files, self._files[0].kind, self._starts[-1])
 

@@ -30,15 +30,12 @@ class DatasetRows:
 
     @cached_property
     def digest(self) -> str:
-        """Over the Dataset's code and length: reading samples may cost much."""
         return name_digest(self.dataset, self.rows)
 
     def begin(self, options: Options, say: Callable[[str], None]) -> FirstSamples:
-        """Samples for the stages behind it."""
         return FirstSamples(Fetched(self.dataset, self.digest))
 
     def describe(self) -> str:
-        """Such as "1,797 samples of Digits"."""
         return f"{self.rows:,} samples of {type(self.dataset).__name__}"
 
 

@@ -49,7 +49,6 @@ class WholeBatches:
 
     @property
     def words(self) -> str:
-        """What was found, for people."""
         ratio = self._one_by_one_s / self._at_once_s
         return (
             f"whole batches, made {ratio:.1f}x faster than sample by sample; all "
@@ -103,7 +102,6 @@ class WholeBatches:
             self.give_up("many samples at once are others than one by one")
 
     def give_up(self, why: str) -> None:
-        """Make no whole batches."""
         self.why_not = why
         self._attributes = None
 

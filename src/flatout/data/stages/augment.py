@@ -27,15 +27,12 @@ class Augment(Stage):
     augmentation: Augmentation
 
     def __str__(self) -> str:
-        """As it was written."""
         return f"augment({self.augmentation})"
 
     def resume_words(self) -> str:
-        """As it was written."""
         return str(self)
 
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
-        """Refuse to come after `batch`, or before what chooses samples by what is drawn."""
         if only(before, Batch) is not None:
             raise DataError(
                 "augment comes after batch, and changes samples", do="put augment before batch"
@@ -47,14 +44,12 @@ class Augment(Stage):
             )
 
     def check_convert(self) -> None:
-        """Refuse: files would hold one draw for all epochs."""
         raise DataError(
             "convert would write one draw of augment, for all epochs",
             do="leave it out, and write it after what reads the new files",
         )
 
     def make(self, plan: Plan) -> None:
-        """It stays where it was written."""
         augmented = self._augmented(plan)
         probe = np.array([augmented.probe], np.int64)
         augmented.make(probe, Buffers(), 0, Costs())  # an error comes here, not in the first step
@@ -65,11 +60,9 @@ class Augment(Stage):
             )
 
     def choose(self, plan: Plan) -> None:
-        """Functions behind it see what it makes."""
         self._augmented(plan)
 
     def stream(self, plan: Plan) -> None:
-        """Block by block, as they come."""
         augmented = self._augmented(plan)
 
         def step(blocks: Iterator[Block], epoch: int) -> Iterator[Block]:

@@ -58,11 +58,9 @@ class Balance(Stage):
             )
 
     def check_mixed(self) -> None:
-        """A mixture has its own order."""
         raise DataError("balance comes after mix", do="balance each source before mix")
 
     def choose(self, plan: Plan) -> None:
-        """Learn which class each row has; rows that cannot be read have none."""
         plan.numbers, plan.labels = labels_of(plan.samples, plan.numbers, "balance")
 
     def balanced(self, plan: Plan) -> Order:

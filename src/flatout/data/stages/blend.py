@@ -31,7 +31,6 @@ class Blended(Stage):
     kind: ClassVar[Kind]
 
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
-        """Refuse to come before `batch`, or after functions of whole batches."""
         batch = only(before, Batch)
         if batch is None:
             raise DataError(
@@ -45,19 +44,16 @@ class Blended(Stage):
             )
 
     def check_convert(self) -> None:
-        """Refuse: rows are written, not batches."""
         raise DataError(
             f"convert writes rows, and {self.name} blends those of a batch", do="leave it out"
         )
 
     def stream(self, plan: Plan) -> None:
-        """Before functions of whole batches."""
         names = classes_of(plan.origin)
         known = self.classes if names is None or self.classes else len(names)
         plan.blends.append(Blend(self.kind, self.alpha, known))
 
     def make(self, plan: Plan) -> None:
-        """The same; errors come here, not in the first step."""
         self.stream(plan)
         probe = np.array([plan.samples.probe], np.int64)
         block = plan.samples.make(probe, Buffers(), 0, Costs())

@@ -28,7 +28,6 @@ class Filter(Function):
     chooses = True
 
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
-        """Refuse to come after `batch`: it filters samples."""
         if only(before, Batch) is not None:
             raise DataError(
                 "filter comes after batch, where it would leave out whole batches",
@@ -36,7 +35,6 @@ class Filter(Function):
             )
 
     def choose(self, plan: Plan) -> None:
-        """One pass over all rows."""
         kept, total = [plan.numbers[:0]], len(plan.numbers)
         buffers, costs, reported = Buffers(), Costs(), time.monotonic()
         for start in range(0, total, _CHUNK):
@@ -51,7 +49,6 @@ class Filter(Function):
             raise DataError(f"filter {name_of(self.function)} leaves none of {total:,} samples")
 
     def stream(self, plan: Plan) -> None:
-        """Block by block, as they come."""
         samples = plan.samples
 
         def step(blocks: Iterator[Block], epoch: int) -> Iterator[Block]:

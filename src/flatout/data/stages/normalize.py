@@ -20,7 +20,6 @@ class Normalize(Stage):
     once: ClassVar[bool] = True
 
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
-        """No function gets what it makes."""
         if function := only(behind, Function):
             raise DataError(
                 f"{function.name} comes after normalize, which runs last: its function would get "
@@ -29,7 +28,6 @@ class Normalize(Stage):
             )
 
     def check_convert(self) -> None:
-        """Refuse: bytes are written, not normalized values."""
         raise DataError(
             "convert writes images as bytes, and normalize makes float32 of them",
             do="leave it out, and write it after what reads the new files",

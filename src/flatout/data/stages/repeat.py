@@ -23,11 +23,9 @@ class Repeat(Stage):
     repeats = True
 
     def turn(self, stages: Sequence[Stage]) -> int:
-        """Of samples before `batch`, of batches behind it."""
         return 2 if passes(stages) == 1 else 4
 
     def order(self, order: Order, plan: Plan) -> Order:
-        """One pass after the other."""
         plan.runs.append(self.name)
         return order if self.times == 1 else repeated(order, self.times)
 

@@ -52,7 +52,6 @@ class Shard(Stage):
         """None: global batches are the same without it."""
 
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
-        """Refuse steps that the passes cannot share equally."""
         turns = passes([*before, self, *behind])
         if self.steps is not None and self.steps % turns:
             raise DataError(
@@ -63,11 +62,9 @@ class Shard(Stage):
 
     @property
     def chooses(self) -> bool:
-        """Where ranks have their own rows."""
         return self.has_own_rows
 
     def check_convert(self) -> None:
-        """Refuse to cut batches: rows are written."""
         if self.by == "batch":
             raise DataError(
                 "convert writes rows, and shard makes batches",
@@ -75,7 +72,6 @@ class Shard(Stage):
             )
 
     def check_stream(self, stream: Stream, stages: Sequence[Stage]) -> None:
-        """Each rank reads its own stream, and has a share of the batch size."""
         if self.by != "batch":
             raise DataError(
                 f"shard(by={self.by!r}) wants rows that can be found by number, and a stream has "
@@ -101,7 +97,6 @@ class Shard(Stage):
             )
 
     def choose(self, plan: Plan) -> None:
-        """Rows of this rank's own, if it has such."""
         if self.has_own_rows:
             plan.everywhere = len(plan.numbers)
             plan.numbers = self.rows_of(plan.numbers, getattr(plan.origin, "file_rows", None))

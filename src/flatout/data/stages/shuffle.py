@@ -28,14 +28,12 @@ class Shuffle(Stage):
     reorders = True
 
     def check_mixed(self) -> None:
-        """A window is one of a source's neighbors."""
         if self.window is not None:
             raise DataError(
                 "shuffle(window=...) comes after mix", do="shuffle each source before mix"
             )
 
     def check_stream(self, stream: Stream, stages: Sequence[Stage]) -> None:
-        """A stream is never there as a whole."""
         if self.window is None:
             raise DataError(
                 "a stream can be shuffled only among rows that are near each other",
@@ -43,18 +41,15 @@ class Shuffle(Stage):
             )
 
     def turn(self, stages: Sequence[Stage]) -> int:
-        """First, wherever it stands."""
         return 1
 
     def order(self, order: Order, plan: Plan) -> Order:
-        """Rows are shuffled, not batches, wherever it stands."""
         plan.runs.append(self.name)
         if self.window is None:
             return shuffled(order, self.seed)
         return shuffled_in_windows(order, self.seed, self.window)
 
     def stream(self, plan: Plan) -> None:
-        """Rows are shuffled, not batches, wherever it stands."""
         plan.steps.append(self._windows)
 
     def _windows(self, blocks: Iterator[Block], epoch: int) -> Iterator[Block]:

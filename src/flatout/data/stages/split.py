@@ -29,7 +29,6 @@ class Split(Stage):
     chooses = True
 
     def choose(self, plan: Plan) -> None:
-        """One part of the rows."""
         labels = None
         if self.stratify:
             plan.numbers, labels = labels_of(plan.samples, plan.numbers, "split(stratify=True)")

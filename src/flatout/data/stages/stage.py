@@ -207,7 +207,6 @@ class Function(Stage):
             raise DataError(f"{self.name} wants a function, found {type(self.function).__name__}")
 
     def resume_words(self) -> str:
-        """With a digest of the function's code."""
         code = function_digest(self.function)[:8]
         return f"{self.name} {name_of(self.function)} (code {code})"
 

@@ -32,14 +32,12 @@ class ParquetWriter:
         )
 
     def encode(self, block: Block) -> Any:
-        """A table that shares the block's memory."""
         arrays = [
             _array(block.columns[column.name], _type(column)) for column in self.schema.columns
         ]
         return pa.Table.from_arrays(arrays, schema=self._arrow)
 
     def open(self, out: CountedFile) -> ParquetFile:
-        """Begin a shard."""
         return ParquetFile(out, self._arrow)
 
 
@@ -52,11 +50,9 @@ class ParquetFile:
         )
 
     def write(self, encoded: Any) -> None:
-        """Append what `encode` gave, as a row group."""
         self._writer.write_table(encoded, row_group_size=max(1, len(encoded)))
 
     def close(self) -> None:
-        """Write the footer."""
         self._writer.close()
 
 

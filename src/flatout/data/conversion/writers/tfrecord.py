@@ -50,13 +50,11 @@ class TfrecordWriter:
         self.schema = Schema(format="tfrecord", columns=tuple(columns), options=schema.options)
 
     def encode(self, block: Block) -> Any:
-        """Framed records, as bytes."""
         columns = {name: _as(values, self._stored[name]) for name, values in block.columns.items()}
         records, _ = example.encode(columns)
         return records
 
     def open(self, out: CountedFile) -> TfrecordFile:
-        """Begin a shard."""
         return TfrecordFile(out)
 
 
@@ -67,7 +65,6 @@ class TfrecordFile:
         self._out = out
 
     def write(self, encoded: Any) -> None:
-        """Append what `encode` gave."""
         self._out.write(encoded)
 
     def close(self) -> None:
