@@ -1,7 +1,6 @@
 """Stages in odd combinations: each row is itself, whatever stands around it."""
 
 import functools
-import io
 import operator
 import threading
 
@@ -31,12 +30,6 @@ def pairs(pipeline, epoch=0):
 
 def same(x, y):
     return x, y
-
-
-def array_file(array):
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
 
 
 # -- what samples look like is learned from a row that takes part ----------------------------------
@@ -329,7 +322,6 @@ def test_a_filter_that_leaves_no_rank_a_row_is_an_error_on_all():
 FORMATS = {
     "svm": (b"1 1:2\n0 3:1\n", b"", lambda path: flatout.data.libsvm(path)),
     "csv": (b"u,y\n1,0\n2,1\n", b"u,y\n", lambda path: flatout.data.csv(path, target="y")),
-    "npy": (array_file(X[:2]), array_file(X[:0]), lambda path: flatout.data.npy(path)),
 }
 
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,7 +50,8 @@ def test_the_result_is_that_without(made):
 @pytest.mark.slow
 def test_a_file_of_many_rows_that_is_replaced_while_training_is_noticed(tmp_path, made):
     """Though no row is read from it any more."""
-    data, path = written(tmp_path), tmp_path / "x.npz"
+    data = written(tmp_path)
+    path = Path(data.origin.files[0].path)
 
     class Replace(flatout.Callback):
         def on_epoch_end(self, state):

@@ -1,6 +1,5 @@
 """Fits of a model whose leading layers are frozen."""
 
-import numpy as np
 import torch
 import train_cuts
 from torch import nn
@@ -67,6 +66,5 @@ def fitted(
 
 def written(tmp_path, samples=30):
     x, y = images(samples)
-    path = tmp_path / "x.npz"
-    np.savez(path, x=x.numpy(), y=y.numpy())
-    return flatout.data.npz(path).shuffle(seed=1)
+    done = flatout.data.convert(flatout.data.arrays(x, y), tmp_path / "x.tfrecord", progress=False)
+    return flatout.data.tfrecord(done.files, schema=done.schema).shuffle(seed=1)

@@ -45,8 +45,8 @@ JOB = """
     if size > 1:
         train("rows", whole.batch(47).shard(by="rows"))
         train("by hand", whole.batch(47).shard(rank, size))
-        files = [[folder / f"{part}-{name}.npy" for part in ("all", "none")] for name in "xy"]
-        one_empty = flatout.data.npy(*files).batch(47).shard(by="files")
+        files = [folder / f"{part}.svm" for part in ("all", "none")]
+        one_empty = flatout.data.libsvm(files).batch(47).shard(by="files")
         train("one file is empty", one_empty)
         train("frozen, one file is empty", one_empty, frozen=True)
         own = slice(0, 30) if rank == 0 else slice(30, 47)
@@ -90,12 +90,13 @@ JOB = """
 @pytest.mark.slow
 def test_ranks_with_rows_of_their_own(tmp_path):
     rng = np.random.default_rng(1)
-    for name, array in (
-        ("x", rng.normal(size=(47, 20)).astype(np.float32)),
-        ("y", rng.integers(0, 5, 47)),
-    ):
-        np.save(tmp_path / f"all-{name}.npy", array)
-        np.save(tmp_path / f"none-{name}.npy", array[:0])
+    x, y = rng.normal(size=(47, 20)).astype(np.float32), rng.integers(0, 5, 47)
+    lines = [
+        " ".join([str(label), *(f"{at}:{value!r}" for at, value in enumerate(row, 1))])
+        for row, label in zip(x.tolist(), y.tolist(), strict=True)
+    ]
+    (tmp_path / "all.svm").write_text("\n".join(lines) + "\n")
+    (tmp_path / "none.svm").write_text("")
     for size in (1, 2):
         run(JOB, size, tmp_path)
     alone = torch.load(tmp_path / "found-1-0.pt")

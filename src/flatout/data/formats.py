@@ -29,6 +29,7 @@ NO_LIMIT = 2**62
 # Formats whose sources can leave bad rows out.
 SKIPPING = ("libsvm", "tfrecord", "criteo", "csv", "images")
 _TABLES = ("csv", "parquet", "arrow")
+_ARRAYS = ("idx", "npy", "npz", "hdf5")
 
 _SUFFIXES = {
     **dict.fromkeys((".svm", ".libsvm", ".svmlight"), "libsvm"),
@@ -203,10 +204,10 @@ def open_files(
         raise DataError(f"rows of {kind} cannot be skipped: on_error is for {', '.join(SKIPPING)}")
     if kind in _TABLES:
         return _open_table(source, paths, arguments, without_text)
+    if kind in _ARRAYS and schema is not None:
+        raise DataError(f"files of {kind} say themselves what they hold; found a schema as well")
     if kind in ("idx", "rows"):
         return _open_folder(kind, paths, schema)
-    if kind in ("npz", "hdf5") and schema is not None:
-        arguments.update(_names_of(schema, kind))
     return source(paths, **arguments)
 
 
@@ -244,8 +245,6 @@ def _open_folder(kind: str, paths: Paths, schema: Given | None) -> Pipeline:
 
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if kind == "idx":
-        if schema is not None:
-            raise DataError("IDX files say themselves what they hold; found a schema as well")
         return Pipeline(idx(given[0] if len(given) == 1 else (given[0], given[1])))
     if len(given) != 1:
         raise DataError(
@@ -253,15 +252,3 @@ def _open_folder(kind: str, paths: Paths, schema: Given | None) -> Pipeline:
             do="read several with flatout.data.mix",
         )
     return rows(os.path.expanduser(os.fspath(given[0])), schema=schema)
-
-
-def _names_of(given: Given, kind: str) -> dict[str, Any]:
-    from flatout.data.schema import as_schema
-
-    schema = as_schema(given, kind)
-    weights = [column.name for column in schema.of_role("weight")]
-    return {
-        "inputs": [column.name for column in schema.of_role("input")],
-        "targets": [column.name for column in schema.of_role("target")] or None,
-        "weight": weights[0] if weights else None,
-    }
