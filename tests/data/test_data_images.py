@@ -429,14 +429,6 @@ def test_reduced_by_halves_and_never_below_the_result(stored, size, resize, expe
     assert image_decode.scratch_bytes(header, look) == 3 * expected[0] * expected[1]
 
 
-def test_reduced_decode_of_small_images_changes_nothing(pets):
-    reduced = rows(pets, size=100, reduced=True)
-    np.testing.assert_array_equal(pixels(reduced), pixels(rows(pets, size=100)))
-    assert reduced.notes() == [
-        "reduced decode changes nothing here: no JPEG is large enough for it"
-    ]
-
-
 # -- without the fast libraries --------------------------------------------------------------
 
 
