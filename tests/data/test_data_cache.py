@@ -3,7 +3,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -54,15 +53,6 @@ def test_what_another_process_made_is_there(tmp_path):
     assert all(map(same, epochs(pipeline), epochs(plain())))
     assert len(source.taken) <= 100  # the probe that tells the size
     assert "on the disk already" in "".join(pipeline.notes())
-
-
-def test_what_a_kill_left_in_a_whole_folder_goes_with_its_next_use():
-    epochs(plain().cache("disk"), 1)
-    (whole,) = (Path(os.environ["FLATOUT_CACHE"]) / "rows").glob("[!.]*")
-    for name in ("begun.json", "filled.log"):
-        (whole / name).touch()
-    plain().cache("disk").peek(1)
-    assert sorted(os.listdir(whole)) == ["lock", "meta.json", "ragged-0.bin", "rows.bin"]
 
 
 def test_other_data_have_a_cache_of_their_own():
@@ -163,44 +153,6 @@ def test_two_processes_do_not_fill_the_same_folder(tmp_path):
     Filling(tmp_path / "rows", layout_of(block.columns), 40, "digest").close()
 
 
-def test_filling_goes_on_after_what_was_flushed(tmp_path):
-    block = filled_block()
-    layout = layout_of(block.columns)
-    from flatout.data.block import take
-
-    filling = Filling(tmp_path / "rows", layout, 40, "digest")
-    first = np.arange(0, 40, 2)
-    filling.put(first, dict(take(block, first).columns))
-    filling.flush()
-    filling.put(np.array([1]), dict(take(block, np.array([1])).columns))
-    filling._lock.close()  # as if it had been killed: what was not flushed is not in the log
-    again = Filling(tmp_path / "rows", layout, 40, "digest")
-    assert np.flatnonzero(again.filled).tolist() == first.tolist()
-    again.close()
-    other = Filling(tmp_path / "rows", layout, 40, "other data")
-    assert other.found == 0
-    other.close()
-
-
-@pytest.mark.parametrize("damage", ["rows", "log"])
-def test_damaged_entries_are_not_taken_over(tmp_path, damage):
-    block = filled_block()
-    layout = layout_of(block.columns)
-    filling = Filling(tmp_path / "rows", layout, 40, "digest")
-    filling.put(np.arange(40), dict(block.columns))
-    filling.close()
-    path = tmp_path / "rows.part" / ("rows.bin" if damage == "rows" else "filled.log")
-    data = bytearray(path.read_bytes())
-    if damage == "rows":
-        data[0] ^= 255
-    else:
-        data = data[:-3]
-    path.write_bytes(data)
-    again = Filling(tmp_path / "rows", layout, 40, "digest")
-    assert again.found == 0
-    again.close()
-
-
 def test_a_damaged_folder_is_named(tmp_path):
     block = filled_block()
     filling = Filling(tmp_path / "rows", layout_of(block.columns), 40, "digest")
@@ -225,10 +177,7 @@ SCRIPT = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from data_made_up import MadeUp
-from flatout.data.execution import row_folder
 from flatout.data.pipeline import Pipeline
-
-row_folder._FLUSH_S = 0.05
 
 class Slow(MadeUp):
     def take(self, numbers, buffers):
@@ -242,27 +191,17 @@ for batch in pipeline.batches(0):
 """
 
 
-@pytest.mark.parametrize("after_s", [0.3, 0.7])
-def test_a_kill_loses_nothing_that_was_flushed(tmp_path, after_s):
+def test_what_a_killed_process_filled_is_begun_again(tmp_path):
     here = str(Path(__file__).parent)
     killed = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, here], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     assert killed.stdout is not None
     killed.stdout.readline()
-    time.sleep(after_s)
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
     killed.stdout.close()
     (part,) = (Path(os.environ["FLATOUT_CACHE"]) / "rows").glob("*.part")
-    logged = part / "filled.log"
-    source = MadeUp(2000)
-    pipeline = Pipeline(source).shuffle(seed=1).batch(8).cache("disk")
-    (cache,) = pipeline._built.caches
-    assert cache._filling is not None
-    found = cache._filling.found
-    assert found > 0
-    assert found * 8 <= logged.stat().st_size
-    source.taken.clear()
+    pipeline = Pipeline(MadeUp(2000)).shuffle(seed=1).batch(8).cache("disk")
     assert all(map(same, epochs(pipeline, 2), epochs(plain(MadeUp(2000)), 2)))
-    assert len(source.taken) == 2000 - found
+    assert not part.exists()

@@ -172,7 +172,7 @@ def test_a_damaged_description_of_rows(tmp_path, damage):
         RowFolder(folder)
 
 
-def test_a_kill_while_a_folder_is_finished_loses_nothing(tmp_path, monkeypatch):
+def test_a_folder_whose_maker_was_killed_at_the_end_is_made_again(tmp_path, monkeypatch):
     columns = {"x": np.arange(50, dtype=np.int64)}
 
     def begin():
@@ -191,7 +191,8 @@ def test_a_kill_while_a_folder_is_finished_loses_nothing(tmp_path, monkeypatch):
                 filling.finish(None, {})
         filling.close()
         filling = begin()
-        assert filling.found == 50
+        assert not filling.filled.any()
+        filling.put(np.arange(50), columns)
     assert filling.finish(None, {}) == tmp_path / "kept"
     filling.close()
     assert sorted(os.listdir(tmp_path / "kept")) == ["lock", "meta.json", "rows.bin"]

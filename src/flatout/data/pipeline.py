@@ -516,8 +516,8 @@ class Pipeline(Staged["Pipeline"]):
         normalization = self.normalization
         if normalization is not None:
             return map(normalization.batch, self.in_bytes.claimed(epoch, claims, features))
-        made = self._program.claimed(epoch, claims, features)
-        return self._flushing(made) if self._built.caches else made
+        made: Iterator[Batch] = self._program.claimed(epoch, claims, features)
+        return made
 
     def batches(
         self, epoch: int, start_step: int = 0, features: FeatureRows | None = None
@@ -545,14 +545,7 @@ class Pipeline(Staged["Pipeline"]):
         made = self._program.batches(epoch, start_step, *([features] if has_rows else []))
         if self.prefetches is not None:
             made = prefetch(made, torch.device(self.prefetches.device), self.prefetches.depth)
-        return self._flushing(made) if self._built.caches else made
-
-    def _flushing(self, made: Iterator[Batch]) -> Iterator[Batch]:
-        try:
-            yield from made
-        finally:
-            for cache in self._built.caches:
-                cache.flush()
+        return made
 
     def expect_epochs(self, total: int | None) -> None:
         """Say how many epochs the run has in all: processes that cost more than they save in

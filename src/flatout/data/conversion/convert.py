@@ -63,8 +63,8 @@ def convert(
     Shards are called `name-00000-of-00012.tfrecord`, hold equally many rows, give or take one, and
     are whole or absent. Beside them lie a manifest with their checksums, `_name.tfrecord.json`, and
     the schema that reads them, `_name.tfrecord.toml`. After a kill, the same call goes on after the
-    shards that are done; a row cache goes on after the rows of at most 5 s before. The same data
-    and settings give the same bytes.
+    shards that are done; a row cache is begun again. The same data and settings give the same
+    bytes.
 
     Image folders become TFRecord shards of the files as they are: `image`, `label` and `path`. In
     other formats, and from a Pipeline, images are written decoded.
@@ -226,11 +226,11 @@ def _to_rows(
     settings = {**job.settings, "version": _VERSION}
     total = len(job.numbers)
     pieces = pieces_of([total], job.probe, folder.PIECE_BYTES)
-    result = total
-    with disk(path.parent, lambda: "what was flushed to the disk stays"):
-        if not folder.is_there(path, settings, overwrite):
+    with disk(path.parent, lambda: "nothing of it stays"):
+        is_there = folder.is_there(path, settings, overwrite)
+        if not is_there:
             with showing("converting", total, progress) as tell:
-                result = folder.write_rows(
+                folder.write_rows(
                     path,
                     layout_of(job.probe.columns),
                     schema,
@@ -240,7 +240,7 @@ def _to_rows(
                     tell,
                     job.notes,
                 )
-    return Converted.of_folder(path, total, result, began)
+    return Converted.of_folder(path, total, total if is_there else 0, began)
 
 
 def _encoded_bytes(writer: Writer, job: Conversion) -> int:

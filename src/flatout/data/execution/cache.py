@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -19,7 +19,7 @@ from flatout.cache_folder import cache_folder, kind_folder
 from flatout.data.block import Block, Numbers, Ragged, Values, as_ragged, join, take
 from flatout.data.buffers import Buffers
 from flatout.data.execution.digests import digest_of
-from flatout.data.execution.row_folder import Filling, RowFolder, remove_leftovers
+from flatout.data.execution.row_folder import Filling, RowFolder
 from flatout.data.execution.row_store import MemoryArena, RowStore, layout_of, row_bytes
 from flatout.data.execution.samples import Costs, IsWanted, LentRows, Samples, first_good
 from flatout.data.execution.turns import Turns
@@ -47,7 +47,6 @@ class Cached:
         *,
         budget: int | None = None,
         folder: Path | None = None,
-        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.inner = inner
         self.rows = inner.rows
@@ -70,7 +69,7 @@ class Cached:
         self.bytes = int(row_bytes(probe) * len(numbers))
         self.where_kept, reason = self._choose(where, budget, folder)
         self.reason = reason + self.reason
-        self._open(probe, folder, say)
+        self._open(probe, folder)
 
     def _choose(self, where: Where, budget: int | None, folder: Path | None) -> tuple[Where, str]:
         room = int(available_bytes() * _SHARE) if budget is None else budget
@@ -113,7 +112,7 @@ class Cached:
                 self._name = digest_of(self._name, self._numbers.tobytes().hex())
         return base / self._name
 
-    def _open(self, probe: Block, folder: Path | None, say: Callable[[str], None]) -> None:
+    def _open(self, probe: Block, folder: Path | None) -> None:
         layout = layout_of(probe.columns)
         if self.where_kept == "memory":
             arenas = [MemoryArena(field.dtype) for field in layout.fields if field.ragged]
@@ -123,7 +122,6 @@ class Cached:
         target = self._on_disk(folder)
         if target.exists():
             self._store = RowFolder(target).store
-            remove_leftovers(target)
             self._filled[:] = True
             self._missing = 0
             return
@@ -138,11 +136,6 @@ class Cached:
             return
         self._store = self._filling.store
         self._filled = self._filling.filled
-        self._missing = len(self._filled) - self._filling.found
-        if self._filling.found:
-            say(f"cache: going on after {self._filling.found:,} of {len(self._filled):,} samples")
-        if self._missing == 0:
-            self._finish()
 
     @property
     def form(self) -> Form:
@@ -269,13 +262,6 @@ class Cached:
         self._filling.close()
         self._filling = None
         self._store = RowFolder(target).store
-
-    def flush(self) -> None:
-        """Make what is kept by now last, such as at an epoch's end."""
-        with self._lock:
-            if self._filling is not None:
-                with _disk_errors_explained(self._filling.part):
-                    self._filling.flush()
 
     def where(self, number: int) -> str:
         return self.inner.where(number)

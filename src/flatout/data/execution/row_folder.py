@@ -4,23 +4,17 @@
     ragged-0.bin     values of the first ragged column, and so on
     meta.json        layout, number of rows, form, digest, checksums; written last
 
-While a folder is being filled its name ends in `.part`, and `filled.log` holds which rows are on
-the disk for good: each entry is written after their bytes were flushed, and carries their checksum.
-A process that is killed loses what was not in the log yet, and nothing else.
+While a folder is being filled its name ends in `.part`.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import mmap
 import os
 import shutil
-import struct
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,23 +26,17 @@ from flatout.atomic_file import atomic_write, flush_folder
 from flatout.data.block import Block, Numbers, Values
 from flatout.data.buffers import Buffers
 from flatout.data.checksums import Checksums, Verified, sealed, unsealed
-from flatout.data.execution.row_store import PLACE, Arena, Field, Layout, RowStore, fetch
+from flatout.data.execution.row_store import PLACE, Arena, Field, Layout, RowStore
 from flatout.data.form import Form, Leaf
 from flatout.errors import DataError, as_data_error
-from flatout.kernels import crc32c
 
 Opener: TypeAlias = Callable[[str, int], int]
 
 VERSION = 2
-_ENTRY = struct.Struct("<II")
 _DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError, RecursionError)
 _AGAIN = "the folder is damaged: delete it and make it again"
 # Bytes that are compared in one go, a whole number of blocks.
 _VERIFIED = 64 << 20
-# What may be lost to a kill: rows that came in this time.
-_FLUSH_S = 5.0
-# What a process needs that goes on after a kill, and a whole folder does not.
-_TO_GO_ON = ("begun.json", "filled.log")
 
 
 class FileArena:
@@ -85,18 +73,17 @@ class FileArena:
 
 
 class Filling:
-    """A folder that is being filled, by this process alone.
+    """A folder that is being filled, by this process alone. What a killed process left is removed.
 
     Attributes:
         store: the rows.
         filled: bool of shape (rows,): which are there.
-        found: how many were there already, from a run before.
     """
 
     def __init__(
         self, target: Path, layout: Layout, rows: int, digest: str, *, private: bool = False
     ) -> None:
-        self.target = target
+        self.target, self._digest = target, digest
         self._opener = opener = cache_folder.private if private else None
         self.part = target.with_name(target.name + ".part")
         self.part.parent.mkdir(parents=True, exist_ok=True)
@@ -109,16 +96,15 @@ class Filling:
             )
         self._lock = open(self.part / "lock", "w", opener=opener)  # noqa: SIM115
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.digest = digest
-        begun = {"version": VERSION, "rows": rows, "digest": digest, **_layout_words(layout)}
-        self._begin(begun)
-        self._rows_file = open(self.part / "rows.bin", "r+b", buffering=0)  # noqa: SIM115
+        for old in self.part.iterdir():
+            if old.name != "lock":
+                old.unlink()
+        self._rows_file = open(self.part / "rows.bin", "w+b", buffering=0, opener=opener)  # noqa: SIM115
         # The rows are written through mapped memory, where a full disk kills the process: so their
         # place is taken now.
         os.posix_fallocate(self._rows_file.fileno(), 0, rows * layout.stride)
-        mapped = mmap.mmap(self._rows_file.fileno(), rows * layout.stride)
-        matrix = np.frombuffer(mapped, np.uint8).reshape(rows, layout.stride)
-        self._mapped = mapped
+        self._mapped = mmap.mmap(self._rows_file.fileno(), rows * layout.stride)
+        matrix = np.frombuffer(self._mapped, np.uint8).reshape(rows, layout.stride)
         ragged = [field for field in layout.fields if field.ragged]
         self._arenas = [
             FileArena(self.part / f"ragged-{i}.bin", field.dtype, opener)
@@ -126,91 +112,23 @@ class Filling:
         ]
         self.store = RowStore(layout, matrix, self._arenas)
         self.filled = np.zeros(rows, bool)
-        self._log = open(self.part / "filled.log", "a+b", buffering=0, opener=opener)  # noqa: SIM115
-        self._replay()
-        self.found = int(self.filled.sum())
-        self._pending: list[tuple[Numbers, int]] = []
-        self._flushed = time.monotonic()
-
-    def _begin(self, begun: dict[str, Any]) -> None:
-        with suppress(OSError, ValueError):
-            if json.loads((self.part / "begun.json").read_text()) == begun:
-                return
-        for old in self.part.iterdir():
-            if old.name != "lock":
-                old.unlink()
-        with open(self.part / "rows.bin", "wb", opener=self._opener) as file:
-            file.truncate(begun["rows"] * begun["stride"])
-        with open(self.part / "begun.json", "w", opener=self._opener) as file:
-            file.write(json.dumps(begun))
-
-    def _replay(self) -> None:
-        """Take over the rows of the log whose bytes are what was written."""
-        self._log.seek(0)
-        content = self._log.read()
-        at = 0
-        while at + _ENTRY.size <= len(content):
-            count, checksum = _ENTRY.unpack_from(content, at)
-            end = at + _ENTRY.size + 8 * count
-            if end > len(content):
-                break
-            slots = np.frombuffer(content, np.int64, count, at + _ENTRY.size)
-            if not self._whole(slots, checksum):
-                break
-            self.filled[slots] = True
-            at = end
-        self._log.truncate(at)
-
-    def _whole(self, slots: Numbers, checksum: int) -> bool:
-        if len(slots) and not (int(slots.min()) >= 0 and int(slots.max()) < len(self.filled)):
-            return False
-        rows = self.store.rows[slots]
-        return self._checksum(rows) == checksum
-
-    def _checksum(self, rows: npt.NDArray[np.uint8]) -> int:
-        checksum = crc32c(rows)
-        ragged = [field for field in self.store.layout.fields if field.ragged]
-        for field, arena in zip(ragged, self._arenas, strict=True):
-            raw = np.ascontiguousarray(rows[:, field.offset : field.offset + field.width])
-            places = raw.view(PLACE)[:, 0]
-            starts, lengths = places["start"], places["length"]
-            ends = starts + lengths
-            if min(starts.min(initial=0), lengths.min(initial=0)) < 0 or (
-                ends.max(initial=0) > len(arena.values())
-            ):
-                return checksum
-            checksum = crc32c(fetch(places, arena).values, checksum)
-        return checksum
 
     def put(self, slots: Numbers, columns: dict[str, Values]) -> None:
-        """Keep rows; they are safe after the next `flush`."""
-        packed = self.store.put(slots, columns)
-        self._pending.append((slots.copy(), self._checksum(packed)))
+        """Keep rows."""
+        self.store.put(slots, columns)
         self.filled[slots] = True
-        if time.monotonic() - self._flushed > _FLUSH_S:
-            self.flush()
-
-    def flush(self) -> None:
-        """Bring the rows to the disk, and then into the log."""
-        pending, self._pending = self._pending, []
-        if pending:
-            self._mapped.flush()
-            os.fsync(self._rows_file.fileno())
-            for arena in self._arenas:
-                arena.flush()
-            entries = [_ENTRY.pack(len(s), checksum) + s.tobytes() for s, checksum in pending]
-            self._log.write(b"".join(entries))
-            os.fsync(self._log.fileno())
-        self._flushed = time.monotonic()
 
     def finish(self, form: Form | None, extra: dict[str, Any]) -> Path:
         """Make the whole folder what its name promises; returns the folder."""
-        self.flush()
+        self._mapped.flush()
+        os.fsync(self._rows_file.fileno())
+        for arena in self._arenas:
+            arena.flush()
         names = ["rows.bin", *(f"ragged-{i}.bin" for i in range(len(self._arenas)))]
         meta = {
             "version": VERSION,
             "rows": len(self.filled),
-            "digest": self.digest,
+            "digest": self._digest,
             **_layout_words(self.store.layout),
             "form": None if form is None else [_tree_words(tree) for tree in form],
             "files": {name: Checksums.of(self.part / name).words() for name in names},
@@ -224,21 +142,11 @@ class Filling:
             return self.target
         os.rename(self.part, self.target)
         flush_folder(self.target.parent)
-        # Only now: the one who is killed before goes on with them.
-        remove_leftovers(self.target)
         return self.target
 
     def close(self) -> None:
-        with suppress(OSError):
-            self.flush()
+        """Let others fill it."""
         self._lock.close()
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove from a whole folder what its filling has left, where that was killed at its end."""
-    for name in _TO_GO_ON:
-        with suppress(OSError):
-            (folder / name).unlink()
 
 
 class RowFolder:

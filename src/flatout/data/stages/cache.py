@@ -61,9 +61,7 @@ class Cache(Stage):
                 "batches of each epoch are others"
             )
         folder = None if self.folder is None else Path(self.folder)
-        cached = Cached(
-            kept, plan.numbers, self.where, budget=plan.options.memory, folder=folder, say=plan.say
-        )
+        cached = Cached(kept, plan.numbers, self.where, budget=plan.options.memory, folder=folder)
         plan.samples = cached
         for item in behind:
             plan.samples = item.over(plan.samples)

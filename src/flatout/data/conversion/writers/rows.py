@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ import numpy as np
 
 from flatout import unfinished
 from flatout.atomic_file import flush_folder
-from flatout.data.block import Block, take
+from flatout.data.block import Block
 from flatout.data.conversion.passes import Piece
 from flatout.data.conversion.shards import Tell, differences
 from flatout.data.execution.digests import digest_of
-from flatout.data.execution.row_folder import Filling, RowFolder, read_meta, remove_leftovers
+from flatout.data.execution.row_folder import Filling, RowFolder, read_meta
 from flatout.data.execution.row_store import Layout
 from flatout.data.schema import Schema
 from flatout.errors import DataError
@@ -36,21 +36,16 @@ def is_there(target: Path, settings: dict[str, Any], overwrite: bool) -> bool:
     if target.exists():
         result = _settings(target)
         if result == settings and _is_good(target):
-            # What a kill has left that came when the folder had its name already.
-            remove_leftovers(target)
             _remove_old(target)
             return True
         if not overwrite and result != settings:
-            raise _refusal(target, result, settings, "is here already")
+            raise _refusal(target, result, settings)
         if result is None and not _was_written(target):
             raise DataError(
                 "only what Flatout has written is overwritten, and this is something else",
                 where=str(target),
                 do="move it elsewhere, or choose another target",
             )
-    state = _begun(target)
-    if state not in (None, settings) and not overwrite:
-        raise _refusal(target, state, settings, "was begun here")
     return False
 
 
@@ -69,17 +64,6 @@ def _was_written(target: Path) -> bool:
     return not names or {"meta.json", "rows.bin"} <= names
 
 
-def _begun(target: Path) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError):
-        data = json.loads(_begun_path(target).read_text())
-        return data if isinstance(data, dict) else None
-    return None
-
-
-def _begun_path(target: Path) -> Path:
-    return target.with_name(target.name + ".part") / "settings.json"
-
-
 def _is_good(target: Path) -> bool:
     try:
         RowFolder(target).verify()
@@ -88,12 +72,12 @@ def _is_good(target: Path) -> bool:
     return True
 
 
-def _refusal(
-    target: Path, found: dict[str, Any] | None, settings: dict[str, Any], state: str
-) -> DataError:
-    what = f"something else {state}" if found is None else f"another conversion {state}: "
+def _refusal(target: Path, found: dict[str, Any] | None, settings: dict[str, Any]) -> DataError:
+    what = "something else is here already"
+    if found is not None:
+        what = f"another conversion is here already: {differences(found, settings)}"
     return DataError(
-        what if found is None else what + differences(found, settings),
+        what,
         where=str(target),
         do="choose another target, convert with the same settings, or pass overwrite (--overwrite)",
     )
@@ -108,15 +92,19 @@ def write_rows(
     blocks: Callable[[Sequence[Piece]], Iterator[Block]],
     tell: Tell,
     notes: Callable[[], list[str]],
-) -> int:
-    """Fill the folder, going on after what is in its log; returns how many rows were there."""
-    total = pieces[-1].stop
-    filling = _filling(target, layout, total, settings)
+) -> None:
+    """Fill the folder."""
+    digest = digest_of(json.dumps(settings, sort_keys=True))
+    try:
+        filling = Filling(target, layout, pieces[-1].stop, digest)
+    except BlockingIOError as error:
+        raise DataError(
+            "another process is writing this folder",
+            where=str(target),
+            do="wait for it, or choose another target",
+        ) from error
     with closing(filling):
-        result = filling.found
-        missing = [piece for piece in pieces if not filling.filled[piece.start : piece.stop].all()]
-        made = result
-        for piece, block in zip(missing, blocks(missing), strict=True):
+        for piece, block in zip(pieces, blocks(pieces), strict=True):
             if len(block) < piece.stop - piece.start:
                 raise DataError(
                     f"{piece.stop - piece.start - len(block):,} rows could not be made, and the "
@@ -124,35 +112,12 @@ def write_rows(
                     where=str(target),
                     do="remove or mend these rows, or convert to TFRecord or Parquet",
                 )
-            slots = np.arange(piece.start, piece.stop)
-            new = np.flatnonzero(~filling.filled[slots])
-            filling.put(slots[new], dict(take(block, new).columns))
-            made += len(new)
-            tell(made, "safe every 5 s")
+            filling.put(np.arange(piece.start, piece.stop), dict(block.columns))
+            tell(piece.stop, "")
         old = _make_room(target)
-        _begun_path(target).unlink()
         filling.finish(None, {"schema": schema.dumps(), "settings": settings, "notes": notes()})
     flush_folder(target.parent)
     _remove_old(target, old)
-    return result
-
-
-def _filling(target: Path, layout: Layout, total: int, settings: dict[str, Any]) -> Filling:
-    digest = digest_of(json.dumps(settings, sort_keys=True))
-    try:
-        filling = Filling(target, layout, total, digest)
-    except BlockingIOError as error:
-        raise DataError(
-            "another process is writing this folder",
-            where=str(target),
-            do="wait for it, or choose another target",
-        ) from error
-    try:
-        _begun_path(target).write_text(json.dumps(settings))
-    except BaseException:
-        filling.close()
-        raise
-    return filling
 
 
 def _make_room(target: Path) -> Path | None:
