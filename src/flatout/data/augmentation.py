@@ -42,8 +42,6 @@ class Augmentation:
         flip: mirrors half of the images; "both" does so in each direction, independently.
         rotate: 90 turns by 0, 1, 2 or 3 quarters.
         brightness: how far from 1 its factor is drawn, on either side; 0 leaves it.
-        contrast: the same.
-        saturation: the same.
         cutout: side of a square of zeros at a random place; what reaches beyond the image is lost.
         views: how many different results a sample can have; None: as many as there are.
     """

@@ -33,7 +33,6 @@ class KeptFeatures(NamedTuple):
     """Samples of a batch whose features are kept.
 
     Attributes:
-        values: their features.
         rows: their places in the batch, int64 of shape (samples,), ascending.
     """
 

@@ -18,7 +18,6 @@ class Ragged(NamedTuple):
     """Rows of different lengths, one after the other.
 
     Attributes:
-        values: of shape (total,).
         offsets: int64 of shape (rows + 1,); row i is `values[offsets[i]:offsets[i + 1]]`.
     """
 

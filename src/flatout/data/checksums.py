@@ -24,9 +24,7 @@ class Checksums(NamedTuple):
     """The CRC-32C of each block of a file.
 
     Attributes:
-        size: of the file, in bytes.
         block: bytes of each block, a power of two; the last may be shorter.
-        crc32c: int64 of shape (blocks,).
     """
 
     size: int
@@ -61,12 +59,7 @@ class Verified:
     """A file whose blocks are compared with their checksums. Several threads may call at once.
 
     Args:
-        name: of the file, for people.
-        sums: what it should have.
         do: what to do where a block differs.
-
-    Attributes:
-        done: whether all blocks were compared.
     """
 
     def __init__(self, name: str, sums: Checksums, do: str) -> None:

@@ -24,8 +24,6 @@ class Split(NamedTuple):
     """Rows found in a buffer.
 
     Attributes:
-        starts: where rows begin, int64.
-        ends: where they end, int64.
         consumed: bytes from the buffer's begin that are dealt with; the rest is a row's begin.
         problem: what is wrong at byte `consumed`, where no further row can be found, or "".
     """
@@ -40,11 +38,8 @@ class Encoded(NamedTuple):
     """Rows as a file has them.
 
     Attributes:
-        buffer: holds them.
         starts: where each begins in the buffer, int64.
-        ends: where each ends, int64.
         numbers: what each is called in a block, int64.
-        where: names a row's place.
     """
 
     buffer: Bytes

@@ -14,11 +14,7 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class Draws:
-    """A sequence of random numbers for each of some samples.
-
-    Attributes:
-        rows: how many samples.
-    """
+    """A sequence of random numbers for each of some samples."""
 
     def __init__(self, numbers: Numbers, *key: int | Numbers) -> None:
         state = np.zeros(1, np.uint64)

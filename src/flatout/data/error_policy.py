@@ -14,11 +14,7 @@ _TOLD, _KNOWN = 5, 100
 
 
 class ErrorPolicy:
-    """What to do about bad rows. Several threads may call at once.
-
-    Attributes:
-        count: how many are skipped.
-    """
+    """What to do about bad rows. Several threads may call at once."""
 
     def __init__(self, on_error: OnError = "fail", max_errors: int = 100) -> None:
         if on_error not in ("fail", "skip"):

@@ -52,9 +52,7 @@ class File:
     """A file of this machine.
 
     Attributes:
-        path: where its bytes are.
         name: what the user calls it; for messages.
-        size: in bytes, when it was found.
         mtime_ns: when it was last written, when it was found.
     """
 

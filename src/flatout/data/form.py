@@ -25,7 +25,6 @@ class Leaf:
 
     Attributes:
         column: the column that it is made of.
-        pad: what ragged rows are padded with.
         is_lengths: True for the lengths of a ragged column's rows instead of their values.
     """
 
@@ -43,8 +42,6 @@ class Form(NamedTuple):
 
     Attributes:
         inputs: a Leaf, or a tuple or dict of them.
-        targets: as `inputs`, or None.
-        weight: a Leaf or None.
     """
 
     inputs: Tree

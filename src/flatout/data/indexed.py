@@ -50,11 +50,9 @@ class Index(NamedTuple):
     """Where the rows of some files are, as if the files were one after the other.
 
     Attributes:
-        starts: int64 of shape (rows,).
         sizes: bytes of each row, int64 of shape (rows,).
         lengths: of the ragged columns, int64 of shape (rows,) each.
         facts: from the survey; over all files the lowest or the highest, as `_merged` says.
-        notes: what was skipped.
     """
 
     starts: Numbers

@@ -37,9 +37,6 @@ class Pipe:
 
     Args:
         first_word_s: seconds of waiting before the first line about it.
-
-    Attributes:
-        name: what was opened.
     """
 
     def __init__(

@@ -65,7 +65,6 @@ class FirstSamples:
     """Samples where stages begin.
 
     Attributes:
-        samples: of the source.
         order: their own; None where it is that of their numbers.
         direct: gives batches of them as they are, in a quicker way than by samples.
     """
@@ -80,9 +79,6 @@ class Built:
     """What runs over rows by number, and why.
 
     Attributes:
-        plan: what the stages make of them.
-        program: gives the batches.
-        cut: how rows become batches.
         rows_to_cut: the rows of all ranks that batches are cut from: of an epoch, or of one pass
             where each pass ends with its own last batch.
     """

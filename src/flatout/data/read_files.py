@@ -16,7 +16,6 @@ class FilesRead:
     """Files in figures.
 
     Attributes:
-        files: how many.
         bytes: in all; None where there are too many files to ask.
         newest: when the newest was last written, in Unix seconds; None likewise.
     """

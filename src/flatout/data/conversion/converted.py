@@ -24,13 +24,7 @@ SHARD_BYTES = 128 << 20
 
 
 class ShardSizes(NamedTuple):
-    """How a user wants shards; at most one of these.
-
-    Attributes:
-        shards: how many there are.
-        rows: the most rows in one.
-        bytes: about how large one is.
-    """
+    """How a user wants shards; at most one of these."""
 
     shards: int | None = None
     rows: int | None = None
@@ -66,15 +60,9 @@ class Converted:
     """What was written. Its text is for people.
 
     Attributes:
-        to: the format.
-        files: the shards, or the folder.
-        rows: in all of them.
-        bytes: that they take.
         found: rows that were there already, from a run that was stopped.
-        seconds: that it took.
         schema: the path of the schema that reads them; None where they know it themselves.
         read: a line of Python that reads them.
-        notes: what was left out.
     """
 
     to: str

@@ -39,14 +39,8 @@ class Conversion:
     """Rows to be converted.
 
     Attributes:
-        samples: makes them.
         numbers: which, in the order in which they are to be written.
         schema: of them as they are to be written; its format means nothing.
-        names: what the samples call its columns.
-        probe: some of them.
-        settings: what decides their bytes.
-        origin: where they come from.
-        describe: the same for people.
         alone: a function draws from the global generators: one thread makes all.
         told: what balancing has made of the classes.
     """

@@ -26,7 +26,6 @@ class Piece(NamedTuple):
     Attributes:
         part: of the whole, such as a shard.
         start: where they begin in the order of all rows.
-        stop: where they end.
     """
 
     part: int

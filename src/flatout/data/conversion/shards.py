@@ -79,9 +79,6 @@ class Shard(NamedTuple):
     """A shard that is whole.
 
     Attributes:
-        file: its name.
-        rows: how many it holds.
-        bytes: its size.
         crc32c: of all of them, as 8 hex digits.
     """
 
@@ -103,12 +100,7 @@ Tell: TypeAlias = Callable[[int, str], None]
 
 
 class CountedFile:
-    """A file that counts what is written to it. pyarrow writes to it as well.
-
-    Attributes:
-        bytes: so far.
-        crc: of all of them, so far.
-    """
+    """A file that counts what is written to it. pyarrow writes to it as well."""
 
     def __init__(self, file: IO[bytes] | None) -> None:
         self._file = file
@@ -140,9 +132,6 @@ class ShardFiles:
     """Where shards go, and what they are called there.
 
     Attributes:
-        folder: that they are in.
-        stem: what their names begin with.
-        suffix: what their names end with.
         count: how many there will be; None where no one knows yet.
     """
 
@@ -205,9 +194,7 @@ class Manifest:
 
     Attributes:
         settings: what decides the bytes of the shards.
-        schema: that reads them, as TOML.
         rows: how many there will be; None where no one knows yet.
-        complete: whether all shards are there.
         shards: those that are whole, in their order.
         notes: what was left out, such as bad rows.
     """

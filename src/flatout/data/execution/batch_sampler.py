@@ -27,16 +27,13 @@ class BatchSampler:
 
     Attributes:
         samples: rows in an epoch, of all ranks.
-        batch_size: rows of a global batch.
         order: gives the row numbers of an epoch.
         last: what becomes of a smaller last batch; "pad" fills it with its own first rows, which
             then weigh nothing.
         rank: whose part of each batch this is.
-        world_size: of how many.
         even_steps: where `samples` are this rank's own rows: over how many steps they are spread,
             so that all ranks, whose rows may be more or fewer, make equally many.
         shuffle: whether rows come otherwise than 0, 1, 2, ...
-        seed: of the orders.
         passes: equal parts of the epoch that each end with a separate last batch.
     """
 

@@ -22,8 +22,6 @@ def targets_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, 
 
     Args:
         samples: makes them, where their targets are not known otherwise.
-        numbers: of the rows.
-        what: wants them, for an error.
 
     Raises:
         DataError: samples have none, or several that differ in name or length.

@@ -32,11 +32,9 @@ class Tuner:
     The order of items does not depend on it.
 
     Attributes:
-        threads: how many may work now.
         waited: share of the time that the consumer waited, in the latest window.
         rate: batches a second, in the latest window.
         in_vain: whether another thread was tried and made nothing faster.
-        judged: whether there was a window yet.
         trials: what was tried, and what came of it.
     """
 

@@ -17,7 +17,6 @@ class Repay:
     """What a batch takes, made by threads and by processes.
 
     Args:
-        clock: returns seconds.
         start_s: the most seconds of their start: each imports the script and torch, and reads the
             data.
 

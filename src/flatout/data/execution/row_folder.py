@@ -76,7 +76,6 @@ class Filling:
     """A folder that is being filled, by this process alone. What a killed process left is removed.
 
     Attributes:
-        store: the rows.
         filled: bool of shape (rows,): which are there.
     """
 
@@ -153,10 +152,7 @@ class RowFolder:
     """A whole folder, to be read.
 
     Attributes:
-        meta: what its meta.json holds.
-        rows: how many rows there are.
         form: where inputs, targets and weights are, or None where a schema says.
-        store: the rows.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -216,11 +212,7 @@ class RowFolder:
 
 
 class _Bytes:
-    """A file of a folder, mapped; its blocks are compared with their checksums.
-
-    Attributes:
-        bytes: uint8 of shape (size,).
-    """
+    """A file of a folder, mapped; its blocks are compared with their checksums."""
 
     def __init__(self, path: Path, words: Any) -> None:
         self._path = path

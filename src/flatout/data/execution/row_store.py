@@ -30,12 +30,8 @@ class Field(NamedTuple):
     """A column's place in a row.
 
     Attributes:
-        name: of the column.
-        dtype: of its values.
         shape: of one row's values; () for ragged columns too.
         ragged: whether the row holds a place in an arena instead of values.
-        offset: in bytes from the row's begin.
-        width: in bytes.
         channels_last: whether the row holds (height, width, channels) instead of `shape`.
     """
 
@@ -49,12 +45,7 @@ class Field(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How rows are laid out.
-
-    Attributes:
-        fields: the columns.
-        stride: bytes of a row.
-    """
+    """How rows are laid out."""
 
     fields: tuple[Field, ...]
     stride: int

@@ -96,7 +96,6 @@ class LentRows(NamedTuple):
     """Some rows, of which columns that lie in memory were not copied.
 
     Attributes:
-        block: the rows, with their other columns.
         whole: the columns that were not copied, of all rows.
         places: which of these the rows are, int64 of shape (rows,).
     """

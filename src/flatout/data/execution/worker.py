@@ -36,11 +36,7 @@ class WorkerDied(DataError):
 
 
 class Worker:
-    """A process that makes batches. One thread at a time may ask it.
-
-    Attributes:
-        ready: whether it has started.
-    """
+    """A process that makes batches. One thread at a time may ask it."""
 
     def __init__(self, payload: bytes, name: str) -> None:
         self._payload, self._name = payload, name

@@ -40,8 +40,6 @@ class WorkerTrial(NamedTuple):
     """What was measured of the workers that are kept: seconds from one batch to the next.
 
     Attributes:
-        before_s: with what made them before.
-        after_s: with these workers.
         floor: by which share the windows before and after the trial differed.
     """
 
@@ -100,8 +98,6 @@ class WorkerTuner:
     """Decides between windows of batches who makes the next ones.
 
     Attributes:
-        workers: that make the next batches.
-        settled: the fastest so far.
         kept: what was measured of them; None where they are 0.
         plain_s: seconds from one batch to the next without workers, when that was last measured.
         left: batches of the run that are still to come.

@@ -22,7 +22,6 @@ class ColumnRange(NamedTuple):
 
     Attributes:
         low: the smallest value; NaN counts as none.
-        high: the largest.
         lengths: how many rows are how long, where they are ragged.
     """
 
@@ -35,12 +34,7 @@ class Labels(NamedTuple):
     """The targets of one block.
 
     Attributes:
-        rows: how many.
-        counts: of each value.
-        first: the first row's.
-        last: the last row's.
         changes: how often one row's differs from the row's before.
-        sum: of all.
     """
 
     rows: int
@@ -104,9 +98,6 @@ class ColumnCounts:
     """What is in all blocks, which come in their order.
 
     Attributes:
-        rows: how many.
-        bytes: that they take decoded.
-        columns: by name.
         labels: how often each comes; None where there is no target, or too many different ones.
     """
 

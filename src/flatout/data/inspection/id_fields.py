@@ -32,13 +32,8 @@ class FieldFacts:
     Attributes:
         name: the column, with the place in its rows where each place is a field: "ids[3]".
         values: how many ids there are, each as often as it comes.
-        ids: how many different ones.
-        once: of these, how many come once.
-        top: the most frequent id.
-        top_share: its share of the values.
         half: how many of the most frequent ids make half of the values.
         unknown_ids: how many of the ids the other data do not have; None where there are none.
-        unknown_share: their share of the values.
         todo: what the field wants in the schema, in words.
     """
 

@@ -21,11 +21,7 @@ class ColumnFacts:
     """What is in a column.
 
     Attributes:
-        name: of it.
-        kind: dtype and shape, in words.
-        role: what it is to the model.
         low: the smallest value in it; None where it holds none.
-        high: the largest.
         lengths: percentiles of the rows' lengths, where they are ragged.
     """
 

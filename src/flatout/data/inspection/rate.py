@@ -30,9 +30,6 @@ class ReadingRate:
     """The rate of some threads.
 
     Attributes:
-        threads: that made batches.
-        rows_per_s: in batches of tensors.
-        batches: over which it was measured.
         stages: milliseconds of one thread per batch, by stage.
     """
 
@@ -47,14 +44,9 @@ class Bench:
     """How fast an input is.
 
     Attributes:
-        describe: what was read.
-        rows: of all.
-        batch_size: rows of a batch.
         order: in which rows were read, in words.
         open_s: seconds until it was known how many rows there are.
         index: whether an index was built for that, "built", "found" or "none".
-        measured: with one thread, and with all.
-        notes: what else there is to know.
     """
 
     describe: str

@@ -28,10 +28,7 @@ class BadValue(Exception):
     """A value that is not as the schema says.
 
     Attributes:
-        row: of the table.
         what: the column, what was expected and found.
-        byte: of the row, where it begins.
-        do: advice to the user.
     """
 
     def __init__(self, row: int, what: str, byte: int = 0, do: str = "fix it") -> None:

@@ -64,10 +64,7 @@ class ColumnOptions:
     """What a user says about columns beside or instead of a schema.
 
     Attributes:
-        target: names of targets.
         inputs: names of inputs; None means all columns without another role.
-        weight: name of the weight.
-        unused: names of columns to leave out.
         default: what a missing value becomes, in all columns or by name; None is an error.
         categories: values of a column in the order of their numbers, by the column's name; None,
             or a column's name alone, where they are to be learned.

@@ -35,10 +35,7 @@ class FileBegin(NamedTuple):
     """A file's begin.
 
     Attributes:
-        file: which one.
-        text: its first bytes.
         rows: where rows are in them; the first may be a header.
-        first: the bytes of the first row.
     """
 
     file: File

@@ -71,9 +71,6 @@ class _Opened(NamedTuple):
 
     Attributes:
         begins: of the files, which are in UTF-8.
-        options: all of them.
-        dialect: that they tell.
-        names: of the columns.
         headers: the lines that may stand first in a file and are no rows.
         notes: what was found out, and is no matter of course.
     """

@@ -22,7 +22,6 @@ class Dialect(NamedTuple):
     """How rows are written.
 
     Attributes:
-        delimiter: between fields.
         quote: around fields that hold delimiters or newlines; doubled where it is meant itself.
             "" where quotes have no meaning.
         missing: texts that stand for a missing value.

@@ -38,7 +38,6 @@ class Fetch(Dataset[Any]):
 
     Attributes:
         whole: makes batches at once where that gives the same; None where it is not to be tried.
-        compares: whether batches are made both ways.
         watched: so many more batches are watched for random draws.
         draws: whether one of them drew from a global generator.
     """

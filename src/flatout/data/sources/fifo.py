@@ -37,13 +37,7 @@ _BLOCK_ROWS = 4096
 
 
 class PipePart(NamedTuple):
-    """Rows of one pipe.
-
-    Attributes:
-        block: those that are good.
-        records: how many there were.
-        ends_turn: whether it is another pipe's turn.
-    """
+    """Rows of one pipe."""
 
     block: Block
     records: int

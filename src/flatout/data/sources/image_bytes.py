@@ -30,7 +30,6 @@ class ImageBytes:
     Attributes:
         headers: what their headers say; an array with the fields of `image_header.Header`.
         classes: names of the class folders, sorted; () where there are none.
-        paths: of the files.
     """
 
     random = True

@@ -55,9 +55,7 @@ class ImageForm:
     """What images are to look like.
 
     Attributes:
-        size: height and width.
         resize: what becomes of another aspect: see `flatout.data.images`.
-        channels: 3 (RGB) or 1 (gray).
         reduced: decode a JPEG at a half, quarter or eighth of its size where that is enough.
     """
 

@@ -52,8 +52,6 @@ class Entry(NamedTuple):
 
     Attributes:
         key: its path within the folder that was named, or its own name; the same on any machine.
-        path: where it is on this machine.
-        name: for people.
         folder: its class: the first folder below the one that was named, or the folder that it is
             in where it was named itself; "" where there is none.
     """

@@ -44,11 +44,8 @@ class Header(NamedTuple):
 
     Attributes:
         height: in pixels, once the image is upright.
-        width: likewise.
         orientation: Exif's, 1 to 8: how the stored pixels are to be turned.
         plain_jpeg: a JPEG of one component (gray) or three.
-        bytes: its size as it is stored.
-        check: CRC-32 of the first 4096 bytes.
     """
 
     height: int

@@ -35,12 +35,10 @@ class ImageOptions(NamedTuple):
     """What is asked for.
 
     Attributes:
-        channels: 3 or 1.
         size: height and width, or None for that of the images.
         resize: how images come to that size; None: they must have it.
         reduced: decode JPEG reduced where that is enough.
         classes: in the order of their numbers; None for what the images' store calls them.
-        image: the role of the column `image`.
         label: the role of the column `label`; None where there are no classes.
     """
 

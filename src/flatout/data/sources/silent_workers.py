@@ -35,9 +35,7 @@ class Watched:
     memory of a batch from a worker and heeds no signal until that worker answers.
 
     Args:
-        loader: the DataLoader.
         patience_s: seconds from the begin of a wait to its first line.
-        say: prints the line.
     """
 
     def __init__(

@@ -178,7 +178,6 @@ class TableChunks:
     """Parts of tables in files. Follows `flatout.data.rows.Chunks`.
 
     Attributes:
-        files: the paths of the files.
         changes: keeps a line for each column in which reading has changed a value.
         file_rows: the first row of each file, followed by the number of all rows.
     """

@@ -17,12 +17,7 @@ from flatout.errors import DataError
 
 
 class DatasetRows:
-    """Samples of a Dataset by number; what they are is known once one was taken.
-
-    Attributes:
-        dataset: the user's.
-        rows: how many samples it has.
-    """
+    """Samples of a Dataset by number; what they are is known once one was taken."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

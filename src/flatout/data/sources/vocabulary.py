@@ -29,12 +29,7 @@ _ALIKE = "which look like numbers or dates"
 
 
 class Texts(NamedTuple):
-    """What a column of texts holds.
-
-    Attributes:
-        values: those that differ.
-        rows: that hold one.
-    """
+    """What a column of texts holds."""
 
     values: frozenset[Any]
     rows: int

@@ -26,9 +26,6 @@ class Shard(Stage):
     """A rank's part.
 
     Attributes:
-        rank: from 0.
-        world_size: how many ranks there are.
-        by: what is shared out.
         presharded: by what the rows here were split before, as it was written.
         beside: with `presharded`, which of how many ranks that have the same rows this is.
         steps: with `presharded`, batches in an epoch; None until the ranks have agreed.
