@@ -66,5 +66,6 @@ def fitted(
 
 def written(tmp_path, samples=30):
     x, y = images(samples)
-    done = flatout.data.convert(flatout.data.arrays(x, y), tmp_path / "x.tfrecord", progress=False)
+    source = flatout.data.Pipeline(flatout.data.arrays(x, y))
+    done = flatout.data.convert(source, tmp_path / "x.tfrecord", progress=False)
     return flatout.data.tfrecord(done.files, schema=done.schema).shuffle(seed=1)
