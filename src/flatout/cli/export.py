@@ -1,4 +1,4 @@
-"""`flatout export`: plain safetensors, .keras, or a torch.export program, from any checkpoint."""
+"""`flatout export`: plain safetensors, or a torch.export program, from any checkpoint."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ def export(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            help="A run, a checkpoint, .safetensors, a .pt, .pth, .bin or .ckpt of torch.save, or "
-            "Keras' .keras, .h5 or .weights.h5."
+            help="A run, a checkpoint, .safetensors, or a .pt, .pth, .bin or .ckpt of torch.save."
         ),
     ],
     target: Annotated[
         str | None,
         typer.Argument(
-            help="A name in .safetensors or .pt2 (of Keras .keras or .weights.h5), or a folder. "
-            "Default: beside the checkpoint."
+            help="A name in .safetensors or .pt2, or a folder. Default: beside the checkpoint."
         ),
     ] = None,
     key: Annotated[
@@ -87,7 +85,6 @@ def export(
         return
     if model is not None or inputs:
         raise typer.BadParameter("--model and --input are for a .pt2 target")
-    from flatout.save import is_keras_file
     from flatout.save.export import export as export_weights
 
     done = export_weights(
@@ -104,23 +101,9 @@ def export(
         typer.echo(printable(f"{done.sets} (--key KEY takes another)"))
     elif done.key:
         typer.echo(printable(f"weights: {done.key}"))
-    if is_keras_file(checkpoint):
-        wrapper = (
-            f"{done.stripped[0]}, which held the model as a layer" if done.stripped else "nothing"
-        )
-        typer.echo(printable(f"taken off: {wrapper}"))
-    else:
-        typer.echo(printable(f"taken off names: {' '.join(done.stripped) or 'nothing'}"))
+    typer.echo(printable(f"taken off names: {' '.join(done.stripped) or 'nothing'}"))
     if done.left_out:
         more = f", … {len(done.left_out) - 5:,} more" if len(done.left_out) > 5 else ""
         typer.echo(printable(f"left out: {', '.join(done.left_out[:5])}{more}"))
     typer.echo(printable(f"{done.target}  {done.tensors:,} tensors, {done.bytes:,} bytes"))
-    typer.echo(printable(f"load it: {_loading(done.target)}"))
-
-
-def _loading(target: str) -> str:
-    if target.endswith(".keras"):
-        return f"keras.saving.load_model({target!r})"
-    if target.endswith(".weights.h5"):
-        return f"model.load_weights({target!r})"
-    return f"safetensors.torch.load_file({target!r})"
+    typer.echo(printable(f"load it: safetensors.torch.load_file({done.target!r})"))

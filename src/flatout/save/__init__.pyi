@@ -11,7 +11,6 @@ from flatout.save.ids_file import ids_beside as ids_beside
 from flatout.save.ids_file import load_ids as load_ids
 from flatout.save.ids_file import save_ids as save_ids
 from flatout.save.in_use import InUse as InUse
-from flatout.save.keras_export import is_keras_file as is_keras_file
 from flatout.save.model_file import is_model_file as is_model_file
 from flatout.save.model_file import load_model as load_model
 from flatout.save.model_file import save_model as save_model

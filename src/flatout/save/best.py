@@ -35,14 +35,12 @@ class RunWeights:
     score: str
     weights: dict[str, Tensor] | None = field(default=None, repr=False)
 
-    def words(self) -> str:
-        """As a line: which, where, score."""
+    def describe(self) -> str:
         source = " (held by EarlyStopping)" if self.weights is not None else ""
         return f"{self.which}  {self.checkpoint}{source}  {self.score or 'no score'}"
 
 
 def kept_in(folder: Folder) -> list[RunWeights]:
-    """The best and the last of a folder of checkpoints: one of them where they are the same."""
     checkpoints = Checkpoints(folder.url)
     newest = checkpoints.latest()
     if newest is None:
@@ -72,7 +70,6 @@ def kept_in(folder: Folder) -> list[RunWeights]:
 
 
 def choose(kept: list[RunWeights], which: Which | None, where: str) -> RunWeights:
-    """The one asked for; without a wish the best where there is one."""
     if which == "last":
         return replace(kept[-1], which="last")
     if which == "best" and kept[0].which != "best":

@@ -126,7 +126,6 @@ class Checkpoints:
         self._model_copy, self._state_copy = Snapshot(), Snapshot()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._told_of_thread = False
 
     def check_writable(self) -> None:
         """Raise `CheckpointError` now, and not an hour later, if nothing can be written."""
@@ -189,14 +188,7 @@ class Checkpoints:
             self._thread = threading.Thread(
                 target=self._write_in_thread, args=job, name=f"flatout-save-{step}"
             )
-            try:
-                self._thread.start()
-            except RuntimeError as error:  # no thread can be started: this save waits for the disk
-                self._thread = None
-                if not self._told_of_thread:
-                    self._told_of_thread = True
-                    _log.warning("%s: checkpoints are written while training waits", error)
-                self._write(*job)
+            self._thread.start()
         else:
             self._write(*job)
         return name
@@ -279,7 +271,7 @@ class Checkpoints:
             self._write(*args)
         except BaseException as error:
             self._error = error
-            if not isinstance(error, LostPiece):  # that rank tells it
+            if not isinstance(error, LostPiece):  # that rank reports it
                 _log.error("saving failed: %s", error)
 
     def _claim_together(self, step: int) -> tuple[str, str]:
@@ -325,7 +317,6 @@ class Checkpoints:
     def _write_all(
         self, folder: Folder, name: str, mark: str, content: _Content
     ) -> dict[str, Written]:
-        """Write what the first rank does, and wait for the others' parts."""
         if self._pieces is None:
             return self._write_content(folder, name, content)
         try:
@@ -342,9 +333,9 @@ class Checkpoints:
         self, folder: Folder, name: str, mark: str, content: _Content, pieces: Pieces
     ) -> None:
         try:
-            pieces.tell(mark, self._write_content(folder, name, content))
+            pieces.report(mark, self._write_content(folder, name, content))
         except BaseException as error:
-            pieces.tell_failure(mark, error)
+            pieces.report_failure(mark, error)
             raise
 
     def _write_content(self, folder: Folder, name: str, content: _Content) -> dict[str, Written]:
@@ -437,9 +428,6 @@ class Checkpoints:
 
 
 def read_weights(folder: Folder) -> tuple[dict[str, Tensor], str, dict[str, str]]:
-    """The model's tensors alone, from the folder of one checkpoint, checked; their file, and the
-    text that goes with them.
-    """
     manifest = manifests.read(folder)
     where = folder.where(INDEX if INDEX in manifest.files else MODEL)
     tensors, metadata = _weights(folder, manifest)
@@ -447,7 +435,6 @@ def read_weights(folder: Folder) -> tuple[dict[str, Tensor], str, dict[str, str]
 
 
 def read_state(folder: Folder) -> Any:
-    """What was given as `state`, without the model, from the folder of one checkpoint, checked."""
     return _state(*_state_files(folder, manifests.read(folder)))[0]
 
 

@@ -1,4 +1,4 @@
-"""Export: plain safetensors or .keras under the model's own names, and programs of torch.export."""
+"""Export: plain safetensors under the module's own names, and programs of torch.export."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ from torch import Tensor, nn
 from flatout.errors import CheckpointError, ModelError
 from flatout.save.best import Which
 from flatout.save.checkpoint import read_state
-from flatout.save.fits import check_fits
+from flatout.save.fits import (
+    AVERAGED,
+    DDP,
+    LIGHTNING,
+    all_begin,
+    check_fits,
+    is_averaged,
+    without_levels,
+)
 from flatout.save.foreign import Weights, read_weights_of
 from flatout.save.ids_file import load_ids, save_ids
-from flatout.save.keras_export import KerasFile, is_keras_file, write
 from flatout.save.model_file import MODEL, is_model_file, save_model
-from flatout.save.names import AVERAGED, DDP, LIGHTNING, all_begin, is_averaged, without_levels
 from flatout.save.storage import Folder
 
 
@@ -34,8 +40,7 @@ class Export:
         target: the file written.
         tensors: how many it holds.
         bytes: its size.
-        stripped: what was taken off names: "_orig_mod.", "module.", ...; of a Keras file the name
-            of the model that held the real one as a layer.
+        stripped: what was taken off names: "_orig_mod.", "module.", ...
         left_out: names in the source that are not in the target.
         which: of a run, whether these are its "best" weights or its "last".
         kept: where a run has both and they differ, a line about each.
@@ -58,26 +63,18 @@ class Export:
     sets: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class ExportedProgram:
-    """What `export_program` wrote.
-
-    Attributes:
-        target: the file written.
-        bytes: its size.
-        parity: "bit-identical" or "rounding": its outputs, read back, against the model's.
-    """
+    """A written program; `parity` compares its outputs, read back, with the model's."""
 
     target: str
     bytes: int
     parity: str
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data for JSON."""
         return asdict(self)
 
 
@@ -90,13 +87,6 @@ def export(
     prefix: str | None = None,
     overwrite: bool = False,
 ) -> Export:
-    """Write the weights of any checkpoint as plain safetensors under the module's own names.
-
-    Of a Keras model (.keras, .h5), or of its weights (.weights.h5), what multi_gpu_model put around
-    it is taken off.
-    """
-    if is_keras_file(source) and not Folder(source).is_folder():
-        return _export_keras(source, target, (which, key, prefix), overwrite)
     path = _target(source, target)
     _refuse_existing(path, overwrite)
     weights = read_weights_of(source, which, key)
@@ -113,17 +103,16 @@ def export(
         stripped=tuple(stripped),
         left_out=(*left_out, *weights.left_out),
         which=weights.which,
-        kept=tuple(kept.words() for kept in weights.kept),
+        kept=tuple(kept.describe() for kept in weights.kept),
         key=weights.key,
         other_keys=tuple(weights.other_keys),
-        sets=weights.words(),
+        sets=weights.describe(),
     )
 
 
 def _export_ids(
     source: str | os.PathLike[str], path: str | os.PathLike[str], weights: Weights
 ) -> None:
-    """Write the ids of the model, where it has some, beside its weights."""
     if weights.checkpoint is None:
         ids = load_ids(source) if is_model_file(source) else None
     elif any('"ids"' in text for text in weights.metadata.values()):
@@ -204,45 +193,6 @@ def export_program_of(
     check_fits(model.state_dict(), tensors, weights.where)
     model.load_state_dict(tensors)
     return export_program(model, examples, target, overwrite=overwrite)
-
-
-def _export_keras(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str] | None,
-    choices: tuple[str | None, ...],
-    overwrite: bool,
-) -> Export:
-    if any(choice is not None for choice in choices):
-        raise CheckpointError(
-            "a Keras file has neither a best and a last, nor keys or prefixes to choose by",
-            where=os.fspath(source),
-            do="leave --best, --last, --key and --prefix out",
-        )
-    file = KerasFile(source)
-    path = _keras_target(file, source, target)
-    _refuse_existing(path, overwrite)
-    count, size = write(file, path)
-    stripped = () if file.wrapper is None else (file.wrapper,)
-    where = Folder(path).where()
-    return Export(file.where, where, count, size, stripped, tuple(file.left_out))
-
-
-def _keras_target(
-    file: KerasFile, source: str | os.PathLike[str], target: str | os.PathLike[str] | None
-) -> str:
-    name = os.fspath(source)
-    stem = name.removesuffix(".weights.h5") if name.endswith(".weights.h5") else ""
-    ending = ".keras" if file.has_model and not name.endswith(".keras") else ".safetensors"
-    if target is None:
-        return (stem or os.path.splitext(name)[0]) + ending
-    path = os.fspath(target)
-    if path.endswith((".safetensors", ".keras", ".weights.h5")):
-        return path
-    if os.path.splitext(path)[1] and not Folder(path).is_folder():
-        raise CheckpointError(
-            f"expected a target in .keras, .safetensors or .weights.h5, or a folder, found {path!r}"
-        )
-    return Folder(path).where(f"model{ending}")
 
 
 def _target(

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from flatout.errors import CheckpointError
-from flatout.save.names import AVERAGED, DDP, LIGHTNING, without_levels
+
+# torch.compile, FSDP and activation checkpointing insert a level wherever they wrap a module.
+_LEVELS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+# DataParallel and DistributedDataParallel; LightningModule by habit.
+DDP = "module."
+LIGHTNING = "model."
+# torch's AveragedModel (EMA, SWA) puts "module." before each name and counts in a buffer.
+AVERAGED = "n_averaged"
 
 _SHOWN = 5
 
@@ -67,3 +75,24 @@ def _cure(model: Collection[str], loaded: Collection[str], where: str | None) ->
 
 def _unwrapped(names: Collection[str]) -> set[str]:
     return set(without_levels(names)[0].values())
+
+
+def without_levels(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Each name without the levels that wrappers insert anywhere in it, and which were found."""
+    plain: dict[str, str] = {}
+    wrappers: set[str] = set()
+    for name in names:
+        levels = name.split(".")
+        wrappers.update(level for level in levels if level in _LEVELS)
+        plain[name] = ".".join(level for level in levels if level not in _LEVELS)
+    return plain, [f"{level}." for level in _LEVELS if level in wrappers]
+
+
+def all_begin(names: Iterable[str], prefix: str) -> bool:
+    listed = list(names)
+    return bool(listed) and all(name.startswith(prefix) for name in listed)
+
+
+def is_averaged(names: Iterable[str]) -> bool:
+    listed = set(names)
+    return AVERAGED in listed and all_begin(listed - {AVERAGED}, DDP)

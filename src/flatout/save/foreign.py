@@ -83,8 +83,7 @@ class Weights:
     key: str = ""
     other_keys: list[str] = field(default_factory=list)
 
-    def words(self) -> str:
-        """Return a line that names the set taken from a file with several; "" for other files."""
+    def describe(self) -> str:
         if not self.other_keys:
             return ""
         others = ", ".join(name or _WHOLE for name in self.other_keys[:_LISTED])
@@ -317,7 +316,6 @@ def _sets_in(content: Any) -> dict[str, Mapping[Any, Any]]:
 
 
 def _sets_of_weights(found: Mapping[str, Mapping[Any, Any]]) -> list[str]:
-    """Return the keys of sets of weights, without metrics or random states; the default first."""
     known = [key for key in _WEIGHT_KEYS if key in found]
     others = [key for key, entries in found.items() if key not in known and _are_weights(entries)]
     if known:
@@ -352,7 +350,6 @@ def _choose_set(found: Mapping[str, Mapping[Any, Any]], key: str | None, where: 
 
 
 def _refused(where: str, named: set[str]) -> CheckpointError:
-    """Return the error for a file whose weights cannot be read without the code that it names."""
     plain = f"{PurePath(where).stem}-plain.pt"
     return CheckpointError(
         "loading it would execute code that the file names"

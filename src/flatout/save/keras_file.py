@@ -9,11 +9,9 @@ from __future__ import annotations
 import io
 import json
 import os
-import shlex
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from flatout.console import first_line
 from flatout.errors import CheckpointError
 from flatout.models import load_weights, weights_of
 from flatout.save.foreign import check_archive
-from flatout.save.keras_wrapper import held_in_config, held_in_weights
 from flatout.save.storage import Folder
 from flatout.save.weights_file import MEMBER, text_in
 
@@ -29,7 +26,6 @@ _OURS = "flatout."
 
 
 def save_keras(model: Any, path: str | Path, metadata: Mapping[str, str] | None = None) -> Path:
-    """Write the model (`.keras`) or its weights, whole or not at all."""
     name = os.fspath(path)
     suffix = ".keras" if name.endswith(".keras") else ".weights.h5"
     folder, file = Folder(name).parent()
@@ -45,7 +41,6 @@ def save_keras(model: Any, path: str | Path, metadata: Mapping[str, str] | None 
 def load_keras(
     model: Any, path: str | Path, prepare: Callable[[dict[str, str]], object] = bool
 ) -> dict[str, str]:
-    """Load weights into the model, in place; nothing of the file is executed."""
     name = os.fspath(path)
     suffix = ".keras" if name.endswith(".keras") else ".weights.h5"
     folder, file = Folder(name).parent()
@@ -64,33 +59,16 @@ def load_keras(
             model.load_weights(local)
         except Exception as error:
             load_weights(model, before)  # Keras may have loaded a part of them
-            raise _unreadable(name, error, _is_wrapped(local)) from error
+            raise _unreadable(name, error) from error
     return text
 
 
-def _unreadable(name: str, error: Exception, is_wrapped: bool = False) -> CheckpointError:
-    plain = "plain.keras" if name.endswith(".keras") else "plain.weights.h5"
+def _unreadable(name: str, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"the weights cannot be loaded: {first_line(error)}",
         where=name,
-        do=f"the file's model holds another one as a layer; to load the inner model's weights: "
-        f"`flatout export {shlex.quote(name)} {plain}`, and load {plain}"
-        if is_wrapped
-        else "check that the file is whole and of the same model",
+        do="check that the file is whole and of the same model",
     )
-
-
-def _is_wrapped(file: Path) -> bool:
-    """Return whether what is in a file only holds the real model, as multi_gpu_model's does."""
-    import h5py
-
-    with suppress(Exception):  # of many types, where the file is damaged
-        if file.suffix == ".keras":
-            with zipfile.ZipFile(file) as archive:
-                return held_in_config(json.loads(archive.read("config.json"))) is not None
-        with h5py.File(file) as opened:
-            return held_in_weights(opened) is not None
-    return False
 
 
 def _add(file: Path, metadata: Mapping[str, str]) -> None:
@@ -116,13 +94,12 @@ def _text_of(file: Path, where: str) -> dict[str, str]:
 
 
 def text_in_hdf5(file: Any) -> dict[str, str]:
-    """The text beside the weights in an open HDF5 file, by name; links are not followed."""
     import h5py
 
     own = [
         file[name]
         for name in file
-        if is_text(name) and isinstance(file.get(name, getlink=True), h5py.HardLink)
+        if name.startswith(_OURS) and isinstance(file.get(name, getlink=True), h5py.HardLink)
     ]
     return {
         entry.name.removeprefix("/"): str(entry.asstr("utf-8", "replace")[()])
@@ -131,8 +108,3 @@ def text_in_hdf5(file: Any) -> dict[str, str]:
         and entry.shape == ()
         and h5py.check_string_dtype(entry.dtype)
     }
-
-
-def is_text(name: str) -> bool:
-    """Whether a member of an HDF5 file is such text."""
-    return name.startswith(_OURS)

@@ -22,8 +22,6 @@ _SEAL = "manifest_sha256"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is: its step, files by name, score (if it has one) and meta data."""
-
     step: int
     files: dict[str, Written]
     score: float | None
@@ -31,11 +29,6 @@ class Manifest:
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The manifest as sealed JSON text.
-
-    Raises:
-        CheckpointError: the meta data holds what JSON cannot, or tensors.
-    """
     tensors, meta = flatten(manifest.meta)
     if tensors:
         raise CheckpointError(f"meta takes no tensors or arrays, found {', '.join(tensors)}")
@@ -51,7 +44,6 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def read(folder: Folder) -> Manifest:
-    """The manifest of a checkpoint."""
     text = folder.read(MANIFEST)
     where = folder.where(MANIFEST)
     try:
@@ -95,7 +87,6 @@ def _checked(fields: dict[str, Any]) -> Manifest:
 
 
 def check_sizes(folder: Folder, manifest: Manifest) -> None:
-    """Raise `CheckpointError` if a file is missing or has another size than the manifest says."""
     for name, written in manifest.files.items():
         size = folder.size(name)
         if size != written.size:
@@ -106,7 +97,6 @@ def check_sizes(folder: Folder, manifest: Manifest) -> None:
 
 
 def read_file(folder: Folder, manifest: Manifest, name: str) -> bytes:
-    """A file's contents, checked against the manifest's size and checksum."""
     written = manifest.files.get(name)
     if written is None:
         raise CheckpointError("not listed in the manifest", where=folder.where(name))

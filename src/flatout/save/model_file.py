@@ -162,7 +162,6 @@ def encode(
 
 
 def decode(data: bytes, where: str) -> dict[str, Tensor]:
-    """The tensors in the bytes of a safetensors file, each in its own memory, sorted by name."""
     try:
         tensors = safetensors.torch.load(data)
     except (SafetensorError, KeyError, AssertionError, RuntimeError, ValueError) as error:
@@ -171,7 +170,6 @@ def decode(data: bytes, where: str) -> dict[str, Tensor]:
 
 
 def metadata_of(data: bytes, where: str) -> dict[str, str]:
-    """The text in the bytes of a safetensors file, but our own checksums."""
     return _without_ours(_metadata(_header(data, where)[0]))
 
 

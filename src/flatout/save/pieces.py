@@ -41,7 +41,7 @@ _SEEN_WITHIN_S = 5.0
 
 
 class LostPiece(CheckpointError, LostRank):
-    """Another rank could not write its part; that one tells why."""
+    """Another rank could not write its part; that rank reports why."""
 
 
 class Pieces:
@@ -88,12 +88,12 @@ class Pieces:
         text = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_by_name.items()))}
         return json.dumps(text, indent=1, ensure_ascii=False).encode()
 
-    def tell(self, mark: str, files: Mapping[str, Written]) -> None:
-        """Say that this rank's part is on disk."""
+    def report(self, mark: str, files: Mapping[str, Written]) -> None:
+        """Report that this rank's part is on disk."""
         self._store.set(f"{mark}/{self._world.rank}", json.dumps({"files": files}))
 
-    def tell_failure(self, mark: str, error: BaseException) -> None:
-        """Say that this rank's part cannot be written."""
+    def report_failure(self, mark: str, error: BaseException) -> None:
+        """Report that this rank's part cannot be written."""
         self._store.set(f"{mark}/{self._world.rank}", json.dumps({"error": str(error)}))
 
     def collect(self, mark: str) -> dict[str, Written]:
@@ -150,12 +150,10 @@ def _together(
 
 
 def file_of(kind: str, rank: int, ranks: int, ending: str) -> str:
-    """The name of a part, counted from 1 as is usual."""
     return f"{kind}-{rank + 1:05d}-of-{ranks:05d}.{ending}"
 
 
 def parts(files: Sequence[str], kind: str, ending: str) -> list[str]:
-    """Those of a checkpoint's files that are parts of this kind, by rank."""
     matches = map(_PART.fullmatch, sorted(files))
     return [m[0] for m in matches if m is not None and (m[1], m[4]) == (kind, ending)]
 

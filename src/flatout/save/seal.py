@@ -20,7 +20,6 @@ def seal(key: str, text: bytes) -> bytes:
 
 
 def is_intact(key: str, text: bytes, digest: object) -> bool:
-    """Whether `digest`, which was read from `text` under `key`, is the seal of `text`."""
     if not isinstance(digest, str) or _field(key, digest) not in text:
         return False
     blank = text.replace(_field(key, digest), _field(key, BLANK), 1)

@@ -21,7 +21,6 @@ class Snapshot:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values now, in CPU memory, until the next call. Tied tensors share a copy."""
         buffers: dict[str, Tensor] = {}
         copied: dict[tuple[object, ...], str] = {}
         devices = set()

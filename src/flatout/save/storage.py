@@ -31,8 +31,6 @@ _PIECE = 4 << 20
 
 
 class Written(NamedTuple):
-    """What was written: the size in bytes and the SHA-256 of the contents in hexadecimal."""
-
     size: int
     sha256: str
 
@@ -246,7 +244,6 @@ class Folder:
 
 
 def fill_local(path: str, pieces: Iterator[Chunk]) -> None:
-    """Write `pieces` to a local file and wait until the disk has them."""
     _make_folders(Path(path).parent)
     with open(path, "wb") as file:
         for piece in pieces:

@@ -40,7 +40,6 @@ def save_weights(
     weights: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write weights by name, whole or not at all, over an older file if there is one."""
     check_ending(path, TorchModel)
     if not os.fspath(path).endswith(_PICKLES):
         save_model(path, weights, metadata)
@@ -75,7 +74,7 @@ def load_weights_file(
     if os.fspath(path).endswith(TORCH_FILES):
         weights = read_weights_of(path)
         if weights.other_keys:
-            say(f"{weights.where}: {weights.words()}; `flatout export --key` takes another")
+            say(f"{weights.where}: {weights.describe()}; `flatout export --key` takes another")
         return weights.tensors, _text_in(path)
     if not is_model_file(path):
         check_ending(path, TorchModel)
@@ -84,7 +83,6 @@ def load_weights_file(
 
 
 def _add(file: io.BytesIO, metadata: Mapping[str, str]) -> None:
-    """Put text beside the tensors: torch.save's files are ZIP archives, and torch reads its own."""
     with zipfile.ZipFile(file, "a") as archive:
         folder = archive.namelist()[0].partition("/")[0]
         archive.writestr(f"{folder}/{MEMBER}", json.dumps(dict(metadata), ensure_ascii=False))
@@ -100,7 +98,6 @@ def _text_in(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def text_in(archive: zipfile.ZipFile, where: str) -> dict[str, str]:
-    """The text beside the weights in a ZIP archive, by name; nothing where there is none."""
     members = (m for m in archive.infolist() if m.filename.rpartition("/")[2] == MEMBER)
     member = next(members, None)
     if member is None or member.file_size > _LARGEST:
