@@ -1,5 +1,4 @@
 import json
-import os
 import shlex
 import subprocess
 import sys

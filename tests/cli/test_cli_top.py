@@ -94,7 +94,7 @@ def _top(folder, *arguments):
 
 
 def _check_schema(found, world_size):
-    assert set(found) == {"host", "time", "jobs", "processes", "gpus", "pulse"}
+    assert set(found) == {"host", "time", "jobs", "processes", "gpus"}
     (job,) = found["jobs"]
     assert set(job) == {"job", "run", "command", "world_size", "ranks"}
     assert job["command"] == ["train.py", "runs/one"]

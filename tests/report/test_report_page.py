@@ -14,7 +14,7 @@ from report_verdicts import LANES, finding, observation, verdict
 
 from flatout.observe import Ablation, DeviceTime, Lapse, LeftOut, ModuleTime, Site
 from flatout.report.page import duration, page, sentence
-from flatout.report.pictures import MOST_RANKS, forest, histogram, lane_bars, lane_rows
+from flatout.report.pictures import MOST_RANKS, lane_bars, lane_rows
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -225,32 +225,6 @@ def test_of_many_ranks_the_slowest_are_drawn():
     assert "The 16 slowest of 40 ranks." in drawn
     (row,) = lane_rows({rank: {"input": 1.0 + rank} for rank in range(100)})
     assert (row.ms, row.most_ms, row.most_rank) == (50.5, 100.0, 99)
-
-
-def test_a_histogram_counts_every_step_once():
-    times = [10 + 0.1 * (at % 17) for at in range(400)] + [900.0, 5000.0]
-    seen = histogram(times)
-    assert sum(count for *_, count in seen.bars) + seen.beyond == seen.count == 402
-    assert seen.beyond == 2
-    assert (seen.median, seen.longest) == (10.8, 5000.0)
-    assert seen.high < 13
-    assert 0 < seen.middle < 100
-    assert histogram([5.0] * 4) is None
-    assert histogram([5.0] * 9).bars[0][3] == 9
-
-
-def test_a_forest_keeps_its_order_within_the_picture():
-    ratios = [(2.2, 2.3, 2.4), None, (0.7, 0.8, 0.9), (0.99, 1.0, 1.01)]
-    seen = forest(ratios, [0.02, 0.02, None, 0.1])
-    places = [place for row in seen.rows if row for place in row]
-    assert all(0 < place < 100 for place in places)
-    assert seen.rows[2] < (seen.one,) * 3 < seen.rows[0]
-    assert seen.rows[1] is None
-    assert seen.bands[2] is None
-    left, width = seen.bands[3]
-    assert left < seen.rows[3][0] < seen.rows[3][2] < left + width
-    assert 1 in [ratio for _, ratio in seen.ticks]
-    assert forest([None], [None]) is None
 
 
 MEASURE = """

@@ -186,13 +186,13 @@ def test_a_page_shows_the_trials_of_a_prescription():
     data = json.loads(json.dumps({**known, "prescription": prescription().as_dict()}))
     text = " ".join(page(data).split())
     for said in (
-        "as it is: <b>13m23s</b>",
+        "As it is: <b>13m23s</b>",
         "with what was proven: <b>4m01s</b>",
         "all 2 together",
         "3.40x [3.33, 3.47]",
         "left alone: 41 s of set-up repay after 4,600 steps",
         "needs your OK",
-        'DCT-scaled decode</b> <span class="ratio neither">not measured',
+        'DCT-scaled decode</th> <td class="number neither">not measured',
         "<span>measured 1.01x [0.99, 1.03]</span>",
         "Refused in the trials: sends to example.org (save.py:9).",
     ):

@@ -110,16 +110,6 @@ def test_what_cannot_be_compared_is_told_with_its_reason(tmp_path, change, why):
     assert any(why in line for line in pair(a, b).not_comparable), pair(a, b).not_comparable
 
 
-def test_use_is_compared_over_time(tmp_path):
-    made = profile()
-    use = {**made.ranks[0].use, "seconds": [1.0, 4.0, 5.0], "cpus": [0.4, 0.2, None]}
-    use["gpu"] = [0.5, 0.9, 0.9]
-    b = replace(made, ranks=[replace(made.ranks[0], use=use)])
-    found = pair(make_run(tmp_path / "a"), make_run(tmp_path / "b", b))
-    assert found.use == ["CPUs 1.7 -> 0.25"]  # over two seconds each, and over one and three
-    assert "use       CPUs 1.7 -> 0.25" in "\n".join(found.lines())
-
-
 def test_other_work_on_the_machine_is_told_beside_the_verdict(tmp_path):
     made = profile()
     (rank,) = made.ranks

@@ -70,9 +70,9 @@ def runs(tmp_path):
 def test_a_run_that_was_held_up_gives_no_efficiency_but_the_reason(tmp_path):
     slow = write(tmp_path, "one", [lanes(forward=48, backward=48)])
     two = write(tmp_path, "two", [lanes(forward=8, backward=8)] * 2)
-    scaling = Scaling.of([slow, two])
+    scaling = Scaling.from_runs([slow, two])
     assert scaling.efficiency(scaling.runs[1]) == pytest.approx(3.0)
-    (line,) = scaling.words()
+    (line,) = scaling.describe()
     assert "each rank gave 2,000 samples/s here and 667 in one. Something slowed one down" in line
     assert scaling.as_dict()["runs"][1]["efficiency"] is None
     out = io.StringIO()
@@ -83,7 +83,7 @@ def test_a_run_that_was_held_up_gives_no_efficiency_but_the_reason(tmp_path):
 
 
 def test_speed_efficiency_and_what_was_lost(runs):
-    scaling = Scaling.of(runs)
+    scaling = Scaling.from_runs(runs)
     assert [run.world_size for run in scaling.runs] == [1, 2]
     two = scaling.runs[1]
     assert two.samples_per_s == pytest.approx(64 / 0.013)
@@ -95,7 +95,7 @@ def test_speed_efficiency_and_what_was_lost(runs):
     assert lost["input"] == pytest.approx(1.5)
     assert lost["compute"] == pytest.approx(0.0)
     assert sum(lost.values()) == pytest.approx(13 - 8)
-    assert scaling.words() == [
+    assert scaling.describe() == [
         "two: a step takes 13 ms, ideal were 8; lost to sync 2, imbalance 1.5, input 1.5"
     ]
 
@@ -103,14 +103,14 @@ def test_speed_efficiency_and_what_was_lost(runs):
 def test_another_batch_size_is_compared_by_the_sample(tmp_path):
     one = write(tmp_path, "one", [lanes(forward=10)])
     two = write(tmp_path, "two", [lanes(forward=10, sync=1)] * 2, batch_size=128)
-    scaling = Scaling.of([one, two])
+    scaling = Scaling.from_runs([one, two])
     assert scaling.speedup(scaling.runs[1]) == pytest.approx(20 / 11)
     assert scaling.lost_ms(scaling.runs[1])["sync"] == pytest.approx(1.0)
 
 
 def test_the_table_has_a_row_for_each_run(runs):
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(Scaling.of(runs))
+    console.print(Scaling.from_runs(runs))
     text = console.export_text()
     assert all(word in text for word in ("62%", "1.23x", "2.5 s", "0.9"))
 
@@ -122,7 +122,7 @@ def test_a_picture_shows_every_bar_and_label_whole(tmp_path, count):
         write(tmp_path, name, [lanes(backward=10 / (size + 1), sync=2.0)] * (size + 1))
         for size, name in enumerate(names)
     ]
-    figure = Scaling.of(runs).plot(tmp_path / "scaling.png")
+    figure = Scaling.from_runs(runs).plot(tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
     figure.draw_without_rendering()
     step = figure.axes[1]
@@ -146,7 +146,7 @@ def test_long_names_leave_the_figures_whole(tmp_path):
     name = "a baseline with a name that is longer than any terminal is wide, of the second evening"
     runs = [write(tmp_path, f"{name} {size}", [lanes(backward=10)] * size) for size in (1, 2)]
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(Scaling.of(runs))
+    console.print(Scaling.from_runs(runs))
     text = console.export_text()
     assert "efficiency" in text
     assert "…" not in text
@@ -159,19 +159,19 @@ def test_what_is_no_run_is_named(tmp_path, content):
     file = tmp_path / "history.json"
     file.write_text(content)
     with pytest.raises(FlatoutError, match="expected the figures of a fit") as caught:
-        Scaling.of([tmp_path])
+        Scaling.from_runs([tmp_path])
     assert "history.json" in str(caught.value)
 
 
 def test_a_missing_run_is_named(tmp_path):
     with pytest.raises(FlatoutError, match="cannot read"):
-        Scaling.of([tmp_path / "absent"])
+        Scaling.from_runs([tmp_path / "absent"])
 
 
 def test_a_run_without_all_its_ranks_is_refused(tmp_path):
     run = write(tmp_path, "one", [])
     with pytest.raises(FlatoutError, match="not trained to its end"):
-        Scaling.of([run])
+        Scaling.from_runs([run])
 
 
 @pytest.mark.slow

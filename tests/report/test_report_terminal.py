@@ -4,8 +4,6 @@ import io
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe, sections
@@ -33,14 +31,13 @@ def resolved(**choices: Choice) -> ResolvedRecipe:
     return Recipe().resolve({**plain, **choices}, {})
 
 
-def shown(what: RenderableType, width: int = 80, terminal: bool = False) -> str:
+def shown(what: RenderableType, width: int = 80) -> str:
     out = io.StringIO()
-    colors = "truecolor" if terminal else "auto"
-    Console(file=out, width=width, force_terminal=terminal, color_system=colors).print(what)
+    Console(file=out, width=width).print(what)
     return out.getvalue()
 
 
-@pytest.mark.parametrize("width", [80, 100, 119, 120, 200])
+@pytest.mark.parametrize("width", [80, 120])
 def test_a_change_shows_its_five_facts_at_every_width(width: int) -> None:
     text = shown(Changes(resolved(**{"compute.precision": BF16})), width)
     for fact in ("compute.precision", "bf16", "rounding", "1.82x [1.79,1.85]"):
@@ -71,27 +68,9 @@ def test_markup_in_values_is_shown_as_it_is() -> None:
 def test_lanes_are_bars_in_proportion() -> None:
     text = shown(Lanes({"input": 250.0, "forward": 125.0, "backward": 122.0, "gc": 3.0}), 120)
     assert text.startswith("step 500 ms  input ")
-    assert f"input {'█' * 12} 250 | forward {'█' * 6} 125 | backward {'█' * 6} 122" in text
-    assert "gc" not in text
-    assert text.rstrip().endswith("| other 3")
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from(["input", "copy", "forward", "backward", "optimizer", "host", "idle"]),
-        st.floats(0, 1e4),
-    ),
-    st.integers(80, 200),
-)
-def test_lanes_fit_any_width_and_break_only_between_lanes(
-    lanes: dict[str, float], width: int
-) -> None:
-    lines = shown(Lanes(lanes), width).splitlines()
-    assert all(len(line) <= width for line in lines)
-    rest = " | ".join(line.strip() for line in lines)
-    for name, ms in lanes.items():
-        if ms and ms >= 0.02 * sum(lanes.values()):
-            assert f"{name} █" in rest
+    wait, forward, backward, other = text.rstrip().split("|")
+    assert wait.count("█") == 2 * forward.count("█") == 2 * backward.count("█") > 4
+    assert other == " other 3"
 
 
 def test_no_step_is_said() -> None:
@@ -149,9 +128,3 @@ def test_a_machine_that_was_busy_is_said() -> None:
     disturbed = replace(FLATOUT, step_p90_ms=9.0)
     text = shown(Comparison([PLAIN, disturbed]))
     assert "the speeds are rough" in " ".join(text.split())
-
-
-def test_colors_only_on_a_terminal() -> None:
-    lanes = Lanes({"input": 3.0, "forward": 1.0})
-    assert "\x1b[" in shown(lanes, terminal=True)
-    assert "\x1b" not in shown(lanes)

@@ -21,7 +21,7 @@ def scaling(
     """Compare runs of one job on 1 to N ranks: throughput, efficiency, what time was lost to."""
     from flatout.report import Scaling
 
-    result = Scaling.of(runs)
+    result = Scaling.from_runs(runs)
     if plot is not None:
         result.plot(plot)
     if as_json:

@@ -34,8 +34,6 @@ from flatout.measure.profile import RunState as RunState
 from flatout.measure.profile import Steps as Steps
 from flatout.measure.profile import StepTimes as StepTimes
 from flatout.measure.profile import profile_schema as profile_schema
-from flatout.measure.pulse import Pulse as Pulse
-from flatout.measure.pulse import Watched as Watched
 from flatout.measure.roofline import KINDS as KINDS
 from flatout.measure.roofline import PossibleSaving as PossibleSaving
 from flatout.measure.roofline import bound as bound

@@ -1,6 +1,7 @@
 from flatout.report.baseline import Baseline as Baseline
 from flatout.report.explain import read_run as read_run
 from flatout.report.files import Files as Files
+from flatout.report.lane_bars import Lanes as Lanes
 from flatout.report.run_files import Report as Report
 from flatout.report.run_history import RunHistory as RunHistory
 from flatout.report.scaling import Scaling as Scaling
@@ -9,7 +10,6 @@ from flatout.report.session import diagnose as diagnose
 from flatout.report.terminal import Changes as Changes
 from flatout.report.terminal import Comparison as Comparison
 from flatout.report.terminal import JobResult as JobResult
-from flatout.report.terminal import Lanes as Lanes
 from flatout.report.top import Sample as Sample
 from flatout.report.top import Top as Top
 from flatout.report.top import together as together

@@ -1,6 +1,6 @@
 """Whether a job got worse: a new verdict against one that was kept.
 
-    Baseline.of(verdict, fingerprint().as_dict()).write("baseline.json")
+    Baseline.from_verdict(verdict, fingerprint().as_dict()).write("baseline.json")
     compared = compare(Baseline.read("baseline.json"), verdict, fingerprint().as_dict())
     sys.exit(compared.exit_code)
 
@@ -11,8 +11,7 @@ Steps are judged by the ratio of their medians, new / kept, above 1 means slower
 
 **The floor.** Two processes that run the same thing differ for as long as they live, by what no
 number of steps within one of them can show: 1 to 6% were measured. So a slow-down counts only where
-the whole interval lies beyond 1 + floor, 6% unless said otherwise; and where the baseline holds
-several runs, no less than they differ among themselves.
+the whole interval lies beyond 1 + floor, 6%.
 
 Times of another machine are not compared. Software is: a new torch that made steps slower is what
 one wants to hear of, and is named beside it.
@@ -25,7 +24,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -38,7 +37,7 @@ from flatout.errors import FlatoutError
 from flatout.measure import Interval, plain, ratio_of_medians, value_words
 from flatout.observe import Observation
 from flatout.report.observed import observed
-from flatout.report.tried import tried
+from flatout.report.trial_table import trials_of
 from flatout.words import rounded
 
 FLOOR = 0.06
@@ -76,7 +75,7 @@ class Baseline:
         command: the script and its arguments.
         machine: its fingerprint, as plain data.
         dangers: each danger that was known, as (name of the check, file name).
-        runs: at least one.
+        run: its steps.
         proven: [low, mid, high], how many times as fast a step is with what was proven for the
             job; None where nothing was.
     """
@@ -84,12 +83,12 @@ class Baseline:
     command: str
     machine: dict[str, Any]
     dangers: list[tuple[str, str]]
-    runs: list[BaselineRun]
+    run: BaselineRun
     version: int = 1
     proven: tuple[float, float, float] | None = None
 
     @classmethod
-    def of(cls, verdict: Mapping[str, Any], machine: Mapping[str, Any]) -> Baseline:
+    def from_verdict(cls, verdict: Mapping[str, Any], machine: Mapping[str, Any]) -> Baseline:
         """From a verdict as plain data (see `flatout.report.page`) and a machine's fingerprint.
 
         Raises:
@@ -106,29 +105,9 @@ class Baseline:
         return cls(
             command=command if isinstance(command, str) else " ".join(map(str, command)),
             machine=dict(machine),
-            dangers=sorted(_dangers(verdict).elements()),
-            runs=[_run(ranks)],
+            dangers=sorted(_dangers(verdict)),
+            run=_run(ranks),
             proven=_proven(verdict),
-        )
-
-    def also(self, verdict: Mapping[str, Any], machine: Mapping[str, Any]) -> Baseline:
-        """With one more run, from which it learns how much runs differ.
-
-        Dangers that the run has in addition become known ones.
-
-        Raises:
-            FlatoutError: as `of`; or it was another machine.
-        """
-        more = Baseline.of(verdict, machine)
-        other = _differences(self.machine, machine, hardware=True)
-        if other:
-            raise FlatoutError(f"the baseline is of another machine ({'; '.join(other)})")
-        dangers = Counter(self.dangers) | Counter(more.dangers)
-        return replace(
-            self,
-            dangers=sorted(dangers.elements()),
-            runs=[*self.runs, *more.runs],
-            proven=more.proven or self.proven,
         )
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -160,7 +139,7 @@ class Baseline:
                 where=str(path),
                 do="write it again",
             ) from error
-        if result.version != 1 or not all(run.step_ms for run in result.runs) or not result.runs:
+        if result.version != 1 or not result.run.step_ms:
             raise FlatoutError(
                 "the baseline holds no steps that this version can read", where=str(path)
             )
@@ -174,7 +153,6 @@ class Compared:
     Attributes:
         new_dangers: what they say, of those that the baseline does not know.
         ratio: median step, new / kept, with its 95% interval; None where times were not compared.
-        floor: how far from 1 the ratio may lie by noise.
         not_compared: why times were not compared; "" where they were.
         broken: why the new run is no run to speak of; "" where it is one.
         grew: by lane (milliseconds per step before, now), the largest growth first.
@@ -184,7 +162,6 @@ class Compared:
 
     new_dangers: list[str]
     ratio: Interval | None
-    floor: float
     not_compared: str = ""
     broken: str = ""
     grew: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -193,21 +170,17 @@ class Compared:
 
     @property
     def slower(self) -> bool:
-        """Whether steps take longer, beyond noise."""
-        return self.ratio is not None and self.ratio.low > 1 + self.floor
+        return self.ratio is not None and self.ratio.low > 1 + FLOOR
 
     @property
     def faster(self) -> bool:
-        """Whether they take less, beyond noise."""
-        return self.ratio is not None and self.ratio.high < 1 - self.floor
+        return self.ratio is not None and self.ratio.high < 1 - FLOOR
 
     @property
     def exit_code(self) -> int:
-        """3 where something got worse, else 0."""
         return 3 if self.new_dangers or self.slower or self.broken else 0
 
-    def words(self) -> list[str]:
-        """What to tell, a line each, the worst first."""
+    def describe(self) -> list[str]:
         lines = [f"NEW DANGER  {new_danger}" for new_danger in self.new_dangers]
         if self.broken:
             lines.append(f"FAILED  {self.broken}")
@@ -215,7 +188,7 @@ class Compared:
             lines.append(f"times were not compared: {self.not_compared}")
         if self.ratio is not None:
             low, middle, high = self.ratio
-            figures = f"{middle:.2f} times as long [{low:.2f}, {high:.2f}], noise ±{self.floor:.0%}"
+            figures = f"{middle:.2f} times as long [{low:.2f}, {high:.2f}], noise ±{FLOOR:.0%}"
             if self.slower:
                 lines.append(f"SLOWER  a step takes {figures}")
             elif self.faster:
@@ -234,7 +207,6 @@ class Compared:
         return lines
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         own = {**asdict(self), "ratio": None if self.ratio is None else list(self.ratio)}
         return {**own, "slower": self.slower, "faster": self.faster, "exit_code": self.exit_code}
 
@@ -243,31 +215,27 @@ def compare(
     baseline: Baseline,
     verdict: Mapping[str, Any],
     machine: Mapping[str, Any],
-    *,
-    floor: float = FLOOR,
-    seed: int = 0,
 ) -> Compared:
-    """Return what got worse since the baseline."""
     ranks = observed(verdict.get("observations"))
     new_dangers = _new_dangers(baseline, verdict)
-    floor = max(floor, _spread(baseline.runs))
     broken = _broken(ranks)
     why = broken or _incomparable(baseline, ranks, machine)
     if why:
-        return Compared(new_dangers, None, floor, "" if broken else why, broken)
+        return Compared(new_dangers, None, "" if broken else why, broken)
     new = _run(ranks)
     return Compared(
         new_dangers,
-        ratio_of_medians([run.step_ms for run in baseline.runs], new.step_ms, seed=seed),
-        floor,
-        grew=_growth(baseline.runs, new),
+        ratio_of_medians([baseline.run.step_ms], new.step_ms),
+        grew=_growth(baseline.run, new),
         software=_differences(baseline.machine, machine, hardware=False),
         proven=baseline.proven,
     )
 
 
 def _proven(verdict: Mapping[str, Any]) -> tuple[float, float, float] | None:
-    ratio = tried(verdict["prescription"])["step_ratio"] if verdict.get("prescription") else None
+    ratio = (
+        trials_of(verdict["prescription"])["step_ratio"] if verdict.get("prescription") else None
+    )
     return tuple(ratio) if ratio else None
 
 
@@ -316,7 +284,7 @@ def _incomparable(
     other = _differences(baseline.machine, machine, hardware=True)
     if other:
         return f"the baseline is of another machine ({'; '.join(other)})"
-    kept = baseline.runs[0]
+    kept = baseline.run
     if kept.ranks != len(ranks):
         return f"{len(ranks)} ranks now, {kept.ranks} in the baseline"
     if kept.device.partition(":")[0] != ranks[0].device.partition(":")[0]:
@@ -339,9 +307,9 @@ def _danger(finding: Mapping[str, Any]) -> tuple[str, str]:
     return str(finding["name"]), Path(file if line.isdecimal() else "").name
 
 
-def _dangers(verdict: Mapping[str, Any]) -> Counter[tuple[str, str]]:
-    result = verdict.get("findings") or []
-    return Counter(_danger(item) for item in result if item["kind"] == "danger")
+def _dangers(verdict: Mapping[str, Any]) -> list[tuple[str, str]]:
+    findings = verdict.get("findings") or []
+    return [_danger(item) for item in findings if item["kind"] == "danger"]
 
 
 def _new_dangers(baseline: Baseline, verdict: Mapping[str, Any]) -> list[str]:
@@ -356,21 +324,11 @@ def _new_dangers(baseline: Baseline, verdict: Mapping[str, Any]) -> list[str]:
     return new
 
 
-def _spread(runs: Sequence[BaselineRun]) -> float:
-    medians = [float(np.median(run.step_ms)) for run in runs]
-    return max(medians) / min(medians) - 1
-
-
-def _growth(kept: Sequence[BaselineRun], new: BaselineRun) -> dict[str, tuple[float, float]]:
-    before = {
-        lane: mean(run.lanes_ms[lane] for run in kept)
-        for lane in new.lanes_ms
-        if all(lane in run.lanes_ms for run in kept)
-    }
+def _growth(kept: BaselineRun, new: BaselineRun) -> dict[str, tuple[float, float]]:
     least = 0.01 * float(np.median(new.step_ms))
     grown = {
-        lane: (ms, new.lanes_ms[lane])
-        for lane, ms in before.items()
-        if new.lanes_ms[lane] - ms > least
+        lane: (kept.lanes_ms[lane], ms)
+        for lane, ms in new.lanes_ms.items()
+        if lane in kept.lanes_ms and ms - kept.lanes_ms[lane] > least
     }
     return dict(sorted(grown.items(), key=lambda value: value[1][0] - value[1][1]))

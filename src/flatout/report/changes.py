@@ -33,13 +33,6 @@ _COLORS = {"---": "bold", "+++": "bold", "@@ ": "cyan", "-": "red", "+": "green"
 
 @dataclass(frozen=True)
 class Change:
-    """A finding whose cure can be written down.
-
-    Attributes:
-        finding: with its edits.
-        parity: what they do to the result.
-    """
-
     finding: Finding
     parity: Parity
 
@@ -76,7 +69,6 @@ class Changes:
 
 
 def changes_of(verdict: Verdict, prescription: Prescription | None = None) -> Changes:
-    """The edits of all findings, but of those whose cure brings nothing here."""
     result = Changes()
     proofs = {
         name: proof for proof in (prescription or Prescription()).proofs for name in proof.names
@@ -105,7 +97,6 @@ def _change(finding: Finding, verdict: Verdict, proof: Proof | None) -> Change |
 
 
 def show(changes: Changes, console: Console) -> None:
-    """Prints a diff on standard output, bare and to the byte, colored only in a terminal."""
     if not changes.made:
         console.print("there is nothing to change in your code")
         return

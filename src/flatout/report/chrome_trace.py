@@ -36,7 +36,6 @@ _Event = dict[str, Any]
 def trace(
     observations: Iterable[Observation | Mapping[str, Any]], *, most_steps: int = MOST_STEPS
 ) -> dict[str, Any]:
-    """Return a trace of what was observed of each rank."""
     ranks = observed(observations)
     events = [event for rank in ranks for event in _observed(rank, most_steps)]
     notes = [
@@ -53,7 +52,6 @@ def trace(
 def trace_timelines(
     timelines: Mapping[int, Timeline], *, most_steps: int = MOST_STEPS
 ) -> dict[str, Any]:
-    """Return a trace of steps as they were recorded."""
     rows = {rank: value.rows()[-most_steps:].tolist() for rank, value in timelines.items()}
     zero = min((of[0][0] for of in rows.values() if of), default=0)
     events: list[_Event] = []

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from flatout.doctor import Cure, FirstLook, Sends, Verdict, cures_of, find_sends, why_no_trial
 from flatout.doctor.script_file import script_file
 from flatout.recipe import Parity
-from flatout.report.first_look import short
-from flatout.report.not_contained import not_contained
+from flatout.report.first_look import not_contained, short
 from flatout.words import counted, duration
 
 _MOST = 3
@@ -19,12 +18,10 @@ _LOGS = "logs to "
 
 
 def has_terminal() -> bool:
-    """Whether someone can be asked."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def provable(verdict: Verdict, allow: Parity) -> list[Cure]:
-    """The cures that trials would try, where they can be made at all."""
     if why_no_trial(verdict):
         return []
     return [cure for cure in cures_of(verdict, allow) if cure.parity < Parity.LEARNING]
@@ -37,7 +34,6 @@ def terms(
     budget_s: float,
     whole_runs: int = 0,
 ) -> list[str]:
-    """What trials of this script would be, and what it cannot do in them, a line each."""
     # The script as it is and itself, each cure with its other values, and all of them together.
     reruns = 2 + sum(1 + len(cure.others) for cure in cures) + 1
     lines = [
@@ -78,7 +74,6 @@ def _places(sends: Sequence[Sends]) -> str:
 
 
 def agreed(cures: int) -> bool:
-    """Ask on the terminal; no answer at all is none."""
     import typer
 
     try:

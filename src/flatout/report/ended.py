@@ -8,7 +8,6 @@ from flatout.doctor import FirstLook, Verdict
 
 
 def ending_lines(look: FirstLook, verdict: Verdict | None) -> list[str]:
-    """Returns how the script ended, where that needs words; an error with its last lines."""
     if look.interrupted_by is not None:
         until = "what was seen until then is above" if verdict else "before anything was seen"
         name = signal.Signals(look.interrupted_by).name

@@ -9,11 +9,9 @@ from pathlib import Path
 from flatout.errors import FlatoutError
 from flatout.train import Explanation
 
-_DO = "name the run folder of a fit that has ended, or a file of History.save"
-
 
 def read_run(run: str | os.PathLike[str]) -> Explanation:
-    """What explains a run.
+    """Return what explains a run.
 
     Args:
         run: its folder, or a file that `History.save` wrote.
@@ -28,15 +26,15 @@ def read_run(run: str | os.PathLike[str]) -> Explanation:
         if not {"steps", "lanes_ms", "recipe"} <= history.keys():
             raise ValueError("it has no steps, lanes_ms and recipe")
         result = Explanation.of(history)
-        result.lines()  # what is missing or of another kind shows here
-    except OSError as error:
-        raise FlatoutError(
-            f"cannot read a run's figures: {error.strerror}", where=str(file), do=_DO
-        ) from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise FlatoutError(
-            f"expected the figures of a fit, found something else ({error!r})",
-            where=str(file),
-            do=_DO,
-        ) from error
+        result.lines()  # fails if figures are missing or of another kind
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise no_figures(file, error) from error
     return result
+
+
+def no_figures(file: Path, error: Exception) -> FlatoutError:
+    what = f"expected the figures of a fit, found something else ({error!r})"
+    if isinstance(error, OSError):
+        what = f"cannot read a run's figures: {error.strerror}"
+    do = "name the run folder of a fit that has ended, or a file of History.save"
+    return FlatoutError(what, where=str(file), do=do)

@@ -64,7 +64,7 @@ class Files:
         if self.trace is not None:
             _write(self.trace, json.dumps(trace(data["observations"])))
         if self.baseline is not None:
-            Baseline.of(data, fingerprint().as_dict()).write(self.baseline)
+            Baseline.from_verdict(data, fingerprint().as_dict()).write(self.baseline)
         return compare(self.ci, data, fingerprint().as_dict()) if self.ci is not None else None
 
 

@@ -7,27 +7,21 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from textwrap import wrap
-from typing import TypeAlias
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.padding import Padding
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from flatout.devices import Inventory, at_start
 from flatout.doctor import Finding, Verdict
 from flatout.observe import Ablation, Line, ModuleTime, Observation
 from flatout.recipe import Recipe
-from flatout.report.lane_bars import BETWEEN, STEP, lane_bars
-from flatout.report.not_contained import not_contained
+from flatout.report.lane_bars import BETWEEN, STEP, rank_bars
 from flatout.words import clock, counted, rounded
-
-Height: TypeAlias = Callable[[Sequence[RenderableType]], int]
-"""How many lines of a screen these take."""
 
 MOST_LINES = 20
 """Lines that a first look takes on a screen; --verbose takes what it needs."""
@@ -39,32 +33,30 @@ _WORTH = 0.03
 _GENERAL = ("channels_first", "cudnn_benchmark", "fp32_slow", "tf32_off")
 """Checks of settings that are the same for any script."""
 _GROWS = ("retained_graph",)
-"""Checks of what costs the more the longer a script runs, and in a look next to nothing."""
-_PROPOSALS, _LINES, _MODULES = 3, 4, 2
-"""Things to try, lines of the script, and modules of its backward, that are listed at most."""
-_CALLS = 2
-"""Calls that were left out that are told at most, each with what it costs."""
+"""Checks of what costs more the longer a script runs, and next to nothing in a first look."""
+_PROPOSALS, _LINES, _MODULES, _CALLS, _THREADS = 3, 4, 2, 2, 2
+"""The most things to try, lines of the script, modules, left-out calls and threads listed."""
 _FEW = 3
-"""Rows about lines of the script, their heading included, that stand above what could be tried."""
-_BUSY, _THREADS = 0.1, 2
-"""Share of its time that another thread has to be busy to be told, and how many are."""
-_ROOM = 3
-"""Lines that what could be tried has before a note gets one."""
-_CUTS = (2, 1)
-"""Lines of what was found, the first that fits."""
-_TRIES = ((2, True), (1, True), (1, False), (0, False))
-"""Likewise of what could be tried, and whether a line names what else could be; with 0 lines it is
-one of what was found alone."""
-_COMMANDS = 4
-"""Lines of commands that could come next."""
+"""Lines about the script's code, their heading included, that go before what could be tried."""
+_BUSY = 0.1
+"""Share of its time that another thread has to be busy to be listed."""
 _RANKS, _FEW_RANKS = 4, 2
 """Ranks whose lanes are shown at most, and where there is little room."""
 _FOUND = 6
-"""Lines that what was found has at least, before steps without a part are told."""
+"""Lines that findings need: with fewer, the head is shortened."""
 _LONG_PATH = 28
-"""Columns of a path to a file in another folder, beyond which its end alone is shown."""
-_TOLD, _ONCE = 0.001, 0.05
-"""Share of a step from which on that of watching is told; and of all steps, what it took once."""
+"""Columns of a path to a file in another folder, beyond which only its end is shown."""
+_SMALL, _ONCE = 0.001, 0.05
+"""Share of a step from which its observing cost is shown; share of all steps for the cost once."""
+
+
+_LACKS = {
+    "files": "native code and programs that it starts can write to your files",
+    "signals": "it can signal your other processes",
+    "orphans": "a program that it starts can outlive a trial that is killed",
+    "network": "native code and programs that it starts can reach other machines",
+    "ranks": "native code and programs that it starts can reach other machines, as its ranks do",
+}
 
 
 @dataclass(frozen=True)
@@ -72,16 +64,14 @@ class FirstLookReport:
     """A verdict before any trial.
 
     Attributes:
-        verdict: what was judged.
-        machine: where.
-        seconds: how long the look took.
+        seconds: of the first look.
         what: the script and its arguments, as the user gave them.
-        is_last: whether what can be done now stands here; else trials follow.
-        cures: how many of the findings trials could prove.
-        held: what contained the script: "overlay", "landlock" or "python"; "" in place.
-        lacks: what of it nothing here could contain, as of trials.process.Process.
-        uncontained: why nothing could contain it; "" where it was, or was not to be.
-        verbose: whether all that was found is told in full, with the checks that had no signal.
+        is_last: whether no trials follow, so that the next commands are shown here.
+        cures: the number of findings that trials could prove.
+        held: the containment: "overlay", "landlock" or "python"; "" in place.
+        lacks: what nothing here could contain, as of trials.process.Process.
+        uncontained: why nothing could contain the script; "" where it was contained or in place.
+        verbose: whether all findings are shown in full, with the checks that had no signal.
     """
 
     verdict: Verdict
@@ -98,63 +88,47 @@ class FirstLookReport:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
 
-        def height(parts: Sequence[RenderableType]) -> int:
-            rows = [row for part in parts for row in console.render_lines(part, options, pad=False)]
-            # A terminal wraps the commands, which are lines of any length.
-            over = [
-                (part.cell_len - 1) // width
-                for part in parts
-                if isinstance(part, Text) and part.no_wrap
-            ]
-            return len(rows) + sum(over)
+        def wrapped(parts: Iterable[Text]) -> list[Text]:
+            return [line for part in parts for line in _wrapped(part, console, width)]
 
-        head = list(self._head(width))
-        tail = list(self._where_written())
+        head, tail = wrapped(self._head(width)), wrapped(self._where_written())
         if self.is_last:
-            commands = list(what_next(self.verdict.findings, self.what, self.cures))
-            while not self.verbose and len(commands) > 1 and height(commands) > _COMMANDS:
-                commands.pop()  # long ones: what was found comes first
-            tail += commands
+            tail += what_next(self.verdict.findings, self.what, self.cures)
         if self.verbose:
-            middle = [*self._where_it_goes(width), *self._dangers()]
-            middle += [*self._in_full(), *self._checks()]
+            middle = self._where_it_goes(width) + self._dangers(width)
+            middle += [*self._in_full(width), *wrapped(self._checks())]
         else:
-            left = MOST_LINES - height(head) - height(tail)
-            if left < _FOUND:
-                head = list(self._head(width, is_short=True))
-                left = MOST_LINES - height(head) - height(tail)
-            middle = list(self._middle(left, width, height))
-        for part in (*head, *middle, *tail):
-            if isinstance(part, Text) and not part.no_wrap:
-                yield from _lines_of(part, console, width)
-            else:
-                yield part
+            # A terminal wraps the commands, which are lines of any length.
+            over = sum((line.cell_len - 1) // width for line in tail if line.no_wrap)
+            left = MOST_LINES - len(tail) - over
+            if left - len(head) < _FOUND:
+                head = wrapped(self._head(width, is_short=True))
+            middle = self._middle(left - len(head), width)
+        yield from (*head, *middle, *tail)
 
-    def _middle(self, left: int, width: int, height: Height) -> Iterator[RenderableType]:
-        worth = len(self._worth())
-        choices = [list(self._dangers(cut)) for cut in (None, *_CUTS, 0)]
-        lines = list(self._where_it_goes(width, _LINES))
-        few = height(lines[:_FEW])
-        dangers = _fitting(choices, left - few - bool(worth), height)
-        left -= height(dangers)
-        notes = list(self._notes())[: max(0, left - few - _ROOM)][:1]
-        rooms = [max(0, room - len(notes)) for room in (left - few, left - 2, left)]
-        numbers = range(_PROPOSALS, 0, -1)
-        tries = [
-            list(self._proposals(cut, many, is_named=is_named))
-            for many in numbers
-            for cut, is_named in _TRIES
-        ]
-        proposals = next(
-            (parts for room in rooms for parts in tries if parts and height(parts) <= room), []
-        )
-        if worth and not proposals:
-            proposals = [Text(f"{worth} could be tried: --verbose", style="bold")]
-        shown = lines[: max(0, left - height([*proposals, *notes]))]
+    def _middle(self, left: int, width: int) -> list[Text]:
+        code = self._where_it_goes(width, _LINES)
+        few = min(len(code), _FEW)
+        for lines in (3, 2, 1):
+            dangers, proposals = self._dangers(width, lines), self._proposals(width, lines)
+            if few + len(dangers) + len(proposals) <= left:
+                break
+        room = max(1, left - few)
+        if len(dangers) > room - min(1, len(proposals)):
+            shown = max(0, room - 1 - min(1, len(proposals)))
+            more = f"{len(dangers) - shown} more of the dangers: --verbose"
+            dangers = [*dangers[:shown], *Row("", "bold", more).lines(width)]
+        if len(proposals) > room - len(dangers):
+            proposals = proposals[: room - len(dangers)]
+            if len(proposals) == 1:
+                proposals = [Text(f"{len(self._worth())} could be tried: --verbose", style="bold")]
+        left -= len(dangers) + len(proposals)
+        notes = self._notes(width)[:1] if left > few else []
+        code = code[: max(0, left - len(notes))]
         # A heading alone says nothing.
-        yield from (*(shown if len(shown) > 1 else ()), *dangers, *proposals, *notes)
+        return [*(code if len(code) > 1 else ()), *dangers, *proposals, *notes]
 
-    def _head(self, width: int, *, is_short: bool = False) -> Iterator[RenderableType]:
+    def _head(self, width: int, *, is_short: bool = False) -> Iterator[Text]:
         yield Text(header(self.verdict, self.machine))
         yield Text(self._heading(), style="bold")
         ranks = self.verdict.observations
@@ -162,7 +136,7 @@ class FirstLookReport:
             yield Text(note)
         shown = _FEW_RANKS if is_short else _RANKS
         for rank in ranks[:shown]:
-            yield from lane_bars(rank, len(ranks) > 1, width)
+            yield from rank_bars(rank, len(ranks) > 1, width)
             yield from _on_gpu(rank)
         if len(ranks) > shown:
             yield Text(f"{len(ranks) - shown} more ranks: --page or --json")
@@ -175,7 +149,7 @@ class FirstLookReport:
         yield from _left_out(ranks, width, None if self.verbose else _CALLS)
         yield from self._lapse(width)
 
-    def _lapse(self, width: int) -> Iterator[RenderableType]:
+    def _lapse(self, width: int) -> Iterator[Text]:
         lapse = next((rank.lapse for rank in self.verdict.observations if rank.lapse), None)
         if lapse is None or not (lapse.epochs or lapse.parts):
             return
@@ -202,18 +176,18 @@ class FirstLookReport:
             f"added {_added(self.verdict)}"
         )
 
-    def _telling(self) -> Observation | None:
+    def _critical_rank(self) -> Observation | None:
         critical = self.verdict.critical
         ranks = [rank for rank in self.verdict.observations if rank.lines]
         chosen = [rank for rank in ranks if critical is not None and rank.rank == critical.rank]
         return next(iter([*chosen, *ranks]), None)
 
     def _lines(self) -> list[Line]:
-        rank = self._telling()
+        rank = self._critical_rank()
         return [] if rank is None else [x for x in rank.lines if x.ms >= _WORTH * _whole_ms(rank)]
 
     def _backwards(self) -> list[ModuleTime]:
-        rank = self._telling()
+        rank = self._critical_rank()
         if rank is None:
             return []
         worth = [
@@ -221,32 +195,30 @@ class FirstLookReport:
         ]
         return sorted(worth, key=lambda module: -module.backward_ms)
 
-    def _where_it_goes(self, width: int, most: int | None = None) -> Iterator[RenderableType]:
+    def _where_it_goes(self, width: int, most: int | None = None) -> list[Text]:
         explained, room = self.verdict.explained, width - _LABEL - 1
-        lines = [line for line in self._lines() if not _is_told_by_lanes(line)]
+        lines = [line for line in self._lines() if not _is_shown_by_lanes(line)]
         modules = self._backwards()[: most and _MODULES]
         if explained is None or not (lines or modules):
-            return
+            return []
         rows = [(line.ms, _line_words(line, room)) for line in lines]
-        rows += [(module.backward_ms, cut(_module_words(module), room)) for module in modules]
-        yield Text(f"WHERE IT GOES; {explained:.0%} explained", style="bold")
+        rows += [(module.backward_ms, _module_words(module)) for module in modules]
+        result = [Text(f"WHERE IT GOES; {explained:.0%} explained", style="bold")]
         for ms, words in sorted(rows, key=lambda row: -row[0])[:most]:
-            yield Row(f"{rounded(ms, 2)} ms", "bold cyan", words)
-        yield from self._other_threads(width)
-
-    def _other_threads(self, width: int) -> Iterator[RenderableType]:
+            result += Row(f"{rounded(ms, 2)} ms", "bold cyan", words, most=1).lines(width)
         threads = [thread for rank in self.verdict.observations for thread in rank.other_threads]
         for thread in [thread for thread in threads if thread.busy >= _BUSY][:_THREADS]:
-            words = f"{short(str(thread.site))} {thread.site.code}"
             of = f", thread {thread.name}"
-            yield Row(
-                f"{thread.share:.0%}", "bold cyan", cut(words, width - _LABEL - 1 - len(of)) + of
-            )
+            words = cut(f"{short(str(thread.site))} {thread.site.code}", room - len(of)) + of
+            result += Row(f"{thread.share:.0%}", "bold cyan", words).lines(width)
+        return result
 
-    def _dangers(self, lines: int | None = None) -> Iterator[RenderableType]:
-        for danger in self.verdict.dangers:
-            told = _finding_words(danger) if lines != 0 else _finding_words(danger)[:1]
-            yield Row("DANGER", "bold red", *told, most=1 if lines == 0 else lines)
+    def _dangers(self, width: int, most: int | None = None) -> list[Text]:
+        return [
+            line
+            for danger in self.verdict.dangers
+            for line in _finding("DANGER", "bold red", danger, most).lines(width)
+        ]
 
     def _slow(self) -> list[Finding]:
         slow = [finding for finding in self.verdict.findings if finding.kind == "slow"]
@@ -267,43 +239,40 @@ class FirstLookReport:
             if finding.cost_ms is None or finding.takes or finding.cost_ms >= _WORTH * step
         ]
 
-    def _proposals(
-        self, lines: int, many: int, *, is_named: bool = True
-    ) -> Iterator[RenderableType]:
+    def _proposals(self, width: int, lines: int) -> list[Text]:
         worth = self._worth()
         once = {finding.name: finding for finding in reversed(worth) if finding.name in _GENERAL}
         # One setting for several models is one thing to try.
-        shown = [one for one in worth if once.get(one.name, one) is one][:many]
-        others = [finding for finding in self._slow() if finding not in shown]
-        if shown:
-            hidden = 0 if is_named else len(others)
-            yield Text(could_be_tried(shown, hidden), style="bold")
+        shown = [one for one in worth if once.get(one.name, one) is one][:_PROPOSALS]
+        if not shown:
+            return []
+        hidden = len(self._slow()) - len(shown)
+        result = [Text(could_be_tried(shown, hidden), style="bold")]
         for finding in shown:
-            told = _finding_words(finding)[: 2 if lines else 1]
-            yield Row(_bound(finding), "bold yellow", *told, most=max(1, lines))
-        if shown and others and is_named:
-            names = [f"{finding.name} {short(finding.where)}".rstrip() for finding in others]
-            yield Row("--verbose", "bold", ", ".join(dict.fromkeys(names)), most=1)
+            result += _finding(_bound(finding), "bold yellow", finding, lines).lines(width)
+        return result
 
-    def _notes(self) -> Iterator[RenderableType]:
-        for note in self.verdict.findings:
-            if note.kind == "note" and note.parity == "changes learning":
-                yield Row("NOTE", "bold", _finding_words(note)[0], most=1)
+    def _notes(self, width: int) -> list[Text]:
+        return [
+            line
+            for note in self.verdict.findings
+            if note.kind == "note" and note.parity == "changes learning"
+            for line in _finding("NOTE", "bold", note, 1).lines(width)
+        ]
 
-    def _in_full(self) -> Iterator[RenderableType]:
+    def _in_full(self, width: int) -> Iterator[Text]:
         slow = self._slow()
         if slow:
             yield Text("")
             yield Text(could_be_tried(slow, 0), style="bold")
         for finding in slow:
-            yield Row(_bound(finding), "bold yellow", *_finding_words(finding))
-        notes = [finding for finding in self.verdict.findings if finding.kind == "note"]
-        for note in notes:
+            yield from _finding(_bound(finding), "bold yellow", finding).lines(width)
+        for note in (finding for finding in self.verdict.findings if finding.kind == "note"):
             place = f"{short(note.where)} " if note.where else ""
             cost = "" if note.cost_ms is None else "too little to matter here: "
-            yield Row("left alone", "bold", f"{cost}{place}{note.what}")
+            yield from Row("left alone", "bold", f"{cost}{place}{note.what}").lines(width)
 
-    def _checks(self) -> Iterator[RenderableType]:
+    def _checks(self) -> Iterator[Text]:
         if not self.verdict.steps:
             return
         yield Text("")
@@ -313,46 +282,28 @@ class FirstLookReport:
         for name, reason in unknown:
             reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
-            yield Padding(Text(f"{', '.join(names)}: {reason}", style="dim"), (0, 0, 0, 2))
+            yield Text(f"  {', '.join(names)}: {reason}", style="dim")
         for note in dict.fromkeys(n for rank in self.verdict.observations for n in rank.notes):
-            yield Padding(Text(note, style="dim"), (0, 0, 0, 2))
+            yield Text(f"  {note}", style="dim")
 
-    def _where_written(self) -> Iterator[RenderableType]:
+    def _where_written(self) -> Iterator[Text]:
         if self.uncontained:
             reason = f"it could not be contained ({self.uncontained}): what it wrote, it wrote"
-            yield Padding(Text(reason, style="dim"), (0, 0, 0, 2))
+            yield Text(f"  {reason}", style="dim")
         elif self.held == "python":
             words = "it ran in a scratch copy, as far as Python itself writes files"
-            yield Padding(Text(words, style="dim"), (0, 0, 0, 2))
+            yield Text(f"  {words}", style="dim")
         if self.lacks:
-            yield Padding(Text(not_contained(self.lacks), style="dim"), (0, 0, 0, 2))
+            yield Text(f"  {not_contained(self.lacks)}", style="dim")
 
 
-def _lines_of(text: Text, console: Console, width: int) -> Iterator[Text]:
-    for line in text.wrap(console, width):
+def _wrapped(text: Text, console: Console, width: int) -> Iterator[Text]:
+    for line in [text] if text.no_wrap else text.wrap(console, width):
         line.rstrip()
         yield line
 
 
-def _fitting(
-    choices: Sequence[list[RenderableType]],
-    left: int,
-    height: Height,
-) -> list[RenderableType]:
-    for parts in choices:
-        if height(parts) <= left:
-            return parts
-    shown = list(choices[-1])
-    while shown and height(shown) + 1 > left:
-        shown.pop()
-    if not shown:
-        return []
-    hidden = len(choices[-1]) - len(shown)
-    return [*shown, Row("", "bold", f"{hidden} more of the dangers: --verbose")]
-
-
 def cut(text: str, width: int, lines: int = 1) -> str:
-    """The text, cut off at a word where it takes more lines than these."""
     if len(wrap(text, width, break_on_hyphens=False)) <= lines:
         return text
     shown = wrap(text, width, max_lines=lines, placeholder="...", break_on_hyphens=False)
@@ -360,20 +311,20 @@ def cut(text: str, width: int, lines: int = 1) -> str:
 
 
 def could_be_tried(slow: Sequence[Finding], hidden: int) -> str:
-    """The line above what could be tried."""
     words = "COULD BE TRIED; at most this much per step"
     if any(finding.is_estimate and finding.cost_ms is not None for finding in slow):
         words += " (~: an estimate)"
     return words + (f"; {hidden} more: --verbose" if hidden else "")
 
 
-def _finding_words(finding: Finding) -> tuple[str, str]:
+def _finding(label: str, style: str, finding: Finding, most: int | None = None) -> Row:
     place = f"{short(finding.where)} " if finding.where else ""
     of = f"  [{finding.parity}]" if finding.parity and finding.kind == "slow" else ""
-    return f"{place}{finding.what}", f"do: {finding.do}{of}"
+    lines = [f"{place}{finding.what}", f"do: {finding.do}{of}"]
+    return Row(label, style, *lines[: 1 if most == 1 else 2], most=most and max(1, most - 1))
 
 
-def _is_told_by_lanes(line: Line) -> bool:
+def _is_shown_by_lanes(line: Line) -> bool:
     most = max(line.lanes_ms, key=lambda lane: line.lanes_ms[lane], default="")
     is_whole = not line.within or line.trainer
     return most in ("backward", "optimizer") and not line.growth and bool(is_whole)
@@ -411,7 +362,6 @@ def _step_ms(rank: Observation) -> float:
 
 
 def what_next(findings: Sequence[Finding], what: Sequence[str], cures: int) -> Iterator[Text]:
-    """What can be done after a first look, as commands that exist, a line each."""
     script = shlex.join(what)
     lines = []
     if cures:
@@ -428,18 +378,14 @@ def what_next(findings: Sequence[Finding], what: Sequence[str], cures: int) -> I
     yield from commands(lines)
 
 
+# Print these with `crop=False`: the terminal wraps them, so that each is copied as one line.
 def commands(lines: Sequence[str]) -> Iterator[Text]:
-    """Commands to go on with; print them with `crop=False`.
-
-    The terminal is to wrap them, so that each is copied as one line.
-    """
     for number, line in enumerate(lines):
         start = "     " if number else "next "
         yield Text(f"{start} {line}", no_wrap=True, overflow="ignore")
 
 
 def header(verdict: Verdict, machine: Inventory) -> str:
-    """Returns torch, the device and the CPUs in one line."""
     version = (machine.torch.version or "absent").partition("+")[0]
     device = verdict.observations[0].device if verdict.observations else "cpu"
     words = "CPU only"
@@ -459,7 +405,6 @@ def header(verdict: Verdict, machine: Inventory) -> str:
 
 
 def at_once(findings: Sequence[Finding]) -> Iterator[tuple[str, object]]:
-    """Gives the cures that any script takes up at its start, field and value."""
     for finding in findings:
         if finding.kind != "slow":
             continue
@@ -484,11 +429,13 @@ def _on_gpu(rank: Observation) -> Iterator[Text]:
     if time is None:
         return
     parts = {**time.lanes_ms, "copies": time.to_device_ms + time.to_host_ms}
-    told = [f"{name} {rounded(ms, 2)}" for name, ms in parts.items() if ms >= _TOLD * time.busy_ms]
-    yield Text(f"GPU busy {rounded(time.busy_ms, 2)} ms a step: {', '.join(told)}")
+    shown = [
+        f"{name} {rounded(ms, 2)}" for name, ms in parts.items() if ms >= _SMALL * time.busy_ms
+    ]
+    yield Text(f"GPU busy {rounded(time.busy_ms, 2)} ms a step: {', '.join(shown)}")
 
 
-def _taken_out(ranks: Sequence[Observation], *, is_full: bool) -> Iterator[RenderableType]:
+def _taken_out(ranks: Sequence[Observation], *, is_full: bool) -> Iterator[Text]:
     best: dict[str, Ablation] = {}
     for rank in ranks:
         for lane, ablation in rank.ablations.items():
@@ -505,9 +452,7 @@ def _taken_out(ranks: Sequence[Observation], *, is_full: bool) -> Iterator[Rende
         yield Text(f"taken out in place: {', '.join(words)}")
 
 
-def _left_out(
-    ranks: Sequence[Observation], width: int, most: int | None
-) -> Iterator[RenderableType]:
+def _left_out(ranks: Sequence[Observation], width: int, most: int | None) -> Iterator[Text]:
     proven = [call for rank in ranks for call in rank.left_out if call.is_proven]
     proven.sort(key=lambda call: -call.ms()[1])
     for call in proven[:most]:
@@ -538,24 +483,33 @@ def _added(verdict: Verdict) -> str:
     if once_ms >= _ONCE * sum(rank.step_ms):  # so few steps that their share would say little
         return f"{rounded(us, 2)} us per step, {once_ms:.0f} ms once"
     share = us / 1e3 / median(rank.step_ms) if rank.step_ms else 0.0
-    return f"{rounded(us, 2)} us per step" + (f" ({share:.1%})" if share >= _TOLD else "")
+    return f"{rounded(us, 2)} us per step" + (f" ({share:.1%})" if share >= _SMALL else "")
 
 
 class Row:
-    """Lines beside a label, without blanks behind them."""
+    """Lines to the right of a label, without trailing blanks."""
 
     def __init__(
-        self, label: str, style: str, *lines: str, width: int = _LABEL, most: int | None = None
+        self, label: str, style: str, *texts: str, width: int = _LABEL, most: int | None = None
     ) -> None:
-        self._label, self._style, self._lines = label, style, lines
+        self._label, self._style, self._texts = label, style, texts
         self._width, self._most = width, most
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def lines(self, width: int) -> list[Text]:
         begin = Text.assemble((f"{self._label:{self._width}.{self._width}} ", self._style))
-        room = max(1, options.max_width - self._width - 1)
-        for number, line in enumerate(self._lines):
+        room = max(1, width - self._width - 1)
+        result: list[Text] = []
+        for number, text in enumerate(self._texts):
             if self._most:
-                line = cut(line, room, 1 if number else self._most)
-            for wrapped in _lines_of(Text(line), console, room):
-                yield begin + wrapped
+                text = cut(text, room, 1 if number else self._most)
+            for line in wrap(text, room, break_on_hyphens=False) or [""]:
+                result.append(begin + Text(line))
                 begin = Text(" " * (self._width + 1))
+        return result
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self.lines(options.max_width)
+
+
+def not_contained(lacks: Sequence[str]) -> str:
+    return f"Not contained here: {'; '.join(_LACKS[lack] for lack in lacks)}"

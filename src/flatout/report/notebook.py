@@ -26,11 +26,6 @@ _cells: Cells | None = None  # of this process: hooks are set once
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Observes what cells train, from now on.
-
-    Args:
-        ipython: the shell in which `%load_ext flatout` was said.
-    """
     global _loaded, _cells
     if _cells is None:
         _cells = Cells(lambda file: _cell_of(ipython, file))
@@ -42,7 +37,6 @@ def load_ipython_extension(ipython: Any) -> None:
 
 
 def unload_ipython_extension(ipython: Any) -> None:
-    """Observes nothing any more: hooks do nothing, and the magics are gone."""
     global _loaded
     if _loaded is not None:
         _loaded.unload()
@@ -50,8 +44,6 @@ def unload_ipython_extension(ipython: Any) -> None:
 
 
 class _Extension:
-    """One shell that was told to observe."""
-
     def __init__(self, ipython: Any, cells: Cells) -> None:
         self._ipython = ipython
         self._cells = cells

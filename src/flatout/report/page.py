@@ -20,9 +20,9 @@ from pydantic import TypeAdapter
 from flatout.doctor import Finding
 from flatout.observe import Observation
 from flatout.report.observed import observed
-from flatout.report.pictures import MOST_RANKS, forest, histogram, lane_bars, lane_rows
+from flatout.report.pictures import MOST_RANKS, lane_bars, lane_rows
 from flatout.report.templates import plain, template
-from flatout.report.tried import tried, with_proofs
+from flatout.report.trial_table import trials_of, with_proofs
 from flatout.words import counted, duration, rounded
 
 LANE_WORDS = {
@@ -49,7 +49,6 @@ PARITY_WORDS = {
 
 
 def page(verdict: Mapping[str, Any]) -> str:
-    """Return a verdict as an HTML page."""
     verdict = _with_trials(verdict)
     ranks = observed(verdict.get("observations"))
     findings = TypeAdapter(list[Finding]).validate_python(verdict.get("findings") or [])
@@ -57,6 +56,8 @@ def page(verdict: Mapping[str, Any]) -> str:
     command = verdict.get("command") or (ranks[0].command if ranks else "")
     lanes = {rank.rank: rank.lanes_ms for rank in ranks}
     slowest = max(ranks, key=lambda value: median(_finite(value.step_ms) or [0.0]), default=None)
+    times = sorted(_finite(slowest.step_ms)) if slowest else []
+    whole_run = [verdict.get("before_s"), verdict.get("after_s")]
     bars = lane_bars(lanes)
     shown = {bar.rank for bar in bars}
     return template("page.html.jinja").render(
@@ -80,11 +81,11 @@ def page(verdict: Mapping[str, Any]) -> str:
             for one in rank.left_out
             if one.is_proven
         ],
-        slowest=slowest,
-        steps=histogram(slowest.step_ms) if slowest else None,
+        slowest=slowest if times else None,
+        quantiles=times and (median(times), times[math.ceil(0.95 * len(times)) - 1], times[-1]),
         trials=trials,
-        forest=forest([trial.ratio for trial in trials], [trial.floor for trial in trials]),
-        whole_run=_whole_run(verdict),
+        whole_run=[duration(s) for s in whole_run] if all(whole_run) else None,
+        run_steps=verdict.get("run_steps"),
         verified=[str(line) for line in (verdict.get("verified") or {}).get("words", [])],
         stopped=str(verdict.get("stopped") or ""),
         refused=[f"{item['what']} ({item['where']})" for item in verdict.get("refused") or []],
@@ -99,7 +100,6 @@ def page(verdict: Mapping[str, Any]) -> str:
 
 
 def sentence(verdict: Mapping[str, Any]) -> str:
-    """Return the verdict in one plain sentence, with what matters most to the reader first."""
     return _sentence(_with_trials(verdict), observed(verdict.get("observations")))
 
 
@@ -108,7 +108,7 @@ def _with_trials(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
     if not given:
         return verdict
     findings = with_proofs(verdict.get("findings") or [], given)
-    return {**verdict, **tried(given), "findings": findings}
+    return {**verdict, **trials_of(given), "findings": findings}
 
 
 def _sentence(verdict: Mapping[str, Any], ranks: Sequence[Observation]) -> str:
@@ -169,29 +169,7 @@ def _about_speed(verdict: Mapping[str, Any], ranks: Sequence[Observation], slow:
 
 
 @dataclass(frozen=True)
-class _WholeRun:
-    """The user's whole run before and after: in words, and as a share of the longer one."""
-
-    steps: int | None
-    rows: list[tuple[str, str, float]]
-
-
-def _whole_run(verdict: Mapping[str, Any]) -> _WholeRun | None:
-    before, after = verdict.get("before_s"), verdict.get("after_s")
-    if not (before and after):
-        return None
-    longest = max(before, after)
-    rows = [
-        (name, duration(seconds), 100 * seconds / longest)
-        for name, seconds in (("as it is", before), ("with what was proven", after))
-    ]
-    return _WholeRun(verdict.get("run_steps"), rows)
-
-
-@dataclass(frozen=True)
 class Trial:
-    """A change that was tried, as a page shows it."""
-
     name: str
     group: str
     ratio: tuple[float, float, float] | None
@@ -202,18 +180,15 @@ class Trial:
 
     @property
     def wins(self) -> bool:
-        """Whether the whole interval lies beyond the floor, and nothing else speaks against it."""
         is_fine = self.group in ("", "prescribed", "together")
         return is_fine and self.ratio is not None and self.ratio[0] > 1 + (self.floor or 0.0)
 
     @property
     def loses(self) -> bool:
-        """Whether it is slower beyond the floor."""
         return self.ratio is not None and self.ratio[2] < 1 - (self.floor or 0.0)
 
     @property
     def words(self) -> str:
-        """The ratio with its interval."""
         if self.ratio is None:
             return "not measured"
         low, mid, high = self.ratio

@@ -9,60 +9,49 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import mean
 
 from flatout.measure import LANES
-from flatout.words import rounded
+from flatout.words import count_words, duration, rounded
 
 MOST_RANKS = 16
-"""More ranks than these would be a wall of bars: the slowest are drawn."""
+"""Of more ranks only the slowest are drawn."""
 
-_CHARACTER_PX = 6.8
-_PHONE_PX = 310
-_WIDE_PX = 560
-_RATIOS = (0.1, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 3, 4, 6, 10)
-_FEWEST_PERCENT_BETWEEN_TICKS = 13
+HEIGHT = 150
+"""Pixels of a chart's lines, without its labels."""
+
+_CHARACTER_PX, _WIDE_PX = 6.8, 560
+# More points than a screen has columns only make the file larger.
+_MOST_POINTS = 400
+_TICKS = 4
+_COLORS = "abcdef"
+
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One lane of one rank.
-
-    Attributes:
-        lane: its name.
-        ms: per step.
-        share: of the rank's step, from 0 to 1.
-        left, width: percent of the picture.
-        label: what fits into it on a wide page: name and time, the time alone, or nothing.
-        phone_label: what fits into it on a phone.
-    """
-
     lane: str
     ms: float
     share: float
     left: float
     width: float
     label: str
-    phone_label: str
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One rank's step: `ms` is the sum of its segments."""
-
     rank: int
     ms: float
     segments: list[Segment]
 
     @property
     def words(self) -> str:
-        """What the bar shows, for those who hear the page."""
         parts = ", ".join(f"{segment.lane} {rounded(segment.ms)}" for segment in self.segments)
         return f"rank {self.rank}: {rounded(self.ms)} ms per step: {parts}"
 
 
 def lane_bars(lanes_of_ranks: Mapping[int, Mapping[str, float | None]]) -> list[Bar]:
-    """Bars of the ranks, by rank, on one scale."""
     known = {rank: _known(lanes) for rank, lanes in lanes_of_ranks.items()}
     totals = {rank: sum(lanes.values()) for rank, lanes in known.items() if lanes}
     slowest = sorted(totals, key=lambda rank: (-totals[rank], rank))[:MOST_RANKS]
@@ -82,8 +71,8 @@ def _segments(lanes: Mapping[str, float], longest: float) -> list[Segment]:
     left, segments, total = 0.0, [], sum(lanes.values())
     for lane, ms in lanes.items():
         width = 100 * ms / longest
-        wide, phone = (_label(lane, ms, width / 100 * px) for px in (_WIDE_PX, _PHONE_PX))
-        segments.append(Segment(lane, ms, ms / total, left, width, wide, phone))
+        label = _label(lane, ms, width / 100 * _WIDE_PX)
+        segments.append(Segment(lane, ms, ms / total, left, width, label))
         left += width
     return segments
 
@@ -93,117 +82,6 @@ def _label(lane: str, ms: float, room_px: float) -> str:
         if _CHARACTER_PX * len(label) + 8 <= room_px:
             return label
     return ""
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Step times of one rank.
-
-    Attributes:
-        bars: (left, width, height, count): percent of the picture, and how many steps.
-        low, high: milliseconds at its left and right edge.
-        middle: where the median stands, in percent.
-        median, p95, longest: in milliseconds.
-        count: how many steps.
-        beyond: how many of them are longer than `high`, and so out of the picture.
-    """
-
-    bars: list[tuple[float, float, float, int]]
-    low: float
-    high: float
-    middle: float
-    median: float
-    p95: float
-    longest: float
-    count: int
-    beyond: int
-
-
-def histogram(step_ms: Sequence[float]) -> Histogram | None:
-    """How long steps took; None with fewer than five.
-
-    The few longest, such as a first step that compiles, are counted beside the picture: they would
-    press all others into one bar.
-    """
-    times = sorted(ms for ms in step_ms if 0 < ms < math.inf)
-    if len(times) < 5:
-        return None
-    middle, p95 = median(times), times[math.ceil(0.95 * len(times)) - 1]
-    low, high = times[0], min(times[-1], max(1.25 * p95 - 0.25 * times[0], 1.05 * middle))
-    if high <= low:
-        low, high = 0.95 * middle, 1.05 * middle
-    bins = min(40, max(8, math.ceil(2 * len(times) ** 0.5)))
-    counts = [0] * bins
-    for ms in times:
-        if ms <= high:
-            counts[min(bins - 1, int((ms - low) / (high - low) * bins))] += 1
-    width = 100 / bins
-    bars = [(i * width, width, 100 * n / max(counts), n) for i, n in enumerate(counts) if n]
-    return Histogram(
-        bars=bars,
-        low=low,
-        high=high,
-        middle=100 * (middle - low) / (high - low),
-        median=middle,
-        p95=p95,
-        longest=times[-1],
-        count=len(times),
-        beyond=sum(ms > high for ms in times),
-    )
-
-
-@dataclass(frozen=True)
-class Forest:
-    """Ratios with their intervals on one logarithmic scale.
-
-    Attributes:
-        rows: (low, mid, high) of each trial, in percent; None where nothing was measured.
-        bands: (left, width) of each trial's noise floor, in percent; None where it is unknown.
-        one: where a ratio of 1 stands, in percent.
-        ticks: (place in percent, ratio).
-    """
-
-    rows: list[tuple[float, float, float] | None]
-    bands: list[tuple[float, float] | None]
-    one: float
-    ticks: list[tuple[float, float]]
-
-
-def forest(
-    ratios: Sequence[tuple[float, float, float] | None], floors: Sequence[float | None]
-) -> Forest | None:
-    """Where intervals and floors stand; None without a ratio."""
-    known = [ratio for ratio in ratios if ratio is not None]
-    if not known:
-        return None
-    widest = max((floor for floor in floors if floor is not None), default=0.0)
-    left = math.log(min(0.95, _below(widest), *(low for low, _, _ in known)))
-    right = math.log(max(1.05, 1 + widest, *(high for _, _, high in known)))
-    margin = 0.04 * (right - left)
-
-    def at(ratio: float) -> float:
-        return 100 * (math.log(ratio) - left + margin) / (right - left + 2 * margin)
-
-    bands = [
-        None if floor is None else (at(_below(floor)), at(1 + floor) - at(_below(floor)))
-        for floor in floors
-    ]
-    rows = [
-        None if ratio is None else (at(ratio[0]), at(ratio[1]), at(ratio[2])) for ratio in ratios
-    ]
-    # A tick at 1 first; the others where there is room between those that stand already.
-    ticks = [(at(1), 1.0)]
-    for ratio in sorted(_RATIOS, key=lambda ratio: -abs(math.log(ratio))):
-        place = at(ratio)
-        near = min(abs(place - other) for other, _ in ticks)
-        if 2 <= place <= 98 and near >= _FEWEST_PERCENT_BETWEEN_TICKS:
-            ticks.append((place, ratio))
-    return Forest(rows, bands, at(1), sorted(ticks))
-
-
-def _below(floor: float) -> float:
-    # The lower edge of the noise, as in measure.trial; a floor of 100% has none.
-    return max(0.1, 1 - floor)
 
 
 @dataclass(frozen=True)
@@ -218,7 +96,6 @@ class LaneRow:
 
 
 def lane_rows(lanes_of_ranks: Mapping[int, Mapping[str, float | None]]) -> list[LaneRow]:
-    """The lanes that took time, largest first."""
     known = {rank: lanes for rank in lanes_of_ranks if (lanes := _known(lanes_of_ranks[rank]))}
     if not known:
         return []
@@ -230,3 +107,133 @@ def lane_rows(lanes_of_ranks: Mapping[int, Mapping[str, float | None]]) -> list[
         ms = mean(by_rank.values())
         rows.append(LaneRow(lane, ms, ms / whole, by_rank[most], most))
     return sorted(rows, key=lambda row: -row.ms)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line to draw.
+
+    Attributes:
+        name: of what it shows.
+        points: (x, y), in order of x.
+        run: the number of its run, which decides its color.
+        is_dashed: to tell a second figure of the same run.
+        is_stepped: whether a value holds since the point before.
+    """
+
+    name: str
+    points: Points
+    run: int = 0
+    is_dashed: bool = False
+    is_stepped: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines on one scale.
+
+    Attributes:
+        title: what is drawn, in which unit.
+        lines: (name, color, whether dashed, "x,y x,y ..." with x up to 1000 and y up to HEIGHT).
+        x_ticks: (percent, words).
+        y_ticks: (pixels from the top, words).
+        words: for screen readers.
+        shows_names: whether it has its own legend.
+    """
+
+    title: str
+    lines: list[tuple[str, str, bool, str]]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    words: str
+    shows_names: bool = True
+
+
+def color_of(run: int) -> str:
+    return _COLORS[run % len(_COLORS)]
+
+
+def chart(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    x_is: str,
+    from_zero: bool = False,
+    unit: str = "",
+    shows_names: bool = True,
+) -> Chart | None:
+    lines = [_finite(line) for line in lines]
+    lines = [line for line in lines if len(line.points) > 1]
+    if not lines:
+        return None
+    ys = [y for line in lines for _, y in line.points]
+    right = max(x for line in lines for x, _ in line.points) or 1.0
+    low, high = (min(0.0, *ys) if from_zero else min(ys)), max(ys)
+    low, high = _rounded_out(low, high)
+
+    def at(y: float) -> float:
+        return HEIGHT * (1 - (y - low) / (high - low))
+
+    drawn = []
+    for line in lines:
+        points = _thinned(_stepped(line.points) if line.is_stepped else line.points)
+        words = " ".join(f"{1000 * x / right:.1f},{at(y):.1f}" for x, y in points)
+        drawn.append((line.name, color_of(line.run), line.is_dashed, words))
+    step = _step(low, high)
+    levels = [low + step * n for n in range(round((high - low) / step) + 1)]
+    in_words = count_words if x_is == "samples" else duration
+    return Chart(
+        title=title,
+        lines=drawn,
+        x_ticks=[(100 * n / _TICKS, in_words(right * n / _TICKS)) for n in range(_TICKS + 1)],
+        y_ticks=[(at(y), f"{rounded(y)}{unit}") for y in levels],
+        words=f"{title}: " + ", ".join(_in_words(line, unit) for line in lines),
+        # A line alone may be of another figure than the title names.
+        shows_names=shows_names and (len(drawn) > 1 or not title.startswith(f"{drawn[0][0]} ")),
+    )
+
+
+def _finite(line: Line) -> Line:
+    points = [(x, y) for x, y in line.points if math.isfinite(x) and math.isfinite(y)]
+    return Line(line.name, points, line.run, line.is_dashed, line.is_stepped)
+
+
+def _stepped(points: Points) -> Points:
+    result, before = [], 0.0
+    for x, y in points:
+        result += [(before, y), (x, y)]
+        before = x
+    return result
+
+
+def _thinned(points: Points) -> Points:
+    if len(points) <= _MOST_POINTS:
+        return points
+    result: list[tuple[float, float]] = [points[0]]
+    size = math.ceil(2 * len(points) / _MOST_POINTS)
+    for begin in range(1, len(points) - 1, size):
+        stretch = points[begin : begin + size]
+        ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
+        result += sorted(ends)
+    return [*result, points[-1]]
+
+
+def _rounded_out(low: float, high: float) -> tuple[float, float]:
+    if high <= low:
+        spread = abs(low) * 0.1 or 1.0
+        low, high = low - spread, high + spread
+    step = _step(low, high)
+    return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+
+
+def _step(low: float, high: float) -> float:
+    rough = (high - low) / _TICKS
+    power = 10 ** math.floor(math.log10(rough))
+    return float(
+        next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+    )
+
+
+def _in_words(line: Line, unit: str) -> str:
+    first, last = line.points[0][1], line.points[-1][1]
+    return f"{line.name} from {rounded(first)}{unit} to {rounded(last)}{unit}"

@@ -31,14 +31,12 @@ _OTHERS: tuple[Outcome, ...] = ("left alone", "needs your OK", "not tried")
 
 @dataclass(frozen=True)
 class ProvenReport:
-    """What came of the trials, and what to do next.
+    """The result of the trials, and what to do next.
 
     Attributes:
-        prescription: what came of them.
-        verdict: what was seen before.
-        seconds: that all took, the first look included.
+        seconds: of the first look and the trials.
         what: the script and its arguments, as the user gave them.
-        recipe: the file that holds what was prescribed; None where there is none.
+        recipe: the file that holds what was prescribed; None without one.
         budget_s: seconds that the trials were given.
     """
 
@@ -177,7 +175,6 @@ class ProvenReport:
 
 
 def runs_by(recipe: Path, what: Sequence[str]) -> str:
-    """The command that runs a script by a Recipe; ranks that torchrun starts each take it."""
     ranks = under_torchrun(what, ["-m", "flatout.cures.start"])
     if ranks is None:
         return f"flatout run --recipe {shlex.quote(str(recipe))} {shlex.join(what)}"
@@ -186,12 +183,10 @@ def runs_by(recipe: Path, what: Sequence[str]) -> str:
 
 
 def ratio(trial: TrialResult | None) -> str:
-    """Time before over time after with its interval; "" where nothing was measured."""
     return "" if trial is None else f"{trial.ratio:.2f}x [{trial.low:.2f},{trial.high:.2f}]"
 
 
 def effect(proof: Proof) -> str:
-    """What it does to the result, in words."""
     samples = {True: "same samples", False: "other samples", None: ""}[proof.same_batches]
     parity = f"{proof.parity}: {proof.loss}" if proof.parity and proof.loss else proof.parity
     # Of what changes no bit, the samples need no words.
@@ -202,7 +197,6 @@ def effect(proof: Proof) -> str:
 
 
 def reasons(proof: Proof) -> str:
-    """A cure that is not prescribed, with what was measured and why."""
     measured = "" if proof.trial is None else f"{proof.trial.ratio:.2f}x"
     reasons = [] if proof.reason.startswith(measured) else [measured]
     why = ", ".join(part for part in (*reasons, proof.reason) if part)

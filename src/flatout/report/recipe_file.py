@@ -18,15 +18,6 @@ COMMENT = "Written by flatout doctor, which may replace it: keep a Recipe of you
 
 
 def place(asked: Path | None, *, force: bool = False) -> Path:
-    """Where the file will be; known before any script runs.
-
-    Args:
-        asked: by the user; None: flatout.toml here, or beside it where that is the user's own.
-        force: whether a file that the user wrote may be replaced.
-
-    Raises:
-        FlatoutError: the file is not the doctor's to replace, or has no folder.
-    """
     path = asked or DEFAULT
     check_target(path)
     if asked is None and not _is_free(path):
@@ -40,7 +31,6 @@ def place(asked: Path | None, *, force: bool = False) -> Path:
 
 
 def check_target(path: Path) -> None:
-    """Refuse a path that cannot be written, before a script runs to fill it."""
     if not os.path.isdir(path.absolute().parent):
         raise FlatoutError(
             f"cannot write {path}: there is no such folder", do="make it, or name another"
@@ -73,9 +63,6 @@ def write(path: Path, prescription: Prescription, what: Sequence[str]) -> bool:
 
 
 def as_recipe(prescription: Prescription, what: Sequence[str]) -> ResolvedRecipe | None:
-    """What was prescribed, field by field, with its proof; None where a Recipe can say none of
-    it.
-    """
     proofs = prescription.prescribed
     alone = {field: proof for proof in proofs for field in proof.recipe}
     together = prescription.together

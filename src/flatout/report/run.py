@@ -48,13 +48,6 @@ _NO_CURVES = {"epoch", "step", "samples", "seconds", "samples_per_s", "lr", "tim
 
 @dataclass(frozen=True)
 class Life:
-    """One time that a job ran in a folder, as its two lines show.
-
-    Attributes:
-        began: the line of its begin.
-        ended: that of its end; None of one that runs, or was killed.
-    """
-
     began: Mapping[str, Any]
     ended: Mapping[str, Any] | None
 
@@ -103,7 +96,6 @@ class SeenRun:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> SeenRun:
-        """Read a run folder."""
         folder = Path(path)
         if os.path.isfile(folder) and folder.name == PROFILE_FILE:
             folder = folder.parent
@@ -133,12 +125,10 @@ class SeenRun:
 
     @property
     def name(self) -> str:
-        """As it was given."""
         return str(self.path)
 
     @cached_property
     def state(self) -> str:
-        """How the last job in it ended, or that it runs; "unknown" where nothing shows."""
         if self.lives:
             return self.lives[-1].state
         if self.profile is not None:
@@ -147,7 +137,6 @@ class SeenRun:
 
     @property
     def state_words(self) -> str:
-        """What to say of a run that has not simply ended; "" of one that has."""
         profile = self.profile
         if self.state in ("killed", "running", "running?"):
             what = {"killed": "was killed", "running": "is running"}.get(
@@ -173,7 +162,6 @@ class SeenRun:
 
     @cached_property
     def step_ms(self) -> list[float]:
-        """Milliseconds of steady steps in order; of a run without a Profile from its log."""
         if self.profile is not None:
             return self.profile.steps.step_ms
         size = self.batch_size
@@ -185,7 +173,6 @@ class SeenRun:
 
     @property
     def batch_size(self) -> float | None:
-        """Samples of a step of all ranks; None where that is not known."""
         if self.profile is not None:
             return self.profile.steps.batch_size
         result = self.history.get("batch_size")
@@ -193,7 +180,6 @@ class SeenRun:
 
     @cached_property
     def samples_per_s(self) -> Interval | None:
-        """With its 95% interval; None where that is not known."""
         known = None if self.profile is None else self.profile.steps.samples_per_s
         if known is not None:
             return Interval(*known)
@@ -204,7 +190,6 @@ class SeenRun:
 
     @cached_property
     def other_work(self) -> str:
-        """Words for work besides the run that kept its machines busy; "" if little or unknown."""
         if self.profile is None:
             return ""
         hosts: dict[str, list[RankProfile]] = {}
@@ -222,18 +207,15 @@ class SeenRun:
 
     @cached_property
     def epochs(self) -> list[dict[str, Any]]:
-        """Figures by epoch: of the log, else of the Profile."""
         logged = [line for line in self.log if line.get("kind") == "epoch"]
         return logged or ([] if self.profile is None else self.profile.epochs)
 
     @property
     def figures(self) -> dict[str, float]:
-        """Of the last epoch, those of learning."""
         return _numbers(self.epochs[-1]) if self.epochs else {}
 
     @cached_property
     def curves(self) -> list[Curve]:
-        """Each figure while training, the loss by steps where the log has more of them."""
         size = self.batch_size or 1.0
         by_steps = len(self._steps) > len(self.epochs)
         result: dict[str, list[tuple[float, float, float]]] = {}
@@ -279,7 +261,6 @@ def _other_work(ranks: Sequence[RankProfile]) -> str:
 
 
 def lives_of(folder: Path, problems: list[str] | None = None) -> list[Life]:
-    """When jobs ran in a folder, the oldest first."""
     began: dict[str, Mapping[str, Any]] = {}
     lives: dict[str, Mapping[str, Any]] = {}
     for line in _lines(folder / RUNS, [] if problems is None else problems):
@@ -356,7 +337,6 @@ def _lives(began: Mapping[str, Any]) -> bool:
 
 
 def names_of(runs: Sequence[SeenRun]) -> list[str]:
-    """What to call each of several: their folders, without what all paths begin with."""
     paths = [os.path.abspath(run.path) for run in runs]
     if len(paths) == 1:
         return [Path(paths[0]).name]

@@ -1,6 +1,6 @@
 """What changed between runs: the verdict on speed, lanes, settings, data, and what was learned.
 
-    Comparison.of(["runs/monday", "runs/today"]).lines()
+    Comparison.from_runs(["runs/monday", "runs/today"]).lines()
 
 Each run is judged against the first, by the time that a sample takes in the steady steps: the ratio
 of the medians with the interval of `measure/series.py`. It is slower or faster where the whole
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +31,6 @@ from flatout.measure import (
     PROFILE_FILE,
     Interval,
     Profile,
-    mean_use,
     plain,
     ratio_of_medians,
     student_t,
@@ -50,26 +50,12 @@ _SOFTWARE = ("torch", "python", "libc")
 _LEARNS = ("loss", "loss_weights", "metrics", "class_weight", "validation data", "seed")
 
 
-@dataclass(frozen=True)
-class Limit:
-    """From where on a run fails: so much slower."""
-
-    slower: float
-
-    @classmethod
-    def parse(cls, text: str) -> Limit:
-        """From words such as "slower=5%"."""
-        name, _, value = text.partition("=")
-        number = value.strip().removesuffix("%")
-        try:
-            percent = float(number)
-        except ValueError:
-            percent = -1.0
-        if name.strip() != "slower" or not value.strip().endswith("%") or not 0 <= percent < 1e6:
-            raise FlatoutError(
-                f"--fail-if: expected slower=PERCENT, such as slower=5%; found {text!r}"
-            )
-        return cls(percent / 100)
+def slower_limit(text: str) -> float:
+    """Return the share in words such as "slower=5%"."""
+    match = re.fullmatch(r"\s*slower\s*=\s*(\d{1,6}(?:\.\d+)?)\s*%\s*", text)
+    if match is None:
+        raise FlatoutError(f"--fail-if: expected slower=PERCENT, such as slower=5%; found {text!r}")
+    return float(match[1]) / 100
 
 
 @dataclass(frozen=True)
@@ -92,7 +78,6 @@ class Pair:
 
     @cached_property
     def ratio(self) -> Interval | None:
-        """Time per sample, b / a, with its interval; None where speeds cannot be compared."""
         if self.why_no_speed:
             return None
         a_ms, b_ms = (
@@ -102,7 +87,6 @@ class Pair:
 
     @cached_property
     def why_no_speed(self) -> str:
-        """Why speeds cannot be compared; "" where they can."""
         for name, run in ((self.a_name, self.a), (self.b_name, self.b)):
             if not run.step_ms:
                 return f"{name} has left no step times"
@@ -119,22 +103,14 @@ class Pair:
 
     @property
     def is_slower(self) -> bool:
-        """Beyond noise."""
         return self.ratio is not None and self.ratio.low > 1 + self.noise
 
     @property
     def is_faster(self) -> bool:
-        """Beyond noise."""
         return self.ratio is not None and self.ratio.high < 1 / (1 + self.noise)
-
-    @property
-    def other_machine(self) -> str:
-        """What of the machines differs, so that speeds tell of them too; "" where nothing does."""
-        return " · ".join(self.machine)
 
     @cached_property
     def verdict(self) -> str:
-        """One phrase, such as "12% slower [10,14] (noise 1.5%)"."""
         if self.ratio is None:
             return f"speed not compared: {self.why_no_speed}"
         noise = f"(noise {_percent(self.noise)})"
@@ -148,14 +124,12 @@ class Pair:
 
     @property
     def sentence(self) -> str:
-        """The verdict with the run's name before it."""
         if self.ratio is None:
             return f"{self.b_name}: {self.verdict}"
         return _said_of(self.b_name, self.verdict)
 
     @cached_property
     def speeds(self) -> str:
-        """Both in samples per second; "" where one is not known."""
         rates = [run.samples_per_s for run in (self.a, self.b)]
         if any(rate is None for rate in rates) or self.ratio is None:
             return ""
@@ -185,28 +159,23 @@ class Pair:
 
     @cached_property
     def recipe(self) -> list[str]:
-        """Settings that differ."""
         a, b = (_recipe(run) for run in (self.a, self.b))
         return _differences(a, b) if a and b else []
 
     @cached_property
     def job(self) -> list[str]:
-        """What else of the job differs: its model, loss, optimizer, epochs, ranks."""
         return [] if not self._both else _differences(*(_job(item) for item in self._both))
 
     @cached_property
     def machine(self) -> list[str]:
-        """What of the machines differs."""
         return [] if not self._both else _differences(*(_machine(item) for item in self._both))
 
     @cached_property
     def versions(self) -> list[str]:
-        """Versions that differ."""
         return [] if not self._both else _differences(*(_versions(item) for item in self._both))
 
     @cached_property
     def data(self) -> list[str]:
-        """What of the data differs."""
         if not self._both:
             return []
         a, b = (item.data or {} for item in self._both)
@@ -226,20 +195,7 @@ class Pair:
         return result
 
     @cached_property
-    def use(self) -> list[str]:
-        """What the first ranks used of their machines, where it differs by more than a tenth."""
-        if not self._both:
-            return []
-        a, b = (mean_use(item.ranks[0].use) for item in self._both)
-        return [
-            f"{_USED[name][0]} {_USED[name][1](a[name])} -> {_USED[name][1](b[name])}"
-            for name in _USED
-            if name in a and name in b and abs(b[name] - a[name]) > 0.1 * max(a[name], b[name])
-        ]
-
-    @cached_property
     def busy(self) -> list[str]:
-        """Where other work on their machines has a part in their speed."""
         runs = ((self.a_name, self.a), (self.b_name, self.b))
         return [f"{name}: {run.other_work}" for name, run in runs if run.other_work]
 
@@ -250,13 +206,11 @@ class Pair:
 
     @cached_property
     def figures(self) -> dict[str, tuple[float, float]]:
-        """Figures of the last epochs that can be compared, by name."""
         a, b = self.a.figures, self.b.figures
         return {name: (a[name], b[name]) for name in a if name in b and not self._why_not(name)}
 
     @cached_property
     def not_comparable(self) -> list[str]:
-        """What cannot be compared, and why."""
         result = [f"speed: {self.why_no_speed}"] if self.why_no_speed else []
         whys: dict[str, list[str]] = {}
         for name in dict.fromkeys([*self.a.figures, *self.b.figures]):
@@ -272,7 +226,6 @@ class Pair:
 
     @property
     def rest_not_comparable(self) -> list[str]:
-        """The same but for speed, of which the verdict has said it."""
         return [line for line in self.not_comparable if not line.startswith("speed: ")]
 
     def _why_not(self, name: str) -> str:
@@ -285,16 +238,17 @@ class Pair:
         if self._both is None:
             return "not known whether they are of one job"
         ours, theirs = ({k: item.job.get(k) for k in _LEARNS} for item in self._both)
-        changed = [k for k in _LEARNS if ours[k] != theirs[k] and not _is_of_other(k, name)]
+        is_validated = name.startswith("val_")
+        changed = [k for k in _LEARNS if is_validated or k != "validation data"]
+        changed = [k for k in changed if ours[k] != theirs[k]]
         if changed:
             return f"other {', '.join(changed)}"
-        if name.startswith("val_"):
+        if is_validated:
             return ""  # on the same validation data
         digests = [(item.data or {}).get("digest") for item in self._both]
         return "other data" if digests[0] != digests[1] else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: ratios of time per sample, lanes in ms per step."""
         return {
             "run": str(self.b.path),
             "state": self.b.state,
@@ -311,13 +265,11 @@ class Pair:
             "versions": self.versions,
             "data": self.data,
             "busy": self.busy,
-            "use": self.use,
             "figures": {name: list(pair) for name, pair in self.figures.items()},
             "not_comparable": self.not_comparable,
         }
 
     def rows(self) -> list[tuple[str, str]]:
-        """What differs, as (what, words)."""
         lanes = [
             f"{lane} {_signed(now - before)} ms ({rounded(before)} -> {rounded(now)})"
             for lane, (before, now) in self.lanes.items()
@@ -335,13 +287,11 @@ class Pair:
             ("machine", self.machine),
             ("versions", self.versions),
             ("data", self.data),
-            ("use", self.use),
             ("figures", figures),
         ]
         return [(name, " · ".join(words)) for name, words in rows if words]
 
     def lines(self) -> list[str]:
-        """The text, no wider than 80 columns."""
         result = [f"{self.b_name} against {self.a_name}"]
         speeds = f"  {self.speeds}" if self.speeds else ""
         result += wrap(
@@ -373,7 +323,7 @@ class Comparison:
     pairs: Sequence[Pair]
 
     @classmethod
-    def of(cls, paths: Sequence[str | os.PathLike[str]]) -> Comparison:
+    def from_runs(cls, paths: Sequence[str | os.PathLike[str]]) -> Comparison:
         """Read and compare runs.
 
         Raises:
@@ -416,7 +366,7 @@ class Comparison:
             "problems": [line for run in self.runs for line in run.problems],
         }
 
-    def fails(self, limit: Limit) -> list[str]:
+    def fails(self, limit: float) -> list[str]:
         """A line for each run that is so much slower than the first, noise included.
 
         Args:
@@ -427,17 +377,16 @@ class Comparison:
         """
         result = []
         for pair in self.pairs:
-            why = pair.why_no_speed or (
-                f"of another machine ({pair.other_machine})" if pair.other_machine else ""
-            )
+            machine = " · ".join(pair.machine)
+            why = pair.why_no_speed or (f"of another machine ({machine})" if machine else "")
             if pair.ratio is None or why:
                 raise FlatoutError(
                     f"--fail-if: {pair.b_name} cannot be judged: {why}",
                     do="compare runs of one job and machine, of 40 steps or more",
                 )
-            if pair.ratio.low > 1 + limit.slower:
+            if pair.ratio.low > 1 + limit:
                 words = _said_of(pair.b_name, _change(pair.ratio, "slower"))
-                result.append(f"{words}, allowed were {_percent(limit.slower)}")
+                result.append(f"{words}, allowed were {_percent(limit)}")
         return result
 
 
@@ -511,14 +460,6 @@ def _lanes(profile: Profile) -> dict[str, float]:
     return result
 
 
-_USED: dict[str, tuple[str, Callable[[float], str]]] = {
-    "cpus": ("CPUs", lambda n: rounded(n, 2)),
-    "memory_bytes": ("memory", size_words),
-    "gpu": ("GPU", lambda share: f"{share:.0%}"),
-    "gpu_memory_bytes": ("GPU memory", size_words),
-}
-
-
 def _recipe(run: SeenRun) -> dict[str, Any]:
     recipe = run.history.get("recipe") if run.profile is None else run.profile.recipe
     return dict(recipe["values"]) if recipe else {}
@@ -547,12 +488,6 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
         for name in dict.fromkeys([*a, *b])
         if plain(a.get(name)) != plain(b.get(name))
     ]
-
-
-def _is_of_other(fact: str, figure: str) -> bool:
-    if fact == "validation data":
-        return not figure.startswith("val_")
-    return False
 
 
 def _model_words(profile: Profile) -> str:

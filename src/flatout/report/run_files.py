@@ -11,7 +11,7 @@ from typing import Any
 from flatout.atomic_file import atomic_write, private
 from flatout.errors import FlatoutError
 from flatout.report.run import SeenRun
-from flatout.report.run_comparison import Comparison, Limit
+from flatout.report.run_comparison import Comparison, slower_limit
 from flatout.report.run_page import dangers, facts, run_page, sentence
 
 _WIDTH, _LABEL = 80, 13
@@ -33,7 +33,7 @@ class Report:
             self.runs: Sequence[SeenRun] = [SeenRun.read(runs[0])]
             self.comparison = None
         else:
-            self.comparison = Comparison.of(runs)
+            self.comparison = Comparison.from_runs(runs)
             self.runs = self.comparison.runs
 
     def lines(self) -> list[str]:
@@ -94,7 +94,7 @@ class Report:
         Raises:
             FlatoutError: it is no limit, there is one run, or speeds cannot be judged.
         """
-        parsed = Limit.parse(limit)
+        parsed = slower_limit(limit)
         if self.comparison is None:
             raise FlatoutError(
                 "--fail-if compares runs, and one was named",

@@ -35,25 +35,16 @@ _FIGURES = ("val_accuracy", "val_auc", "val_loss", "accuracy", "auc", "loss")
 
 @dataclass(frozen=True)
 class Row:
-    """One time that a job ran.
-
-    Attributes:
-        run: its folder, below the one that was asked for.
-        life: when it began and how it ended.
-    """
-
     run: str
     life: Life
 
     @property
     def began(self) -> float:
-        """In Unix seconds; 0 where the line does not say."""
         time = self.life.began.get("time")
         return float(time) if isinstance(time, int | float) else 0.0
 
     @property
     def figure(self) -> tuple[str, float] | None:
-        """What was learned, in one number."""
         figures = (self.life.ended or {}).get("figures") or {}
         for name in _FIGURES:
             if isinstance(figures.get(name), int | float):
@@ -61,7 +52,6 @@ class Row:
         return None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
         end = dict(self.life.ended or {})
         took = end["time"] - self.began if "time" in end else None
         for name in ("event", "id", "time"):
@@ -72,7 +62,6 @@ class Row:
         }
 
     def cells(self) -> list[str]:
-        """A line of the table."""
         end = self.life.ended or {}
         rate, took = end.get("samples_per_s"), end.get("time")
         figure = self.figure

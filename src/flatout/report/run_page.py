@@ -16,9 +16,18 @@ from typing import Any
 
 from flatout.masked import masked
 from flatout.measure import Profile
-from flatout.report.curves import Chart, Line, chart, color_of
 from flatout.report.page import LANE_WORDS, Trial
-from flatout.report.pictures import Bar, LaneRow, forest, lane_bars, lane_rows
+from flatout.report.pictures import (
+    HEIGHT,
+    Bar,
+    Chart,
+    LaneRow,
+    Line,
+    chart,
+    color_of,
+    lane_bars,
+    lane_rows,
+)
 from flatout.report.run import SeenRun, names_of
 from flatout.report.run_comparison import Comparison, Pair
 from flatout.report.templates import plain, template
@@ -47,7 +56,6 @@ class _Decision:
 
 
 def run_page(runs: Sequence[SeenRun], comparison: Comparison | None = None) -> str:
-    """Return runs as an HTML page."""
     names = names_of(runs)
     only = runs[0] if len(runs) == 1 else None
     profile = only.profile if only else None
@@ -80,14 +88,13 @@ def run_page(runs: Sequence[SeenRun], comparison: Comparison | None = None) -> s
         uses=_uses(runs, names),
         decisions=list(_decisions(only)) if only else [],
         trials=trials,
-        forest=forest([trial.ratio for trial in trials], [trial.floor for trial in trials]),
+        height=HEIGHT,
         notes=profile.notes if profile else [],
         environment=list(_environment(profile)) if profile else [],
     )
 
 
 def sentence(run: SeenRun) -> str:
-    """Return a run in one plain sentence."""
     words = run.state_words
     rate = run.samples_per_s
     speed = "" if rate is None else f"{count_words(rate.mid)} samples/s"
@@ -104,7 +111,6 @@ def sentence(run: SeenRun) -> str:
 
 
 def dangers(run: SeenRun) -> list[str]:
-    """Return what endangers a run's result or its speed, a line each."""
     result = []
     if run.state in ("killed", "failed"):
         result.append(f"The run {run.state_words}.")
@@ -145,7 +151,6 @@ def _soft(run: SeenRun) -> Iterator[str]:
 
 
 def facts(run: SeenRun) -> Iterator[tuple[str, str]]:
-    """Yield what was trained, as (what, words)."""
     profile = run.profile
     if profile is None:
         for name, value in run.figures.items():
@@ -253,7 +258,6 @@ def _curves(runs: Sequence[SeenRun], names: Sequence[str]) -> list[tuple[Chart, 
 
 
 def _uses(runs: Sequence[SeenRun], names: Sequence[str]) -> list[Chart]:
-    """Return charts of the CPUs, memory and devices that all ranks have used over time."""
     wanted = (
         ("cpus", "CPUs in use", 1.0, ""),
         ("machine", "CPUs of the machine that are busy", 100.0, "%"),

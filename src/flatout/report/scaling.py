@@ -1,6 +1,6 @@
 """What more ranks gave: runs of one job on 1 to N ranks beside one another.
 
-    Scaling.of(["runs/one", "runs/two"])
+    Scaling.from_runs(["runs/one", "runs/two"])
 
 Every step is measured against the smallest run's: with its speed on each rank, a step of so many
 samples would take the ideal time. What it takes beyond that is split up by cause:
@@ -30,6 +30,7 @@ from rich.text import Text
 
 from flatout.errors import FlatoutError
 from flatout.plotting import figure_class
+from flatout.report.explain import no_figures
 from flatout.words import counted, rounded
 
 if TYPE_CHECKING:
@@ -71,16 +72,13 @@ class ScalingRun:
 
     @property
     def samples_per_s(self) -> float:
-        """Of all ranks together, evaluation and saving included."""
         return self.batch_size / self.step_ms * 1e3
 
     def lane(self, name: str) -> float:
-        """Milliseconds per step, the mean of all ranks."""
         return mean(lanes[name] for lanes in self.lanes)
 
     @property
     def imbalance_ms(self) -> float:
-        """What the slowest rank needs more than the mean of all."""
         own = [sum(lanes[name] for name in _OWN) for lanes in self.lanes]
         return max(own) - mean(own)
 
@@ -92,7 +90,7 @@ class Scaling:
     runs: Sequence[ScalingRun]
 
     @classmethod
-    def of(cls, paths: Sequence[str | os.PathLike[str]]) -> Scaling:
+    def from_runs(cls, paths: Sequence[str | os.PathLike[str]]) -> Scaling:
         """Read runs.
 
         Args:
@@ -142,7 +140,7 @@ class Scaling:
             (name for name in _FIGURES if all(name in run.figures for run in self.runs)), None
         )
 
-    def words(self) -> list[str]:
+    def describe(self) -> list[str]:
         """What held each larger run back, in plain words."""
         lines = []
         for run in self.runs[1:]:
@@ -199,18 +197,15 @@ class Scaling:
                 Text(run.name),
                 str(run.world_size),
                 f"{run.samples_per_s:,.0f}",
-                Text(self._speed_words(run), style="bold"),
+                Text("-" if self.is_held_up(run) else f"{self.speedup(run):.2f}x", style="bold"),
                 self._efficiency_words(run),
                 rounded(run.step_ms),
                 "" if run.startup_s is None else f"{run.startup_s:.1f} s",
                 "" if figure is None else rounded(figure, 4),
             )
         yield table
-        for line in self.words():
+        for line in self.describe():
             yield Text(line)
-
-    def _speed_words(self, run: ScalingRun) -> str:
-        return "-" if self.is_held_up(run) else f"{self.speedup(run):.2f}x"
 
     def _efficiency_words(self, run: ScalingRun) -> str:
         return "-" if self.is_held_up(run) else f"{self.efficiency(run):.0%}"
@@ -299,18 +294,8 @@ def _read(path: Path) -> ScalingRun:
             startup_s=data["startup_s"],
             figures=data["epochs"][-1] if data["epochs"] else {},
         )
-    except OSError as error:
-        raise FlatoutError(
-            f"cannot read a run's figures: {error.strerror}",
-            where=str(file),
-            do="name the run folder of a fit that has ended, or a file of History.save",
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FlatoutError(
-            f"expected the figures of a fit, found something else ({error!r})",
-            where=str(file),
-            do="name the run folder of a fit that has ended, or a file of History.save",
-        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise no_figures(file, error) from error
     if run.step_ms <= 0 or len(lanes) != run.world_size:
         raise FlatoutError(
             "the run has no figures of all its ranks: it has not trained to its end",

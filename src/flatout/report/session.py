@@ -144,7 +144,7 @@ def diagnose(asked: Asked) -> int:
         if treated.met is None:
             _change_code(asked, verdict, treated.prescription, console, runs=runs)
         compared = asked.files.write(verdict, treated.prescription, treated.verified)
-    for line in compared.words() if compared else []:
+    for line in compared.describe() if compared else []:
         console.print(line)
     if asked.as_json:
         _print_json(asked, look, verdict, treated, compared)

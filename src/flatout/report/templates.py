@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def template(name: str) -> Template:
-    """Return one by the name of its file."""
     return _environment().get_template(name)
 
 
@@ -36,7 +35,6 @@ def _environment() -> Environment:
 
 
 def plain(value: Any) -> str:
-    """Return nested plain data on one line."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {plain(item)}" for name, item in value.items())
     if isinstance(value, list | tuple):

@@ -1,13 +1,8 @@
-"""Renderings for rich: print them to a Console of any width from 80 columns up.
-
-    console.print(Lanes(history.lanes()))
-
-Without a terminal they come out as plain text.
-"""
+"""What `flatout demo` shows: its jobs side by side, and the settings that `auto` changed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -18,9 +13,6 @@ from rich.text import Text
 
 from flatout.recipe import ResolvedRecipe
 from flatout.words import rounded
-
-_ALL_IN_A_ROW = 120
-"""Columns from which a change's reason fits beside it."""
 
 _CALM = 1.5
 """On a machine with nothing else to do, one step in ten is not this much longer than the median."""
@@ -85,60 +77,10 @@ class Changes:
         rows = self.recipe.changes()
         if not rows:
             yield Text("as plain PyTorch: no setting was changed")
-        elif options.max_width >= _ALL_IN_A_ROW:
-            table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-            for header in ("setting", "value", "result", "measured"):
-                table.add_column(header, no_wrap=True)
-            table.add_column("why")
-            for row in rows:
-                table.add_row(*map(Text, (row.field, row.value, row.parity, row.ratio, row.reason)))
-            yield table
-        else:
-            for row in rows:
-                line = Table.grid(padding=(0, 2))
-                for name in ("field", "value", "parity", "ratio"):
-                    line.add_column(min_width=max(len(getattr(row, name)) for row in rows))
-                line.add_row(*map(Text, (row.field, row.value, row.parity, row.ratio)))
-                yield line
-                yield Padding(Text(row.reason, style="dim"), (0, 0, 0, 4), expand=False)
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """A step's time as bars: `step 412 ms  input ████████ 251 | forward ██ 58 | other 4`.
-
-    Attributes:
-        lanes: milliseconds per step by lane.
-        blocks: how many blocks stand for the whole step.
-    """
-
-    lanes: Mapping[str, float]
-    blocks: int = 24
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        whole = sum(self.lanes.values())
-        if not whole:
-            yield Text("no step was recorded")
-            return
-        lanes = {name: ms for name, ms in self.lanes.items() if ms >= 0.02 * whole}
-        block = "#" if options.ascii_only else "█"
-        parts = [
-            Text.assemble(
-                f"{name} ",
-                (block * max(1, round(self.blocks * ms / whole)), "cyan"),
-                f" {rounded(ms)}",
-            )
-            for name, ms in lanes.items()
-        ]
-        other = whole - sum(lanes.values())
-        if other > 0.0005 * whole:
-            parts.append(Text(f"other {rounded(other)}"))
-        line = Text(f"step {rounded(whole)} ms ")
-        # Wrapped between the lanes, never within one.
-        for at, part in enumerate(parts):
-            joint = " " if at == 0 else " | "
-            if line.cell_len + len(joint) + part.cell_len > options.max_width:
-                yield line
-                line, joint = Text(), "  "
-            line = line + joint + part
-        yield line
+        for row in rows:
+            line = Table.grid(padding=(0, 2))
+            for name in ("field", "value", "parity", "ratio"):
+                line.add_column(min_width=max(len(getattr(row, name)) for row in rows))
+            line.add_row(*map(Text, (row.field, row.value, row.parity, row.ratio)))
+            yield line
+            yield Padding(Text(row.reason, style="dim"), (0, 0, 0, 4), expand=False)

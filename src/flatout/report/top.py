@@ -27,8 +27,8 @@ from flatout.atomic_file import atomic_write
 from flatout.devices import GpuUse
 from flatout.devices.gpu_use import gpu_use
 from flatout.errors import FlatoutError
-from flatout.measure import Processes, ProcessUse, Pulse, Rank, Ranks, Watched
-from flatout.words import clock, count_words, counted, size_words
+from flatout.measure import Processes, ProcessUse, Rank, Ranks
+from flatout.words import clock, count_words, size_words
 
 # In the table; what else a step has is "other".
 _LANES = {"input": "input", "forward": "fwd", "backward": "bwd", "sync": "sync", "optimizer": "opt"}
@@ -53,25 +53,20 @@ class RankNow:
     rss_bytes: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
         own = asdict(self.rank) | {"is_starved": self.rank.is_starved}
         return own | {"cpu_percent": self.cpu_percent, "rss_bytes": self.rss_bytes}
 
 
 @dataclass(frozen=True)
 class RunningJob:
-    """The ranks of one job on this machine, the first one first."""
-
     ranks: Sequence[RankNow]
 
     @property
     def first(self) -> Rank:
-        """The rank that speaks for the job."""
         return self.ranks[0].rank
 
     @property
     def words(self) -> str:
-        """One line: what runs, since when, how fast."""
         first = self.first
         here = f" ({len(self.ranks)} here)" if len(self.ranks) < first.world_size else ""
         ranks = [f"{first.world_size} ranks{here}"] if first.world_size > 1 else []
@@ -101,7 +96,6 @@ class RunningJob:
             yield Text(line)
 
     def notes(self) -> list[str]:
-        """What is worth saying of its ranks."""
         lines = []
         for now in self.ranks:
             rank = now.rank
@@ -120,7 +114,6 @@ class RunningJob:
         return lines
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
         first = self.first
         return {
             "job": first.job,
@@ -165,13 +158,11 @@ class Sample:
         jobs: that show themselves, of those that were asked for.
         processes: of the process that was asked for; None where none was.
         gpus: of this machine.
-        pulse: how that process works and stands still; None likewise.
     """
 
     jobs: Sequence[RunningJob]
     processes: Sequence[ProcessUse] | None
     gpus: Sequence[GpuUse]
-    pulse: Pulse | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -182,7 +173,6 @@ class Sample:
             "jobs": [job.as_dict() for job in self.jobs],
             "processes": None if processes is None else [asdict(process) for process in processes],
             "gpus": [asdict(gpu) for gpu in self.gpus],
-            "pulse": None if self.pulse is None else self.pulse.as_dict(),
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -224,8 +214,6 @@ class Sample:
         if len(processes) > len(shown):
             yield Text(f"and {len(processes) - len(shown)} more that use less")
         if not self.jobs:
-            if self.pulse is not None:
-                yield from pulse_lines(self.pulse)
             yield Text(
                 "from outside only CPU, memory, threads and what is read can be seen; a step's "
                 "lanes (input, forward, backward, sync, optimizer) show themselves from within: "
@@ -248,7 +236,6 @@ class Top:
         self._ranks = Ranks()
         # Each for itself: what a process used is since the last look at it.
         self._tree, self._inside_ranks = Processes(), Processes()
-        self._watched = None if pid is None else Watched(pid)
         self._looked = False
 
     def sample(self) -> Sample:
@@ -264,11 +251,7 @@ class Top:
         return self._look()
 
     def wait(self, seconds: float) -> None:
-        """Let so much time pass, with an eye on the process."""
-        if self._watched is None:
-            time.sleep(seconds)
-        else:
-            self._watched.wait(seconds)
+        time.sleep(seconds)
 
     def _look(self) -> Sample:
         processes = None if self._pid is None else self._tree.read(self._pid)
@@ -280,11 +263,7 @@ class Top:
         if self._which is not None:
             jobs = [ranks for ranks in jobs if any(_is_asked_for(r, self._which) for r in ranks)]
         running = [RunningJob(list(self._now(ranks))) for ranks in jobs]
-        gpus = gpu_use()
-        pulse = None
-        if self._watched is not None and processes is not None:
-            pulse = self._watched.pulse(processes, _busy(gpus, self._pid))
-        return Sample([job for job in running if job.ranks], processes, gpus, pulse)
+        return Sample([job for job in running if job.ranks], processes, gpu_use())
 
     def _now(self, ranks: Sequence[Rank]) -> Iterator[RankNow]:
         for rank in ranks:
@@ -350,30 +329,6 @@ def write_again(top: Top, path: str | os.PathLike[str], every_s: float) -> None:
                     f"what is seen cannot be written: {error.strerror}", where=os.fspath(path)
                 ) from error
             top.wait(every_s)
-
-
-def pulse_lines(pulse: Pulse) -> Iterator[Text]:
-    """What to say of a process that stands still again and again."""
-    who = "its GPU" if pulse.on_gpu else "it"
-    still = f"{who} stood still {pulse.still_s:.0f} of {pulse.watched_s:.0f} s"
-    if pulse.is_starved:
-        workers = f"{counted(pulse.workers, 'worker')} of it computed"
-        beside = workers if pulse.workers else "it computed" if pulse.on_gpu else "it read a disk"
-        yield Text(
-            f"STARVED: {still} while {beside}: bursts between waits for input, as far as can "
-            "be told from outside",
-            style="bold yellow",
-        )
-    elif pulse.is_still:
-        yield Text(
-            f"{still}, and nothing shows that it waited for input: for other ranks, a network or a "
-            "timer, which cannot be told from outside"
-        )
-
-
-def _busy(gpus: Sequence[GpuUse], pid: int | None) -> float | None:
-    own = [g.busy_percent for g in gpus if pid in g.pids and g.busy_percent is not None]
-    return sum(own) / len(own) / 100 if own else None
 
 
 def _is_asked_for(rank: Rank, which: str) -> bool:

@@ -8,8 +8,7 @@ from typing import Any
 _ORDER = ("prescribed", "left alone", "needs your OK", "not tried")
 
 
-def tried(prescription: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a verdict (see `flatout.report.page`) that trials have to say."""
+def trials_of(prescription: Mapping[str, Any]) -> dict[str, Any]:
     proofs, together = prescription["proofs"], prescription.get("together")
     trials = list(_trials(proofs, together))
     whole = [trial for trial in trials if trial["group"] == "together"] or [
@@ -26,7 +25,6 @@ def tried(prescription: Mapping[str, Any]) -> dict[str, Any]:
 def with_proofs(
     findings: Sequence[Mapping[str, Any]], prescription: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Findings as plain data, with the measured ratio of their cure where it was tried."""
     ratios = {
         name: (item["trial"]["low"], item["trial"]["ratio"], item["trial"]["high"])
         for item in prescription["proofs"]
