@@ -34,7 +34,6 @@ _set_here: Literal["keep", "default"] | None = None
 
 @cache
 def supported() -> bool:
-    """Whether glibc's allocator serves this process: no other C library, none preloaded over it."""
     if not sys.platform.startswith("linux"):
         return False
     # A program with its own allocator has this, too.
@@ -72,8 +71,6 @@ def _owner(library: ctypes.CDLL, name: str) -> bytes | None:
 
 
 class _Loaded(ctypes.Structure):
-    """The beginning of dl_phdr_info, as dl_iterate_phdr(3) shows each library."""
-
     _fields_ = (("base", ctypes.c_void_p), ("file", ctypes.c_char_p))
 
 
@@ -81,8 +78,6 @@ _VISIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Loaded), ctypes.c_size_t
 
 
 class _SymbolInfo(ctypes.Structure):
-    """Dl_info of dladdr(3): which library a symbol is from."""
-
     _fields_ = (
         ("file", ctypes.c_char_p),
         ("base", ctypes.c_void_p),
@@ -92,7 +87,6 @@ class _SymbolInfo(ctypes.Structure):
 
 
 def keep_memory() -> bool:
-    """Makes the allocator keep what is freed; returns whether it could."""
     global _set_here
     if not supported():
         return False
@@ -137,7 +131,6 @@ def environment() -> dict[str, str]:
 
 
 def current() -> Literal["keep", "default"]:
-    """Returns how the allocator is set, at run time or by the environment at the start."""
     if _set_here is not None:
         return _set_here
     kept = environment()

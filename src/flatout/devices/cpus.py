@@ -13,8 +13,6 @@ from flatout.measure import cgroup_cpu_quota, fingerprint, usable_cpus
 
 @dataclass(frozen=True)
 class Cpus:
-    """The processor as this process may use it."""
-
     model: str
     present: int
     allowed: int
@@ -25,7 +23,6 @@ class Cpus:
 
 
 def read_cpus(root: Path = Path("/")) -> Cpus:
-    """Returns the CPUs."""
     facts = fingerprint(root)
     return Cpus(
         model=facts.cpu,

@@ -30,7 +30,6 @@ class GpuUse:
 
 
 def gpu_use(module: Any = None) -> list[GpuUse]:
-    """Asks NVML; without a driver there are no GPUs."""
     nvml: Any = module or import_module("pynvml")
     try:
         nvml.nvmlInit()

@@ -10,16 +10,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that holds memory of a GPU."""
-
     pid: int
     memory: int | None
 
 
 @dataclass(frozen=True)
 class MigDevice:
-    """A slice of a GPU in MIG mode. Sizes are in bytes, None where the driver does not say."""
-
     uuid: str
     name: str
     memory_total: int | None
@@ -29,8 +25,6 @@ class MigDevice:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. Sizes are in bytes, None where the driver does not say."""
-
     nvml_index: int
     uuid: str
     name: str
@@ -45,8 +39,6 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Nvml:
-    """What NVML says."""
-
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
     cuda: tuple[int, int] | None = None
@@ -54,7 +46,6 @@ class Nvml:
 
 
 def read_nvml(module: Any = None) -> Nvml:
-    """Asks NVML for the GPUs."""
     nvml: Any = module or import_module("pynvml")
     try:
         nvml.nvmlInit()

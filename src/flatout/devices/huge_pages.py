@@ -61,7 +61,6 @@ def _is_alone(values: torch.Tensor) -> bool:
 
 
 def _advise(fresh: torch.Tensor) -> bool:
-    """Ask for huge pages before the first write; returns whether the system takes that."""
     if not sys.platform.startswith("linux"):
         return False
     first = -(-fresh.data_ptr() // _PAGE) * _PAGE

@@ -15,14 +15,6 @@ SHM_FOR_WORKERS = 2**30
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory that this process may use, in bytes.
-
-    Args:
-        available: what can be allocated before the machine swaps or the cgroup kills.
-        total: what the machine has.
-        limit: what the cgroups allow; None where they set no limit.
-    """
-
     available: int
     total: int
     limit: int | None
@@ -30,15 +22,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Shm:
-    """/dev/shm, through which loader workers hand over their batches, in bytes."""
-
     total: int
     free: int
     too_small_for_workers: bool
 
 
 def read_memory(root: Path = Path("/")) -> Memory:
-    """Returns the memory."""
     import psutil
 
     return Memory(

@@ -38,7 +38,6 @@ class PingPong(NamedTuple):
 
     @property
     def words(self) -> str:
-        """One line for people."""
         size = memory_words(self.bytes) if self.bytes >= 2**20 else f"{self.bytes} bytes"
         often = "" if self.times == 1 else f" {self.times} times"
         return (
@@ -83,8 +82,6 @@ _OVERWRITING = ("copy_", "fill_", "zero_")
 
 
 class _Trips:
-    """Follows data by the storages that hold it."""
-
     def __init__(self) -> None:
         self._departed: dict[tuple[str, int], _Departure] = {}
         self._found: dict[tuple[str, str, str], tuple[int, int]] = {}

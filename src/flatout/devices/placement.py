@@ -132,8 +132,6 @@ def _free_memory(count: int) -> list[int | None]:
 
 
 class Placed(NamedTuple):
-    """Where one module lives, and why. The root module's name is ""."""
-
     module: str
     device: str
     reason: str

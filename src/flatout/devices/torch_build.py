@@ -10,15 +10,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """The installed torch."""
-
     version: str | None
     cuda: str | None
     hip: str | None
 
 
 def read_torch_build() -> TorchBuild:
-    """Returns what `torch/version.py` says; it is parsed, not run."""
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return TorchBuild(None, None, None)

@@ -22,12 +22,10 @@ class CudaDevice(NamedTuple):
 
     @property
     def uuid(self) -> str:
-        """The name that NVML and CUDA agree on."""
         return self.mig.uuid if self.mig else self.gpu.uuid
 
 
 def cuda_devices(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[CudaDevice]:
-    """Returns the devices that CUDA shows, in CUDA's order."""
     ordered = _ordered(gpus, environment)
     wanted = environment.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:

@@ -18,7 +18,6 @@ _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 
 def is_sequence(owner: type) -> bool:
-    """Whether C code takes a class for a sequence."""
     return _slot(owner) is not None
 
 
@@ -35,7 +34,6 @@ def can_clear() -> bool:
 
 
 def clear(owner: type) -> None:
-    """Let C code take a class, and those that inherit its `__getitem__`, for no sequences."""
     if is_sequence(owner):
         _place(owner).value = None
     heirs: list[type] = type.__subclasses__(owner)

@@ -19,14 +19,11 @@ from flatout.hooks.wrapping import Hook, wrap
 
 @dataclass(eq=False)
 class PassingHook:
-    """A call around the forward of one module, for as long as its owner keeps this object."""
-
     call: Callable[..., Any]
     with_kwargs: bool
     of: list[ref[PassingHook]]
 
     def remove(self) -> None:
-        """End the calls."""
         self.of[:] = [other for other in self.of if other() not in (self, None)]
         _tidy()
 

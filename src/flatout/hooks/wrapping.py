@@ -48,8 +48,6 @@ class Hook:
 
 
 class _Stack:
-    """The wrappers of one attribute, the innermost first."""
-
     def __init__(self, owner: Any, name: str) -> None:
         self.owner = owner
         self.name = name

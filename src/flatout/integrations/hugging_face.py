@@ -45,7 +45,6 @@ class HFTimeline(Watches, TrainerCallback):  # type: ignore[misc]
         return hidden_sync()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to watch."""
         self._end()
         model = kwargs["model"]
         if not _is_taken_over(model, args):
@@ -57,7 +56,6 @@ class HFTimeline(Watches, TrainerCallback):  # type: ignore[misc]
         self._step_lanes.start()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say what was seen."""
         self._end()
         if state.is_world_process_zero:
             self._step_lanes.say(self._hidden())
@@ -81,48 +79,38 @@ class HFTimeline(Watches, TrainerCallback):  # type: ignore[misc]
         return "backward" if self._handles else "forward"
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Between epochs nothing is known to have happened."""
         self._step_lanes.was("idle")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The batches of a step are there."""
         self._step_lanes.was("input")
         self._called = False
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """One of the batches that accumulate is done."""
         self._step_lanes.was(self._in_training_step)
         self._called = False
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The gradients are complete."""
         self._step_lanes.was(self._in_training_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The optimizer has stepped, the gradients are forgotten."""
         self._step_lanes.was("optimizer")
         self._step_lanes.end_step()
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Figures were logged: of the training, or of an evaluation that is about to end."""
         self._step_lanes.was("evaluation" if self._evaluates else "host")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A batch was evaluated."""
         self._evaluates = True
         self._step_lanes.was("evaluation")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """An evaluation has ended."""
         self._step_lanes.was("evaluation")
         self._evaluates = False
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A checkpoint was written."""
         self._step_lanes.was("saving")
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The last step of an epoch is behind."""
         self._step_lanes.was("idle")
 
 

@@ -50,7 +50,6 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
         return hidden | hidden_sync(hidden.get("backward", "backward"))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin to watch."""
         if keras.backend.backend() != "torch":
             raise FlatoutError(
                 f"KerasTimeline needs Keras' torch backend, found {keras.backend.backend()}",
@@ -103,7 +102,6 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
         self._watched = []
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Say what was seen."""
         self._end()
         if not self._is_one_of_many():
             self._step_lanes.say(self._hidden())
@@ -114,16 +112,13 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
         return dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Between epochs nothing is known to have happened."""
         self._step_lanes.was("idle")
         self._lane = "host"
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """A batch is there."""
         self._step_lanes.was("input")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count a step, if these were all of its batches."""
         self._step_lanes.was("host" if self._is_watched else "forward")
         self._batches += 1
         if self._batches % self._accumulates == 0:
@@ -134,17 +129,14 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
         return "optimizer" in self._step_lanes.lanes
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """An evaluation begins."""
         self._step_lanes.was("idle")
         self._step_lanes.within = "evaluation"
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Record the end of a validation."""
         self._step_lanes.was("evaluation")
         self._step_lanes.within = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """The last batch of an epoch is behind."""
         self._step_lanes.was("idle")
         self._lane = "idle"
 

@@ -69,7 +69,6 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
         return (dict.fromkeys(lanes, "forward") if self.timeline.steps else {}) | hidden_sync()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to listen."""
         self._steps = trainer.global_step
         self._stack.clear()
         self._profiler = profiler = trainer.profiler
@@ -91,13 +90,11 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
         self._step_lanes.start()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Say what was seen."""
         self._end()
         if trainer.is_global_zero:
             self._step_lanes.say(self._hidden())
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the profiler and the optimizers as they were."""
         self._end()
 
     def _end(self) -> None:
@@ -110,7 +107,6 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
             self._profiler = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Between steps only; what listens stays behind."""
         return {**vars(self), "_profiler": None, "_handles": []}
 
     def _lane_of(self, action: str) -> str | None:
@@ -136,15 +132,12 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
         return self._stack[-1][1] if self._stack else "idle"
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Backward begins."""
         self._enter("backward", "backward")
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """Backward has ended."""
         self._leave("backward")
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """The gradients are complete."""
         self._enter("step", "optimizer")
 
     def _on_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -153,16 +146,13 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count a step, if an optimizer has stepped."""
         self._step_lanes.was(self._lane)
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
             self._step_lanes.end_step()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Evaluation within the fit begins."""
         self._enter("evaluation", "evaluation")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Record the end of a validation."""
         self._leave("evaluation")

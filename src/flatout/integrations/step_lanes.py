@@ -43,7 +43,6 @@ class StepLanes:
         self._since = clock()
 
     def start(self) -> None:
-        """Begin, at the first step or again after a stop."""
         rank, world_size = _rank_and_size()
         self.within = None
         self.runs = True
@@ -52,7 +51,6 @@ class StepLanes:
         self._begin()
 
     def stop(self) -> None:
-        """End; a second call changes nothing."""
         self.runs = False
         self.timeline.stop()
         if self._live is not None:
@@ -60,7 +58,6 @@ class StepLanes:
             self._live = None
 
     def was(self, lane: str) -> None:
-        """The time since the last mark went to this lane."""
         if not self.runs:
             return
         now = clock()
@@ -74,7 +71,6 @@ class StepLanes:
         self.lanes.add(lane)
 
     def end_step(self) -> None:
-        """A step ends at the last mark."""
         # What lay between its parts, such as an evaluation between two batches that accumulate,
         # is time before it.
         self.timeline.record(self._since - sum(self._spent.values()), *self._spent.values())
@@ -84,12 +80,10 @@ class StepLanes:
 
     @property
     def added_us_per_step(self) -> float:
-        """What the marks add to a step, counted directly, without the framework's calls of them."""
         marks = (self._marks + self.looks) / max(1, self.timeline.steps)
         return self.timeline.added_us_per_step + marks * _cost_of_a_mark_us()
 
     def as_dict(self, hidden: dict[str, str]) -> dict[str, Any]:
-        """Plain data: that of the Timeline, but None for lanes that are hidden in others."""
         data = self.timeline.as_dict()
         data["lanes_ms"] |= dict.fromkeys(hidden)
         data["hidden_in"] = hidden
@@ -97,7 +91,6 @@ class StepLanes:
         return data
 
     def say(self, hidden: dict[str, str]) -> None:
-        """Print the lanes, and the critical one."""
         say(*words(self.timeline, hidden))
 
 
@@ -111,11 +104,9 @@ class Watches:
 
     @property
     def timeline(self) -> Timeline:
-        """The lanes of this rank's steps."""
         return self._step_lanes.timeline
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; a lane that cannot be seen is None, and named in `hidden_in`."""
         return self._step_lanes.as_dict(self._hidden())
 
     def _hidden(self) -> dict[str, str]:
@@ -123,7 +114,6 @@ class Watches:
 
 
 def words(timeline: Timeline, hidden: dict[str, str]) -> list[str]:
-    """Two lines: the lanes of a step, and the one that takes most; one where there was no step."""
     if not timeline.steps:
         return ["no step was seen"]
     lanes = timeline.lanes()
@@ -143,7 +133,6 @@ def words(timeline: Timeline, hidden: dict[str, str]) -> list[str]:
 
 
 def hidden_sync(lane: str = "backward") -> dict[str, str]:
-    """Of several ranks, the sync is somewhere inside the backward pass; one rank has none."""
     return {"sync": lane} if _rank_and_size()[1] > 1 else {}
 
 

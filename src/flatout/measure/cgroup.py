@@ -19,8 +19,6 @@ _UNLIMITED = 1 << 60
 
 
 class _Group(NamedTuple):
-    """One level of the hierarchy: its folder, and the version of its files."""
-
     folder: Path
     version: int
 

@@ -23,15 +23,12 @@ _SCALE_FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class CurveDifference:
-    """How two curves differ."""
-
     max_rel: float
     step: int | None
     first: int | None
 
     @property
     def words(self) -> str:
-        """One phrase: `equal`, or the largest difference and where."""
         if self.step is None:
             return "equal"
         return f"differs by up to {self.max_rel:.1e} at step {self.step}, first at {self.first}"

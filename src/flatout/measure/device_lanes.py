@@ -28,19 +28,17 @@ _MARKED = ("forward", "backward", "sync", "optimizer")
 
 
 class Event(Protocol):
-    """What of `torch.cuda.Event` is used."""
-
     def record(self, stream: Any = None) -> None:
-        """Put it into a stream."""
+        pass
 
     def query(self) -> bool:
-        """Whether it has passed."""
+        pass
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        pass
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this one to another; both have passed."""
+        pass
 
 
 @dataclass(slots=True)

@@ -27,7 +27,6 @@ class CollectorClock:
         self.noted: list[tuple[int, int]] = []
 
     def start(self) -> None:
-        """Begins to note collections; a second call changes nothing."""
         with _lock:
             if self not in _running:
                 _running.append(self)
@@ -35,7 +34,6 @@ class CollectorClock:
                 gc.callbacks.append(_on_collection)
 
     def stop(self) -> None:
-        """Ends it; what was noted stays. A second call changes nothing."""
         with _lock:
             if self in _running:
                 _running.remove(self)
@@ -43,21 +41,18 @@ class CollectorClock:
                 gc.callbacks.remove(_on_collection)
 
     def note(self, began: int, took: int) -> None:
-        """Adds a collection. Neighbors are merged when no one reads, so the memory is bounded."""
         if len(self.noted) >= _CAPACITY:
             pairs = zip(self.noted[::2], self.noted[1::2], strict=True)
             self.noted[:] = [(first[0], first[1] + second[1]) for first, second in pairs]
         self.noted.append((began, took))
 
     def take_since(self, when: int) -> int:
-        """Removes the collections that ended after `when`; returns their total duration."""
         total = 0
         while self.noted and sum(self.noted[-1]) > when:
             total += self.noted.pop()[1]
         return total
 
     def take_before(self, when: int) -> list[tuple[int, int]]:
-        """Removes and returns the collections that began before `when`."""
         # A collection may run at any allocation here, so it notes into its own list.
         noted, self.noted = self.noted, []
         count = bisect_left(noted, (when,))

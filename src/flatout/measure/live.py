@@ -120,7 +120,6 @@ def point_to(
     job: str | None = None,
     run: str | None = None,
 ) -> None:
-    """Show an observation instead, which this process writes itself."""
     if not _is_off():
         with suppress(Exception):
             who = _who(rank, world_size, job, run)
@@ -128,7 +127,6 @@ def point_to(
 
 
 def remove_own_file() -> None:
-    """Take this process' file away, if there is one."""
     with suppress(Exception):
         _remove(_own_file(), os.getpid())
 
@@ -395,7 +393,6 @@ def _write(data: dict[str, Any]) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Take away what processes of this machine have left that were killed."""
     for file in folder.glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
             data, _ = _read(file)

@@ -117,12 +117,6 @@ def _measured(device: str) -> dict[str, Any]:
 
 
 class _Round:
-    """Measures each of the rates once.
-
-    Attributes:
-        found: the rates by their places.
-    """
-
     def __init__(self, until: float) -> None:
         self._until = until
         self.found: dict[tuple[str, ...], Any] = {}

@@ -54,21 +54,19 @@ _pack_row = _ROW.pack_into
 
 
 class DeviceStepWriter(Protocol):
-    """Writes the rows of steps that a device makes behind the host, see device_lanes.py."""
-
     @property
     def steps(self) -> int:
-        """How many have no row yet."""
+        pass
 
     @property
     def samples(self) -> int:
-        """On how many these trained."""
+        pass
 
     def settle(self, *, wait: bool = False) -> None:
-        """Write the rows of steps that have passed; with `wait` of all."""
+        pass
 
     def forget(self) -> None:
-        """Drop the steps whose rows are not written."""
+        pass
 
 
 class Timeline:
@@ -99,7 +97,6 @@ class Timeline:
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy in another process needs: all but the lock and the view of the rows."""
         with self._lock:
             return {k: v for k, v in vars(self).items() if k not in ("_lock", "_buffer", "device")}
 

@@ -226,7 +226,6 @@ def quadruples(
 
 
 def bootstrap_paired(a: npt.ArrayLike, b: npt.ArrayLike, *, seed: int = 0) -> Interval:
-    """Returns the ratio a / b of times that were taken in pairs, with its 95% interval."""
     times_a, times_b = _times(a, "a"), _times(b, "b")
     pairs = len(times_a)
     if pairs != len(times_b):

@@ -88,5 +88,4 @@ class ModelFacts:
 
 
 def redrawn_if(draws: bool, otherwise: Parity) -> Parity:
-    """The parity of a change that moves random draws, where there are any."""
     return Parity.REDRAWN if draws else otherwise

@@ -62,8 +62,6 @@ Choice.known = tuple(f"choice.{name}" for name in Choice.model_fields)
 
 
 class _Sections(PlainData):
-    """The sections that both types of Recipe have."""
-
     known: ClassVar[tuple[str, ...]] = (*SECTIONS, *FIELDS)
 
     compute: Compute = Compute()
@@ -80,7 +78,6 @@ class _Sections(PlainData):
         return value
 
     def named(self) -> dict[str, Value]:
-        """Return the fields that were named when this was made, by dotted name."""
         return {
             f"{section}.{name}": getattr(getattr(self, section), name)
             for section in SECTIONS
@@ -143,7 +140,6 @@ class Recipe(_Sections):
 
 
 def of_fields(fields: Mapping[str, Value]) -> Recipe:
-    """Return the Recipe that names exactly these fields, given by dotted name."""
     tables: dict[str, Any] = {}
     for field, value in fields.items():
         section, name = split(field)
@@ -152,7 +148,6 @@ def of_fields(fields: Mapping[str, Value]) -> Recipe:
 
 
 def _plain_machine(value: Any) -> Any:
-    """Return the fingerprint as TOML can hold it: what is None is left out, tuples become lists."""
     if isinstance(value, Mapping):
         return {str(key): _plain_machine(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -285,7 +280,6 @@ class ResolvedRecipe(_Sections):
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested tables and lists of tables, by dotted name."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(item, f"{name}.{key}" if name else key)

@@ -33,7 +33,6 @@ class FieldError(RecipeError):
         return partial(FieldError, self.what, path=self.path, where=self.where, do=self.do), ()
 
     def at(self, where: str) -> RecipeError:
-        """Return the same error with the place where the field was written."""
         return RecipeError(self.what, where=where, do=self.do)
 
 
@@ -72,7 +71,6 @@ def _refusal(error: ValidationError, model: type[PlainData], values: dict[str, A
 
 
 def bad_value(full: str, value: object, words: str) -> FieldError:
-    """Return the error for a known field with a value that it does not take."""
     candidates = [word for word in re.split(", | or ", words) if word.isidentifier()]
     near = get_close_matches(str(value), candidates, 1)
     return FieldError(
@@ -83,7 +81,6 @@ def bad_value(full: str, value: object, words: str) -> FieldError:
 
 
 def unknown(full: str, known: Iterable[str], taker: str, names: Iterable[str]) -> FieldError:
-    """Return the error for a name that is no field, with the closest one that is."""
     near = closest(full, known)
     return FieldError(
         f"{full} is not a field of a Recipe; {taker} {', '.join(names)}",
@@ -115,7 +112,6 @@ def as_toml(value: object) -> str:
 
 
 def allowed(model: type[BaseModel], name: str) -> str:
-    """Return what a field takes, in words made from its type."""
     schema = model.model_json_schema()
     return _words(schema["properties"][name], schema.get("$defs", {}))
 

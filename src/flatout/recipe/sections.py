@@ -32,7 +32,6 @@ PLAIN = {field: setting.plain for field, setting in SETTINGS.items() if setting.
 
 
 def split(field: str) -> tuple[str, str]:
-    """Return the section and the name in it of a dotted field."""
     section, dot, name = field.partition(".")
     if field in FIELDS:
         return section, name
@@ -63,7 +62,6 @@ def of_change(field: str, before: Value, after: Value, facts: ModelFacts) -> Par
 
 
 def value_words(value: Value) -> str:
-    """A value as people write it: `off` for None."""
     return value if isinstance(value, str) else "off" if value is None else as_toml(value)
 
 

@@ -129,7 +129,6 @@ def setting(default: Value, description: str, **facts: Any) -> Any:
 
 
 def switch_word(value: Any) -> Any:
-    """`on` for true and `off` for false."""
     return ("on" if value else "off") if isinstance(value, bool) else value
 
 

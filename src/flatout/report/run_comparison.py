@@ -359,7 +359,6 @@ class Comparison:
         return result if result[-1] else result[:-1]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
         return {
             "first": str(self.runs[0].path),
             "runs": [pair.as_dict() for pair in self.pairs],

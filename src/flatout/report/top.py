@@ -165,7 +165,6 @@ class Sample:
     gpus: Sequence[GpuUse]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
         processes = self.processes
         return {
             "host": socket.gethostname(),
