@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from convnet import HEADERS, HELD_OUT, IMAGES, images_per_second, made_up, of_matmul
-from flatout.measure import compare_curves, usable_cpus
+from flatout.measure import usable_cpus
 from restarts import (
     PEERS,
     Peer,
@@ -108,12 +108,18 @@ def loss_difference(images: Path, threads: int, tell: Callable[[str], None]) -> 
                 result = run_once(peer)
             except PeerFailed as error:
                 return [*keys, Key(name, f"{optimizer} failed: {error}", at_most=bound)]
-            found = compare_curves(result["plain"], result["flatout"]).max_rel
+            found = largest_difference(result["plain"], result["flatout"])
             notes.append(f"{optimizer} {found:.1e}")
             worst = max(worst, found)
             tell(f"losses, {against}, {optimizer}: {found:.2e} ({result['ran']})")
         keys.append(Key(name, worst, at_most=bound, note=", ".join(notes)))
     return keys
+
+
+def largest_difference(losses: list[float], others: list[float]) -> float:
+    """Return the largest relative difference between two curves."""
+    pairs = zip(losses, others, strict=True)
+    return max((abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if a != b), default=0.0)
 
 
 def read_arguments() -> argparse.Namespace:

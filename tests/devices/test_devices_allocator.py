@@ -135,6 +135,7 @@ OTHER_ALLOCATOR = """
 #include <stddef.h>
 void *__libc_malloc(size_t size);
 void *malloc(size_t size) { return __libc_malloc(size); }
+size_t malloc_usable_size(void *block) { return 0; }
 """
 
 

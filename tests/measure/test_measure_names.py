@@ -24,7 +24,7 @@ def test_the_limits_are_read_without_numpy_and_nothing_imports_torch():
         "from flatout.measure import usable_cpus, available_bytes\n"
         "assert usable_cpus() >= 1 and available_bytes() > 0\n"
         "assert 'numpy' not in sys.modules\n"
-        "from flatout.measure import Timeline, run_trial, compare_curves\n"
+        "from flatout.measure import Timeline, run_trial\n"
         "assert 'torch' not in sys.modules and 'pydantic' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

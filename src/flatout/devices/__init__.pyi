@@ -5,8 +5,6 @@ from flatout.devices.gpu_use import GpuUse as GpuUse
 from flatout.devices.inventory import Inventory as Inventory
 from flatout.devices.inventory import inventory as inventory
 from flatout.devices.memory import read_shm as read_shm
-from flatout.devices.ping_pong import PingPong as PingPong
-from flatout.devices.ping_pong import find_ping_pong as find_ping_pong
 from flatout.devices.placement import Placement as Placement
 from flatout.devices.placement import pin as pin
 from flatout.devices.placement import place as place

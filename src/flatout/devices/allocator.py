@@ -11,7 +11,7 @@ import ctypes
 import os
 import sys
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 # Parameter numbers of mallopt, from malloc.h.
 _M_TRIM_THRESHOLD = -1
@@ -34,50 +34,20 @@ _set_here: Literal["keep", "default"] | None = None
 
 @cache
 def supported() -> bool:
+    """Return whether glibc's allocator serves this process: others bring this function, too."""
     if not sys.platform.startswith("linux"):
         return False
-    # A program with its own allocator has this, too.
-    whole = _owner(ctypes.CDLL(None), "malloc_usable_size") == _LIBC
-    return whole and _first_with_malloc() == _LIBC
-
-
-def _first_with_malloc() -> bytes | None:
-    files: list[bytes] = []
-
-    def visit(loaded: Any, size: int, data: Any) -> int:
-        if loaded.contents.file:
-            files.append(loaded.contents.file)
-        return 0
-
-    ctypes.CDLL(None).dl_iterate_phdr(_VISIT(visit), None)
-    for file in files:
-        try:
-            library = ctypes.CDLL(os.fsdecode(file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        except OSError:
-            continue  # the kernel's own, which is no file
-        if _owner(library, "malloc") == os.path.basename(file):
-            return os.path.basename(file)
-    return None
-
-
-def _owner(library: ctypes.CDLL, name: str) -> bytes | None:
-    symbol = getattr(library, name, None)
-    info = _SymbolInfo()
-    if symbol is None or not library.dladdr(
-        ctypes.cast(symbol, ctypes.c_void_p), ctypes.byref(info)
-    ):
-        return None
-    return os.path.basename(info.file) if info.file else None
-
-
-class _Loaded(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("file", ctypes.c_char_p))
-
-
-_VISIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Loaded), ctypes.c_size_t, ctypes.c_void_p)
+    info, whole = _SymbolInfo(), ctypes.CDLL(None)
+    symbol = getattr(whole, "malloc_usable_size", None)
+    if symbol is None:
+        return False
+    found = whole.dladdr(ctypes.cast(symbol, ctypes.c_void_p), ctypes.byref(info))
+    return bool(found and info.file and os.path.basename(info.file) == _LIBC)
 
 
 class _SymbolInfo(ctypes.Structure):
+    """Dl_info of dladdr(3): which library a symbol is from."""
+
     _fields_ = (
         ("file", ctypes.c_char_p),
         ("base", ctypes.c_void_p),

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from flatout.devices.ping_pong import PingPong, find_ping_pong
 from flatout.errors import DeviceError
 from flatout.words import memory_words
 
@@ -21,16 +20,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.utils.hooks import RemovableHandle
-
-__all__ = [
-    "PingPong",
-    "Placed",
-    "Placement",
-    "find_ping_pong",
-    "pin",
-    "place",
-    "resolve_device",
-]
 
 # How the reason begins where another device runs than was asked for.
 FALLBACK = "instead of"

@@ -1,7 +1,6 @@
 from flatout.measure.cgroup import cgroup_cpu_quota as cgroup_cpu_quota
 from flatout.measure.cgroup import cgroup_memory_limit as cgroup_memory_limit
 from flatout.measure.cgroup import usable_cpus as usable_cpus
-from flatout.measure.curves import compare_curves as compare_curves
 from flatout.measure.device_lanes import DeviceLanes as DeviceLanes
 from flatout.measure.device_lanes import cuda_lanes as cuda_lanes
 from flatout.measure.fingerprint import Fingerprint as Fingerprint

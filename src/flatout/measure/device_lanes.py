@@ -20,25 +20,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from flatout.measure.timeline import Timeline
 
+Event: TypeAlias = Any  # a `torch.cuda.Event`
+
 _MARKED = ("forward", "backward", "sync", "optimizer")
-
-
-class Event(Protocol):
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end_event: Any) -> float:
-        pass
 
 
 @dataclass(slots=True)

@@ -23,13 +23,16 @@ from collections.abc import Sequence
 from functools import cache
 from statistics import median
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flatout.errors import FlatoutError
 from flatout.measure.garbage import CollectorClock
+
+if TYPE_CHECKING:
+    from flatout.measure.device_lanes import DeviceLanes
 
 # In the order in which a step passes through them, then what lies between steps.
 LANES = (
@@ -53,22 +56,6 @@ _ROW = struct.Struct("9q")
 _pack_row = _ROW.pack_into
 
 
-class DeviceStepWriter(Protocol):
-    @property
-    def steps(self) -> int:
-        pass
-
-    @property
-    def samples(self) -> int:
-        pass
-
-    def settle(self, *, wait: bool = False) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-
 class Timeline:
     """The lanes of one rank's steps. One thread records; any thread may read.
 
@@ -82,7 +69,7 @@ class Timeline:
         device: on a GPU, writes the rows; else None.
     """
 
-    device: DeviceStepWriter | None = None
+    device: DeviceLanes | None = None
 
     def __init__(self, capacity: int = 65_536, *, clock_reads: int = 8) -> None:
         if capacity < 1:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from flatout.data import Batch, samples_of_all
-from flatout.devices import PingPong, find_ping_pong, keep_matmul_precision
+from flatout.devices import keep_matmul_precision
 from flatout.errors import FlatoutError, ModelError
 from flatout.models import adapter_of, facts_of
 from flatout.recipe import (
@@ -117,7 +117,6 @@ def decide(
         estimated = _agree_on_pieces(loop, compute, first, 1)
     if first and compute is not None:
         looked_s = _check_first(loop, compute, first)
-        _warn_of_trips(loop, compute, first[0])
     known = KnownStep(looked_s, loop.batch_s, loop.accumulate)
     decision = _decision(loop, facts, compute, first, steps, known)
     if _has_spare_workers(loop):
@@ -384,18 +383,6 @@ def _stages(
 def _run_first(loop: LoopState, compute: Compute, batch: Batch) -> None:
     with untouched(loop.model, compute), loop.stepper.forward_alone():
         loop.stepper.look(batch, lambda pieces: compute(pieces[0]))
-
-
-def _warn_of_trips(loop: LoopState, compute: Compute, batch: Batch) -> None:
-    if loop.device.type == "cpu":
-        return
-
-    def trips(pieces: list[Batch]) -> list[PingPong]:
-        with untouched(loop.model, compute):
-            return find_ping_pong(lambda: compute(pieces[0]))
-
-    for trip in loop.stepper.look(batch, trips):
-        loop.say(trip.words)
 
 
 def _agree_on_pieces(loop: LoopState, compute: Compute, first: list[Batch], known: int) -> int:

@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.doctor.trials.arm import Showed
-from flatout.measure import compare_curves
 from flatout.recipe import Parity
 from flatout.words import rounded
 
@@ -67,8 +66,7 @@ def compare(
     curve, other = np.array(a.losses[:steps]), np.array(b.losses[:steps])
     if np.isnan(curve).all() and np.isnan(other).all():
         return Compared(True, parity, "", batches, None)
-    difference = compare_curves(curve, other)
-    is_equal = difference.step is None
+    is_equal = np.array_equal(curve, other, equal_nan=True)
     if is_equal:
         # What would be drawn again, if it were drawn, was not.
         reached = Parity.EXACT if parity is Parity.REDRAWN and batches is not False else parity
