@@ -13,7 +13,6 @@ from typing import Any
 
 from flatout.errors import RecipeError
 from flatout.recipe.recipe import Recipe, ResolvedRecipe, of_fields
-from flatout.recipe.refusal import FieldError
 from flatout.recipe.setting import Value
 from flatout.recipe.toml import load
 
@@ -41,8 +40,8 @@ def apply(recipe: Recipe, settings: Sequence[str]) -> Recipe:
             )
         try:
             recipe = recipe.replace({field.strip(): _value(text.strip())})
-        except FieldError as error:
-            raise error.at(where) from None
+        except RecipeError as error:
+            raise RecipeError(error.what, where=where, do=error.do) from None
     return recipe
 
 
