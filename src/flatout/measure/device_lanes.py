@@ -200,7 +200,8 @@ class DeviceLanes:
 
 
 def _ns(begin: Event, end: Event) -> int:
-    return max(0, round(begin.elapsed_time(end) * 1e6))
+    ms: float = begin.elapsed_time(end)
+    return max(0, round(ms * 1e6))
 
 
 def cuda_lanes(timeline: Timeline, device: Any) -> DeviceLanes:

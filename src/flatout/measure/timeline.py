@@ -23,16 +23,13 @@ from collections.abc import Sequence
 from functools import cache
 from statistics import median
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flatout.errors import FlatoutError
 from flatout.measure.garbage import CollectorClock
-
-if TYPE_CHECKING:
-    from flatout.measure.device_lanes import DeviceLanes
 
 # In the order in which a step passes through them, then what lies between steps.
 LANES = (
@@ -69,7 +66,7 @@ class Timeline:
         device: on a GPU, writes the rows; else None.
     """
 
-    device: DeviceLanes | None = None
+    device: Any = None
 
     def __init__(self, capacity: int = 65_536, *, clock_reads: int = 8) -> None:
         if capacity < 1:

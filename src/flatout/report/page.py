@@ -57,7 +57,7 @@ def page(verdict: Mapping[str, Any]) -> str:
     lanes = {rank.rank: rank.lanes_ms for rank in ranks}
     slowest = max(ranks, key=lambda value: median(_finite(value.step_ms) or [0.0]), default=None)
     times = sorted(_finite(slowest.step_ms)) if slowest else []
-    whole_run = [verdict.get("before_s"), verdict.get("after_s")]
+    whole_run: list[Any] = [verdict.get("before_s"), verdict.get("after_s")]
     bars = lane_bars(lanes)
     shown = {bar.rank for bar in bars}
     return template("page.html.jinja").render(
