@@ -32,7 +32,7 @@ from flatout.report.run import SeenRun, names_of
 from flatout.report.run_comparison import Comparison, Pair
 from flatout.report.templates import plain, template
 from flatout.train import words_of
-from flatout.words import count_words, counted, duration, rounded, size_words
+from flatout.words import count_words, counted, duration, rounded
 
 # Figures that are drawn, the loss first.
 _MOST_CURVES = 8
@@ -186,7 +186,6 @@ def facts(run: SeenRun) -> Iterator[tuple[str, str]]:
             f"{duration(profile.written - profile.began + profile.startup_s)}"
         ),
     )
-    yield from _traffic(profile)
     yield "began", _when(profile.began)
 
 
@@ -196,26 +195,6 @@ def _device_words(profile: Profile) -> str:
     processor = ", ".join(gpus) if first.device.startswith("cuda") else first.machine.get("cpu")
     name = f" ({processor})" if processor else ""
     return f"{first.device}{name}, {counted(first.threads, 'thread')}"
-
-
-def _traffic(profile: Profile) -> Iterator[tuple[str, str]]:
-    could, size = profile.input.get("samples_per_s"), profile.input.get("bytes_per_sample")
-    parts = [f"could give {count_words(could)} samples/s"] if could else []
-    parts += [f"{size_words(size)} a sample in batches"] if size else []
-    if parts:
-        yield "input", ", ".join(parts)
-    sent = profile.communication
-    if buckets := sent.get("buckets"):
-        last = max(bucket["ready_ms"] for bucket in buckets)
-        whole = sum(bucket["bytes"] for bucket in buckets)
-        words = (
-            f"{counted(len(buckets), 'bucket')} of {size_words(whole)}, ready {rounded(last)} ms "
-        )
-        yield "gradients", f"{words}after the backward began, by {sent.get('reduction')}"
-    if sparse := sent.get("sparse_bytes_per_step"):
-        yield "sparse rows", f"{size_words(sparse)} a step from this rank"
-    if (averaged := sent.get("bytes_per_average")) and "reduction" in sent:
-        yield "averages", f"{size_words(averaged)} each, by {sent.get('reduction')}"
 
 
 def _data_words(data: dict[str, Any]) -> str:

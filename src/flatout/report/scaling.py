@@ -14,7 +14,6 @@ samples would take the ideal time. What it takes beyond that is split up by caus
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -198,7 +197,7 @@ class Scaling:
                 str(run.world_size),
                 f"{run.samples_per_s:,.0f}",
                 Text("-" if self.is_held_up(run) else f"{self.speedup(run):.2f}x", style="bold"),
-                self._efficiency_words(run),
+                "-" if self.is_held_up(run) else f"{self.efficiency(run):.0%}",
                 rounded(run.step_ms),
                 "" if run.startup_s is None else f"{run.startup_s:.1f} s",
                 "" if figure is None else rounded(figure, 4),
@@ -207,11 +206,8 @@ class Scaling:
         for line in self.describe():
             yield Text(line)
 
-    def _efficiency_words(self, run: ScalingRun) -> str:
-        return "-" if self.is_held_up(run) else f"{self.efficiency(run):.0%}"
-
     def plot(self, path: str | os.PathLike[str]) -> Figure:
-        """Draw throughput, what a step's time was lost to, and accuracy, into an image file.
+        """Draw throughput, and what the time of a step was lost to, into an image file.
 
         Args:
             path: by its ending .png, .svg or .pdf.
@@ -220,30 +216,21 @@ class Scaling:
             FlatoutError: matplotlib is missing, or the file cannot be written.
         """
         figure_of = figure_class()
-        figure = figure_of(figsize=(14, max(4.0, 0.7 * len(self.runs))), layout="constrained")
-        speed, step, learned = figure.subplots(1, 3)
-        self._plot_speed(speed)
+        figure = figure_of(figsize=(10, max(4.0, 0.7 * len(self.runs))), layout="constrained")
+        speed, step = figure.subplots(1, 2)
+        sizes = [run.world_size for run in self.runs]
+        each = self.runs[0].samples_per_s / sizes[0]
+        speed.plot(sizes, [each * size for size in sizes], ":", color="0.5", label="ideal")
+        speed.plot(sizes, [run.samples_per_s for run in self.runs], "o-", label="measured")
+        speed.set(title="throughput", xlabel="ranks", ylabel="samples/s", ylim=(0, None))
+        speed.set_xticks(sizes)
+        speed.legend(loc="upper left")
         self._plot_steps(step)
-        self._plot_figure(learned)
         try:
             figure.savefig(path, dpi=120)
         except (OSError, ValueError) as error:
             raise FlatoutError(f"cannot draw: {error}", where=str(path)) from error
         return figure
-
-    def _plot_speed(self, axes: Axes) -> None:
-        sizes = [run.world_size for run in self.runs]
-        each = self.runs[0].samples_per_s / sizes[0]
-        axes.plot(sizes, [each * size for size in sizes], ":", color="0.5", label="ideal")
-        axes.plot(sizes, [run.samples_per_s for run in self.runs], "o-", label="measured")
-        for run in self.runs:
-            at = (run.world_size, run.samples_per_s)
-            words = self._efficiency_words(run)
-            axes.annotate(words, at, (0, -16), textcoords="offset points", ha="center")
-        axes.set(title="throughput", xlabel="ranks", ylabel="samples/s", ylim=(0, None))
-        axes.margins(x=0.12)  # or the last one's share would be cut off
-        axes.set_xticks(sizes)
-        axes.legend(loc="upper left")
 
     def _plot_steps(self, axes: Axes) -> None:
         nothing = dict.fromkeys(CAUSES, 0.0)
@@ -256,28 +243,14 @@ class Scaling:
         axes.barh(places, left, color="0.8", label="ideal")
         for cause in CAUSES:
             widths = [max(0.0, of[cause]) for of in lost]
-            if max(widths) < 0.01:
-                continue
-            axes.barh(places, widths, left=left, label=cause)
-            left = [low + width for low, width in zip(left, widths, strict=True)]
+            if max(widths) >= 0.01:
+                axes.barh(places, widths, left=left, label=cause)
+                left = [low + width for low, width in zip(left, widths, strict=True)]
         axes.set(title="a step's time, and what was lost", xlabel="ms")
         names = [[*wrap(run.name, _LABEL), counted(run.world_size, "rank")] for run in self.runs]
         axes.set_yticks(places, list(map("\n".join, names)))
         axes.invert_yaxis()
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-
-    def _plot_figure(self, axes: Axes) -> None:
-        if self.figure is None:
-            axes.set_axis_off()
-            return
-        # What is not finite was written as null.
-        values = [run.figures[self.figure] for run in self.runs]
-        heights = [math.nan if value is None else value for value in values]
-        axes.plot([run.world_size for run in self.runs], heights, "o-")
-        axes.set(title=f"{self.figure} after the last epoch", xlabel="ranks")
-        axes.set_xticks([run.world_size for run in self.runs])
-        axes.margins(0.12)
-        axes.ticklabel_format(axis="y", useOffset=False)
 
 
 def _read(path: Path) -> ScalingRun:
