@@ -18,7 +18,7 @@ setup(
             extra_compile_args=["-O3", "-fno-math-errno", "-ffp-contract=off"],
             define_macros=[] if free_threaded else [("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=not free_threaded,
-            optional=True,  # without a compiler the fallbacks serve, and say so once
+            optional=True,  # without a compiler most of Flatout works, and the rest says so
         )
         for name in (
             "_augment",

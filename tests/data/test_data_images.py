@@ -22,7 +22,6 @@ from flatout.data.schema import Schema
 from flatout.data.sources import image_decode, image_rows
 from flatout.data.sources.images import images
 from flatout.errors import DataError
-from flatout.kernels import resize as kernel
 
 Image = pytest.importorskip("PIL.Image")
 ImageOps = pytest.importorskip("PIL.ImageOps")
@@ -380,25 +379,6 @@ def test_what_little_is_left_to_shrink_is_interpolated(tmp_path, monkeypatch, ch
     assert psnr(antialiased, full) > psnr(quick, full)
     # Further to go, so that it is antialiased anyway.
     np.testing.assert_array_equal(one(tmp_path, content, size=150, reduced=True), far)
-
-
-@pytest.mark.parametrize("resize", ["stretch", "crop", "fit"])
-def test_what_is_interpolated_is_the_same_without_the_extension(tmp_path, monkeypatch, resize):
-    write(tmp_path / "all/a.jpg", encoded(photo(400, 632, 1)))
-    write(tmp_path / "all/b.jpg", encoded(photo(632, 400, 2, enlarged=2), exif=exif(6)))
-    source = rows(tmp_path / "all", labels=False, size=(180, 290), resize=resize, reduced=True)
-    with_it = pixels(source)
-    fallback, sizes = kernel._fallback, []
-
-    def counted(image, out):
-        sizes.append(out.shape)
-        fallback(image, out)
-
-    monkeypatch.setattr(kernel, "_use_c", False)
-    monkeypatch.setattr(kernel, "_fallback", counted)
-    np.testing.assert_array_equal(pixels(source), with_it)
-    height, width = {"stretch": (180, 290), "crop": (180, 290), "fit": (180, 284)}[resize]
-    assert sizes == [(height, width, 3), (width, height, 3)]
 
 
 @pytest.mark.parametrize("size", [300, 330])

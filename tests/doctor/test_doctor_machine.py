@@ -104,8 +104,6 @@ def test_variables_that_do_nothing(clean):
     assert names(kmp) == ["KMP"]
     loaded = {"KMP_BLOCKTIME": "0", "LD_PRELOAD": "/usr/lib/libiomp5.so"}
     assert names(dataclasses.replace(clean, environ=loaded)) == []
-    without = dataclasses.replace(clean, environ={"FLATOUT_KERNELS": "numpy"})
-    assert names(without) == ["kernels"]
 
 
 def test_memory(clean):
@@ -145,8 +143,14 @@ def test_keras_without_its_backend(clean, monkeypatch):
     assert names(clean) == ["keras"]
 
 
-def test_dangers_come_first(clean):
-    asked = dataclasses.replace(clean, environ={"KMP_BLOCKTIME": "0", "FLATOUT_KERNELS": "numpy"})
+def test_missing_extensions(clean, monkeypatch):
+    monkeypatch.setattr("flatout.doctor.machine.find_spec", lambda name: None)
+    assert names(clean) == ["kernels"]
+
+
+def test_dangers_come_first(clean, monkeypatch):
+    monkeypatch.setattr("flatout.doctor.machine.find_spec", lambda name: None)
+    asked = dataclasses.replace(clean, environ={"KMP_BLOCKTIME": "0"})
     assert names(asked, memory=Memory(GIB, 16 * GIB, None)) == ["memory", "kernels", "KMP"]
 
 

@@ -47,7 +47,6 @@ static Plan *plan_of(const Options *options)
         feature->kind = (Kind)(1 + options->features[i] % 3);
         feature->width = widths[options->features[i] / 3 % 8];
         feature->required = options->features[i] / 24 % 3 == 0;
-        feature->is_int32 = options->features[i] / 72 % 3 == 2;
         CHECK(plan_name(plan, i, (const uint8_t *)names[i], (int64_t)strlen(names[i])) == 1);
     }
     return plan;
@@ -102,7 +101,6 @@ static void free_run(Run *run)
     free(run->job.at);
     free(run->job.memory);
     free(run->job.lengths);
-    free(run->job.present);
     for (int i = 0; i < FEATURES; i++)
         free(run->outputs[i].values);
 }
@@ -129,8 +127,6 @@ static void check_same(const Run *a, const Run *b)
     if (a->job.lengths != NULL)
         CHECK(memcmp(a->job.lengths, b->job.lengths,
                      (size_t)a->job.plan->ragged * rows * sizeof(int64_t)) == 0);
-    if (a->job.present != NULL)
-        CHECK(memcmp(a->job.present, b->job.present, FEATURES * rows) == 0);
     for (int i = 0; i < FEATURES && a->job.outputs != NULL; i++)
         CHECK(memcmp(a->outputs[i].values, b->outputs[i].values,
                      (size_t)a->outputs[i].room * a->outputs[i].item) == 0);
@@ -174,8 +170,6 @@ static Run decoded(const Records *records, const Plan *plan, int check, const Op
         output->fill = 0x0102030405060708u * options->rows;
     }
     run.job.outputs = run.outputs;
-    if (options->int32 >> 7)
-        run.job.present = exactly((size_t)records->rows * FEATURES);
     run_way(&run, way);
     run.job.outputs = run.outputs; /* of this copy */
     return run;

@@ -1,5 +1,4 @@
-"""Parts, orientations, colors and boxes of images: the same bytes in C and numpy, and as torch has
-it."""
+"""Parts, orientations, colors and boxes of images: as numpy and torch have them."""
 
 from __future__ import annotations
 
@@ -12,11 +11,8 @@ from hypothesis import strategies as st
 from flatout.kernels import augment
 from flatout.kernels.augment import ONE, change_images
 
-if augment._change is None:
-    pytest.skip("the C extension is not built", allow_module_level=True)
-
-# numpy, and C by vectors of so many bytes, where the processor has them.
-WAYS = ("numpy", 0, 16, 32, 64)
+# Bytes of the vectors that may be used, where the processor has them.
+WAYS = (0, 16, 32, 64)
 _LENGTHS = st.integers(1, 24)
 
 
@@ -30,7 +26,6 @@ def changed(source, size, places=(0, 0, 0), way=64, **more):
     more = {name: np.asarray(values, np.int64) for name, values in more.items()}
     rows = len(more.get("index", source))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(augment, "_use_c", way != "numpy")
         patch.setattr(augment, "_VECTORS", way)
         whole = np.full((rows + 2, *size, source.shape[3]), 77, source.dtype)
         places = np.broadcast_to(np.asarray(places, np.int64), (rows, 3)).copy()
@@ -46,12 +41,31 @@ def same_in_all_ways(*arguments, **more):
     return first
 
 
+def cut_out(image, top, left, size):
+    """By numpy: what lies outside of the image is 0."""
+    wide = np.pad(image, ((size[0] + 30,) * 2, (size[1] + 30,) * 2, (0, 0)))
+    top, left = top + size[0] + 30, left + size[1] + 30
+    return wide[top : top + size[0], left : left + size[1]]
+
+
+def by_torch(image, part, size):
+    top, left, high, wide = part
+    crop = torch.from_numpy(image[top : top + high, left : left + wide].copy())
+    batch = crop.permute(2, 0, 1).unsqueeze(0).contiguous(memory_format=torch.channels_last)
+    made = torch.nn.functional.interpolate(batch, size, mode="bilinear", antialias=True)
+    return made[0].permute(1, 2, 0).numpy()
+
+
+def turned(image, orientation):
+    return np.rot90(image[:, ::-1] if orientation & 4 else image, orientation & 3)
+
+
 @settings(deadline=None, max_examples=100)
 @given(
     _LENGTHS, _LENGTHS, st.sampled_from([1, 2, 3, 3, 4]), st.sampled_from([np.uint8, np.float32]),
     st.booleans(), st.data(),
 )  # fmt: skip
-def test_parts_in_c_are_those_of_numpy(height, width, channels, dtype, square, data):
+def test_parts_are_those_of_numpy(height, width, channels, dtype, square, data):
     source = images(3, height, width, channels, dtype=dtype)
     size = data.draw(st.tuples(_LENGTHS, _LENGTHS))
     size = (size[0], size[0]) if square else size
@@ -61,7 +75,12 @@ def test_parts_in_c_are_those_of_numpy(height, width, channels, dtype, square, d
         places = [(top, left, orientation & ~1) for top, left, orientation in places]
     box = data.draw(st.tuples(*[st.integers(-30, 30)] * 4))
     more = {"index": data.draw(st.permutations(range(3)))[:2], "boxes": [box, (0, 0, 0, 0)]}
-    same_in_all_ways(source, size, places, **more)
+    found = same_in_all_ways(source, size, places, **more)
+    for row, (top, left, orientation) in enumerate(places):
+        expected = turned(cut_out(source[more["index"][row]], top, left, size), orientation).copy()
+        first, start, last, stop = np.clip(more["boxes"][row], 0, None)
+        expected[first:last, start:stop] = 0
+        assert np.array_equal(found[row], expected)
 
 
 @pytest.mark.parametrize("width", [1, 5, 6, 7, 11, 32, 33, 224])
@@ -87,7 +106,8 @@ def test_resized_parts_are_torchs_byte_for_byte(shape, size, channels, orientati
     source = images(1, *shape, channels, seed=high)
     source = np.where(source < 60, 0, np.where(source > 190, 255, source)).astype(np.uint8)
     parts = [(top, left, high, wide)]
-    same_in_all_ways(source, size, (0, 0, orientation), parts=parts)
+    found = same_in_all_ways(source, size, (0, 0, orientation), parts=parts)
+    assert np.array_equal(found[0], turned(by_torch(source[0], parts[0], size), orientation))
 
 
 @pytest.mark.parametrize("sizes", [((500, 375), (224, 224)), ((97, 311), (64, 300))])
@@ -99,7 +119,9 @@ def test_parts_of_several_large_images_are_resized_as_torch_does(sizes):
     lengths = np.stack([rng.integers(n // 4, n + 1, 12) for n in shape], 1)
     begins = rng.integers(np.array(shape) - lengths + 1)
     parts = np.hstack([begins, lengths])
-    same_in_all_ways(source, size, (0, 0, 4), index=index, parts=parts)
+    found = same_in_all_ways(source, size, (0, 0, 4), index=index, parts=parts)
+    for image, at, part in zip(found, index, parts, strict=True):
+        assert np.array_equal(image, turned(by_torch(source[at], part, size), 4))
 
 
 @settings(deadline=None, max_examples=60)
@@ -107,7 +129,7 @@ def test_parts_of_several_large_images_are_resized_as_torch_does(sizes):
     st.integers(1, 24), st.integers(1, 90), st.sampled_from([1, 3, 3]), st.integers(0, 2**32 - 1),
     st.tuples(*[st.floats(0, 3) | st.sampled_from([0.0, 1.0, 2.0, 100.0])] * 3),
 )  # fmt: skip
-def test_colors_in_c_are_those_of_numpy_and_about_torchvisions(height, width, channels, seed, by):
+def test_colors_are_about_torchvisions(height, width, channels, seed, by):
     pixels = images(1, height, width, channels, seed)
     by = (*by[:2], by[2] if channels == 3 else 1.0)
     factors = [[round(factor * ONE) for factor in by]]
@@ -122,7 +144,7 @@ def test_colors_in_c_are_those_of_numpy_and_about_torchvisions(height, width, ch
         assert np.abs(found - exact).max(initial=0) <= most
 
 
-def test_every_byte_times_every_kind_of_factor_is_that_of_numpy():
+def test_every_byte_times_every_kind_of_factor_is_the_same_by_vectors():
     ramp = np.arange(256, dtype=np.uint8)
     columns = np.stack([ramp, ramp[::-1], np.roll(ramp, 77)], 1)
     pixels = np.ascontiguousarray(np.broadcast_to(columns, (1, 3, 256, 3)))
@@ -196,10 +218,10 @@ def test_bad_arrays_are_errors_and_never_a_crash():
         of = {"source": good, "out": out, "index": index, "places": places}
         of |= {"parts": None, "factors": None, "boxes": None, **wrong}
         with pytest.raises(ValueError, match=words):
-            augment._change(*of.values(), 64)
+            augment._c.change(*of.values(), 64)
     for wrong in (-1, 2):
         with pytest.raises(IndexError, match=f"index: {wrong}, but the source has 2 rows"):
-            augment._change(good, out, index * 0 + wrong, places, None, None, None, 64)
+            augment._c.change(good, out, index * 0 + wrong, places, None, None, None, 64)
     for channels, words in [(1, "gray images saturated by 1"), (4, "1 or 3 bytes")]:
         made = np.zeros((2, 4, 5, channels), np.uint8)
         with pytest.raises(ValueError, match=words):

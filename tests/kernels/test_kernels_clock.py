@@ -1,24 +1,14 @@
-"""The clock of lanes: in C and in Python, which must do the same."""
+"""The clock of lanes: all time goes to one of them."""
 
 import gc
-import subprocess
-import sys
 import threading
 import time
-from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.kernels import clock, clock_fallback
-from flatout.kernels.clock_fallback import AFTER, EVALUATION, FORWARD, HOST, INPUT, KEPT, SAVING
-
-KINDS = [clock_fallback.Clock]
-if clock.available():
-    KINDS.append(clock.Clock)
-each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__module__)
-
+from flatout.kernels.clock import AFTER, FORWARD, HOST, INPUT, KEPT, SAVING, Clock
 
 OPERATIONS = st.one_of(
     st.tuples(st.sampled_from(["switch", "enter", "leave_backward"]), st.integers(0, 11)),
@@ -29,11 +19,10 @@ OPERATIONS = st.one_of(
 LEADS_TO = {"ask": INPUT, "take": FORWARD, "leave_step": HOST}
 
 
-@each_kind
 @given(st.lists(OPERATIONS))
-def test_no_time_is_lost_or_counted_twice(kind, operations):
+def test_no_time_is_lost_or_counted_twice(operations):
     before = time.perf_counter_ns()
-    one = kind()
+    one = Clock()
     first, current = one.last, HOST
     assert before <= first <= time.perf_counter_ns()
     for name, *given_ in operations:
@@ -49,34 +38,8 @@ def test_no_time_is_lost_or_counted_twice(kind, operations):
     assert len(one.step_ns()) == one.steps
 
 
-@given(st.lists(st.tuples(OPERATIONS, st.integers(0, 1000)), max_size=60))
-def test_both_do_the_same(calls):
-    """Of time that a test gives: `last` is set so that nothing passes but for what is shifted."""
-    said = []
-    for kind in KINDS:
-        one, seen = kind(), []
-        for (name, *given_), ns in calls:
-            seen.append(getattr(one, name)(*given_))
-            if name == "take":
-                assert seen.pop() >= 0
-            if name == "leave_step":  # its own time is what the machine makes of it
-                one.__init__()
-            one.spent = [0] * 12 if name not in ("shift", "lap", "mark", "unmark") else one.spent
-            one.shift(ns, INPUT, EVALUATION)
-            one.last = one.began + 7 * ns
-            one.due, one.is_open = ns % 7, ns % 3 == 0
-            seen.append((one.current, one.steps, one.backwards, one.is_inside))
-            if name == "lap":
-                seen.append((one.spent, one.step_ns(), one.between))
-            if name in ("mark", "unmark", "lap"):
-                seen.append((one.before, one.seen_backwards))
-        said.append(seen)
-    assert all(other == said[0] for other in said)
-
-
-@each_kind
-def test_time_goes_to_the_lane_that_ran(kind):
-    one = kind()
+def test_time_goes_to_the_lane_that_ran():
+    one = Clock()
     one.last -= 20_000_000
     assert one.switch(1) == HOST
     one.last -= 40_000_000
@@ -90,9 +53,8 @@ def test_time_goes_to_the_lane_that_ran(kind):
     assert one.spent[2] >= 5_000_000_000
 
 
-@each_kind
-def test_steps_and_what_lies_between_them(kind):
-    one = kind()
+def test_steps_and_what_lies_between_them():
+    one = Clock()
     one.last = one.began + 100
     one.shift(30, HOST, SAVING)
     one.lap(False)
@@ -107,9 +69,8 @@ def test_steps_and_what_lies_between_them(kind):
     assert one.began == one.last
 
 
-@each_kind
-def test_between_two_backward_passes_is_the_hosts_time(kind):
-    one = kind()
+def test_between_two_backward_passes_is_the_hosts_time():
+    one = Clock()
     one.spent = [0] * 12
     for passes, after, host in ((1, 40, 0), (2, 40, 60), (1, 50, 60)):
         one.backwards = passes
@@ -119,9 +80,8 @@ def test_between_two_backward_passes_is_the_hosts_time(kind):
         assert one.backwards == 0
 
 
-@each_kind
-def test_the_latest_steps_are_kept(kind):
-    one = kind()
+def test_the_latest_steps_are_kept():
+    one = Clock()
     for step in range(2 * KEPT + 5):
         one.last = one.began + step
         one.lap(False)
@@ -130,9 +90,8 @@ def test_the_latest_steps_are_kept(kind):
     assert one.step_ns() == list(range(KEPT + 5, 2 * KEPT + 5))
 
 
-@each_kind
-def test_a_batch_is_asked_for_and_taken(kind):
-    one = kind()
+def test_a_batch_is_asked_for_and_taken():
+    one = Clock()
     assert one.ask() == 1  # nothing has begun: there is more to decide
     assert (one.current, one.before) == (INPUT, None)
     assert one.ask() == -1  # while one is made
@@ -150,9 +109,8 @@ def test_a_batch_is_asked_for_and_taken(kind):
     assert one.before is None
 
 
-@each_kind
-def test_a_step_that_is_due_says_so(kind):
-    one = kind()
+def test_a_step_that_is_due_says_so():
+    one = Clock()
     assert not one.lap(False)
     one.due = 3
     one.mark()
@@ -167,9 +125,8 @@ def test_a_step_that_is_due_says_so(kind):
     assert one.steps == 3
 
 
-@each_kind
-def test_only_the_outermost_model_is_entered(kind):
-    one = kind()
+def test_only_the_outermost_model_is_entered():
+    one = Clock()
     assert one.enter_model() == HOST
     assert one.is_inside
     assert one.enter_model() == -1
@@ -181,12 +138,11 @@ def test_only_the_outermost_model_is_entered(kind):
     assert one.enter_model() == -1
 
 
-@each_kind
-def test_another_thread_changes_nothing(kind):
+def test_another_thread_changes_nothing():
     def calls(one):
         return [one.enter(1), one.enter_model(), one.ask(), one.leave_step()]
 
-    one = kind()
+    one = Clock()
     said = []
     thread = threading.Thread(target=lambda: said.extend(calls(one)))
     thread.start()
@@ -199,9 +155,8 @@ def test_another_thread_changes_nothing(kind):
     assert one.switch(1) == HOST
 
 
-@each_kind
-def test_it_starts_over(kind):
-    one = kind()
+def test_it_starts_over():
+    one = Clock()
     one.switch(1)
     one.lap(False)
     one.enter_model()
@@ -211,9 +166,8 @@ def test_it_starts_over(kind):
     assert not one.is_inside
 
 
-@each_kind
-def test_a_lane_that_is_none_is_an_error_and_costs_nothing(kind):
-    one = kind()
+def test_a_lane_that_is_none_is_an_error_and_costs_nothing():
+    one = Clock()
     last = one.last
     for lane in (-1, 12):
         for name in ("switch", "enter", "leave_backward"):
@@ -229,9 +183,8 @@ def test_a_lane_that_is_none_is_an_error_and_costs_nothing(kind):
     assert one.last == last
 
 
-@each_kind
-def test_subclasses_and_their_memory(kind):
-    class Lanes(kind):
+def test_subclasses_and_their_memory():
+    class Lanes(Clock):
         __slots__ = ("more",)
 
         def __init__(self):
@@ -248,21 +201,7 @@ def test_subclasses_and_their_memory(kind):
 
 
 def test_a_clock_that_was_never_begun_does_no_harm():
-    for kind in KINDS:
-        one = kind.__new__(kind)
-        with suppress(AttributeError):
-            one.switch(0)
-            one.lap(False)
-            assert one.steps == 1
-
-
-def test_without_the_extension_the_fallback_serves():
-    code = "from flatout.kernels import clock; print(clock.available(), clock.Clock.__module__)"
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env={"FLATOUT_KERNELS": "numpy", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stdout.split() == ["False", "flatout.kernels.clock_fallback"]
+    one = Clock.__new__(Clock)
+    one.switch(0)
+    one.lap(False)
+    assert one.steps == 1

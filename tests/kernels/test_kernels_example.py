@@ -1,4 +1,4 @@
-"""TFRecord and tf.train.Example: what Protocol Buffers read, and the fallback gives; no crash."""
+"""TFRecord and tf.train.Example: as Protocol Buffers read them, and what is wrong with records."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import mmap
 import pickle
 import platform
 import struct
-import subprocess
-import sys
 import threading
 import time
 
@@ -15,35 +13,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_threads import repeated_beside
 
 from flatout.kernels import example
 from flatout.kernels.example import Bad, End, Feature
-
-if example._c is None:
-    pytest.skip("the C extension is not built", allow_module_level=True)
 
 # The fast way reads this far beyond a record, so that behind the last one the exact way serves.
 _TAILS = st.sampled_from([b"", bytes(200), b"\xff" * 200])
 
 
-def _both(function):
-    """What C and the fallback give for the same call."""
-    results = []
-    for use_c in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(example, "_use_c", use_c)
-            assert example.available() is use_c
-            results.append(function())
-    return results
-
-
 def _refused(function, words):
-    for use_c in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(example, "_use_c", use_c)
-            with pytest.raises(ValueError, match=words):
-                function()
+    with pytest.raises(ValueError, match=words):
+        function()
 
 
 # ---- Protocol Buffers, which know the truth ----
@@ -190,7 +170,7 @@ def _measure(buffer, starts, ends, features, check=True):
         buffer,
         starts,
         ends,
-        example.plan(features),
+        example.Plan(features),
         lengths=lengths,
         status=status,
         at=at,
@@ -201,7 +181,7 @@ def _measure(buffer, starts, ends, features, check=True):
 
 
 def _decode(buffer, starts, ends, features, lengths=None, defaults=None, int32=(), check=True):
-    """Outputs, presence, status and places; ragged rows have room for `lengths` values."""
+    """Outputs, status and places; ragged rows have room for `lengths` values."""
     rows, outputs, offsets, which = len(starts), [], [], 0
     for i, feature in enumerate(features):
         dtype = np.int32 if i in int32 else _DTYPES[feature.kind]
@@ -212,55 +192,30 @@ def _decode(buffer, starts, ends, features, lengths=None, defaults=None, int32=(
         else:
             offsets.append(None)
             outputs.append(np.full((rows, feature.width), 99, dtype))
-    present = np.full((rows, len(features)), 99, np.uint8)
     status, at = np.full(rows, 77, np.uint8), np.full(rows, -9, np.int64)
     bad = example.decode(
         buffer,
         starts,
         ends,
-        example.plan(features),
+        example.Plan(features),
         outputs=outputs,
         offsets=offsets,
         defaults=[0] * len(features) if defaults is None else defaults,
-        present=present,
         status=status,
         at=at,
         check=check,
     )
     assert bad == np.count_nonzero(status)
-    return bad, outputs, present, status, at, offsets
-
-
-def _same(first, second):
-    for a, b in zip(first, second, strict=True):
-        if isinstance(a, list):
-            _same(a, b)
-        elif isinstance(a, np.ndarray):
-            assert a.dtype == b.dtype
-            assert a.tobytes() == b.tobytes()
-        else:
-            assert a == b
-
-
-def _decode_both(*arguments, **options):
-    fast, slow = _both(lambda: _decode(*arguments, **options))
-    _same(fast, slow)
-    return fast
-
-
-def _measure_both(*arguments, **options):
-    fast, slow = _both(lambda: _measure(*arguments, **options))
-    _same(fast, slow)
-    return fast
+    return bad, outputs, status, at, offsets
 
 
 def _one(record, features, **options):
-    """Status and place, in the record, of what is wrong with it; C and the fallback agree."""
+    """Status and place, in the record, of what is wrong with it."""
     for tail in (b"", bytes(200)):
         buffer, starts, ends = _file([record], tail)
         ragged = sum(feature.width is None for feature in features)
         lengths = [[options.get("room", 0)]] * ragged
-        _, _, _, status, at, _ = _decode_both(
+        _, _, status, at, _ = _decode(
             buffer,
             starts,
             ends,
@@ -284,7 +239,7 @@ def test_checksum_of_known_data():
         (b"123456789", 0xE3069283),
         (b"", 0),
     ]:
-        assert _both(lambda data=data: example.crc32c(data)) == [crc, crc]
+        assert example.crc32c(data) == crc
 
 
 def test_every_way_to_a_checksum_gives_the_same():
@@ -304,50 +259,32 @@ def test_every_way_to_a_checksum_gives_the_same():
 @given(st.binary(max_size=300), st.integers(0, 40), st.integers(0, 2**32 - 1))
 def test_checksum_of_any_data(data, repeats, value):
     data = data * repeats
-    fast, slow = _both(lambda: example.crc32c(data, value))
-    assert fast == slow
     middle = len(data) // 3
-    assert example.crc32c(data[middle:], example.crc32c(data[:middle], value)) == fast
+    whole = example.crc32c(data, value)
+    assert example.crc32c(data[middle:], example.crc32c(data[:middle], value)) == whole
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=300), st.integers(1, 70))
 def test_checksums_of_blocks(data, block):
-    fast, slow = _both(lambda: example.crc32c_blocks(data, block).tolist())
-    assert fast == slow
-    assert fast == [example.crc32c(data[at : at + block]) for at in range(0, len(data), block)]
+    found = example.crc32c_blocks(data, block).tolist()
+    assert found == [example.crc32c(data[at : at + block]) for at in range(0, len(data), block)]
 
 
 def test_blocks_of_no_bytes_are_refused():
     with pytest.raises(ValueError, match="block: expected at least 1 byte"):
-        _both(lambda: example.crc32c_blocks(b"1234", 0))
-
-
-@pytest.mark.parametrize("size", [65535, 65536, 65537, 140_001, 17_000_000])
-def test_checksum_of_much_data(size):
-    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    fast, slow = _both(lambda: example.crc32c(data))
-    assert fast == slow
+        example.crc32c_blocks(b"1234", 0)
 
 
 def test_checksum_refuses_what_is_no_memory():
     for wrong, error in [("text", TypeError), (np.zeros((4, 4))[:, ::2], ValueError)]:
-        for use_c in (True, False):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(example, "_use_c", use_c)
-                with pytest.raises(error):
-                    example.crc32c(wrong)
+        with pytest.raises(error):
+            example.crc32c(wrong)
 
 
 # ---- frames ----
 
 _RECORDS = [b"", b"a", b"bc" * 40, bytes(1000)]
-
-
-def _same_scans(function):
-    fast, slow = _both(function)
-    _same(fast, slow)
-    return fast
 
 
 def test_scan_finds_the_records_of_any_buffer(tmp_path):
@@ -357,30 +294,20 @@ def test_scan_finds_the_records_of_any_buffer(tmp_path):
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     for buffer in (data, bytearray(data), np.frombuffer(data, np.uint8), mapped):
-        found = _same_scans(lambda buffer=buffer: example.scan(buffer))
+        found = example.scan(buffer)
         assert found.starts.tolist() == starts.tolist()
         assert found.ends.tolist() == ends.tolist()
         assert (found.consumed, found.end, found.problem) == (len(data), End.WHOLE, "")
     mapped.close()
 
 
-def test_scan_goes_on_where_it_ended():
-    data, starts, ends = _file(_RECORDS * 3)
-    found = _same_scans(lambda: example.scan(data, most=5))
-    assert (found.end, found.problem, len(found.starts)) == (End.MOST, "", 5)
-    rest = _same_scans(lambda: example.scan(data, found.consumed))
-    assert np.concatenate([found.starts, rest.starts]).tolist() == starts.tolist()
-    assert np.concatenate([found.ends, rest.ends]).tolist() == ends.tolist()
-    nothing = _same_scans(lambda: example.scan(data, most=0))
-    assert (len(nothing.starts), nothing.consumed) == (0, 0)
-
-
-def test_scan_takes_more_records_than_fit_at_once():
-    for count in (0, 1, 2, 3, 4, 6, 7):
-        data, starts, _ = _file([b"x" * i for i in range(count)])
-        found = _same_scans(lambda data=data: example.scan(data, at_once=3))
-        assert found.starts.tolist() == starts.tolist()
-        assert found.end == End.WHOLE
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 6, 7])
+def test_scan_takes_more_records_than_fit_at_once(count, monkeypatch):
+    monkeypatch.setattr(example, "_AT_ONCE", 3)
+    data, starts, _ = _file([b"x" * i for i in range(count)])
+    found = example.scan(data)
+    assert found.starts.tolist() == starts.tolist()
+    assert found.end == End.WHOLE
 
 
 @settings(deadline=None)
@@ -391,7 +318,7 @@ def test_a_stream_is_scanned_in_any_pieces(records, data):
     rest, found = b"", []
     for begin, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
         buffer, final = rest + whole[begin:end], end == len(whole)
-        scanned = _same_scans(lambda buffer=buffer, final=final: example.scan(buffer, final=final))
+        scanned = example.scan(buffer, final=final)
         assert scanned.problem == ""
         found += [
             buffer[a:b] for a, b in zip(scanned.starts.tolist(), scanned.ends.tolist(), strict=True)
@@ -408,9 +335,7 @@ def test_scan_of_a_file_cut_at_every_byte():
     for size in range(len(data)):
         whole = sum(frame <= size for frame in frames) - 1
         for final in (True, False):
-            found = _same_scans(
-                lambda size=size, final=final: example.scan(data[:size], final=final)
-            )
+            found = example.scan(data[:size], final=final)
             assert found.starts.tolist() == starts[:whole].tolist()
             assert found.consumed == frames[whole]
             left = size - frames[whole]
@@ -431,7 +356,7 @@ def test_scan_refuses_a_length_that_cannot_be(length):
     header = struct.pack("<Q", length)
     data = _frame(b"good") + header + struct.pack("<I", example.masked_crc32c(header)) + bytes(50)
     for final in (True, False):
-        found = _same_scans(lambda final=final: example.scan(data, final=final))
+        found = example.scan(data, final=final)
         assert (len(found.starts), found.consumed) == (1, 20)
         assert found.end == End.LENGTH_TOO_LARGE
         assert found.problem == f"expected a length below 2^63, found {length:,}"
@@ -440,13 +365,13 @@ def test_scan_refuses_a_length_that_cannot_be(length):
 def test_scan_reports_a_record_that_is_too_long_for_the_buffer():
     header = struct.pack("<Q", 2**63 - 17)
     data = header + struct.pack("<I", example.masked_crc32c(header)) + bytes(7)
-    found = _same_scans(lambda: example.scan(data))
+    found = example.scan(data)
     assert (found.end, found.consumed) == (End.TRUNCATED_DATA, 0)
     assert found.problem == (
         "expected a record of 9,223,372,036,854,775,791 bytes and its checksum, 4 bytes; found "
         "the end after 7"
     )
-    assert _same_scans(lambda: example.scan(data, final=False)).problem == ""
+    assert example.scan(data, final=False).problem == ""
 
 
 def test_scan_compares_the_checksum_of_each_length():
@@ -454,21 +379,19 @@ def test_scan_compares_the_checksum_of_each_length():
     for place in range(20, 32):
         spoiled = data.copy()
         spoiled[place] ^= 1
-        found = _same_scans(lambda spoiled=spoiled: example.scan(spoiled, final=False))
+        found = example.scan(spoiled, final=False)
         assert (found.end, found.consumed, len(found.starts)) == (End.LENGTH_CRC, 20, 1)
         assert found.problem.startswith("expected the checksum 0x")
 
 
-def test_scan_refuses_wrong_starts_and_buffers():
-    _refused(lambda: example.scan(b"abc", 4), "start")
-    _refused(lambda: example.scan(b"abc", -1), "start")
+def test_scan_refuses_wrong_buffers():
     _refused(lambda: example.scan(np.zeros(20, np.uint8)[::2]), "C-contiguous")
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=80))
 def test_scan_of_any_bytes(data):
-    found = _same_scans(lambda: example.scan(data))
+    found = example.scan(data)
     assert found.consumed <= len(data)
 
 
@@ -591,10 +514,8 @@ def _expected(truth, feature):
 def _check_against_truth(message, records, features, tail, defaults):
     """Lengths, values, presence and status, as Protocol Buffers have them."""
     buffer, starts, ends = _file(records, tail)
-    _, lengths, measured, _ = _measure_both(buffer, starts, ends, features)
-    _, outputs, present, status, _, offsets = _decode_both(
-        buffer, starts, ends, features, lengths, defaults
-    )
+    _, lengths, measured, _ = _measure(buffer, starts, ends, features)
+    _, outputs, status, _, offsets = _decode(buffer, starts, ends, features, lengths, defaults)
     # Bad rows have the length 0, which may be the first thing that is wrong with them then.
     assert (measured != 0).tolist() == (status != 0).tolist()
     for row, record in enumerate(records):
@@ -602,7 +523,7 @@ def _check_against_truth(message, records, features, tail, defaults):
         expected = [_expected(truth, feature) for feature in features]
         bad = next((one for one in expected if isinstance(one, Bad)), 0)
         assert measured[row] == bad
-        for i, (feature, values) in enumerate(zip(features, expected, strict=True)):
+        for i, values in enumerate(expected):
             own = offsets[i]
             found = outputs[i][row] if own is None else outputs[i][own[row] : own[row + 1]]
             if bad:
@@ -610,7 +531,6 @@ def _check_against_truth(message, records, features, tail, defaults):
             elif values is None:
                 values = [defaults[i]] * len(found)
             assert found.tolist() == np.array(values, found.dtype).tolist()
-            assert present[row, i] == (not bad and feature.name in truth)
 
 
 def _check_records(message, records, features, tail, data):
@@ -652,7 +572,7 @@ def test_fixed_rows_of_integers_of_every_size(message, data, width, size, tail):
     features = [Feature(b"ids", "int64", width, True)]
     _check_against_truth(message, records, features, tail, [0])
     buffer, starts, ends = _file(records, tail)
-    _, (narrow,), _, status, _, _ = _decode_both(buffer, starts, ends, features, int32=(0,))
+    _, (narrow,), status, _, _ = _decode(buffer, starts, ends, features, int32=(0,))
     fits = [max(row) < 2**31 for row in values]
     assert (status == 0).tolist() == fits
     assert narrow.tolist() == [
@@ -688,7 +608,7 @@ def test_padded_rows_are_filled_with_the_default():
     features = [Feature(b"ids", "int64", None, False), Feature(b"text", "bytes", None, False)]
     for tail in (b"", bytes(200)):
         buffer, starts, ends = _file(records, tail)
-        _, (ids, text), present, status, _, _ = _decode_both(
+        _, (ids, text), status, _, _ = _decode(
             buffer, starts, ends, features, [[5] * 4, [3] * 4], [-7, 32]
         )
         assert not status.any()
@@ -696,8 +616,7 @@ def test_padded_rows_are_filled_with_the_default():
             [0, 1, 2, -7, -7], [-7] * 5, [0, 1, 2, 3, 4], [-7] * 5
         ]  # fmt: skip
         assert text.tobytes() == b"ab ab ab    "
-        assert present.tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
-        _, (ids, _), _, status, at, _ = _decode_both(
+        _, (ids, _), status, at, _ = _decode(
             buffer, starts, ends, features, [[4] * 4, [3] * 4], [-7, 32]
         )
         assert status.tolist() == [0, 0, Bad.WRONG_COUNT, 0]
@@ -712,7 +631,7 @@ def test_rows_with_room_for_more(size):
         buffer, starts, ends = _file(records, bytes(200))
         for room in (size, size + 1, size + 5, size + 20, 2 * size):
             for int32 in ((), (0,)) if value < 2**31 else ((),):
-                _, (found,), _, status, _, _ = _decode_both(
+                _, (found,), status, _, _ = _decode(
                     buffer,
                     starts,
                     ends,
@@ -736,7 +655,7 @@ def test_missing_features_get_their_defaults():
     ]
     for tail in (b"", bytes(200)):
         buffer, starts, ends = _file(records, tail)
-        _, (a, there, b, c), present, status, _, _ = _decode_both(
+        _, (a, there, b, c), status, _, _ = _decode(
             buffer, starts, ends, features, defaults=[float("nan"), 8, 65, -(2**63)], int32=(1,)
         )
         assert not status.any()
@@ -744,14 +663,13 @@ def test_missing_features_get_their_defaults():
         assert there.tolist() == [[5], [8]]
         assert b.tobytes() == b"AAA" * 2
         assert c.tolist() == [[-(2**63)]] * 2
-        assert present.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]
 
 
 def test_bits_of_floats_stay_as_they_are():
     bits = np.array([0x7F800001, 0xFFC12345, 0x80000000, 1], np.uint32)
     record = _record(_part(1, _part(1, b"f") + _part(2, _part(2, _part(1, bits.tobytes())))))
     buffer, starts, ends = _file([record])
-    _, (found,), *_ = _decode_both(buffer, starts, ends, [Feature(b"f", "float", 4, True)])
+    _, (found,), *_ = _decode(buffer, starts, ends, [Feature(b"f", "float", 4, True)])
     assert found.view(np.uint32).tolist() == [bits.tolist()]
 
 
@@ -779,7 +697,7 @@ def test_many_features_of_which_some_are_wanted():
     features = [Feature(names[i], "int64", 1, True) for i in wanted]
     features.append(Feature(b"feature", "int64", 1, False))
     buffer, starts, ends = _file(records, bytes(200))
-    _, outputs, _, status, _, _ = _decode_both(buffer, starts, ends, features, defaults=[9] * 6)
+    _, outputs, status, _, _ = _decode(buffer, starts, ends, features, defaults=[9] * 6)
     assert not status.any()
     assert np.hstack(outputs).tolist() == [[i * row for i in wanted] + [9] for row in range(3)]
 
@@ -788,9 +706,7 @@ def test_rows_in_any_order_and_more_than_once():
     records = [_record(_entry(b"i", "int64", [i, -i])) for i in range(40)]
     buffer, starts, ends = _file(records)
     order = np.random.default_rng(0).integers(0, 40, 500)
-    _, (found,), *_ = _decode_both(
-        buffer, starts[order], ends[order], [Feature(b"i", "int64", 2, True)]
-    )
+    _, (found,), *_ = _decode(buffer, starts[order], ends[order], [Feature(b"i", "int64", 2, True)])
     assert found.tolist() == [[i, -i] for i in order.tolist()]
 
 
@@ -798,18 +714,18 @@ def test_without_checks_only_the_records_are_read():
     record = _record(_entry(b"i", "int64", [7]))
     starts, ends = np.array([0]), np.array([len(record)])
     features = [Feature(b"i", "int64", 1, True)]
-    _, (found,), _, status, _, _ = _decode_both(record, starts, ends, features, check=False)
+    _, (found,), status, _, _ = _decode(record, starts, ends, features, check=False)
     assert (found.tolist(), status.tolist()) == ([[7]], [0])
-    _, _, _, status, at, _ = _decode_both(record, starts, ends, features)
+    _, _, status, at, _ = _decode(record, starts, ends, features)
     assert (status.tolist(), at.tolist()) == ([Bad.OUTSIDE], [0])
 
 
 def test_no_rows_at_all():
     empty = np.empty(0, np.int64)
     features = [Feature(b"a", "int64", 3, True), Feature(b"b", "float", None, True)]
-    bad, outputs, *_ = _decode_both(b"", empty, empty, features, [[]])
+    bad, outputs, *_ = _decode(b"", empty, empty, features, [[]])
     assert (bad, [len(output) for output in outputs]) == (0, [0, 0])
-    assert _measure_both(b"", empty, empty, features)[0] == 0
+    assert _measure(b"", empty, empty, features)[0] == 0
 
 
 # ---- records that are not ----
@@ -830,18 +746,15 @@ def test_both_checksums_are_compared():
     for place in range(frame):
         spoiled = bytearray(buffer)
         spoiled[frame + place] ^= 16
-        _, (values,), present, status, at, _ = _decode_both(bytes(spoiled), starts, ends, _I)
+        _, (values,), status, at, _ = _decode(bytes(spoiled), starts, ends, _I)
         expected = Bad.LENGTH_CRC if place < 12 else Bad.DATA_CRC
         assert status.tolist() == [0, expected, 0]
         assert at.tolist() == [-9, frame if place < 12 else frame + 12, -9]
         assert values.tolist() == [[1, 2], [0, 0], [1, 2]]
-        assert present.tolist() == [[1], [0], [1]]
-        _, _, measured, _ = _measure_both(bytes(spoiled), starts, ends, _I)
+        _, _, measured, _ = _measure(bytes(spoiled), starts, ends, _I)
         assert measured.tolist() == status.tolist()
         if place < 12 or place >= frame - 4:
-            _, (values,), _, status, _, _ = _decode_both(
-                bytes(spoiled), starts, ends, _I, check=False
-            )
+            _, (values,), status, _, _ = _decode(bytes(spoiled), starts, ends, _I, check=False)
             assert values.tolist() == [[1, 2]] * 3
             assert not status.any()
 
@@ -849,7 +762,7 @@ def test_both_checksums_are_compared():
 def test_an_index_of_another_file_is_noticed():
     buffer, starts, ends = _file([_record(_GOOD)] * 2, bytes(200))
     for shift in (-3, 5):
-        _, _, _, status, at, _ = _decode_both(buffer, starts, ends + np.array([0, shift]), _I)
+        _, _, status, at, _ = _decode(buffer, starts, ends + np.array([0, shift]), _I)
         assert status.tolist() == [0, Bad.LENGTH_DIFFERS]
         assert at[1] == starts[1] - 12
 
@@ -866,7 +779,7 @@ def test_ranges_outside_of_the_buffer(ranges, check):
     buffer, _, _ = _file([_record(_GOOD)])
     starts = np.array([start for start, _ in ranges], np.int64)
     ends = np.array([end for _, end in ranges], np.int64)
-    _, _, _, status, at, _ = _decode_both(buffer, starts, ends, _I, check=check)
+    _, _, status, at, _ = _decode(buffer, starts, ends, _I, check=check)
     margins = (12, 4) if check else (0, 0)
     for (start, end), code, place in zip(ranges, status.tolist(), at.tolist(), strict=True):
         outside = not margins[0] <= start <= end <= len(buffer) - margins[1]
@@ -956,7 +869,7 @@ def test_what_is_wrong_with_floats_and_bytes():
 def test_a_missing_feature(record):
     assert _one(record, _I) == (Bad.MISSING, 0)
     buffer, starts, ends = _file([record])
-    assert _measure_both(buffer, starts, ends, _I)[2].tolist() == [Bad.MISSING]
+    assert _measure(buffer, starts, ends, _I)[2].tolist() == [Bad.MISSING]
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**35, -(2**63), 2**63 - 1])
@@ -968,13 +881,6 @@ def test_integers_that_do_not_fit_into_int32(value):
         features = [Feature(b"i", "int64", width, True)]
         assert _one(record, features, int32=(0,)) == (Bad.INT32_OVERFLOW, at)
         assert _one(record, features)[0] is None
-        narrow = [features[0]._replace(bits=32)]
-        assert _one(record, narrow) == (Bad.INT32_OVERFLOW, at)
-        for tail in (b"", bytes(200)):
-            buffer, starts, ends = _file([record], tail)
-            _, _, status, places = _measure_both(buffer, starts, ends, narrow)
-            assert (status[0], places[0] - 12) == (Bad.INT32_OVERFLOW, at)
-            assert not _measure_both(buffer, starts, ends, features)[2].any()
 
 
 def test_every_fault_has_words():
@@ -990,8 +896,8 @@ def test_every_fault_has_words():
 @given(st.lists(st.binary(max_size=60), max_size=4), _features(), _TAILS)
 def test_any_bytes(records, features, tail):
     buffer, starts, ends = _file(records, tail)
-    lengths = _measure_both(buffer, starts, ends, features)[1]
-    _decode_both(buffer, starts, ends, features, lengths)
+    lengths = _measure(buffer, starts, ends, features)[1]
+    _decode(buffer, starts, ends, features, lengths)
 
 
 @settings(deadline=None, max_examples=300)
@@ -1010,8 +916,8 @@ def test_spoilt_records(entries_message, record, features, tail, changes):
             spoiled[place % len(spoiled)] = byte
     records = [record, bytes(spoiled), record]
     buffer, starts, ends = _file(records, tail)
-    _, lengths, measured, _ = _measure_both(buffer, starts, ends, features)
-    _, outputs, _, status, at, offsets = _decode_both(buffer, starts, ends, features, lengths)
+    _, lengths, measured, _ = _measure(buffer, starts, ends, features)
+    _, outputs, status, at, offsets = _decode(buffer, starts, ends, features, lengths)
     bad = status != 0
     assert (measured != 0).tolist() == bad.tolist()
     assert ((at >= starts - 12) & (at <= ends))[bad].all()
@@ -1039,7 +945,7 @@ def _call(function, **changes):
         "buffer": buffer,
         "starts": starts,
         "ends": ends,
-        "spec": example.plan(features),
+        "spec": example.Plan(features),
         "status": np.zeros(2, np.uint8),
         "at": np.zeros(2, np.int64),
     }
@@ -1049,16 +955,13 @@ def _call(function, **changes):
         arguments["outputs"] = [np.zeros((2, 2), np.int64), np.zeros(2, np.float32)]
         arguments["offsets"] = [None, np.array([0, 1, 2])]
         arguments["defaults"] = [0, 0]
-        arguments["present"] = np.zeros((2, 2), np.uint8)
     arguments.update(changes)
     first = [arguments.pop(name) for name in ("buffer", "starts", "ends", "spec")]
     return function(*first, **arguments)
 
 
-_SHARED = np.zeros(64, np.uint8)
 _READ_ONLY = np.zeros(2, np.int64)
 _READ_ONLY.flags.writeable = False
-_UNALIGNED = np.zeros(17, np.uint8)[1:].view(np.int64)
 
 
 @pytest.mark.parametrize(
@@ -1066,38 +969,17 @@ _UNALIGNED = np.zeros(17, np.uint8)[1:].view(np.int64)
     [
         ({"starts": np.zeros(2, np.int32)}, "starts"),
         ({"starts": np.zeros(3, np.int64)}, "ends"),
-        ({"starts": np.zeros((2, 1), np.int64)}, "starts"),
-        ({"starts": np.zeros(4, np.int64)[::2]}, "starts"),
-        ({"starts": _UNALIGNED}, "starts"),
-        ({"starts": np.zeros(2, ">i8")}, "starts"),
         ({"ends": np.zeros(2, np.float64)}, "ends"),
         ({"status": np.zeros(2, np.int8)}, "status"),
         ({"status": np.zeros(1, np.uint8)}, "status"),
         ({"at": np.zeros(2, np.uint64)}, "at"),
         ({"at": _READ_ONLY}, "at"),
         ({"buffer": np.zeros(40, np.uint8)[::2]}, "buffer"),
-        ({"starts": _SHARED[:16].view(np.int64), "at": _SHARED[:16].view(np.int64)}, "shares"),
-        ({"status": _SHARED[8:10], "at": _SHARED[:16].view(np.int64)}, "shares"),
-        ({"buffer": _SHARED, "status": _SHARED[8:10]}, "shares"),
     ],
 )
 def test_wrong_arrays_are_refused(changes, words):
     for function in (example.measure, example.decode):
         _refused(lambda function=function: _call(function, **changes), words)
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        np.zeros((2, 2), np.int64),
-        np.zeros(2, np.int64),
-        np.zeros((1, 3), np.int64),
-        np.zeros((1, 2), np.int32),
-        np.zeros((1, 4), np.int64)[:, ::2],
-    ],
-)
-def test_wrong_lengths_are_refused(lengths):
-    _refused(lambda: _call(example.measure, lengths=lengths), "lengths")
 
 
 _IDS, _FLAT, _OFFSETS = np.zeros((2, 2), np.int64), np.zeros(2, np.float32), np.array([0, 1, 2])
@@ -1110,30 +992,16 @@ _IDS, _FLAT, _OFFSETS = np.zeros((2, 2), np.int64), np.zeros(2, np.float32), np.
         ({"offsets": [None]}, "2 features"),
         ({"defaults": [0, 0, 0]}, "2 features"),
         ({"outputs": [_IDS.astype(np.float32), _FLAT]}, r"outputs\[0\]"),
-        ({"outputs": [_IDS.astype(np.uint32), _FLAT]}, r"outputs\[0\]"),
         ({"outputs": [_IDS, _FLAT.astype(np.float64)]}, r"outputs\[1\]"),
-        ({"outputs": [_IDS, _FLAT.astype(np.int32)]}, r"outputs\[1\]"),
         ({"outputs": [np.zeros((3, 2), np.int64), _FLAT]}, r"outputs\[0\]"),
-        ({"outputs": [np.zeros((2, 3), np.int64), _FLAT]}, r"outputs\[0\]"),
-        ({"outputs": [np.zeros(4, np.int64), _FLAT]}, r"outputs\[0\]"),
         ({"outputs": [np.zeros((2, 4), np.int64)[:, ::2], _FLAT]}, r"outputs\[0\]"),
         ({"outputs": [_IDS, np.zeros((2, 1), np.float32)]}, r"outputs\[1\]"),
         ({"outputs": [_IDS, np.zeros(1, np.float32)]}, r"offsets\[1\]"),
         ({"offsets": [_OFFSETS, _OFFSETS]}, r"offsets\[0\]"),
         ({"offsets": [None, _OFFSETS[:2]]}, r"offsets\[1\]|offsets"),
-        ({"offsets": [None, _OFFSETS.astype(np.int32)]}, r"offsets\[1\]"),
         ({"offsets": [None, np.array([0, 2, 1])]}, r"offsets\[1\]"),
-        ({"offsets": [None, np.array([-1, 0, 1])]}, r"offsets\[1\]"),
-        ({"present": np.zeros((2, 3), np.uint8)}, "present"),
-        ({"present": np.zeros((2, 2), bool)}, "present"),
-        ({"outputs": [_IDS, _IDS.view(np.float32).reshape(-1)]}, "shares"),
-        ({"outputs": [_OFFSETS.view(np.int64)[:2].reshape(2, 1), _FLAT],
-          "spec": example.plan([Feature(b"i", "int64", 1, True),
-                                Feature(b"f", "float", None, True)]),
-          "offsets": [None, _OFFSETS]}, "shares"),
         ({"defaults": [0.5, 0]}, r"defaults\[0\]"),
         ({"defaults": [2**63, 0]}, r"defaults\[0\]"),
-        ({"defaults": [float("nan"), 0]}, r"defaults\[0\]"),
         ({"defaults": [0, 1e39]}, r"defaults\[1\]"),
         ({"outputs": [_IDS.astype(np.int32), _FLAT], "defaults": [2**31, 0]}, r"defaults\[0\]"),
     ],
@@ -1146,44 +1014,18 @@ def test_wrong_outputs_are_refused(changes, words):
     ("features", "words"),
     [
         ([], "at least one"),
-        ([Feature(b"a", "int64", 1, True), Feature(b"a", "float", 1, True)], "different names"),
-        ([Feature(b"a", "double", 1, True)], "kind"),
+        ([Feature(b"a", "int64", 1, True), Feature(b"a", "float", 1, True)], "the same name"),
         ([Feature(b"a", "int64", 0, True)], "width"),
-        ([Feature(b"a", "int64", -1, True)], "width"),
         ([Feature(b"a", "int64", 2**31, True)], "width"),
-        ([Feature(b"a", "int64", 1, True, 16)], "bits"),
     ],
 )
 def test_wrong_features_are_refused(features, words):
     with pytest.raises(ValueError, match=words):
-        example.plan(features)
-
-
-@pytest.mark.parametrize(
-    ("features", "error"),
-    [
-        ([], ValueError),
-        (3, TypeError),
-        ([3], TypeError),
-        ([(b"a", 3, 1, True)], TypeError),
-        ([(b"a", 4, 1, True, False)], ValueError),
-        ([(b"a", 0, 1, True, False)], ValueError),
-        ([(b"a", 3, -2, True, False)], ValueError),
-        ([(b"a", 3, 1, True, False)] * 2, ValueError),
-    ],
-)
-def test_the_extension_alone_refuses_wrong_features(features, error):
-    with pytest.raises(error):
-        example._c.plan(features)
-
-
-def test_the_extension_alone_refuses_what_is_no_plan():
-    with pytest.raises(ValueError, match="PyCapsule"):
-        example._c.measure(b"", b"", b"", object(), b"", b"", b"", True)
+        example.Plan(features)
 
 
 def test_a_plan_can_be_pickled():
-    spec = pickle.loads(pickle.dumps(example.plan(_I)))
+    spec = pickle.loads(pickle.dumps(example.Plan(_I)))
     assert spec.features == tuple(_I)
     buffer, starts, ends = _file([_record(_GOOD)])
     found = np.zeros((1, 2), np.int64)
@@ -1205,7 +1047,7 @@ def test_several_threads_share_a_plan():
     records = [_record(_entry(b"i", "int64", [i, -i])) for i in range(3000)]
     buffer, starts, ends = _file(records)
     expected = [[i, -i] for i in range(3000)]
-    spec, results = example.plan(_I), []
+    spec, results = example.Plan(_I), []
 
     def work():
         found = np.zeros((3000, 2), np.int64)
@@ -1264,41 +1106,6 @@ def test_other_threads_run_meanwhile():
         assert any(_runs_beside(call) for _ in range(5))
 
 
-def test_a_buffer_that_another_thread_spoils_never_crashes():
-    records = [_record(_entry(b"i", "int64", list(range(200))), _GOOD) for _ in range(200)]
-    data, starts, ends = _file(records, bytes(200))
-    buffer = np.frombuffer(data, np.uint8).copy()
-    offsets = np.arange(0, 200 * 201, 200)
-    rng = np.random.default_rng(0)
-
-    def spoil():
-        places = rng.integers(0, len(buffer), 1000)
-        buffer[places] = rng.integers(0, 256, 1000)
-        offsets[100] = -(2**62)
-        offsets[:] = np.arange(0, 200 * 201, 200)
-        buffer[:] = np.frombuffer(data, np.uint8)
-
-    with repeated_beside(spoil):
-        for _ in range(200):
-            try:
-                _call(
-                    example.decode,
-                    buffer=buffer,
-                    starts=starts,
-                    ends=ends,
-                    spec=example.plan([Feature(b"i", "int64", None, False)]),
-                    outputs=[np.zeros(200 * 200, np.int64)],
-                    offsets=[offsets],
-                    defaults=[0],
-                    status=np.zeros(200, np.uint8),
-                    at=np.zeros(200, np.int64),
-                    present=None,
-                    check=False,
-                )
-            except ValueError as error:
-                assert "offsets" in str(error)  # noqa: PT017
-
-
 # ---- writing ----
 
 
@@ -1334,9 +1141,7 @@ def _row_of(column, row):
 @given(_columns())
 def test_what_is_written_is_read_by_protocol_buffers(message, case):
     rows, columns = case
-    (fast, offsets), (slow, slow_offsets) = _both(lambda: example.encode(columns))
-    assert fast.tobytes() == slow.tobytes()
-    assert offsets.tolist() == slow_offsets.tolist()
+    fast, offsets = example.encode(columns)
     found = example.scan(fast)
     assert (found.end, len(found.starts)) == (End.WHOLE, rows)
     assert offsets.tolist() == [*(found.starts - 12).tolist(), len(fast)]
@@ -1368,9 +1173,9 @@ def test_what_is_written_is_decoded_again(case):
         if own is not None:
             lengths.append(np.diff(own))
     starts, ends = offsets[:-1] + 12, offsets[1:] - 4
-    measured = _measure_both(buffer, starts, ends, features)[1]
+    measured = _measure(buffer, starts, ends, features)[1]
     assert measured.tolist() == [own.tolist() for own in lengths]
-    _, outputs, _, status, _, _ = _decode_both(buffer, starts, ends, features, lengths)
+    _, outputs, status, _, _ = _decode(buffer, starts, ends, features, lengths)
     assert not status.any()
     for output, column in zip(outputs, columns.values(), strict=True):
         values = column[0] if isinstance(column, tuple) else column
@@ -1405,89 +1210,6 @@ def test_entries_are_written_in_the_order_of_the_columns():
 )
 def test_wrong_columns_are_refused(columns, words):
     _refused(lambda: example.encode(columns), words)
-
-
-def test_the_extension_alone_refuses_wrong_columns():
-    values, offsets = np.zeros(3, np.int64), np.zeros(4, np.int64)
-    for column in [
-        (b"a", 3, values, 2, None),
-        (b"a", 3, values, -1, None),
-        (b"a", 3, values, 1, offsets),
-        (b"a", 4, values, 1, None),
-        (b"a", 2, values, 1, None),
-        (b"a", 3, values, 2**62, None),
-    ]:
-        with pytest.raises(ValueError, match=r"column"):
-            example._c.sizes((column,), 3, offsets)
-    good = ((b"a", 3, values, 1, None),)
-    example._c.sizes(good, 3, offsets)
-    for out in (np.empty(offsets[-1] - 1, np.uint8), np.empty(0, np.uint8)):
-        with pytest.raises(ValueError, match="row"):
-            example._c.write(good, 3, offsets, out)
-    with pytest.raises(ValueError, match="row 1"):
-        example._c.write(good, 3, np.array([0, offsets[1], 7, 90]), np.empty(90, np.uint8))
-    both = np.zeros(4, np.int64)
-    with pytest.raises(ValueError, match="shares"):
-        example._c.sizes(((b"a", 3, both[:3], 1, None),), 3, both)
-
-
-def test_values_that_another_thread_changes_never_leave_the_place_of_their_row():
-    values = np.zeros((2000, 50), np.int64)
-
-    def spoil():
-        values[1000:] = -1
-        values[1000:] = 0
-
-    refused = 0
-    with repeated_beside(spoil):
-        for _ in range(100):
-            try:
-                buffer, _ = example.encode({"values": values})
-                assert example.scan(buffer).end == End.WHOLE
-            except ValueError as error:
-                assert "was changed while it was written" in str(error)  # noqa: PT017
-                refused += 1
-    assert refused > 0
-
-
-# ---- without the extension ----
-
-
-def _run(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PATH": "/usr/bin:/bin", **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-
-
-_CODE = """
-import sys
-{prelude}
-import numpy as np
-from flatout.kernels import example
-for _ in range(2):
-    buffer, offsets = example.encode({{"a": np.array([[1, 2]])}})
-found, spec = np.zeros((1, 2), np.int64), example.plan([example.Feature(b"a", "int64", 2, True)])
-example.decode(buffer, offsets[:1] + 12, offsets[1:] - 4, spec, outputs=[found], offsets=[None],
-               defaults=[0], status=np.zeros(1, np.uint8), at=np.zeros(1, np.int64))
-print(example.available(), found.tolist(), example.crc32c(b"123456789"))
-"""
-
-
-def test_without_the_extension_the_fallback_serves_and_says_so_once():
-    absent = "sys.modules['flatout.kernels._example'] = None"
-    done = _run(_CODE.format(prelude=absent), PYTHONWARNINGS="always")
-    assert done.stdout == f"False [[1, 2]] {0xE3069283}\n"
-    assert done.stderr.count("RuntimeWarning: flatout's C extension is absent") == 1
-
-
-def test_the_environment_can_ask_for_the_fallback_without_a_warning():
-    done = _run(_CODE.format(prelude=""), PYTHONWARNINGS="always", FLATOUT_KERNELS="numpy")
-    assert (done.stdout, done.stderr) == (f"False [[1, 2]] {0xE3069283}\n", "")
 
 
 # ---- TensorFlow, where it is ----
@@ -1527,10 +1249,10 @@ def test_tensorflow_reads_and_writes_the_same(tmp_path):
         Feature(b"text", "bytes", 7, True),
     ]
     for buffer in (theirs, ours):
-        found = _same_scans(lambda buffer=buffer: example.scan(buffer))
-        measured = _measure_both(buffer, found.starts, found.ends, features)[1]
+        found = example.scan(buffer)
+        measured = _measure(buffer, found.starts, found.ends, features)[1]
         assert measured.tolist() == [lengths.tolist()]
-        _, outputs, *_ = _decode_both(buffer, found.starts, found.ends, features, measured)
+        _, outputs, *_ = _decode(buffer, found.starts, found.ends, features, measured)
         for output, expected in zip(outputs, (ids, values, more, texts), strict=True):
             assert output.tobytes() == expected.tobytes()
     written = str(tmp_path / "b.tfrecord")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.kernels import relu_pool
-
-if relu_pool._c is None:
-    pytest.skip("the C extension is not built", allow_module_level=True)
 
 DTYPES = [torch.float32, torch.bfloat16]
 LAST = torch.channels_last
@@ -149,19 +142,6 @@ def test_what_fits():
 )
 def test_what_does_not_fit(images):
     assert not relu_pool.fits(images)
-
-
-def test_a_user_can_do_without():
-    program = (
-        "import torch; from flatout.kernels import relu_pool; "
-        "print(relu_pool.fits(torch.zeros(4, 16, 20, 20).to(memory_format=torch.channels_last)))"
-    )
-    for value, expected in (("", "True"), ("numpy", "False")):
-        env = {**os.environ, "FLATOUT_KERNELS": value}
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
-        )
-        assert done.stdout.strip() == expected
 
 
 @pytest.mark.parametrize(

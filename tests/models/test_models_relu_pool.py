@@ -107,7 +107,7 @@ def test_a_model_gives_the_same_bits_by_the_kernel(kind, autocast, calls):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_the_extension_torchs_operators_do_the_same(kind, monkeypatch):
-    monkeypatch.setattr(kernel, "_use_c", False)
+    monkeypatch.setattr(kernel, "_c", None)
     torch.manual_seed(1)
     model = laid_out(kind())
     plain = outcome(copy.deepcopy(model), images())

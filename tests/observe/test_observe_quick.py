@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flatout.kernels import clock
+from flatout.kernels import Clock, Loaded
 from flatout.observe import quick as quick_hooks
 from flatout.observe.backward import watch_backward
 from flatout.observe.lanes import BACKWARD, EVALUATION, FORWARD, HOST, INPUT, OPTIMIZER
@@ -24,8 +24,6 @@ from flatout.observe.optimizers import StepFinder
 from flatout.observe.quick import AFTER_STEPS, Quick
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import watch_fetch
-
-pytestmark = pytest.mark.skipif(not clock.available(), reason="the C extension is absent")
 
 
 class Job:
@@ -290,7 +288,7 @@ def test_python_is_not_asked_how_batches_are_made_once_that_is_known():
     module = SimpleNamespace(_MapDatasetFetcher=Fetcher, _IterableDatasetFetcher=other)
     watch.quick.hooks += watch_fetch(module, asked.append, watch.quick.fetch)
     watch.quick.begin()
-    loader = watch.lanes.loader = clock.Loaded()
+    loader = watch.lanes.loader = Loaded()
     loader.wants_within = True
     assert Fetcher().fetch(3) == 3
     assert len(asked) == 1
@@ -473,15 +471,6 @@ def test_something_compiled_before_keeps_them_away(monkeypatch):
     assert not job.watch.quick.is_on
 
 
-def test_without_the_extension_the_hooks_in_python_stay(monkeypatch):
-    monkeypatch.setattr(clock, "available", lambda: False)
-    job = Job()
-    hooks = dict(job.hooks)
-    job.watch.quick.begin()
-    assert not job.watch.quick.is_on
-    assert job.hooks == hooks
-
-
 def test_they_are_freed_with_their_watch():
     job = _quick_job()
     gone = ref(job.watch), ref(job.models[0])
@@ -506,7 +495,7 @@ def test_a_torch_that_traces_in_unknown_ways_gets_no_hooks_in_c(monkeypatch):
     seen = []
     monkeypatch.setattr(quick_hooks, "when_imported", lambda name, hook: seen.append(hook))
     quick_hooks._watch_tracing.cache_clear()
-    quick = Quick(clock.Clock())
+    quick = Quick(Clock())
     seen[0](SimpleNamespace())
     quick.begin()
     assert not quick.is_on

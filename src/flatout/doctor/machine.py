@@ -18,6 +18,7 @@ from flatout import keras_import
 from flatout.cache_folder import hindrance, wanted_folder
 from flatout.devices import Inventory, inventory
 from flatout.doctor.finding import Finding
+from flatout.kernels import INSTALL
 from flatout.words import counted, memory_words
 
 # What caches, checkpoints and logs of a job take at least.
@@ -249,18 +250,12 @@ def _busy_machine(facts: Facts) -> Finding | None:
 
 @_check("kernels")
 def _kernels(facts: Facts) -> Finding | None:
-    if facts.environ.get("FLATOUT_KERNELS") == "numpy":
-        return Finding(
-            "slow",
-            "FLATOUT_KERNELS=numpy: numpy does the work of Flatout's C extensions",
-            "unset it",
-        )
     if find_spec("flatout.kernels._gather") is not None:
         return None
     return Finding(
         "slow",
-        "Flatout's C extensions are absent: numpy does their work, more slowly",
-        "install a C compiler, then pip install --force-reinstall --no-deps --no-cache-dir flatout",
+        "Flatout's C extensions are not built, which data formats and `flatout doctor FILE` need",
+        INSTALL,
     )
 
 

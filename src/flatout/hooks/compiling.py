@@ -13,7 +13,6 @@ _OURS = (
     "flatout.cures",
     "flatout.doctor.trials",
     "flatout.hooks",
-    "flatout.kernels.clock",
     "flatout.observe",
 )
 

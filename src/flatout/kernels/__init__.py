@@ -1,6 +1,7 @@
-"""C extensions, and their numpy fallbacks that give the same bytes.
+"""C extensions and their interfaces.
 
-`relu_pool` is imported on its own: it needs torch.
+torch or numpy do the work of some kernels where their extensions are not built. The others raise
+`MissingExtension` then. `relu_pool` and `batch_norm` are imported on their own: they need torch.
 """
 
 from flatout.lazy import attach

@@ -269,7 +269,7 @@ static void free_capsule(PyObject *capsule)
     plan_free(PyCapsule_GetPointer(capsule, PLAN));
 }
 
-/* Reads (name, kind, width, required, is_int32) into feature `i`. */
+/* Reads (name, kind, width, required) into feature `i`. */
 static int read_feature(Plan *plan, int32_t i, PyObject *tuple)
 {
     Feature *feature = &plan->features[i];
@@ -281,8 +281,8 @@ static int read_feature(Plan *plan, int32_t i, PyObject *tuple)
         PyErr_SetString(PyExc_TypeError, "features: expected tuples");
         return 0;
     }
-    if (!PyArg_ParseTuple(tuple, "y#iLpp:feature", &name, &bytes, &kind, &width,
-                          &feature->required, &feature->is_int32))
+    if (!PyArg_ParseTuple(tuple, "y#iLp:feature", &name, &bytes, &kind, &width,
+                          &feature->required))
         return 0;
     if (kind < BYTES || kind > INTS || (width != RAGGED && (width < 1 || width > INT32_MAX))) {
         PyErr_Format(PyExc_ValueError, "feature %d: its kind or its width is out of range", i);
@@ -300,7 +300,7 @@ static int read_feature(Plan *plan, int32_t i, PyObject *tuple)
 
 PyDoc_STRVAR(plan_doc,
 "plan(features)\n--\n\n"
-"What to look for in records: (name, kind, width or -1, required, whether values are int32) each.");
+"What to look for in records: (name, kind, width or -1, required) each.");
 
 static PyObject *make_plan(PyObject *module, PyObject *features)
 {
@@ -505,34 +505,19 @@ static int hold_outputs(Held *held, const Job *job, Output *outputs, PyObject *c
     return is_good;
 }
 
-static int hold_present(Held *held, Job *job, PyObject *present)
-{
-    if (present == Py_None)
-        return 1;
-    Py_buffer *view = hold(held, present, "present", -1, "uint8", 1);
-    if (view == NULL)
-        return 0;
-    job->present = view->buf;
-    if (view->ndim == 2 && view->shape[0] == job->rows && view->shape[1] == job->plan->count)
-        return 1;
-    PyErr_Format(PyExc_ValueError, "present: expected shape (%lld, %lld)", (long long)job->rows,
-                 (long long)job->plan->count);
-    return 0;
-}
-
 PyDoc_STRVAR(decode_doc,
-"decode(buffer, starts, ends, plan, outputs, offsets, present, defaults, status, at, check)\n--\n\n"
+"decode(buffer, starts, ends, plan, outputs, offsets, defaults, status, at, check)\n--\n\n"
 "Values of each record into arrays. Returns how many records are bad.");
 
 static PyObject *decode(PyObject *module, PyObject *args)
 {
-    PyObject *objects[5], *capsule, *lists[3], *present, *answer = NULL;
+    PyObject *objects[5], *capsule, *lists[3], *answer = NULL;
     Job job = {0};
     Held held;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOp:decode", &objects[0], &objects[1], &objects[2],
-                          &capsule, &lists[0], &lists[1], &present, &lists[2], &objects[3],
-                          &objects[4], &job.check))
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOp:decode", &objects[0], &objects[1], &objects[2],
+                          &capsule, &lists[0], &lists[1], &lists[2], &objects[3], &objects[4],
+                          &job.check))
         return NULL;
     job.plan = PyCapsule_GetPointer(capsule, PLAN);
     if (job.plan == NULL || !hold_room(&held, (Py_ssize_t)(6 + 2 * job.plan->count)))
@@ -542,7 +527,7 @@ static PyObject *decode(PyObject *module, PyObject *args)
     if (outputs == NULL)
         PyErr_NoMemory();
     else if (hold_job(&held, &job, objects) && hold_outputs(&held, &job, outputs, lists) &&
-             hold_present(&held, &job, present) && check_apart(&held))
+             check_apart(&held))
         answer = run(&job);
     PyMem_Free(outputs);
     let_go(&held);

@@ -54,7 +54,7 @@ static ALWAYS_INLINE int put_list(const Job *job, int64_t row, int64_t i, const 
     if (!row_places(feature, output, row, &first, &capacity))
         return 0;
     char *to = (char *)output->values + (size_t)first * output->item;
-    if (feature->kind == INTS && output->item == 8 && !feature->is_int32)
+    if (feature->kind == INTS && output->item == 8)
         count = put_ints(packed, bytes, to, capacity, output->room - first, 0);
     else if (feature->kind == INTS && output->item == 4)
         count = put_ints(packed, bytes, to, capacity, output->room - first, 1);
@@ -79,7 +79,7 @@ static ALWAYS_INLINE int measure_list(const Job *job, int64_t row, int64_t i,
     int64_t count = bytes;
     if (feature->kind == INTS) {
         Look look = look_at(packed, bytes, unfinished_plain);
-        count = (feature->is_int32 ? look.over_4 : look.over_10) == 0 ? look.count : -1;
+        count = look.over_10 == 0 ? look.count : -1;
     } else if (feature->kind == FLOATS) {
         count = bytes % 4 == 0 ? bytes >> 2 : -1;
     }
@@ -167,8 +167,6 @@ static int fast_missing(const Job *job, int64_t row)
             continue;
         if (feature->required)
             return 0;
-        if (job->present != NULL)
-            job->present[row * job->plan->count + i] = 0;
         if (job->outputs == NULL) {
             if (feature->width == RAGGED)
                 job->lengths[feature->ragged * job->rows + row] = 0;
@@ -207,8 +205,6 @@ static ALWAYS_INLINE int fast_row(const Job *job, int64_t row, int64_t start, in
             job->memory[before].after = i;
             before = i;
             found++;
-            if (job->present != NULL)
-                job->present[row * count + i] = 1;
         } else if (i < 0) {
             return 0;
         }

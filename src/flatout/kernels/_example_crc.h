@@ -1,11 +1,10 @@
 /* CRC-32C (Castagnoli), which TFRecord puts behind each length and each record; without Python.
 
-   Four ways with the same results: tables, eight bytes at a time (Kounavis and Berry, "Novel
+   Three ways with the same results: tables, eight bytes at a time (Kounavis and Berry, "Novel
    table lookup-based algorithms for high-performance CRC generation", 2008); the instruction of
    SSE4.2 on three lanes at once, put together by carry-less multiplication (Gopal et al., "Fast CRC
-   computation for iSCSI polynomial using CRC32 instruction", Intel, 2011); folding by carry-less
-   multiplication in registers of AVX-512 (Gopal et al., "Fast CRC Computation for Generic
-   Polynomials Using PCLMULQDQ Instruction", Intel, 2009); the instruction of ARMv8. */
+   computation for iSCSI polynomial using CRC32 instruction", Intel, 2011); the instruction of
+   ARMv8. */
 
 #ifndef FLATOUT_EXAMPLE_CRC_H
 #define FLATOUT_EXAMPLE_CRC_H
@@ -108,74 +107,6 @@ static int crc_runs_sse42(void)
 
 #endif
 
-/* What older compilers do not know. */
-#if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 8 : __GNUC__ >= 10)
-
-#define CRC_FOLDING
-#define FOLD_TARGET __attribute__((target("avx512f,vpclmulqdq,sse4.2,pclmul")))
-
-/* Factors that move each 16 bytes over `words` words of eight bytes: the first eight of them, of
-   higher powers, over one word more. */
-FOLD_TARGET static ALWAYS_INLINE __m128i fold_by(int words)
-{
-    return _mm_set_epi64x(crc_shifts[words], crc_shifts[words + 1]);
-}
-
-/* `moved`, each 16 bytes by its factors, added to `data`. */
-FOLD_TARGET static ALWAYS_INLINE __m512i fold_64(__m512i moved, __m512i factors, __m512i data)
-{
-    return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(moved, factors, 0x00),
-                                     _mm512_clmulepi64_epi128(moved, factors, 0x11), data,
-                                     0x96 /* the sum of three */);
-}
-
-FOLD_TARGET static ALWAYS_INLINE __m128i fold_16(__m128i moved, __m128i factors, __m128i data)
-{
-    return _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(moved, factors, 0x00),
-                                       _mm_clmulepi64_si128(moved, factors, 0x11)),
-                         data);
-}
-
-/* The state behind 64 bytes, before which it was 0. */
-FOLD_TARGET static ALWAYS_INLINE uint32_t fold_state(__m512i data)
-{
-    const __m128i factors = fold_by(2);
-    __m128i last = fold_16(_mm512_castsi512_si128(data), factors, _mm512_extracti32x4_epi32(data, 1));
-    last = fold_16(last, factors, _mm512_extracti32x4_epi32(data, 2));
-    last = fold_16(last, factors, _mm512_extracti32x4_epi32(data, 3));
-    uint64_t state = _mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(last));
-    return (uint32_t)_mm_crc32_u64(state, (uint64_t)_mm_extract_epi64(last, 1));
-}
-
-FOLD_TARGET static uint32_t crc_avx512(uint32_t state, const uint8_t *data, int64_t bytes)
-{
-    if (bytes < 512)
-        return crc_sse42(state, data, bytes);
-    const __m512i by_256 = _mm512_broadcast_i32x4(fold_by(32));
-    const __m512i by_64 = _mm512_broadcast_i32x4(fold_by(8));
-    __m512i a = _mm512_loadu_si512(data), b = _mm512_loadu_si512(data + 64);
-    __m512i c = _mm512_loadu_si512(data + 128), d = _mm512_loadu_si512(data + 192);
-    /* The state before these bytes is as good as added to the first four. */
-    a = _mm512_xor_si512(a, _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)state)));
-    for (data += 256, bytes -= 256; bytes >= 256; data += 256, bytes -= 256) {
-        a = fold_64(a, by_256, _mm512_loadu_si512(data));
-        b = fold_64(b, by_256, _mm512_loadu_si512(data + 64));
-        c = fold_64(c, by_256, _mm512_loadu_si512(data + 128));
-        d = fold_64(d, by_256, _mm512_loadu_si512(data + 192));
-    }
-    b = fold_64(a, by_64, b);
-    c = fold_64(b, by_64, c);
-    return crc_sse42(fold_state(fold_64(c, by_64, d)), data, bytes);
-}
-
-static int crc_runs_avx512(void)
-{
-    return crc_runs_sse42() && __builtin_cpu_supports("avx512f") &&
-           __builtin_cpu_supports("vpclmulqdq");
-}
-
-#endif
-
 #if defined(__aarch64__) && defined(__linux__)
 
 /* Assembly, because compilers differ in what they call this and when they have it. */
@@ -207,9 +138,6 @@ static const struct {
     Crc *crc;
     int (*runs)(void); /* whether this machine has its instructions */
 } crc_ways[] = {
-#ifdef CRC_FOLDING
-    {"avx512", crc_avx512, crc_runs_avx512},
-#endif
 #ifdef __x86_64__
     {"sse4.2", crc_sse42, crc_runs_sse42},
 #endif

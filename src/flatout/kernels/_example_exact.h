@@ -242,10 +242,9 @@ static int exact_feature(const Job *job, int64_t row, int64_t i, Part *wrong)
     int64_t first = 0;
     Kind kind = 0;
     int code;
-    values.is_int32 = feature->kind == INTS && feature->is_int32;
     if (job->outputs != NULL) {
         values.output = &job->outputs[i];
-        values.is_int32 |= feature->kind == INTS && values.output->item == 4;
+        values.is_int32 = feature->kind == INTS && values.output->item == 4;
         if (!row_places(feature, values.output, row, &values.first, &values.capacity))
             return OUTSIDE;
     }
@@ -270,8 +269,6 @@ static int exact_feature(const Job *job, int64_t row, int64_t i, Part *wrong)
         if (code != GOOD)
             return code;
     }
-    if (job->present != NULL)
-        job->present[row * job->plan->count + i] = kind != 0;
     if (job->outputs != NULL)
         fill(values.output, values.first + values.count, values.capacity - values.count);
     else if (feature->width == RAGGED)

@@ -46,7 +46,6 @@ typedef struct {
     Kind kind;
     int64_t width; /* values in each row, or RAGGED */
     int required;
-    int is_int32;   /* larger values are refused, whatever they are written to */
     int64_t ragged; /* which of the ragged ones */
 } Feature;
 
@@ -87,7 +86,6 @@ typedef struct {
     const Plan *plan;
     const Output *outputs; /* NULL: only lengths are measured */
     int64_t *lengths;      /* [ragged][rows] */
-    uint8_t *present;      /* [rows][count] or NULL */
     uint8_t *status;
     int64_t *at;
     Memory *memory;
@@ -322,8 +320,6 @@ static void zero_row(const Job *job, int64_t row)
             memset(values, 0, (size_t)capacity * item);
         }
     }
-    if (job->present != NULL)
-        memset(job->present + row * plan->count, 0, (size_t)plan->count);
 }
 
 #endif

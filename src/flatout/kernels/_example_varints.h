@@ -29,7 +29,7 @@ static ALWAYS_INLINE uint64_t unfinished_plain(const uint8_t *bytes)
 /* What a packed list of varints holds. */
 typedef struct {
     int64_t count; /* -1: the last varint has no end */
-    uint64_t over_3, over_4, over_10; /* not 0: there are varints of more bytes */
+    uint64_t over_3, over_10; /* not 0: there are varints of more bytes */
 } Look;
 
 static ALWAYS_INLINE Look look_at(const uint8_t *packed, int64_t bytes, Unfinished *unfinished)
@@ -45,7 +45,6 @@ static ALWAYS_INLINE Look look_at(const uint8_t *packed, int64_t bytes, Unfinish
         uint64_t two = one & (one << 1 | ones >> 63);
         uint64_t four = two & (two << 2 | twos >> 62);
         look.over_3 |= two & (one << 2 | ones >> 62);
-        look.over_4 |= four;
         uint64_t eight = four & (four << 4 | fours >> 60);
         look.over_10 |= eight & (two << 8 | twos >> 56);
         ones = one;

@@ -139,7 +139,7 @@ static int64_t run(Libsvm *job, int is_plain)
 
 PyDoc_STRVAR(survey_doc,
 "survey(buffer, starts, ends, labels, qid, lengths, status, at, base, limit, room, label_as,\n"
-"value_as, is_plain)\n--\n\n"
+"is_plain)\n--\n\n"
 "Read rows, and write all but their pairs. Returns how many are bad, and the smallest and the\n"
 "largest index of the others.");
 
@@ -148,25 +148,23 @@ static PyObject *survey(PyObject *module, PyObject *args)
     PyObject *given[VIEWS] = {NULL}, *answer = NULL;
     Py_buffer views[VIEWS] = {{0}};
     long long base, limit, room;
-    const char *label_as, *value_as;
+    const char *label_as;
     int is_plain;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOLLLssp:survey", &given[TEXT], &given[STARTS], &given[ENDS],
+    if (!PyArg_ParseTuple(args, "OOOOOOOOLLLsp:survey", &given[TEXT], &given[STARTS], &given[ENDS],
                           &given[LABELS], &given[QID], &given[LENGTHS], &given[STATUS], &given[AT],
-                          &base, &limit, &room, &label_as, &value_as,
-                          &is_plain))
+                          &base, &limit, &room, &label_as, &is_plain))
         return NULL;
     Libsvm job = {.sink = SURVEY, .base = base, .limit = limit, .low = INT64_MAX, .high = -1};
     job.label_as = kind_named(label_as);
-    job.value_as = kind_named(value_as);
+    job.value_as = FLOAT32;
     job.room = room < INT32_MAX ? room : INT32_MAX;
     if (!get_buffers(given, views) || !check_rows(&job, views) ||
         !check_numbers(views, LENGTHS, INT32, "int32", job.rows))
         goto done;
-    if (job.label_as == NOTHING || job.label_as == INT32 ||
-        (job.value_as != FLOAT32 && job.value_as != FLOAT64) || room < 0) {
-        PyErr_SetString(PyExc_ValueError, "expected labels as float32, float64 or int64, values as "
-                                          "float32 or float64, and a width of 0 or more");
+    if (job.label_as == NOTHING || job.label_as == INT32 || room < 0) {
+        PyErr_SetString(PyExc_ValueError, "expected labels as float32, float64 or int64, and a "
+                                          "width of 0 or more");
         goto done;
     }
     if (job.label_kind != FLOAT64) {

@@ -1,7 +1,4 @@
-"""What augmentation does to images: parts of them in any size and orientation, colors, black boxes.
-
-The C extension and its fallback in numpy and torch give the same bytes.
-"""
+"""Augmented images: parts in any size and orientation, other colors, black boxes."""
 
 from __future__ import annotations
 
@@ -10,22 +7,15 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flatout.kernels import absent
-from flatout.kernels.checks import check_range
+from flatout.kernels import missing_extension
 
-try:
-    from flatout.kernels._augment import change as _change
-except ImportError:
-    _change = None  # type: ignore[assignment]
-
-_use_c = _change is not None and absent.WANTED
+_c = missing_extension.required("_augment")
 
 Images: TypeAlias = npt.NDArray[Any]
 Integers: TypeAlias = npt.NDArray[np.int64]
 
 ONE = 65536
 """A factor that changes nothing."""
-_GRAY = np.array([19589, 38470, 7471], np.int64)  # 0.2989, 0.587 and 0.114
 # Bytes of the widest vectors that are used, where the processor has them.
 _VECTORS = 64
 
@@ -68,7 +58,6 @@ def change_images(
         ValueError: an array has another dtype, shape or memory layout, they share memory, or a
             number is out of range. Nothing is written.
     """
-    absent.warn_without(_change)
     if index is None:
         if len(source) != len(out):
             raise ValueError(f"out: expected the source's {len(source)} rows, found {len(out)}")
@@ -80,23 +69,8 @@ def change_images(
         )
         index, parts, places = np.arange(len(out)), None, places * np.array([0, 0, 1])
     source, out = _as_bytes("source", source), _as_bytes("out", out)
-    if _use_c:
-        index = np.ascontiguousarray(index, np.int64)
-        _change(source, out, index, places, parts, factors, boxes, _VECTORS)
-        return
-    check_range(index, len(source), "the source has")
-    for row, (at, (top, left, orientation)) in enumerate(
-        zip(index.tolist(), places.tolist(), strict=True)
-    ):
-        if parts is None:
-            part = _cut(source[at], top, left, size)
-        else:
-            part = _resized(source[at], parts[row], size)
-        image = np.rot90(part[:, ::-1] if orientation & 4 else part, orientation & 3)
-        out[row] = image if factors is None else _adjusted(image, *factors[row].tolist())
-        if boxes is not None:
-            top, left, bottom, right = boxes[row].clip(0).tolist()
-            out[row, top:bottom, left:right] = 0
+    index = np.ascontiguousarray(index, np.int64)
+    _c.change(source, out, index, places, parts, factors, boxes, _VECTORS)
 
 
 def _as_bytes(name: str, images: Images) -> npt.NDArray[np.uint8]:
@@ -106,18 +80,6 @@ def _as_bytes(name: str, images: Images) -> npt.NDArray[np.uint8]:
             f"shape {images.shape} and strides {images.strides}"
         )
     return images.view(np.uint8)
-
-
-def _cut(image: Images, top: int, left: int, size: tuple[int, int]) -> Images:
-    height, width = image.shape[:2]
-    if top >= 0 and left >= 0 and top + size[0] <= height and left + size[1] <= width:
-        return image[top : top + size[0], left : left + size[1]]
-    part = np.zeros((*size, image.shape[2]), image.dtype)
-    rows = np.arange(max(0, top), min(height, top + size[0]))
-    columns = np.arange(max(0, left), min(width, left + size[1]))
-    if len(rows) and len(columns):
-        part[np.ix_(rows - top, columns - left)] = image[np.ix_(rows, columns)]
-    return part
 
 
 def _resized(image: Images, part: Integers, size: tuple[int, int]) -> Images:
@@ -130,24 +92,3 @@ def _resized(image: Images, part: Integers, size: tuple[int, int]) -> Images:
     batch = torch.from_numpy(np.ascontiguousarray(crop)).unsqueeze(0).permute(0, 3, 1, 2)
     made = torch.nn.functional.interpolate(batch, size, mode="bilinear", antialias=True)
     return made[0].permute(1, 2, 0).numpy()
-
-
-def _adjusted(image: Images, brightness: int, contrast: int, saturation: int) -> Images:
-    values = image.astype(np.int64)
-    if brightness != ONE:
-        values = _cut_off(values * brightness)
-    if contrast != ONE:
-        count = values.shape[0] * values.shape[1]
-        mean = (int(_gray(values).sum()) * ONE + count // 2) // count
-        values = _cut_off(values * contrast + (((ONE - contrast) * mean) >> 16))
-    if saturation != ONE:
-        values = _cut_off(values * saturation + _gray(values) * (ONE - saturation))
-    return values
-
-
-def _gray(image: Integers) -> Integers:
-    return image if image.shape[2] == 1 else ((image @ _GRAY) >> 16)[..., np.newaxis]
-
-
-def _cut_off(values: Integers) -> Integers:
-    return (values >> 16).clip(0, 255)

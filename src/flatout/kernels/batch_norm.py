@@ -9,15 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from flatout.kernels import absent
+from flatout.kernels import missing_extension
 from flatout.kernels.openmp import parallel, team
 
-try:
-    from flatout.kernels import _batch_norm as _c
-except ImportError:
-    _c = None  # type: ignore[assignment]
+_c = missing_extension.optional("_batch_norm")
 
-_use_c = _c is not None and absent.WANTED
 
 _DTYPES = (torch.bfloat16, torch.float32)
 # On fewer elements torch's operators are faster: no call into Python in backward.
@@ -45,9 +41,8 @@ class Saved(NamedTuple):
 
 def fits(x: torch.Tensor, *parameters: torch.Tensor | None, skip: torch.Tensor | None) -> bool:
     """Whether the kernel takes these, and is faster on them than torch's operators."""
-    absent.warn_without(_c)
     return (
-        _use_c
+        _c is not None
         and type(x) is torch.Tensor
         and x.device.type == "cpu"
         and x.dtype in _DTYPES

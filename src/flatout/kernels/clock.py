@@ -1,28 +1,28 @@
-"""The clock of a training loop, and the hooks that look at it: in C, or Python fallbacks.
+"""The clock of a training loop, and the hooks that read it several times in each step.
 
-The clock always runs for one of the lanes and keeps the durations of the latest steps. Hooks read
-it several times in each step. The hooks in C (`_clock_hooks.h`) have no fallback here: behind each
-of them stands the hook in Python that it takes the place of.
+The clock always runs for one of the lanes and keeps the durations of the latest steps. Each hook
+in C stands for a hook in Python, to which it hands the calls that are unlike those before.
 """
 
 from __future__ import annotations
 
-import sys
-from contextlib import suppress
+from flatout.kernels.missing_extension import MissingExtension
 
-from flatout.kernels import absent
-from flatout.kernels.clock_fallback import Called as Called
-from flatout.kernels.clock_fallback import Clock as Clock
-from flatout.kernels.clock_fallback import Loaded as Loaded
+try:
+    from flatout.kernels._clock import BackwardHook as BackwardHook
+    from flatout.kernels._clock import BatchHook as BatchHook
+    from flatout.kernels._clock import Called as Called
+    from flatout.kernels._clock import Clock as Clock
+    from flatout.kernels._clock import FetchHook as FetchHook
+    from flatout.kernels._clock import ForwardHook as ForwardHook
+    from flatout.kernels._clock import Loaded as Loaded
+    from flatout.kernels._clock import SamplesHook as SamplesHook
+    from flatout.kernels._clock import StepHook as StepHook
+except ImportError as error:
+    raise MissingExtension("_clock") from error
 
-# Elsewhere the system's steady clock is another one than time.perf_counter's.
-if sys.platform == "linux" and absent.WANTED:
-    with suppress(ImportError):
-        from flatout.kernels._clock import Called as Called  # type: ignore[assignment]
-        from flatout.kernels._clock import Clock as Clock  # type: ignore[assignment]
-        from flatout.kernels._clock import Loaded as Loaded  # type: ignore[assignment]
-
-
-def available() -> bool:
-    """Whether the C extension runs; otherwise its Python fallback does."""
-    return Clock.__module__ == "flatout.kernels._clock"
+INPUT, COPY, FORWARD, BACKWARD, SYNC, OPTIMIZER, HOST, EVALUATION, SAVING, GC, IDLE = range(11)
+# From a backward pass to what comes next. Reports count it as the host's.
+AFTER = 11
+# Durations of single steps that are kept.
+KEPT = 20_000

@@ -15,15 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from flatout.kernels import absent
+from flatout.kernels import missing_extension
 from flatout.kernels.openmp import parallel, team
 
-try:
-    from flatout.kernels import _dropout as _c
-except ImportError:
-    _c = None  # type: ignore[assignment]
+_c = missing_extension.optional("_dropout")
 
-_use_c = _c is not None and absent.WANTED
 
 _GROUP, _BLOCKS, _ROUNDS = 32, 8, 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -35,7 +31,7 @@ _ITEMS = {torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
 
 def available() -> bool:
     """Whether the C extension does the work on CPUs."""
-    return _use_c
+    return _c is not None
 
 
 class Draw(NamedTuple):
@@ -102,8 +98,7 @@ def _takes_kernel(x: torch.Tensor) -> bool:
 
 
 def _threads_are_there() -> bool:
-    absent.warn_without(_c)
-    return _use_c and (torch.get_num_threads() == 1 or parallel() != 0)
+    return _c is not None and (torch.get_num_threads() == 1 or parallel() != 0)
 
 
 def _channels_last(x: torch.Tensor) -> bool:

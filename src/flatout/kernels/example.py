@@ -4,8 +4,6 @@ A file is one frame after the other: the length of a record (uint64), its checks
 checksum. Checksums are CRC-32C, masked as in TensorFlow's `record_writer.h`. A record is a message
 of Protocol Buffers (https://protobuf.dev/programming-guides/encoding) as in `example.proto` and
 `feature.proto`: a map from names to lists of integers, floats or bytes.
-
-The C extension and its fallback in plain Python give the same bytes.
 """
 
 from __future__ import annotations
@@ -17,30 +15,44 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flatout.kernels import absent, example_fallback
-from flatout.kernels.checks import Numbers
-from flatout.kernels.example_fallback import Bad as Bad
+from flatout.kernels import missing_extension
+from flatout.kernels.checks import Fault, Numbers
 
-try:
-    from flatout.kernels import _example as _c
-except ImportError:
-    _c = None  # type: ignore[assignment]
+_c = missing_extension.required("_example")
 
-_use_c = _c is not None and absent.WANTED
 
 # Rows of equal length, or values and where each row begins among them (one more than rows).
 Values: TypeAlias = npt.NDArray[Any] | tuple[npt.NDArray[Any], Numbers]
 
 # Numbers of the fields of the message Feature.
 _KINDS = {"bytes": 1, "float": 2, "int64": 3}
+# Records that are found by one call of the extension.
+_AT_ONCE = 1 << 16
 _KIND_OF = {np.dtype(np.uint8): 1, np.dtype(np.float32): 2, np.dtype(np.int64): 3}
+
+
+class Bad(Fault):
+    """What is wrong with a record."""
+
+    OUTSIDE = 1, "expected a record inside the buffer, found a byte range that is not"
+    LENGTH_CRC = 2, "expected the checksum of the record's length, found another one"
+    LENGTH_DIFFERS = 3, "expected a record as long as its index says, found another length"
+    DATA_CRC = 4, "expected the checksum of the record, found another one"
+    TRUNCATED = 5, "expected a field that ends within its message, found one that does not"
+    TAG = 6, "expected the tag of a field, found a group, a reserved type or the number 0"
+    VARINT_TOO_LONG = 7, "expected a varint of at most 10 bytes, 5 in tags and lengths; found more"
+    WRONG_KIND = 8, "expected a feature of the kind in the schema, found a list of another kind"
+    MISSING = 9, "expected a feature that has no default, found a record without it"
+    WRONG_COUNT = 10, "expected as many values as in the schema, found more or fewer"
+    INT32_OVERFLOW = 11, "expected an integer that fits into int32, found a larger one"
+    SEVERAL_VALUES = 12, "expected one value of bytes, found several"
 
 
 class End(IntEnum):
     """How a scan ended."""
 
     WHOLE = 0
-    MOST = 1
+    FULL = 1
     TRUNCATED_HEADER = 2
     LENGTH_CRC = 3
     LENGTH_TOO_LARGE = 4
@@ -74,14 +86,12 @@ class Feature(NamedTuple):
         kind: what kind of list it is.
         width: values in each row; of the kind "bytes", bytes of the one value. None: rows differ.
         required: whether a record without it is bad; otherwise its default takes its place.
-        bits: with 32, integers that do not fit into int32 are bad, also where they are measured.
     """
 
     name: bytes
     kind: Literal["int64", "float", "bytes"]
     width: int | None
     required: bool
-    bits: Literal[32, 64] = 64
 
 
 class Plan:
@@ -93,15 +103,9 @@ class Plan:
 
     def __init__(self, features: Sequence[Feature]) -> None:
         self.features = tuple(features)
-        _check_features(self.features)
-        self.compiled: Any = None
-        if _c is not None:
-            self.compiled = _c.plan(
-                [
-                    (f.name, _KINDS[f.kind], _width(f), f.required, f.bits == 32)
-                    for f in self.features
-                ]
-            )
+        self.compiled = _c.plan(
+            [(f.name, _KINDS[f.kind], _width(f), f.required) for f in self.features]
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (self.features,)
@@ -111,29 +115,6 @@ def _width(feature: Feature) -> int:
     return -1 if feature.width is None else feature.width
 
 
-def _check_features(features: Sequence[Feature]) -> None:
-    if not features:
-        raise ValueError("features: expected at least one")
-    if len({feature.name for feature in features}) < len(features):
-        raise ValueError("features: expected different names, found the same one twice")
-    for feature in features:
-        if feature.kind not in _KINDS or feature.bits not in (32, 64):
-            raise ValueError(
-                f"feature {feature.name!r}: expected the kind int64, float or bytes, and 32 or 64 "
-                f"bits; found {feature.kind!r} and {feature.bits}"
-            )
-        if feature.width is not None and not 1 <= feature.width < 2**31:
-            raise ValueError(
-                f"feature {feature.name!r}: expected a width of 1 to 2^31 - 1, or None; found "
-                f"{feature.width}"
-            )
-
-
-def available() -> bool:
-    """Whether the C extension runs; otherwise its fallback does."""
-    return _use_c
-
-
 def crc32c(data: Any, value: int = 0) -> int:
     """The CRC-32C (Castagnoli) of bytes.
 
@@ -141,8 +122,7 @@ def crc32c(data: Any, value: int = 0) -> int:
         data: C-contiguous memory with the buffer protocol.
         value: of what stands before, to go on from there.
     """
-    absent.warn_without(_c)
-    return (_c.crc32c if _use_c else example_fallback.crc32c)(data, value)
+    return int(_c.crc32c(data, value))
 
 
 def crc32c_blocks(data: Any, block: int) -> npt.NDArray[np.int64]:
@@ -158,47 +138,37 @@ def crc32c_blocks(data: Any, block: int) -> npt.NDArray[np.int64]:
     Raises:
         ValueError: `block` is less than 1.
     """
-    absent.warn_without(_c)
     if block < 1:
         raise ValueError("block: expected at least 1 byte")
     view = memoryview(data)
     text = view.cast("B") if view.nbytes else b""
     out = np.empty(-(-len(text) // block), np.int64)
-    if _use_c:
-        _c.crc32c_blocks(text, block, out)
-    else:
-        for at in range(len(out)):
-            out[at] = example_fallback.crc32c(text[at * block : (at + 1) * block])
+    _c.crc32c_blocks(text, block, out)
     return out
 
 
 def masked_crc32c(data: Any) -> int:
     """The CRC-32C of bytes, rotated and moved, as it stands in TFRecord files."""
-    return example_fallback.masked(crc32c(data))
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def scan(
-    buffer: Any,
-    start: int = 0,
-    *,
-    final: bool = True,
-    most: int | None = None,
-    at_once: int = 1 << 16,
-) -> Scan:
-    """Find the records of a TFRecord file by their frames, and compare each length's checksum."""
-    absent.warn_without(_c)
+def scan(buffer: Any, *, final: bool = True) -> Scan:
+    """Find the records of a TFRecord file by their frames, and compare each length's checksum.
+
+    Args:
+        buffer: C-contiguous memory with the buffer protocol.
+        final: whether no bytes follow those of the buffer.
+    """
     columns: list[tuple[Numbers, Numbers]] = []
-    at, total, end = start, 0, End.MOST
-    while end == End.MOST and (most is None or total < most):
-        room = at_once if most is None else min(at_once, most - total)
-        starts, ends = np.empty(room, np.int64), np.empty(room, np.int64)
-        count, at, code = (_c.scan if _use_c else example_fallback.scan)(buffer, at, starts, ends)
+    at, end = 0, End.FULL
+    while end == End.FULL:
+        starts, ends = np.empty(_AT_ONCE, np.int64), np.empty(_AT_ONCE, np.int64)
+        count, at, code = _c.scan(buffer, at, starts, ends)
         end = End(code)
         columns.append((starts[:count], ends[:count]))
-        total += count
-    problem = _problem(memoryview(buffer).cast("B"), at, end, final) if end > End.MOST else ""
-    pairs = zip(*columns, strict=True) if columns else ([], [])
-    starts, ends = (np.concatenate(parts) if parts else np.empty(0, np.int64) for parts in pairs)
+    problem = _problem(memoryview(buffer).cast("B"), at, end, final) if end > End.FULL else ""
+    starts, ends = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     return Scan(starts, ends, at, end, problem)
 
 
@@ -221,11 +191,6 @@ def _problem(data: memoryview, at: int, end: End, final: bool) -> str:
     return missing if final else ""
 
 
-def plan(features: Sequence[Feature]) -> Plan:
-    """Prepare to look for features."""
-    return Plan(features)
-
-
 def measure(
     buffer: Any,
     starts: Numbers,
@@ -243,7 +208,7 @@ def measure(
         buffer: as for `scan`.
         starts: first byte of each record, int64 of shape (rows,).
         ends: one after the last byte.
-        spec: made by `plan`.
+        spec: the features to count.
         lengths: int64 of shape (ragged features, rows) to write into: values in each row; of the
             kind "bytes", bytes of the one value. 0 where a feature is missing or the record bad.
         status: uint8 of shape (rows,) to write into: 0 for a good record, else a `Bad`.
@@ -259,10 +224,7 @@ def measure(
         ValueError: an array has another dtype, shape or memory layout, or arrays share memory.
             Nothing is written.
     """
-    absent.warn_without(_c)
-    if _use_c:
-        return _c.measure(buffer, starts, ends, spec.compiled, lengths, status, at, check)
-    return example_fallback.measure(buffer, starts, ends, spec.features, lengths, status, at, check)
+    return int(_c.measure(buffer, starts, ends, spec.compiled, lengths, status, at, check))
 
 
 def decode(
@@ -276,7 +238,6 @@ def decode(
     defaults: Sequence[float],
     status: npt.NDArray[np.uint8],
     at: Numbers,
-    present: npt.NDArray[np.uint8] | None = None,
     check: bool = True,
 ) -> int:
     """Decode records into arrays.
@@ -285,11 +246,8 @@ def decode(
     lists may be packed or not; fields that are unknown are skipped, and features that are not in
     `spec` without a look into them. A feature that is there without a list is missing.
     """
-    absent.warn_without(_c)
-    results = (outputs, offsets, present, defaults, status, at, check)
-    if _use_c:
-        return _c.decode(buffer, starts, ends, spec.compiled, *results)
-    return example_fallback.decode(buffer, starts, ends, spec.features, *results)
+    results = (outputs, offsets, defaults, status, at, check)
+    return int(_c.decode(buffer, starts, ends, spec.compiled, *results))
 
 
 def encode(columns: Mapping[str, Values]) -> tuple[npt.NDArray[np.uint8], Numbers]:
@@ -298,7 +256,6 @@ def encode(columns: Mapping[str, Values]) -> tuple[npt.NDArray[np.uint8], Number
     Map entries come in the order of the columns and lists are packed, so that the same rows always
     give the same bytes.
     """
-    absent.warn_without(_c)
     if not columns:
         raise ValueError("columns: expected at least one")
     rows = {_rows(values) for values in columns.values()}
@@ -309,9 +266,9 @@ def encode(columns: Mapping[str, Values]) -> tuple[npt.NDArray[np.uint8], Number
         raise ValueError("columns: expected offsets of one number or more, found none")
     entries = tuple(_entry(name, values, count) for name, values in columns.items())
     offsets = np.empty(count + 1, np.int64)
-    (_c.sizes if _use_c else example_fallback.sizes)(entries, count, offsets)
+    _c.sizes(entries, count, offsets)
     out = np.empty(int(offsets[-1]), np.uint8)
-    (_c.write if _use_c else example_fallback.write)(entries, count, offsets, out)
+    _c.write(entries, count, offsets, out)
     return out, offsets
 
 

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from flatout.kernels import absent
+from flatout.kernels import missing_extension
 from flatout.kernels.openmp import parallel, team
 
-try:
-    from flatout.kernels import _relu_pool as _c
-except ImportError:
-    _c = None  # type: ignore[assignment]
+_c = missing_extension.optional("_relu_pool")
 
-_use_c = _c is not None and absent.WANTED
 
 _DTYPES = (torch.bfloat16, torch.float32)
 # On fewer elements torch's operators are faster: no call into Python in backward.
@@ -26,9 +22,8 @@ _CHANNELS = 8
 
 def fits(images: torch.Tensor) -> bool:
     """Whether the kernel takes these images, and is faster on them than torch's operators."""
-    absent.warn_without(_c)
     return (
-        _use_c
+        _c is not None
         and type(images) is torch.Tensor
         and images.device.type == "cpu"
         and images.dtype in _DTYPES

@@ -1,8 +1,7 @@
 """8-bit images resized by linear interpolation in fixed point.
 
-The C extension and its numpy fallback give the same bytes. Both compute what OpenCV's
-`resize(..., interpolation=INTER_LINEAR)` does, to one gray level at most: OpenCV's vector code
-rounds like this, and its code for what a vector leaves over a little otherwise.
+As OpenCV's `resize(..., interpolation=INTER_LINEAR)`, with differences of one gray level at most:
+OpenCV's vector code rounds like this, and its code for the rest of a vector a little otherwise.
 """
 
 from __future__ import annotations
@@ -13,14 +12,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flatout.kernels import absent
+from flatout.kernels import missing_extension
 
-try:
-    from flatout.kernels import _resize as _c
-except ImportError:
-    _c = None  # type: ignore[assignment]
+_c = missing_extension.required("_resize")
 
-_use_c = _c is not None and absent.WANTED
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 
@@ -36,11 +31,6 @@ _GROUPS = [0, 2, 1, 3]
 _WINDOW, _ZERO = 16, 0x80
 # Tables that are kept: one for each length of an axis and its result's.
 _KEPT = 512
-
-
-def available() -> bool:
-    """Whether the C extension runs; otherwise its numpy fallback does."""
-    return _use_c
 
 
 def resize_linear(source: Pixels, out: Pixels) -> None:
@@ -67,15 +57,11 @@ def resize_linear(source: Pixels, out: Pixels) -> None:
         raise ValueError("out: expected memory that can be written")
     if np.may_share_memory(source, out):
         raise ValueError("out shares memory with the source")
-    if _use_c:
-        rows, columns = _bytes_of_axis(height, out.shape[0]), _bytes_of_axis(width, out.shape[1])
-        _c.linear(source, out, rows, columns, _values(width, out.shape[1], channels))
-    else:
-        _fallback(source, out)
+    rows, columns = _bytes_of_axis(height, out.shape[0]), _bytes_of_axis(width, out.shape[1])
+    _c.linear(source, out, rows, columns, _values(width, out.shape[1], channels))
 
 
 def _check(name: str, image: npt.NDArray[Any]) -> None:
-    absent.warn_without(_c)
     if image.dtype != np.uint8 or image.ndim != 3 or image.size == 0:
         raise ValueError(
             f"{name}: expected uint8 of shape (height, width, channels), none of them 0; "
@@ -88,25 +74,6 @@ def _check(name: str, image: npt.NDArray[Any]) -> None:
             f"{name}: expected contiguous rows in ascending order, found strides {image.strides}; "
             "use numpy.ascontiguousarray"
         )
-
-
-def _fallback(source: Pixels, out: Pixels) -> None:
-    rows, columns = (
-        _axis(length, result)
-        for length, result in zip(source.shape[:2], out.shape[:2], strict=True)
-    )
-    first, next_ = _pair(columns, source.shape[1])
-    weights = columns["weights"].astype(np.int32)[:, :, np.newaxis]
-    lines = (source[:, first] * weights[:, 0] + source[:, next_] * weights[:, 1]) >> 4
-    first, next_ = _pair(rows, source.shape[0])
-    weights = rows["weights"].astype(np.int32)[:, :, np.newaxis, np.newaxis]
-    upper, lower = lines[first] * weights[:, 0] >> 16, lines[next_] * weights[:, 1] >> 16
-    out[:] = (upper + lower + 2) >> 2
-
-
-def _pair(axis: npt.NDArray[Any], length: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    first = axis["first"]
-    return first, first + (length > 1)
 
 
 def _axis(length: int, result: int) -> npt.NDArray[Any]:

@@ -1,15 +1,14 @@
 """Which lines a thread runs, looked at about a hundred times a second by a native thread beside it.
 
-There is no fallback: a thread of Python's own would see the lines that let other threads run, and
-few others. Where the extension is absent, or does not find the frames of this Python, no one looks.
+A thread of Python's own would see the lines that let other threads run, and few others. Where the
+extension is missing, or does not find the frames of this Python, nothing samples the lines.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flatout.kernels import absent
-from flatout.kernels.clock import Clock, available
+from flatout.kernels.clock import Clock
 
 if TYPE_CHECKING:
     from flatout.kernels._stacks import Stacks
@@ -25,8 +24,6 @@ def _called(clock: Clock) -> Stacks | None:
 
 
 def _made(clock: Clock) -> Stacks | None:
-    if not (absent.WANTED and available()):
-        return None
     try:
         from flatout.kernels._stacks import Stacks
     except ImportError:

@@ -26,14 +26,11 @@ from typing import NamedTuple
 
 import torch
 
-from flatout.kernels import absent
+from flatout.kernels import missing_extension
 from flatout.kernels.openmp import team
 from flatout.kernels.table import Table
 
-try:
-    from flatout.kernels import _table_rows as _c
-except ImportError:
-    _c = None  # type: ignore[assignment]
+_c = missing_extension.optional("_table_rows")
 
 RULES = {"adam": 0, "sgd": 1, "rmsprop": 2, "adagrad": 3}
 """The optimizers by which rows can be stepped."""
@@ -45,9 +42,8 @@ _Addresses = tuple[int, int, int, int, int, int, int, int, float, int, int, int]
 
 
 def available() -> bool:
-    """Whether the extension is there; the first time that it is not, a warning says so."""
-    absent.warn_without(_c)
-    return _c is not None and absent.WANTED
+    """Return whether the C extension is built."""
+    return _c is not None
 
 
 class Groups(NamedTuple):

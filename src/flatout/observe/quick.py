@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 from flatout.hooks import Hook, is_anything_compiled, when_imported, wrap
-from flatout.kernels import Clock
-from flatout.kernels import clock as native_clock
-
-if TYPE_CHECKING:
-    from flatout.kernels import BackwardHook, BatchHook, FetchHook, ForwardHook, StepHook
+from flatout.kernels import (
+    BackwardHook,
+    BatchHook,
+    Clock,
+    FetchHook,
+    ForwardHook,
+    SamplesHook,
+    StepHook,
+)
 
 # After so many steps the models are known, and the classes that are watched.
 AFTER_STEPS = 4
@@ -40,7 +44,7 @@ class Quick:
     def __init__(self, clock: Clock) -> None:
         self.is_on = False
         self._clock = clock
-        self._is_possible = native_clock.available()
+        self._is_possible = True
         self.hooks: list[Hook] = []
         self.on_end: list[Callable[[], object]] = []
         self._puts: list[Callable[[bool], None]] = []
@@ -111,8 +115,6 @@ class Quick:
         """The hook for backward passes: the one in C, or `otherwise`, the one in Python."""
         if not self.is_on:
             return otherwise
-        from flatout.kernels import BackwardHook
-
         self._backward.append(BackwardHook(self._clock, original, otherwise))
         return self._backward[-1]
 
@@ -126,8 +128,6 @@ class Quick:
         """The hook for the calls of models: the one in C, or `otherwise`, the one in Python."""
         if not self.is_on:
             return otherwise
-        from flatout.kernels import ForwardHook
-
         hook = ForwardHook(self._clock, original, otherwise, known, is_grad_enabled)
         self._forward.append(hook)
         return hook
@@ -136,8 +136,6 @@ class Quick:
         """The hook for batches that a loader gives: the one in C, or `otherwise`."""
         if not self.is_on:
             return otherwise
-        from flatout.kernels import BatchHook
-
         self._batches.append(BatchHook(self._clock, original, otherwise))
         return self._batches[-1]
 
@@ -145,16 +143,12 @@ class Quick:
         """That for which samples they are made of: the one in C, or `otherwise`."""
         if not self.is_on:
             return otherwise
-        from flatout.kernels import SamplesHook
-
         return SamplesHook(self._clock, original, otherwise)
 
     def fetch(self, original: Any, otherwise: Any) -> Any:
         """That for how they are made: the one in C, or `otherwise`."""
         if not self.is_on:
             return otherwise
-        from flatout.kernels import FetchHook
-
         self._fetches.append(FetchHook(self._clock, original, otherwise))
         return self._fetches[-1]
 
@@ -164,8 +158,6 @@ class Quick:
         """For the hooks that torch has given these handles; None where that cannot be."""
         if not self._is_possible:
             return None
-        from flatout.kernels import StepHook
-
         hook = StepHook(self._clock, begins, ends, attend)
         for handle, otherwise, quick in zip(
             handles, (begins, ends), (hook.begin, hook.end), strict=True

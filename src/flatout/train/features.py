@@ -37,6 +37,7 @@ from flatout.data import (
     stays_with_rank,
     tensors_in,
 )
+from flatout.kernels import INSTALL, available
 from flatout.measure import usable_cpus
 from flatout.models import Cut, Cuts, adapter_of, calls_hooks, find_cuts
 from flatout.recipe import Choice as RecipeChoice
@@ -327,6 +328,8 @@ class FrozenFeatures:
         loop, samples = self._loop, samples_of(source)
         if isinstance(samples, str):
             return samples
+        if not available():
+            return f"Flatout's C extensions are not built: {INSTALL}"
         if loop.meets_in_compute:
             strategy = loop.requested.world.strategy
             return f"world.strategy={strategy} leaves each rank a part of the model"
@@ -432,7 +435,9 @@ class FrozenFeatures:
         """
         loop = self._loop
         is_known = self._calls is None or self._calls.root is not None
-        can_keep = isinstance(source, Pipeline) and loop.world.size == 1 and is_known
+        can_keep = (
+            isinstance(source, Pipeline) and loop.world.size == 1 and is_known and available()
+        )
         cached = source.cached() if isinstance(source, Pipeline) and can_keep else None
         if cached is None or not source.samples:
             return False

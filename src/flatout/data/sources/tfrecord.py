@@ -49,7 +49,7 @@ class TfrecordDecoder:
                     f"found {column.dtype}"
                 )
         self.check = bool(schema.options.get("check", True))
-        self._plan = kernel.plan([_feature(column) for column in schema.columns])
+        self._plan = kernel.Plan([_feature(column) for column in schema.columns])
         self._ragged = [column.name for column in schema.columns if column.ragged]
         self._defaults = [column.default or 0 for column in schema.columns]
         self.needs_survey = bool(self._ragged)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.kernels import crc32c
+from flatout.kernels import available, crc32c
 
 # Of the time, what looking again and again may take.
 _SHARE = 0.01
@@ -51,7 +51,7 @@ class Contents:
 def contents_of(tensors: Iterable[Tensor]) -> list[int]:
     """A number for each tensor, which nearly every change of its values changes.
 
-    On a CPU a checksum, elsewhere a sum that is computed there and waited for.
+    On a CPU a checksum, elsewhere, and without the C extensions, a sum that is waited for.
     """
     sums = [_sum_of(tensor) for tensor in tensors]
     there = [value for value in sums if torch.is_tensor(value)]
@@ -68,6 +68,6 @@ def _sum_of(tensor: Tensor) -> Any:
     flat = values.permute(order).reshape(-1)
     if not flat.numel():
         return 0
-    if flat.device.type == "cpu":
+    if flat.device.type == "cpu" and available():
         return crc32c(flat.view(torch.uint8).numpy().data)
     return flat.view(_NUMBERS.get(flat.element_size(), torch.int32)).sum(dtype=torch.int64)

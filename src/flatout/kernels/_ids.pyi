@@ -1,6 +1,0 @@
-from typing import Any
-
-def add(
-    slots: Any, ids: Any, fields: Any, numbers: Any, start: int, used: int
-) -> tuple[int, int]: ...
-def rows(slots: Any, ids: Any, fields: Any, firsts: Any, buckets: Any, out: Any) -> int: ...
