@@ -84,7 +84,7 @@ def test_each_module_with_tensors_is_logged() -> None:
         Placed("2.0", "cpu", "was there"),
     )
     assert not placement.spread
-    assert placement.words() == "0 ... 2.0 (2): cpu, was there"
+    assert placement.describe() == "0 ... 2.0 (2): cpu, was there"
 
 
 def test_a_whole_model_moves() -> None:
@@ -106,7 +106,7 @@ class Root(nn.Module):
 
 
 def test_the_root_may_have_parameters_of_its_own() -> None:
-    words = place(Root(), "meta").words()
+    words = place(Root(), "meta").describe()
     assert words == "(the model itself) ... body (2): meta, moved"
 
 
@@ -119,7 +119,7 @@ def test_a_pinned_module_stays_with_all_inside_it() -> None:
         Placed("0.1", "cpu", "pinned"),
         Placed("1", "meta", "moved"),
     )
-    assert placement.words() == "0.0 ... 0.1 (2): cpu, pinned\n1: meta, moved"
+    assert placement.describe() == "0.0 ... 0.1 (2): cpu, pinned\n1: meta, moved"
     assert [p.device.type for p in model.parameters()] == ["cpu"] * 4 + ["meta"] * 2
     assert inner[1].running_mean.device.type == "cpu"
 
@@ -243,12 +243,12 @@ def test_a_pin_to_a_device_that_is_not_here_falls_back_unless_strict(device: str
         place(model, "cpu", strict=True)
     placement = place(model, "cpu")
     why = f"instead of {device}, to which it is pinned and which cannot be used here"
-    assert placement.words_of_fallbacks() == [f"0.0 runs on cpu {why}"]
+    assert placement.describe_fallbacks() == [f"0.0 runs on cpu {why}"]
     assert not placement.spread
     assert model(torch.ones(1, 2)).device.type == "cpu"
     # Another pin, inside, holds.
     pin(model[0][0], "cpu")
-    assert place(model, "cpu", strict=False).words_of_fallbacks() == []
+    assert place(model, "cpu", strict=False).describe_fallbacks() == []
 
 
 def test_a_spread_model_can_be_copied_and_pickled() -> None:
@@ -266,7 +266,7 @@ def test_an_optimizer_made_before_holds_the_same_parameters() -> None:
 
 
 def test_a_model_without_parameters_has_words_too() -> None:
-    assert place(nn.ReLU(), "cpu").words() == "no module has parameters or buffers"
+    assert place(nn.ReLU(), "cpu").describe() == "no module has parameters or buffers"
 
 
 @pytest.mark.gpu

@@ -330,7 +330,7 @@ def test_a_model_on_two_devices_trains_as_on_one_and_goes_on(accumulate, device,
     assert history.epochs[-1]["loss"] == pytest.approx(expected.epochs[-1]["loss"], rel=1e-3)
     assert {p.device.type for p in model.encoder.parameters()} == {device.type}
     assert {p.device.type for p in model.decoder.parameters()} == {"cpu"}
-    lines = trainer.loop.placement.words().splitlines()
+    lines = trainer.loop.placement.describe().splitlines()
     if device.type == "cuda":
         assert lines == [
             "encoder.0 ... encoder.1 (2): cuda:0, pinned",

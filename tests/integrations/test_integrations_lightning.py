@@ -6,7 +6,7 @@ from integration_jobs import BATCH, SAMPLES, Rows, check_lanes, model
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from flatout.integrations.step_lanes import words
+from flatout.integrations.step_lanes import describe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -150,4 +150,4 @@ def test_a_fit_that_fails_leaves_nothing_behind(pl, tmp_path, monkeypatch):
     assert timeline.timeline.steps == 1
     assert timeline._profiler is None
     assert not timeline._handles
-    assert words(timeline.timeline, {})[0].startswith("step ")
+    assert describe(timeline.timeline, {})[0].startswith("step ")

@@ -79,7 +79,7 @@ def test_a_pin_to_a_missing_device_is_soft_unless_placement_is_strict():
     )
     assert said[0] == words
     assert words in history.notes
-    assert "instead of" in job.loop.placement.words()
+    assert "instead of" in job.loop.placement.describe()
     with pytest.raises(DeviceError, match="a Linear is pinned to"):
         fit(trainer(pinned(), "strict", "cpu"))
     with pytest.raises(DeviceError, match="a Linear is pinned to"):

@@ -139,8 +139,8 @@ class Placement:
     modules: tuple[Placed, ...]
     _hooks: list[RemovableHandle] = field(default_factory=list, repr=False)
 
-    def words_of_fallbacks(self) -> list[str]:
-        """A line for each module that is not where it was pinned to."""
+    def describe_fallbacks(self) -> list[str]:
+        """Return a line for each module that is not on the device it was pinned to."""
         return [
             f"{module or 'the model'} runs on {device} {reason}"
             for module, device, reason in self.modules
@@ -152,8 +152,8 @@ class Placement:
         """Whether the model lives on more than one device, or away from `device`."""
         return any(placed.device != str(self.device) for placed in self.modules)
 
-    def words(self) -> str:
-        """A line for each run of neighbors with one device and reason."""
+    def describe(self) -> str:
+        """Return a line for each run of neighbors with one device and reason."""
         lines = []
         for (device, reason), group in itertools.groupby(self.modules, lambda placed: placed[1:]):
             names = [placed.module or "(the model itself)" for placed in group]
@@ -162,7 +162,7 @@ class Placement:
         return "\n".join(lines) or "no module has parameters or buffers"
 
     def release(self) -> None:
-        """Takes the hooks off again that carry inputs between devices."""
+        """Remove the hooks that carry inputs between devices."""
         while self._hooks:
             self._hooks.pop().remove()
 

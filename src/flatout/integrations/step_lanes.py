@@ -91,7 +91,7 @@ class StepLanes:
         return data
 
     def say(self, hidden: dict[str, str]) -> None:
-        say(*words(self.timeline, hidden))
+        say(*describe(self.timeline, hidden))
 
 
 class Watches:
@@ -113,7 +113,7 @@ class Watches:
         raise NotImplementedError
 
 
-def words(timeline: Timeline, hidden: dict[str, str]) -> list[str]:
+def describe(timeline: Timeline, hidden: dict[str, str]) -> list[str]:
     if not timeline.steps:
         return ["no step was seen"]
     lanes = timeline.lanes()

@@ -25,7 +25,7 @@ def place_model(loop: LoopState, model: nn.Module) -> list[str]:
     device, loop.why_device = device_here(asked)
     loop.feed.set_device(device)
     loop.placement = place(model, loop.device, strict=asked.placement == "strict")
-    words = loop.placement.words_of_fallbacks()
+    words = loop.placement.describe_fallbacks()
     if asked.device not in ("auto", str(loop.device), loop.device.type):
         words.insert(0, f"running on {loop.device} {loop.why_device}")
     for line in words:
