@@ -19,9 +19,6 @@ class Inventory:
     """What this machine has, as this process may use it.
 
     Args:
-        cpus: the processor.
-        memory: the memory.
-        shm: /dev/shm; None where there is none.
         nvml: the GPUs of the machine, hidden ones too, and the driver.
         cuda: the devices that CUDA shows, in its order: `cuda[1]` is `cuda:1`.
         cuda_order_certain: whether that order is known, or CUDA's guess was guessed.

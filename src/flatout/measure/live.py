@@ -136,12 +136,9 @@ class Rank:
     """A rank of a running job, as its file says.
 
     Attributes:
-        pid: its process.
         rank, world_size: in its job.
         job: the same for all ranks of one job.
-        run: the folder of the run, None without one.
         submitted: what `flatout submit` calls the job, None of one that was started by hand.
-        command: the script and its arguments.
         started: when its process was, in seconds since 1970.
         updated: when the file was written, likewise.
         steps: optimizer steps so far.

@@ -140,9 +140,6 @@ class Profile:
     """What a run measured of itself.
 
     Attributes:
-        run: its folder.
-        command: the script and its arguments.
-        kind: "Trainer", "Keras" or "Loop".
         state: "running" while it does, and of one that was killed.
         error: what ended it, in one line; None where nothing did.
         began, written: Unix seconds, when the Loop was prepared, and this was written.
@@ -163,7 +160,6 @@ class Profile:
         communication: `reduction`; `buckets`, each with `bytes` and `ready_ms` after the backward
             began; `sparse_bytes_per_step` that this rank sent; `bytes_per_average`, of
             local SGD and of a run of one rank, which would send as many there.
-        steps: of rank 0.
         ranks: each of those that told; of one that was killed the first alone.
         epochs: `epoch` (from 1), `step`, `samples` and `at_s` (seconds) since this process began
             to train, and the figures of the epoch.

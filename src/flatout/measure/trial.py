@@ -62,9 +62,7 @@ class TrialResult:
         high: upper end of it, likewise.
         floor: how far from 1 the ratio of A against A may lie by noise alone: 0.01 is 1%.
         pairs: how many quadruples A B B A were run.
-        a_median: median over A's blocks, in seconds per step.
-        b_median: median over B's blocks, in seconds per step.
-        seconds: how long the trial took.
+        a_median, b_median: over the blocks of A and of B, in seconds per step.
     """
 
     ratio: float
@@ -136,15 +134,11 @@ def run_trial(
         measure_a: runs one block of steps in configuration A, after switching and warming up, and
             returns its seconds per step.
         measure_b: the same for B.
-        max_pairs: the most quadruples to run.
-        min_pairs: the fewest, time permitting.
         deadline_s: no quadruple begins that would end, at the pace of the slowest so far, later
             than this many seconds after the start. The first always runs.
         floor: a floor known in advance; the larger of it and the trial's own
             counts.
         precision: how far apart the ends of the interval of a clear answer may lie: 0.05 is 5%.
-        seed: of the resampling.
-        clock: returns seconds, for the deadline.
 
     Raises:
         FlatoutError: if a block's time is not a positive number, or the numbers of pairs make no

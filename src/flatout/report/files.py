@@ -21,10 +21,6 @@ class Files:
     """Where they are, or will be; None for what no one asked for.
 
     Attributes:
-        page: HTML.
-        trace: for ui.perfetto.dev.
-        ci: a baseline to compare with.
-        baseline: where to keep one.
 
     Raises:
         FlatoutError: a file has no folder to be written into, said before any script runs.

@@ -78,12 +78,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """Runs in the order in which they began.
-
-    Attributes:
-        folder: that was looked into.
-        rows: of all that were found.
-    """
+    """Runs in the order in which they began."""
 
     folder: str
     rows: list[Row]

@@ -49,20 +49,12 @@ class Asked:
     """What the user asks for.
 
     Attributes:
-        what: the script and its arguments; a module after "-m"; or torchrun's command line.
         recipe: where what is proven will be written.
         seconds, steps: how long its steps are watched in the first look.
-        verbose: whether its output is shown then, and all that was found told in full.
-        in_place: whether it writes then what it writes.
         proves: whether trials are made; None: if the user agrees.
-        budget_s: seconds for all trials.
-        allow: the worst parity of a cure that is prescribed.
         seeds: of whole runs, with what was prescribed and without; 0 for none.
         target: a loss; how long whole runs take to it is told. None for the lowest both reach.
-        searches: whether settings are tried, too, that no check found wanting.
-        as_json: one JSON object instead of words, and no question.
         files: what is written and compared beside.
-        diff: whether cures are shown as changes of the code.
         fix: the worst parity of those that are made in it; None: none is.
     """
 

@@ -23,9 +23,6 @@ class JobResult:
     """One way of running a training job, with what it gave.
 
     Attributes:
-        name: what to call it.
-        images_per_s: images a second while training.
-        step_ms: the median step, in milliseconds.
         step_p90_ms: nine of ten steps are not longer than this.
         epochs: how many epochs it trained; not a whole number where time ran out.
         seconds: of the whole job, with all that came before and between the steps.

@@ -155,9 +155,7 @@ class Sample:
     """What was seen at one moment.
 
     Attributes:
-        jobs: that show themselves, of those that were asked for.
         processes: of the process that was asked for; None where none was.
-        gpus: of this machine.
     """
 
     jobs: Sequence[RunningJob]

@@ -36,10 +36,6 @@ class Export:
     """A report of what was exported.
 
     Attributes:
-        source: the file that the weights were read from.
-        target: the file written.
-        tensors: how many it holds.
-        bytes: its size.
         stripped: what was taken off names: "_orig_mod.", "module.", ...
         left_out: names in the source that are not in the target.
         which: of a run, whether these are its "best" weights or its "last".
