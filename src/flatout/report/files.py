@@ -18,9 +18,7 @@ from flatout.report.recipe_file import check_target
 
 @dataclass(frozen=True)
 class Files:
-    """Where they are, or will be; None for what no one asked for.
-
-    Attributes:
+    """The paths of the files, and the baseline to compare with; None for what was not asked for.
 
     Raises:
         FlatoutError: a file has no folder to be written into, said before any script runs.
