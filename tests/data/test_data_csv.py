@@ -3,15 +3,11 @@ from __future__ import annotations
 import csv as python_csv
 import gzip
 import io
-import os
-import pickle
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -100,17 +96,6 @@ def test_inputs_alone_and_weights(tmp_path):
     assert batch.inputs.tolist() == [2, 4]
     assert batch.targets is None
     assert batch.weight.tolist() == [0.5, 1]
-
-
-def test_categories_by_the_user_are_closed(tmp_path):
-    path = _write(tmp_path / "a.csv", "city,a\nRome,1\nOslo,2\nRome,3\n")
-    batch = _all(flatout.data.csv(path, categories={"city": ["Oslo", "Rome"]}))
-    assert batch.inputs["city"].dtype == torch.int64
-    assert batch.inputs["city"].tolist() == [1, 0, 1]
-    assert _all(flatout.data.csv(path, unused=["city"])).inputs.tolist() == [1, 2, 3]
-    unknown = flatout.data.csv(path, categories={"city": ["Oslo"]})
-    with pytest.raises(DataError, match="'city': expected one of 1 categories, found 'Rome'"):
-        _all(unknown)
 
 
 @pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
@@ -209,58 +194,6 @@ def test_a_schema_with_other_dtypes_and_roles_beside_it(tmp_path):
     assert batch.targets.tolist() == [1, 3]
     with pytest.raises(DataError, match="found a schema as well"):
         flatout.data.csv(path, schema={"columns": columns}, default=0)
-
-
-def test_shuffled_and_in_order_are_the_same_rows(tmp_path):
-    numbers = np.random.default_rng(0).normal(size=(500, 3)).astype(np.float32)
-    lines = ["a,b,c", *(",".join(map(repr, row)) for row in numbers.tolist())]
-    path = _write(tmp_path / "a.csv", "\n".join(lines))
-    pipeline = flatout.data.csv(path, stack=True)
-    assert np.array_equal(_all(pipeline, 1000).inputs.numpy(), numbers)
-    seen = list(pipeline.shuffle(seed=3).batch(64).batches(0))
-    indices = torch.cat([batch.indices for batch in seen]).numpy()
-    assert sorted(indices) == list(range(500))
-    assert np.array_equal(torch.cat([batch.inputs for batch in seen]).numpy(), numbers[indices])
-
-
-def test_remote_files(tmp_path):
-    files = fsspec.filesystem("memory")
-    files.pipe("/tables/a.csv.gz", gzip.compress(b"a,b\n1,2\n"))
-    files.pipe("/tables/b.csv", b"a,b\n3,x\n")
-    try:
-        assert _all(flatout.data.csv("memory://tables/a.csv.gz")).inputs["b"].tolist() == [2]
-        pipeline = flatout.data.csv(
-            "memory://tables/*",
-            schema={"columns": [{"name": "a", "dtype": "int64"}, {"name": "b", "dtype": "int64"}]},
-        )
-        with pytest.raises(DataError, match="found 'x'") as caught:
-            _all(pipeline)
-        assert "memory://" in caught.value.where
-        assert "tables/b.csv:2" in caught.value.where
-    finally:
-        files.rm("/tables", recursive=True)
-
-
-def test_threads_and_another_process_read_the_same(tmp_path):
-    lines = ["a,b", *(f'{i},"{i}"' for i in range(2000))]
-    path = _write(tmp_path / "a.csv", "\n".join(lines))
-    rows = _rows(path)
-    orders = [np.random.default_rng(seed).permutation(2000)[:300] for seed in range(8)]
-    with ThreadPoolExecutor(4) as pool:
-        for order, block in zip(orders, pool.map(lambda o: _take(rows, o), orders), strict=True):
-            assert np.array_equal(block.columns["a"], order)
-    other = pickle.loads(pickle.dumps(rows))
-    assert _take(other, [5, 3]).columns["b"].tolist() == [5, 3]
-    assert other.digest == rows.digest
-
-
-def test_the_digest_follows_content_and_schema(tmp_path):
-    path = _write(tmp_path / "a.csv", "a,b\n1,2\n")
-    before = _rows(path).digest
-    assert _rows(path).digest == before
-    assert _rows(path, wanted=ColumnOptions(target="b")).digest != before
-    _write(path, "a,b\n1,3\n")
-    assert _rows(path).digest != before
 
 
 # ---- rows and quotes ----
@@ -433,12 +366,6 @@ def test_the_schemas_default_fills_what_is_missing(tmp_path):
         _rows(path, schema={"columns": columns})
 
 
-def test_invalid_utf8_in_a_category(tmp_path):
-    path = _write(tmp_path / "a.csv", b"t,a\nx,1\n\xff\xfe,2\n")
-    _fails(path, "'t': expected text in UTF-8, found the byte 0xff", "a.csv:3 (byte 8)",
-           wanted=ColumnOptions(categories={"t": ["x"]}))  # fmt: skip
-
-
 def test_a_carriage_return_inside_a_row(tmp_path):
     path = _write(tmp_path / "a.csv", b"a\n" + b"1\n" * 10 + b"2\r3\n" + b"4\n" * 10)
     _fails(path, "carriage return", "a.csv:12")
@@ -537,20 +464,6 @@ def test_two_signs_are_not_the_same(tmp_path):
         with pytest.raises(DataError, match="expected two signs"):
             flatout.data.csv(path, **options)
     assert flatout.data.csv(path, quote=";").batch(1).peek(1)[0].inputs["b"].tolist() == [2]
-
-
-def test_a_file_that_vanishes_or_changes(tmp_path):
-    path = _write(tmp_path / "a.csv", "a,b\n1,2\n")
-    files = find(path)
-    os.truncate(path, 0)
-    with pytest.raises(DataError):
-        csv_rows(files, ColumnOptions(), ErrorPolicy())
-    _write(path, "a,b\n1,2\n5,6\n")
-    with pytest.raises(DataError, match="has changed while it was being read"):
-        csv_rows(files, ColumnOptions(), ErrorPolicy())
-    path.unlink()
-    with pytest.raises(DataError, match="cannot be read"):
-        csv_rows(files, ColumnOptions(), ErrorPolicy())
 
 
 def test_without_pyarrow_it_says_what_to_install(tmp_path):

@@ -6,7 +6,6 @@ import struct
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -311,11 +310,6 @@ def test_a_stream_without_rows(made, write):
     assert caught.value.where == fifo
 
 
-def test_a_pipe_without_a_writer(made):
-    with pytest.raises(DataError, match=r"nothing came in 0\.2 s; waited for a writer"):
-        list(read(made(), timeout_s=0.2).batch(32).batches(0))
-
-
 # -- bad rows ------------------------------------------------------------------------------------
 
 
@@ -439,14 +433,6 @@ def test_a_resume_reads_what_comes_before(tmp_path, start):
     assert features(data.batches(1, 4)) == list(range(400, ROWS))
 
 
-def test_looking_at_the_first_batches_uses_nothing_up(made, write):
-    fifo = made()
-    write(libsvm_rows(), fifo)
-    data = read(fifo).batch(100)
-    assert features(data.peek(2)) == list(range(200))
-    assert features(data.batches(0)) == list(range(ROWS))
-
-
 def test_a_pass_that_is_left_early_frees_the_pipe(made, write):
     fifo = made()
     data = read(fifo).batch(100)
@@ -481,17 +467,6 @@ def test_closing_ends_a_pass_that_waits(made):
     with pytest.raises(DataError, match="closed while it was being read"):
         list(stream.blocks(0, Buffers()))
     timer.join()
-
-
-def test_one_pass_at_a_time(made, write):
-    fifo = made()
-    data = read(fifo).batch(100)
-    write(libsvm_rows() * 2000, fifo)
-    batches = data.batches(0)
-    next(batches)
-    with pytest.raises(DataError, match=r"read already, by process \d+ \(this one\)"):
-        next(data.batches(1))
-    batches.close()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -664,9 +639,3 @@ def test_sagemakers_records(made, write):
 def test_what_makes_no_sense_is_said_before_anything_is_opened(options, words):
     with pytest.raises(DataError, match=words):
         flatout.data.fifo(**{"path": "p", **options})
-
-
-def test_files_are_for_other_sources(tmp_path):
-    (tmp_path / "a.svm").write_text("1 1:1\n")
-    with pytest.raises(DataError, match="expected a FIFO, found a file"):
-        list(read(Path(tmp_path / "a.svm")).batch(1).batches(0))

@@ -1,17 +1,11 @@
 from __future__ import annotations
 
-import pickle
 import struct
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from data_photographs import encoded, exif, photo, write
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flatout.data import indexed
 from flatout.data.block import Block, is_channels_last, join, offsets_of, take_values
@@ -82,14 +76,6 @@ def spoil(path, record, place):
 
 def in_channels_last(image):
     return torch.as_tensor(image).is_contiguous(memory_format=torch.channels_last)
-
-
-def result_of(function, *args, **options):
-    """What it returns and "", or None and what it says is wrong."""
-    try:
-        return function(*args, **options), ""
-    except DataError as error:
-        return None, str(error)
 
 
 # -- the same as the folder ------------------------------------------------------------------
@@ -178,13 +164,6 @@ def test_without_labels(shards, tmp_path):
     assert rows(path, labels=False).rows == 1
 
 
-def test_a_schema_of_a_folder_reads_shards(pets, shards):
-    schema = rows(pets, size=33, resize="crop", classes=["dog", "cat"]).schema
-    source = rows(shards, schema=schema)
-    assert source.schema == schema
-    assert take(source).columns["image"].shape == (5, 3, 33, 33)
-
-
 def test_other_names_are_said_to_be_records(shards, tmp_path):
     (tmp_path / "out/pets-00000-of-00002.tfrecord").rename(tmp_path / "part-0")
     assert rows(tmp_path / "part-0", records=True).rows == 2
@@ -234,16 +213,6 @@ def test_a_header_in_memory_is_that_of_the_file(tmp_path, form):
 # -- bad input -------------------------------------------------------------------------------
 
 
-def test_images_of_two_sizes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    contents = [encoded(photo(20, 30)), encoded(photo(20, 31))]
-    path = shard(tmp_path / "a.tfrecord", contents, [0, 1], ["cat/0.jpg", "dog/1.jpg"])
-    message = r"20 x 30 in a.tfrecord: byte 12 \(cat/0.jpg\), 20 x 31 in a.tfrecord: byte .*1.jpg"
-    with pytest.raises(DataError, match=message):
-        rows(path.name)
-    assert rows(path, size=16).rows == 2
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -288,13 +257,6 @@ def test_a_damaged_record(tmp_path):
     source = rows(path, on_error="skip")
     assert source.targets().tolist() == [0, 0]
     assert "checksum" in source.notes()[0]
-
-
-def test_a_shard_that_ends_early(tmp_path):
-    path = shard(tmp_path / "a.tfrecord", [encoded(photo(20, 30))] * 2, [0, 1])
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(DataError, match=r"found the end after(.|\n)*a.tfrecord: byte"):
-        rows(path)
 
 
 def test_a_shard_that_changes(tmp_path, monkeypatch):
@@ -357,46 +319,7 @@ def test_other_features_are_left_alone(tmp_path):
     assert take(rows(path)).columns["image"].shape == (2, 3, 20, 30)
 
 
-@given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=20))
-@settings(deadline=None, max_examples=60)
-def test_damaged_images_never_crash(tmp_path_factory, damage):
-    content = bytearray(encoded(photo(64, 80), exif=exif(6)))
-    for share, value in damage:
-        content[int(share * (len(content) - 1))] = value
-    path = shard(tmp_path_factory.mktemp("damaged") / "a.tfrecord", [bytes(content)], [0])
-    source, error = result_of(rows, path, size=40)
-    block, error = (None, error) if error else result_of(take, source)
-    if error:
-        assert "a.tfrecord: byte 12" in error
-    else:
-        assert block.columns["image"].shape == (1, 3, 40, 40)
-
-
 # -- threads, processes, pipelines, caches ---------------------------------------------------
-
-
-def test_threads_give_what_one_gives(shards):
-    source, buffers = rows(shards, size=(50, 60)), Buffers()
-    orders = [np.random.default_rng(seed).integers(0, 5, 40) for seed in range(8)]
-    whole = take(source).columns["image"]
-    with ThreadPoolExecutor(4) as pool:
-        blocks = list(pool.map(lambda order: source.take(order, buffers), orders))
-    for order, block in zip(orders, blocks, strict=True):
-        np.testing.assert_array_equal(block.columns["image"], whole[order])
-
-
-def test_another_process_reads_the_same(shards, tmp_path):
-    source = rows(shards, size=(50, 60), on_error="skip")
-    (tmp_path / "source").write_bytes(pickle.dumps(source))
-    script = (
-        "import pickle, sys, numpy as np\n"
-        "from flatout.data.buffers import Buffers\n"
-        "source = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "np.save(sys.argv[2], source.take(np.arange(5), Buffers()).columns['image'])\n"
-    )
-    arguments = [str(tmp_path / "source"), str(tmp_path / "found.npy")]
-    subprocess.run([sys.executable, "-c", script, *arguments], check=True, timeout=120)
-    np.testing.assert_array_equal(np.load(tmp_path / "found.npy"), take(source).columns["image"])
 
 
 def test_a_pipeline_of_shards_is_that_of_the_folder(pets, shards):
@@ -417,17 +340,6 @@ def test_a_cache_keeps_channels_last(pets, where, channels):
             for ours, theirs in zip(cached.batches(epoch), plain.batches(epoch), strict=True):
                 assert torch.equal(ours.inputs, theirs.inputs)
                 assert in_channels_last(ours.inputs)
-
-
-def test_a_cache_that_is_half_full_keeps_channels_last(pets):
-    plain = images(pets, size=32).shuffle(seed=1).batch(3)
-    cached = plain.cache("memory").options(threads=1, depth=1)
-    first = next(iter(cached.batches(0)))
-    assert in_channels_last(first.inputs)
-    # Of these batches, some rows are there and others are made.
-    for ours, theirs in zip(cached.batches(1), plain.batches(1), strict=True):
-        assert torch.equal(ours.inputs, theirs.inputs)
-        assert in_channels_last(ours.inputs)
 
 
 def test_rows_of_a_block_stay_channels_last():

@@ -349,12 +349,6 @@ def test_defaults_fill_what_is_missing(tmp_path, kind):
         _all(_pipeline(path, default=0, categories={"t": ["x", "y"]}))
 
 
-def test_nan_passes_where_it_may(tmp_path):
-    path = _write(tmp_path / "a.parquet", {"a": [1.0, float("nan")]})
-    found = _all(flatout.data.parquet(path, allow_nan=True)).inputs
-    assert torch.isnan(found).tolist() == [False, True]
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [

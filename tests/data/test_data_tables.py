@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 
 import numpy as np
 import pytest
@@ -175,21 +174,6 @@ def test_texts_are_learned_once_and_numbered_the_same_ever_after(tmp_path):
         _all(flatout.data.csv(later, schema=tmp_path / "schema.toml"))
 
 
-def test_texts_are_learned_again_from_a_file_that_was_written_again(tmp_path):
-    path = tmp_path / "a.csv"
-    # Longer than the ends of a file that its digest reads.
-    lines = [f"{('red', 'green')[i % 2]},{i},{-i}" for i in range(20_000)]
-    path.write_text("color,x,z\n" + "\n".join(lines))
-    assert flatout.data.csv(path).schema.options["categories"] == {"color": ["green", "red"]}
-    lines[10_000] = lines[10_000].replace("red", "tan")
-    path.write_text("color,x,z\n" + "\n".join(lines))
-    os.utime(path, ns=(0, 0))
-    found = flatout.data.csv(path)
-    assert found.schema.options["categories"] == {"color": ["green", "red", "tan"]}
-    second = list(found.batch(10_000).batches(0))[1]
-    assert second.inputs["color"][:3].tolist() == [3, 1, 2]
-
-
 def test_learned_texts_leave_the_digest_to_the_schema(tmp_path):
     path = tmp_path / "a.csv"
     lines = [f"{('red', 'green')[i % 2]},{'' if i % 5 == 0 else i},{-i}" for i in range(100)]
@@ -295,13 +279,6 @@ def test_texts_that_are_asked_for_are_not_left_out(tmp_path):
     for roles in ({"target": "id"}, {"inputs": ["id", "x"]}):
         with pytest.raises(DataError, match="column 'id' holds 100 different texts in 100 rows"):
             flatout.data.csv(path, skip_text=True, **roles)
-
-
-def test_categories_beside_stacked_numbers(tmp_path):
-    path = _write(tmp_path / "a.csv", "a,city,b,y\n1,Ulm,true,0\n2,Bonn,false,1\n")
-    batch = _all(flatout.data.csv(path, target="y", stack=True))
-    assert batch.inputs["inputs"].tolist() == [[1, 1], [2, 0]]
-    assert batch.inputs["city"].tolist() == [2, 1]
 
 
 def test_stacked_columns_have_defaults_of_their_own(tmp_path):
