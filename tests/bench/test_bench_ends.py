@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flatout.data.sources.idx import write
+from idx_files import write
 
 BENCH = Path(__file__).parents[2] / "bench"
 # Names of scripts that are part of another bench and have no options of their own.

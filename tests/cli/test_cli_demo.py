@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flatout.cli.demo_job import BATCH_SIZE, ConvNet, train_plainly
 from flatout.data import digits, idx_split
-from flatout.data.sources.idx import write
+from idx_files import write
 
 MAIN = "from flatout.cli.main import main; main()"
 MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"

@@ -8,10 +8,10 @@ import pytest
 from data_made_up import MadeUp, same
 
 import flatout
+import idx_files
 from flatout.data.conversion.convert import convert
 from flatout.data.formats import FORMATS, format_of, guess, open_files
 from flatout.data.pipeline import Pipeline
-from flatout.data.sources import idx
 from flatout.errors import DataError
 
 CRITEO = "\t".join(["1", *["", "-2"] + ["7"] * 11, *["68fd1e64"] * 25, ""]) + "\n"
@@ -36,7 +36,7 @@ def files(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "images", "PNG")
     np.save(tmp_path / "npy.npy", np.ones((2, 3)))
     np.savez(tmp_path / "npz.npz", x=np.ones((2, 3)), y=np.arange(2))
-    idx.write(tmp_path / "idx", np.zeros((3, 2, 2), np.uint8))
+    idx_files.write(tmp_path / "idx", np.zeros((3, 2, 2), np.uint8))
     with h5py.File(tmp_path / "hdf5", "w") as file:
         file["x"], file["y"] = np.ones((2, 3)), np.arange(2)
     convert(Pipeline(MadeUp(3)), tmp_path / "rows", to="rows")
@@ -138,7 +138,7 @@ def test_what_cannot_be_told_is_said(tmp_path, files):
 def test_every_format_opens(files, kind):
     paths = files / ("folder" if kind == "images" else kind)
     if kind == "idx":
-        idx.write(files / "labels", np.zeros(3, np.uint8))
+        idx_files.write(files / "labels", np.zeros(3, np.uint8))
         paths = [files / "idx", files / "labels"]
     opened = open_files(paths, kind)
     assert opened.batch(2).samples > 0

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from sklearn.datasets import dump_svmlight_file
 
 import flatout
+import idx_files
 from flatout.data.block import Block, Ragged, offsets_of
 from flatout.data.conversion.convert import convert
 from flatout.data.inspection.column_counts import ColumnCounts, count, percentiles
 from flatout.data.inspection.inspect import inspect
 from flatout.data.pipeline import Pipeline
 from flatout.data.schema import as_schema
-from flatout.data.sources import idx
 from flatout.errors import DataError
 
 
@@ -170,8 +170,8 @@ def test_rows_and_arrays(tmp_path):
     report = inspect(done.files[0])
     assert (report.format, report.rows, report.max_id) == ("rows", 100, 99)
     assert report.classes == {str(n): 20 for n in range(5)}
-    idx.write(tmp_path / "train-images-idx3-ubyte", np.zeros((6, 2, 2), np.uint8))
-    idx.write(tmp_path / "train-labels-idx1-ubyte", np.arange(6, dtype=np.uint8) % 2)
+    idx_files.write(tmp_path / "train-images-idx3-ubyte", np.zeros((6, 2, 2), np.uint8))
+    idx_files.write(tmp_path / "train-labels-idx1-ubyte", np.arange(6, dtype=np.uint8) % 2)
     arrays = inspect(tmp_path, "idx")
     assert (arrays.rows, arrays.classes, arrays.schema) == (6, {"0": 3, "1": 3}, None)
     with pytest.raises(DataError, match="no schema"):

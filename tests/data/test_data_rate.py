@@ -5,9 +5,9 @@ import pytest
 
 import flatout
 from flatout.data.inspection.rate import bench
-from flatout.data.sources import idx
 from flatout.errors import DataError
 from flatout.measure import usable_cpus
+from idx_files import write
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def test_formats_of_other_kinds(tmp_path, text):
     parquet.write_table(table({"a": [1.0] * 20, "y": [0] * 20, "n": ["x"] * 20}), tmp_path / "a.pq")
     found = bench(tmp_path / "a.pq", seconds=0.05)
     assert (found.order, found.index) == ("in their order, being decoded in chunks", "none")
-    idx.write(tmp_path / "train-images-idx3-ubyte", np.zeros((6, 2, 2), np.uint8))
-    idx.write(tmp_path / "train-labels-idx1-ubyte", np.zeros(6, np.uint8))
+    write(tmp_path / "train-images-idx3-ubyte", np.zeros((6, 2, 2), np.uint8))
+    write(tmp_path / "train-labels-idx1-ubyte", np.zeros(6, np.uint8))
     assert bench(tmp_path, "idx", seconds=0.05).rows == 6
 
 

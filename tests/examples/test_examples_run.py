@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 import flatout
-from flatout.data.sources import idx
+import idx_files
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -63,9 +63,9 @@ def idx_folder(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     for name, part in zip(("train", "t10k"), flatout.data.digits(), strict=True):
-        idx.write(folder / f"{name}-images-idx3-ubyte.gz", part.inputs[:, 0].numpy())
+        idx_files.write(folder / f"{name}-images-idx3-ubyte.gz", part.inputs[:, 0].numpy())
         labels = part.targets.to(torch.uint8).numpy()
-        idx.write(folder / f"{name}-labels-idx1-ubyte.gz", labels)
+        idx_files.write(folder / f"{name}-labels-idx1-ubyte.gz", labels)
     return folder
 
 

@@ -26,7 +26,7 @@ from train_jobs import (
 )
 
 import flatout
-from flatout.data.sources import idx
+import idx_files
 from flatout.errors import CheckpointError, ModelError
 from flatout.recipe import Recipe, ResolvedRecipe, load
 from flatout.save.checkpoint import Checkpoints
@@ -177,8 +177,8 @@ def test_idx_files(tmp_path):
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (64, 5, 5), dtype=np.uint8)
     labels = draw.integers(0, CLASSES, 64, dtype=np.uint8)
-    idx.write(tmp_path / "train-images-idx3-ubyte.gz", pixels)
-    idx.write(tmp_path / "train-labels-idx1-ubyte", labels)
+    idx_files.write(tmp_path / "train-images-idx3-ubyte.gz", pixels)
+    idx_files.write(tmp_path / "train-labels-idx1-ubyte", labels)
 
     def model():
         torch.manual_seed(0)

@@ -32,10 +32,8 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     0x0D: np.dtype(">f4"),
     0x0E: np.dtype(">f8"),
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _GZIP = b"\x1f\x8b"
 # Deflate packs at most 1032 to 1, so a header that promises more is corrupt.
-_MOST_PACKED = 1032
 _CHUNK = 1 << 20
 _PIXEL_SCALE = 1 / 255
 _PREFIXES = {"train": "train", "test": "t10k"}
@@ -44,32 +42,67 @@ _PREFIXES = {"train": "train", "test": "t10k"}
 def read(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
     """The array in an IDX file, in native byte order; gzip is recognized by its first bytes."""
     file = Path(path)
-    with as_data_error(f"cannot read {file}"), file.open("rb") as raw:
-        file_size = os.fstat(raw.fileno()).st_size
-        if raw.peek(2)[:2] != _GZIP:
-            return _read(_Reader(raw, file), file_size)
-        with gzip.GzipFile(fileobj=raw) as unpacked:
-            return _read(_Reader(unpacked, file), file_size)
+    with as_data_error(f"cannot read {file}"):
+        content = file.read_bytes()
+    unit = ""
+    if content.startswith(_GZIP):
+        content, unit = _unpacked(content, file), " of the unpacked data"
+
+    def failure(what: str, byte: int) -> DataError:
+        return DataError(what, where=f"{file}, byte {byte:,}{unit}")
+
+    zeros, code, dimensions = struct.unpack(">HBB", content[:4].ljust(4, b"\xff"))
+    if zeros != 0 or code not in _DTYPES or dimensions == 0:
+        raise failure(
+            "not an IDX file: expected two zero bytes, a dtype (08 09 0b 0c 0d 0e) and the number "
+            f"of dimensions, found {content[:4].hex(' ')}",
+            0,
+        )
+    begin = 4 + 4 * dimensions
+    if len(content) < begin:
+        raise failure(f"the file is truncated: expected {begin:,} bytes of header", len(content))
+    shape, dtype = struct.unpack(f">{dimensions}I", content[4:begin]), _DTYPES[code]
+    size, found = math.prod(shape) * dtype.itemsize, len(content) - begin
+    if found < size:
+        raise failure(
+            f"the file is truncated or its header damaged: expected {size:,} bytes for "
+            f"{dtype.newbyteorder('=')} of shape {shape}, found {found:,}",
+            len(content),
+        )
+    if found > size:
+        raise failure(
+            "the file is longer than its header says: expected the end, found more bytes",
+            begin + size,
+        )
+    try:
+        array = np.frombuffer(content, dtype, offset=begin).reshape(shape)
+    except ValueError as error:
+        raise failure(f"no array can have shape {shape}: {error}", 4) from error
+    return array.astype(dtype.newbyteorder("="))
 
 
-def write(path: str | os.PathLike[str], array: npt.ArrayLike) -> None:
-    """Write an IDX file, packed by gzip (without a time) where the name ends in `.gz`.
-
-    Raises:
-        DataError: the format has no code for the dtype, or the array is a single number.
-    """
-    values = np.asarray(array)
-    big_endian = values.dtype.newbyteorder(">")
-    if big_endian not in _CODES:
-        names = ", ".join(str(dtype.newbyteorder("=")) for dtype in _CODES)
-        raise DataError(f"IDX has no code for dtype {values.dtype}: expected one of {names}")
-    if values.ndim == 0:
-        raise DataError("IDX holds arrays of at least 1 dimension, found a single number")
-    header = struct.pack(f">HBB{values.ndim}I", 0, _CODES[big_endian], values.ndim, *values.shape)
-    content = header + values.astype(big_endian).tobytes()
-    if Path(path).suffix == ".gz":
-        content = gzip.compress(content, mtime=0)
-    Path(path).write_bytes(content)
+def _unpacked(packed: bytes, file: Path) -> bytes:
+    content, most = bytearray(), most_unpacked(len(packed))
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(packed)) as stream:
+            # read1 returns the bytes in front of an error, so that the place in it is exact.
+            while piece := stream.read1(_CHUNK):
+                content += piece
+                if len(content) > most:
+                    raise DataError(
+                        f"the file unpacks to more than the ceiling of {most:,} bytes",
+                        where=str(file),
+                        do="if it is no mistake, unpack it by gunzip first",
+                    )
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        truncated = isinstance(error, EOFError)
+        raise DataError(
+            "the file is truncated: expected more of the gzip data, found the end"
+            if truncated
+            else f"the gzip data is corrupt: {error}",
+            where=f"{file}, byte {len(content):,} of the unpacked data",
+        ) from error
+    return bytes(content)
 
 
 def idx(folder_or_files: str | os.PathLike[str] | tuple[Any, Any], split: str = "train") -> Arrays:
@@ -136,106 +169,6 @@ def idx_split(folder: str | os.PathLike[str], held_out: int = 2000) -> tuple[Arr
 class _Pair(NamedTuple):
     images: Path
     labels: Path
-
-
-class _Reader:
-    """Reads a file to the byte, and says where it ended or broke."""
-
-    def __init__(self, stream: io.BufferedReader | gzip.GzipFile, file: Path) -> None:
-        self.packed = isinstance(stream, gzip.GzipFile)
-        self.offset = 0
-        self._stream = stream
-        self._file = file
-
-    def where(self, offset: int) -> str:
-        unit = " of the unpacked data" if self.packed else ""
-        return f"{self._file}, byte {offset:,}{unit}"
-
-    def fill(self, target: memoryview, what: str) -> None:
-        done = 0
-        while done < len(target):
-            try:
-                piece = self._piece(min(_CHUNK, len(target) - done))
-            except EOFError:
-                piece = b""
-            if not piece:
-                raise DataError(
-                    f"the file is truncated: expected {len(target):,} bytes of {what}, "
-                    f"found {done:,}",
-                    where=self.where(self.offset),
-                )
-            target[done : done + len(piece)] = piece
-            done += len(piece)
-            self.offset += len(piece)
-
-    def expect_end(self) -> None:
-        """Refuse what comes after the last value; in gzip this also checks the checksum."""
-        try:
-            more = self._piece(1)
-        except EOFError as error:
-            raise DataError(
-                "the file is truncated: expected gzip's checksum and length, found the end",
-                where=self.where(self.offset),
-            ) from error
-        if more:
-            raise DataError(
-                "the file is longer than its header says: expected the end, found more bytes",
-                where=self.where(self.offset),
-            )
-
-    def _piece(self, most: int) -> bytes:
-        try:
-            # read1 hands out what was unpacked before an error, so that the offset is exact.
-            return self._stream.read1(most)
-        except (gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(
-                f"the gzip data is corrupt: {error}", where=self.where(self.offset)
-            ) from error
-
-
-def _read(reader: _Reader, file_size: int) -> npt.NDArray[Any]:
-    dtype, shape = _read_header(reader)
-    expected = math.prod(shape) * dtype.itemsize
-    room = file_size * _MOST_PACKED if reader.packed else file_size - reader.offset
-    if expected > room:
-        # Said before memory is asked for: a damaged size may promise petabytes.
-        raise DataError(
-            f"the file is truncated or its header damaged: expected {expected:,} bytes for "
-            f"{dtype.newbyteorder('=')} of shape {shape}, found at most {room:,}",
-            where=reader.where(reader.offset),
-        )
-    if reader.packed and expected > most_unpacked(file_size):
-        raise DataError(
-            f"the file unpacks to {expected:,} bytes, more than the ceiling of "
-            f"{most_unpacked(file_size):,}",
-            where=reader.where(reader.offset),
-            do="if it is no mistake, unpack it by gunzip first",
-        )
-    try:
-        array = np.empty(shape, dtype)
-    except (ValueError, MemoryError) as error:
-        raise DataError(
-            f"no array can have shape {shape}: {error}", where=reader.where(4)
-        ) from error
-    if expected:
-        reader.fill(array.reshape(-1).view(np.uint8).data, "values")
-    reader.expect_end()
-    return array.astype(dtype.newbyteorder("="), copy=False)
-
-
-def _read_header(reader: _Reader) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    magic = bytearray(4)
-    reader.fill(memoryview(magic), "header")
-    zeros, code, dimensions = struct.unpack(">HBB", magic)
-    if zeros != 0 or code not in _DTYPES or dimensions == 0:
-        raise DataError(
-            "not an IDX file: expected two zero bytes, a dtype (08 09 0b 0c 0d 0e) and the number "
-            f"of dimensions, found {magic.hex(' ')}",
-            where=reader.where(0),
-        )
-    sizes = bytearray(4 * dimensions)
-    reader.fill(memoryview(sizes), "header")
-    return _DTYPES[code], struct.unpack(f">{dimensions}I", sizes)
 
 
 def _find(folder: Path, split: str) -> _Pair | None:
