@@ -104,7 +104,6 @@ def find(
     *,
     unpack: bool = True,
     most: int | None = None,
-    say: Callable[[str], None] = say_as_is,
 ) -> list[File]:
     """The files that `paths` names, here."""
     if not isinstance(paths, (str, os.PathLike, Iterable)):
@@ -121,7 +120,7 @@ def find(
                 do="read it with flatout.data.fifo('-', ...), or write it into a file first",
             )
     return [
-        _here(fs, place, name, unpack, most, say)
+        _here(fs, place, name, unpack, most)
         for path in given
         for fs, place, name in _places(os.fspath(path))
     ]
@@ -168,7 +167,7 @@ def _name_of(path: str, *, is_absolute: bool) -> str:
     return path if is_absolute or relative.startswith("..") else relative
 
 
-def unpack(paths: Paths, *, most: int, say: Callable[[str], None] = say_as_is) -> list[str]:
+def unpack(paths: Paths, *, most: int) -> list[str]:
     """Unpack files that hold far more than their size lets expect, so that they can be read.
 
     They are unpacked into the cache, where whatever reads these paths finds them.
@@ -176,7 +175,6 @@ def unpack(paths: Paths, *, most: int, say: Callable[[str], None] = say_as_is) -
     Args:
         paths: as `find` takes them.
         most: bytes that each may unpack to.
-        say: gets a line for what takes more than a second.
 
     Returns:
         where the unpacked files are.
@@ -184,7 +182,7 @@ def unpack(paths: Paths, *, most: int, say: Callable[[str], None] = say_as_is) -
     Raises:
         DataError: as `find`, or a file holds more than `most` bytes.
     """
-    return [file.path for file in find(paths, most=most, say=say)]
+    return [file.path for file in find(paths, most=most)]
 
 
 def most_unpacked(packed: int) -> int:
@@ -192,9 +190,7 @@ def most_unpacked(packed: int) -> int:
     return max(_ALWAYS_UNPACKED, _MOST_RATIO * packed)
 
 
-def _here(
-    fs: Any, place: str, name: str, unpack: bool, most: int | None, say: Callable[[str], None]
-) -> File:
+def _here(fs: Any, place: str, name: str, unpack: bool, most: int | None) -> File:
     with _reading(name):
         if isinstance(fs, LocalFileSystem):
             status = os.stat(place)
@@ -204,15 +200,13 @@ def _here(
             if packed is None:
                 return File(place, name, status.st_size, status.st_mtime_ns)
             known = f"{place} {status.st_size} {status.st_mtime_ns} unpacked"
-            return _cached(
-                known, name, lambda: open(place, "rb"), status.st_size, unpack, most, say
-            )
+            return _cached(known, name, lambda: open(place, "rb"), status.st_size, unpack, most)
         info = fs.info(place)
         size = info.get("size")
         # Stores tell a version by one of these; a size alone would miss a rewritten file.
         version = [str(info.get(k)) for k in ("ETag", "etag", "md5Hash", "mtime", "LastModified")]
         known = f"{name} {size} {version} {unpack}"
-        return _cached(known, name, lambda: fs.open(place, "rb"), size, unpack, most, say)
+        return _cached(known, name, lambda: fs.open(place, "rb"), size, unpack, most)
 
 
 def _no_file(name: str, mode: int) -> DataError:
@@ -235,7 +229,7 @@ def _packing_of(begin: bytes) -> str | None:
     return next((kind for magic, kind in _MAGIC.items() if begin.startswith(magic)), None)
 
 
-def in_utf8(file: File, encoding: str, say: Callable[[str], None] = say_as_is) -> File:
+def in_utf8(file: File, encoding: str) -> File:
     """A text file as UTF-8: itself, or a copy in the cache, which is made once."""
     try:
         name = codecs.lookup(encoding).name
@@ -249,7 +243,7 @@ def in_utf8(file: File, encoding: str, say: Callable[[str], None] = say_as_is) -
         return file
     with _reading(file.name):
         known = f"{file.path} {file.size} {file.mtime_ns} {name} as utf-8"
-        return _cached(known, file.name, lambda: _InUtf8(file, name), file.size, False, None, say)
+        return _cached(known, file.name, lambda: _InUtf8(file, name), file.size, False, None)
 
 
 class _InUtf8:
@@ -298,7 +292,6 @@ def _cached(
     size: int | None,
     unpack: bool,
     most: int | None,
-    say: Callable[[str], None],
 ) -> File:
     digest = hashlib.sha256(known.encode()).hexdigest()[:24]
     target = cache_folder() / "files" / f"{digest}-{Path(name).name}"
@@ -313,7 +306,7 @@ def _cached(
             )
         if most is None:
             most = None if size is None else most_unpacked(size)
-        _copy(name, open_original, target, unpack, most, say)
+        _copy(name, open_original, target, unpack, most)
     status = target.stat()
     return File(str(target), name, status.st_size, status.st_mtime_ns)
 
@@ -324,7 +317,6 @@ def _copy(
     target: Path,
     unpack: bool,
     most: int | None,
-    say: Callable[[str], None],
 ) -> None:
     # Several processes may want the same file at the same time: each writes its own, one wins.
     beside = target.with_name(unfinished.new_name())
@@ -344,7 +336,7 @@ def _copy(
                 copy.write(piece)
                 if time.monotonic() - reported > _QUIET_S:
                     reported = time.monotonic()
-                    say(f"bringing {name} into the cache: {size_words(done)}")
+                    say_as_is(f"bringing {name} into the cache: {size_words(done)}")
             copy.flush()
             os.fsync(copy.fileno())
         _name_it(beside, target)

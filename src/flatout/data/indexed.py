@@ -89,17 +89,16 @@ class IndexedRows(Rows):
         kind: str,
         *,
         budget: int | None = None,
-        say: Callable[[str], None] = say_as_is,
         reading: Reading | None = None,
     ) -> None:
         self.files = list(files)
         self.decoder = decoder
         self.schema: Schema = decoder.schema
-        self._kind, self._say = kind, say
+        self._kind = kind
         self._bytes = _FileBytes(self.files, budget, reading)
         self._policy = ErrorPolicy()  # what the index holds is good
         look = decoder.needs_survey or policy.skip
-        self.index = index_of(self._bytes, decoder, policy, look, say)
+        self.index = index_of(self._bytes, decoder, policy, look)
         self.rows = len(self.index.starts)
         if self.rows == 0:
             raise DataError("the files hold no rows", where=names_of(self.files))
@@ -119,7 +118,7 @@ class IndexedRows(Rows):
         other.__dict__.pop("digest", None)  # that of the other schema
         other.decoder, other.schema = decoder, decoder.schema
         if decoder.needs_survey or policy.skip:
-            other.index = index_of(self._bytes, decoder, policy, True, self._say)
+            other.index = index_of(self._bytes, decoder, policy, True)
             other.rows = len(other.index.starts)
             if other.rows == 0:
                 raise DataError("the files hold no rows", where=names_of(self.files))
@@ -340,7 +339,6 @@ def index_of(
     decoder: Decoder,
     policy: ErrorPolicy,
     look: bool,
-    say: Callable[[str], None] = say_as_is,
 ) -> Index:
     """Return the index of files, from the cache or built now."""
     words = [
@@ -358,7 +356,7 @@ def index_of(
         ends = loaded.starts + loaded.sizes
         if not len(ends) or (loaded.starts.min() >= 0 and ends.max() <= file.size):
             return loaded
-    index = _build(file, decoder, policy, look, say)
+    index = _build(file, decoder, policy, look)
     _save(index, path)
     return index
 
@@ -367,15 +365,12 @@ def survey_files(
     files: Sequence[File],
     decoder: Decoder,
     policy: ErrorPolicy,
-    say: Callable[[str], None] = say_as_is,
 ) -> Index:
     """What a look at all rows finds, to infer a schema from."""
-    return index_of(_FileBytes(files, None), decoder, policy, True, say)
+    return index_of(_FileBytes(files, None), decoder, policy, True)
 
 
-def _build(
-    held: _FileBytes, decoder: Decoder, policy: ErrorPolicy, look: bool, say: Callable[[str], None]
-) -> Index:
+def _build(held: _FileBytes, decoder: Decoder, policy: ErrorPolicy, look: bool) -> Index:
     reported = time.monotonic()
     parts: list[Index] = []
     with Pool(usable_cpus()) as pool:
@@ -387,7 +382,7 @@ def _build(
                 if time.monotonic() - reported > held.reading.quiet_s:
                     reported = time.monotonic()
                     done = (base + place + piece.consumed) / max(1, held.size)
-                    say(f"indexing {file.name}: {done:.0%} of {size_words(held.size)}")
+                    say_as_is(f"indexing {file.name}: {done:.0%} of {size_words(held.size)}")
     filled = [part for part in parts if len(part.starts)]
     names = filled[0].lengths if filled else {}
     return Index(
