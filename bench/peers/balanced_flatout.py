@@ -15,8 +15,8 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from flatout.strategies.server import Push, rates_of, share_of
-from flatout.strategies.server_layout import layout_of
+from flatout.strategies.servers.layout import layout_of
+from flatout.strategies.servers.share import Push, describe, rates_of, share_of
 
 SERVERS, ROUNDS, WARM_UP = 4, 60, 10
 
@@ -47,7 +47,8 @@ def main() -> None:
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     layout = layout_of(optimizer, SERVERS)
-    shares = [share_of(optimizer, layout, server) for server in range(SERVERS)]
+    described = [describe(optimizer, layout, server) for server in range(SERVERS)]
+    shares = [share_of(own, torch.float32) for own in described]
     rates = [rate for group in optimizer.param_groups for rate in rates_of(group)]
     push = Push(0, 1, 1.0, False, rates, [True] * len(parameters))
     seconds: list[list[float]] = [[] for _ in shares]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flatout.data import Pipeline, arrays, as_source
 from flatout.data.execution.claims import Claims
 from flatout.data.ranked import ranked
-from flatout.strategies.server_handing import Handing
+from flatout.strategies.servers.server import EpochParts
 
 SAMPLES, BATCH, RANKS = 53, 8, 3
 
@@ -28,8 +28,8 @@ def sources():
     yield arrays(x, y).shuffle(3).map(doubled).batch(BATCH, last="pad")
 
 
-def claims_of(handing, first, last, run=1, use=lambda number: None):
-    asks = [partial(handing.claim, rank) for rank in range(RANKS)]
+def claims_of(handed, first, last, run=1, use=lambda number: None):
+    asks = [partial(handed.claim, rank) for rank in range(RANKS)]
     return [Claims(ask, use, RANKS, first, last, run) for ask in asks]
 
 
@@ -38,10 +38,10 @@ def test_ranks_that_claim_parts_take_each_sample_once_in_the_very_batches_of_an_
     source = list(sources())[at]
     parts = [ranked(source, rank, RANKS) for rank in range(RANKS)]
     fixed = [list(part.batches(1)) for part in parts]
-    handing = Handing(RANKS)
+    handed = EpochParts(RANKS)
     first = 2  # as after a resume
-    handing.open(source.steps - first)
-    claims = claims_of(handing, first, source.steps)
+    handed.open(source.steps - first)
+    claims = claims_of(handed, first, source.steps)
     assert all(part.can_claim for part in parts)
     made = [part.claimed(1, own) for part, own in zip(parts, claims, strict=True)]
     taken = [0] * RANKS
@@ -74,9 +74,9 @@ def test_a_rank_that_claims_all_parts_learns_their_end(at, threads):
     if threads is not None and isinstance(source, Pipeline):
         source = source.options(threads=threads)
     part = ranked(source, 0, RANKS)
-    handing = Handing(RANKS)
-    handing.open(source.steps)
-    alone, *_ = claims_of(handing, 0, source.steps)
+    handed = EpochParts(RANKS)
+    handed.open(source.steps)
+    alone, *_ = claims_of(handed, 0, source.steps)
     for _ in part.claimed(1, alone):
         alone.take()
     assert (alone.used, alone.end) == (RANKS * source.steps, source.steps)
@@ -90,14 +90,14 @@ def _shares(asking):
 @given(st.lists(st.integers(-1, RANKS - 1), max_size=40), st.integers(1, 9), st.integers(1, 3))
 def test_a_section_ends_with_a_whole_step_wherever_it_is_closed(asks, batches, run):
     """Who asks; -1 closes it, in the middle of a step too."""
-    handing, first = Handing(RANKS), 4
-    handing.open(-(-batches // run))
+    handed, first = EpochParts(RANKS), 4
+    handed.open(-(-batches // run))
     used = []
-    claims = claims_of(handing, first, first + batches, run, used.append)
+    claims = claims_of(handed, first, first + batches, run, used.append)
     places = [0] * RANKS
     for rank in [*asks, *[r for r in range(RANKS) for _ in range(3 * batches + 1)]]:
         if rank < 0:
-            handing.close()
+            handed.close()
         elif claims[rank].at(places[rank]) is not None:
             places[rank] += 1
     ends = {own.end for own in claims}
@@ -110,9 +110,9 @@ def test_a_section_ends_with_a_whole_step_wherever_it_is_closed(asks, batches, r
 
 
 def test_a_rank_claims_few_parts_ahead_where_few_are_left_for_others():
-    handing = Handing(RANKS)
-    handing.open(20)
-    [claims, *_] = claims_of(handing, 0, 20)
+    handed = EpochParts(RANKS)
+    handed.open(20)
+    [claims, *_] = claims_of(handed, 0, 20)
     claims.at(0)
     assert claims.ahead() == 9
     claims.at(57)

@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 import flatout
-from flatout.strategies.async_server import dropped_words
-from flatout.strategies.server_handing import Handing
+from flatout.strategies.servers.asynchronous import dropped_words
+from flatout.strategies.servers.server import EpochParts
 
 JOB = """
     import json
@@ -190,17 +190,17 @@ def test_a_worker_that_was_killed_is_started_again_and_taken_back(tmp_path, apar
 
 
 def test_parts_of_a_worker_that_has_ended_come_to_others_once():
-    handing = Handing(2)
-    handing.open(3)
-    assert [handing.claim(0), handing.claim(1), handing.claim(1)] == [(0, 5), (1, 4), (2, 3)]
-    handing.used(1, 1)
-    handing.give_back(1)
-    handing.give_back(1)
-    assert [handing.claim(0) for _ in range(5)] == [(2, 3), (3, 2), (4, 1), (5, 0), (-1, 6)]
-    handing.used(0, 4)
-    handing.give_back(0)
-    assert handing.untaken() == 1
-    assert "1 part of 2 of a batch" in dropped_words([1], handing.untaken(), 2)
-    handing.open(1)
-    assert handing.untaken() == 0
+    parts = EpochParts(2)
+    parts.open(3)
+    assert [parts.claim(0), parts.claim(1), parts.claim(1)] == [(0, 5), (1, 4), (2, 3)]
+    parts.used(1, 1)
+    parts.give_back(1)
+    parts.give_back(1)
+    assert [parts.claim(0) for _ in range(5)] == [(2, 3), (3, 2), (4, 1), (5, 0), (-1, 6)]
+    parts.used(0, 4)
+    parts.give_back(0)
+    assert parts.untaken() == 1
+    assert "1 part of 2 of a batch" in dropped_words([1], parts.untaken(), 2)
+    parts.open(1)
+    assert parts.untaken() == 0
     assert dropped_words([1, 2], 0, 2).startswith("ranks 1, 2 killed: the others go on")

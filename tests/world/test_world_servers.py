@@ -13,17 +13,18 @@ from flatout.errors import ModelError, RecipeError, WorldError
 from flatout.optim import Lamb
 from flatout.recipe import Recipe
 from flatout.strategies import check_settings
-from flatout.strategies.parameter_server import times_words
-from flatout.strategies.server import Push, Server, rates_of, share_of
-from flatout.strategies.server_layout import (
+from flatout.strategies.servers.backup_workers import SpareServer
+from flatout.strategies.servers.layout import (
     Layout,
     layout_of,
     numbers_of,
     part_of_state,
     whole_state,
 )
-from flatout.strategies.server_refusals import check_served, check_spare
-from flatout.strategies.server_spare import SpareServer
+from flatout.strategies.servers.parameter_server import times_words
+from flatout.strategies.servers.refusals import check_served, check_spare
+from flatout.strategies.servers.server import Server
+from flatout.strategies.servers.share import Push, describe, rates_of, share_of
 from flatout.train.staleness import late_words, staleness_facts, staleness_words
 
 
@@ -45,8 +46,6 @@ def test_servers_have_equal_shares_and_together_all(sizes, servers, kinds):
         own = flat[layout.range(server)]
         together = torch.cat([*layout.pieces(own, server), own[:0]])
         assert together.equal(own)
-    parts = {(number, cut.start): place for number, cut, place in layout.whole(flat)}
-    assert torch.cat([parts[key] for key in parts]).equal(flat)
 
 
 def test_each_parameter_group_is_shared_out_evenly():
@@ -73,6 +72,14 @@ def test_a_state_is_cut_in_the_order_of_its_weights_memory():
     assert found["moment"].equal(state["moment"])
     assert found["step"] == 3
     assert found["moment"].stride() == whole.stride()
+
+
+def own_share(optimizer, layout, server, most=None):
+    """A server's share, with the weights of now."""
+    described = describe(optimizer, layout, server)
+    share = share_of(described, layout.parameters[0].dtype, most)
+    share.values.copy_(layout.weights(server))
+    return share
 
 
 def push(optimizer, used=(True, True), *, stop=False, clock=1, weight=1.0):
@@ -105,9 +112,7 @@ def test_two_servers_step_as_the_optimizer_itself(make):
     layout = Layout(weights, 2)
     servers = []
     for server in range(2):
-        share = share_of(optimizer, layout, server)
-        share.values.copy_(layout.weights(server))
-        servers.append(Server([share], 1, None, 60.0))
+        servers.append(Server([own_share(optimizer, layout, server)], 1, None, 60.0))
     into = torch.zeros(layout.length)
     for step in range(1, 5):
         group = optimizer.param_groups[0]
@@ -121,8 +126,9 @@ def test_two_servers_step_as_the_optimizer_itself(make):
             assert server.push(0, told, flat[own], into[own]) == 0
         by_itself(step)
         found = [torch.zeros_like(weight) for weight in weights]
-        for number, cut, place in layout.whole(into):
-            numbers_of(found[number])[cut] = place
+        for server in range(2):
+            for number, place in enumerate(layout.pieces(into[layout.range(server)], server)):
+                numbers_of(found[number])[layout.piece(number, server)] = place
         torch.testing.assert_close(found, [w.detach() for w in weights], rtol=1e-6, atol=1e-6)
     states = [server.shares[0].states() for server in servers]
     for number, weight in enumerate(weights):
@@ -145,8 +151,7 @@ def test_joined_and_cut_parts_are_stepped_like_whole_parts(changes, most):
     groups = [{"params": weights[:3]}, {"params": weights[3:], "weight_decay": 0.1}]
     optimizer = torch.optim.Adam(groups, lr=0.01)
     layout = Layout(weights, 1)
-    share = share_of(optimizer, layout, 0, most)
-    share.values.copy_(layout.weights(0))
+    share = own_share(optimizer, layout, 0, most)
     for step in range(24):
         kind = step * changes // 24
         if step == 1:
@@ -175,7 +180,7 @@ def test_joined_and_cut_parts_are_stepped_like_whole_parts(changes, most):
 def one_weight(workers, staleness=None, make=Server):
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], 1.0)
-    share = share_of(optimizer, Layout([weight], 1), 0)
+    share = own_share(optimizer, Layout([weight], 1), 0)
     return make([share], workers, staleness, 60.0), push(optimizer, [True])
 
 

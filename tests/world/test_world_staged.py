@@ -174,8 +174,7 @@ SCRIPT = """
         norms = dict(memory=dict(micro_batch=3))
         if strategy == "staged":
             norms = dict(world=dict(batch_statistics="per_micro_batch", micro_batches=8))
-        interleaved = dict(schedule="interleaved")
-        world = interleaved if phase == "four" else dict(schedule="gpipe", micro_batches=5)
+        world = dict(schedule="gpipe", micro_batches=5)
         found = {
             "sgd": fit("sgd", **one, kind="sgd", again=True, callbacks=[Saves()]),
             "adamw": fit(
@@ -192,7 +191,6 @@ SCRIPT = """
             "several": several(strategy),
             "frozen": fit(
                 "frozen", **one, frozen=3, epochs=2, trainer=dict(clip_norm=0.05),
-                recipe=dict(world=interleaved),
             ),
             "bf16": fit("bf16", **one, recipe=dict(compute=dict(precision="bf16")), epochs=2),
             "fused": fit(

@@ -10,11 +10,11 @@ from flatout.errors import ModelError, RecipeError
 from flatout.optim import Lamb
 from flatout.recipe import Recipe
 from flatout.strategies import check_settings
-from flatout.strategies.micro_batches import micro_batches, others_to_try
-from flatout.strategies.stage_chain import Chain
-from flatout.strategies.stage_cut import LayerTimes, cut, measure
-from flatout.strategies.stage_shapes import shape_of, shapes
-from flatout.strategies.staged_refusals import check_stage_count, check_stages
+from flatout.strategies.staged.chain import Chain
+from flatout.strategies.staged.copies import micro_batches, others_to_try
+from flatout.strategies.staged.cut import LayerTimes, cut, measure
+from flatout.strategies.staged.refusals import check_stage_count, check_stages
+from flatout.strategies.staged.shapes import shape_of, shapes
 
 
 class Block(nn.Module):

@@ -1,13 +1,9 @@
-from flatout.strategies.async_server import AsyncParameterServer as AsyncParameterServer
-from flatout.strategies.async_servers_apart import AsyncServersApart as AsyncServersApart
 from flatout.strategies.ddp import Ddp as Ddp
-from flatout.strategies.fsdp import Fsdp as Fsdp
-from flatout.strategies.fsdp_keras import FsdpKeras as FsdpKeras
+from flatout.strategies.fsdp.fsdp import Fsdp as Fsdp
+from flatout.strategies.fsdp.keras import FsdpKeras as FsdpKeras
 from flatout.strategies.local_sgd import LocalSgd as LocalSgd
 from flatout.strategies.local_sgd import bytes_per_average as bytes_per_average
-from flatout.strategies.micro_batches import others_to_try as others_to_try
 from flatout.strategies.own_buffers import OwnBuffers as OwnBuffers
-from flatout.strategies.parameter_server import ParameterServer as ParameterServer
 from flatout.strategies.rank_rng import rank_rng as rank_rng
 from flatout.strategies.reductions import Flat as Flat
 from flatout.strategies.reductions import Reduction as Reduction
@@ -17,8 +13,10 @@ from flatout.strategies.reductions import check_reduction as check_reduction
 from flatout.strategies.reductions import reduction_of as reduction_of
 from flatout.strategies.replicas import check_replicas as check_replicas
 from flatout.strategies.replicas import digest_of as digest_of
-from flatout.strategies.servers_apart import ServersApart as ServersApart
+from flatout.strategies.servers.asynchronous import AsynchronousServers as AsynchronousServers
+from flatout.strategies.servers.synchronous import SynchronousServers as SynchronousServers
 from flatout.strategies.sparse import sparse_weights as sparse_weights
+from flatout.strategies.staged.copies import others_to_try as others_to_try
 from flatout.strategies.strategy import Strategy as Strategy
 from flatout.strategies.strategy import Sums as Sums
 from flatout.strategies.strategy_settings import LEFT_OUT as LEFT_OUT

@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> None:
     number = servers.number_of(here)
     if number is not None:
         start.end_with_parent()  # before torch loads, which takes seconds
-        from flatout.strategies.server_process import serve
+        from flatout.strategies.servers.process import serve
 
         servers.become_server(here, os.environ)
         sys.exit(serve(number))

@@ -26,18 +26,16 @@ from flatout.recipe import (
 )
 from flatout.strategies import (
     LEFT_OUT,
-    AsyncParameterServer,
-    AsyncServersApart,
+    AsynchronousServers,
     Ddp,
     Fsdp,
     FsdpKeras,
     LocalSgd,
     OwnBuffers,
-    ParameterServer,
     Reduction,
-    ServersApart,
     Shared,
     Strategy,
+    SynchronousServers,
     ThreadedReduction,
     reduction_of,
 )
@@ -57,7 +55,6 @@ from flatout.train.snapshot import untouched
 from flatout.train.split_tables import SPLIT, check_split, splits_tables
 from flatout.train.step import Stepper
 from flatout.train.stragglers import Pace
-from flatout.world import servers
 
 # Samples of a first batch, where a forward of all would show.
 _CHECKED = 4
@@ -346,24 +343,19 @@ def _strategy(
 
 
 def _served(loop: LoopState, resolved: ResolvedRecipe) -> Strategy:
-    asked, there = resolved.world, servers.apart()
+    asked = resolved.world
+    given = (loop.world, loop.model, loop.optimizers, asked.servers, loop.tell)
+    if asked.staleness == "sync" and not asked.spare_workers:
+        return SynchronousServers(*given, clip=loop.clip)
     bound = asked.staleness if isinstance(asked.staleness, int) else None
-    waits = asked.staleness == "sync" and not asked.spare_workers
-    to_all, say = (loop.world, loop.model, loop.optimizers), loop.tell
-    if there is None and waits:
-        return ParameterServer(*to_all, asked.servers, say)
-    if there is None:
-        return AsyncParameterServer(*to_all, asked.servers, bound, asked.spare_workers, say)
-    if waits:
-        return ServersApart(*to_all, there, loop.clip, say)
-    return AsyncServersApart(*to_all, there, bound, asked.spare_workers, say)
+    return AsynchronousServers(*given, staleness=bound, spare=asked.spare_workers)
 
 
 def _stages(
     loop: LoopState, resolved: ResolvedRecipe, compute: Compute | None, first: list[Batch]
 ) -> Strategy:
     # With them comes torch's compiler, which takes a second to import.
-    from flatout.strategies import staged
+    from flatout.strategies.staged import staged
 
     if compute is None or not first or loop.trainer_facts is None:
         raise ModelError(

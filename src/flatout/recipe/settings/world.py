@@ -55,12 +55,11 @@ class World(Section):
         parity=Parity.TOLERANT,
         words="{} stages",
     )
-    schedule: Literal["1f1b", "gpipe", "interleaved"] = setting(
+    schedule: Literal["1f1b", "gpipe"] = setting(
         "1f1b",
         'In which order `strategy = "staged"` computes: `gpipe` runs the forward of all '
         "micro-batches, then the backward of all; `1f1b` begins a backward as soon as it can, so "
-        "that fewer activations are kept; `interleaved` does so with two parts of the model on "
-        "each rank, which halves the time that ranks idle, and sends more.",
+        "that fewer activations are kept.",
         # Gradients of the same micro-batches in the same order.
         parity=Parity.TOLERANT,
         words="schedule {}",

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from flatout.strategies.server_layout import Layout, numbers_of
+from flatout.strategies.servers.layout import Layout, numbers_of
 
 
-class Way(NamedTuple):
+class Route(NamedTuple):
     """Between a rank and a server, for an optimizer's parameters.
 
     Attributes:
@@ -49,8 +49,8 @@ class Way(NamedTuple):
         torch._foreach_copy_([parameters[n][cut] for n, cut in self.cuts], self.downs)
 
 
-def way_of(layout: Layout, server: int, up: torch.Tensor, down: torch.Tensor) -> Way:
-    """The way to a server."""
+def route_of(layout: Layout, server: int, up: torch.Tensor, down: torch.Tensor) -> Route:
+    """Return the route to a server."""
     device = layout.parameters[0].device
     # To and from a GPU in one piece.
     up_here, down_here = up.to(device), down.to(device)
@@ -58,7 +58,7 @@ def way_of(layout: Layout, server: int, up: torch.Tensor, down: torch.Tensor) ->
     cuts = [(n, cut) for n in numbers if (cut := layout.piece(n, server)).stop > cut.start]
     pieces = [layout.pieces(memory, server) for memory in (up_here, down_here)]
     ups, downs = ([own[n] for n, _ in cuts] for own in pieces)
-    return Way(up, down, up_here, down_here, cuts, ups, downs)
+    return Route(up, down, up_here, down_here, cuts, ups, downs)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from flatout.strategies.server import Push, Server, Share
+from flatout.strategies.servers.server import Server
+from flatout.strategies.servers.share import Push, Share
 
 
 class _Step:

@@ -8,9 +8,9 @@ by the weight of the whole batch. So the result is that of one rank, to rounding
 more ranks than stages, the model lies on them in several copies, each of which takes its share of
 every batch; the copies of a stage add up their gradients.
 
-    stage_chain.py    the forward as a row of calls;  stage_cut.py: where it is cut
-    stage_shapes.py   what crosses;  stage_pipe.py: torch's stages and schedules
-    stage_copies.py   which rank has which stage of which copy
+    chain.py    the forward as a row of calls;  cut.py: where it is cut
+    shapes.py   what crosses;  pipe.py: torch's stages and schedules
+    copies.py   which rank has which stage of which copy
 
 A rank keeps the weights of its own stage; those of others have no memory here until the fit ends.
 The optimizers step what is there, each parameter as a whole.
@@ -33,14 +33,13 @@ from torch import fx, nn
 from flatout.data import Batch
 from flatout.errors import ModelError
 from flatout.models import is_batch_coupled
-from flatout.strategies.micro_batches import micro_batches
 from flatout.strategies.replicas import check_replicas
-from flatout.strategies.stage_chain import Chain, Stage
-from flatout.strategies.stage_copies import Copies
-from flatout.strategies.stage_cut import Cut, cut, measure
-from flatout.strategies.stage_pipe import Clock, OwnStage, ScheduleRun, Within
-from flatout.strategies.stage_shapes import Shape, shape_of, shapes, unlike_form
-from flatout.strategies.staged_refusals import check_stage_count, check_stages, too_few_samples
+from flatout.strategies.staged.chain import Chain, Stage
+from flatout.strategies.staged.copies import Copies, micro_batches
+from flatout.strategies.staged.cut import Cut, cut, measure
+from flatout.strategies.staged.pipe import Clock, OwnStage, ScheduleRun, Within
+from flatout.strategies.staged.refusals import check_stage_count, check_stages, too_few_samples
+from flatout.strategies.staged.shapes import Shape, shape_of, shapes, unlike_form
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
 
@@ -57,7 +56,7 @@ class StagedOptions(NamedTuple):
 
     Attributes:
         stages: of the model; 0 for as many as there are ranks.
-        schedule: "gpipe", "1f1b" or "interleaved".
+        schedule: "gpipe" or "1f1b".
         per_micro_batch: whether layers may take statistics over a micro-batch.
     """
 
@@ -78,7 +77,7 @@ class Staged(Strategy):
     """Lays the layers of a model over the ranks.
 
     Attributes:
-        shares: of the parts that the model is cut into, of the time of all; after `begin`.
+        shares: of the stages, of the time of all; after `begin`.
     """
 
     meets_in_compute = takes_whole_batches = True
@@ -104,9 +103,6 @@ class Staged(Strategy):
         self._least = 2 if asked.per_micro_batch and is_batch_coupled(model) else 1
         self._copies = Copies(world, asked.stages or world.size)
         self.alike_every = self._copies.stages if self._copies.count > 1 else 0
-        # How often a micro-batch comes to each rank, and so how many parts of the model it has.
-        self._rounds = 2 if asked.schedule == "interleaved" else 1
-        self._parts = self._rounds * self._copies.stages
         self._turn = 1
         self._clock = Clock(world)
         compute, batch = first
@@ -150,15 +146,15 @@ class Staged(Strategy):
     def _warn_of_one_layer(self, call: int, share: float) -> None:
         self._say(
             f"layer {self._chain.words((call, call + 1))} takes {share:.0%} of the time and is in "
-            f"one stage, so a step in {self._parts} stages takes at least that: write it as "
-            "several layers, take fewer stages, or train with world.strategy=ddp or fsdp"
+            f"one stage, so a step in {self._copies.stages} stages takes at least that: write it "
+            "as several layers, take fewer stages, or train with world.strategy=ddp or fsdp"
         )
 
     def _words(self, spans: Sequence[Stage]) -> str:
         count, idle = self._count(self._own_size), self._copies.stages - 1
         names = " | ".join(map(self._chain.words, spans))
         shares = " | ".join(f"{share:.0%}" for share in self.shares)
-        bubble = idle / (count * self._rounds + idle)
+        bubble = idle / (count + idle)
         return (
             f"staged{self._copies.words}: {names} ({shares} of the time), "
             f"{count} micro-batches, bubble {bubble:.0%}"
@@ -183,7 +179,7 @@ class Staged(Strategy):
         buffers = {name: value.clone() for name, value in self._model.named_buffers()}
         with torch.random.fork_rng(devices=[]):
             with self._within():
-                result = cut(chain, measure(chain, piece), self._parts, ns_per_byte)
+                result = cut(chain, measure(chain, piece), self._copies.stages, ns_per_byte)
             with torch.no_grad():
                 self._check_same(result, piece, buffers)
                 self._put_back(buffers)
@@ -220,8 +216,8 @@ class Staged(Strategy):
 
     def _find_owners(self, spans: Sequence[Stage]) -> None:
         readers = {
-            id(tensor): part % self._copies.stages
-            for part, span in enumerate(spans)
+            id(tensor): stage
+            for stage, span in enumerate(spans)
             for call in self._chain.calls[slice(*span)]
             for _, tensor in self._chain.weights_read(call)
         }
@@ -272,10 +268,7 @@ class Staged(Strategy):
     # -- a batch through the stages ------------------------------------------------------------
 
     def _count(self, samples: int) -> int:
-        count = micro_batches(self.micro_batches, self._copies.stages, samples, self._least)
-        if self._rounds > 1 and count > self._copies.stages:  # its rounds are of equal length
-            count -= count % self._copies.stages
-        return count
+        return micro_batches(self.micro_batches, self._copies.stages, samples, self._least)
 
     def _inputs(self, compute: Compute, batch: Batch) -> list[torch.Tensor]:
         model, before = self._model, vars(self._model).get("forward")
@@ -337,20 +330,18 @@ class Staged(Strategy):
             known = {rows: self._crossing(own, rows) for rows in sizes}
             whole = [] if trains else self._crossing(own, size)[-1]
         rows = [len(part) for part in torch.arange(size).tensor_split(count)]
-        stages = [
-            OwnStage(
-                self._stages[part],
-                part,
-                self._parts,
-                self._copies.pipeline,
-                [known[n][part] for n in rows],
-                [known[n][part + 1] for n in rows],
-                self._clock,
-                within,
-            )
-            for part in range(self._copies.stage, self._parts, self._copies.stages)
-        ]
-        return ScheduleRun(self._world, stages, count, self._asked.schedule, trains=trains), whole
+        place = self._copies.stage
+        stage = OwnStage(
+            self._stages[place],
+            place,
+            self._copies.stages,
+            self._copies.pipeline,
+            [known[n][place] for n in rows],
+            [known[n][place + 1] for n in rows],
+            self._clock,
+            within,
+        )
+        return ScheduleRun(self._world, stage, count, self._asked.schedule, trains=trains), whole
 
     def _crossing(self, inputs: Sequence[Shape], rows: int) -> list[list[Shape]]:
         given = [item._replace(size=(rows, *item.size[1:])) for item in inputs]

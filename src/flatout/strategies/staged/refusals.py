@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from flatout.errors import DataError, ModelError, RecipeError
 from flatout.models import TableParameter, calls_hooks, is_batch_coupled, own_names
 from flatout.optim import Lamb, Lars
-from flatout.strategies.fsdp_refusals import check_known
+from flatout.strategies.elementwise import check_known
 
 _OTHERWISE = "train with world.strategy=ddp or fsdp"
 _DDP = "train with world.strategy=ddp"

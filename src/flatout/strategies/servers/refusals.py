@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from flatout.errors import ModelError, WorldError
-from flatout.strategies.fsdp_refusals import check_elementwise, check_one_device, refusal_of
-from flatout.strategies.server_layout import is_dense
+from flatout.strategies.elementwise import check_elementwise, check_one_device, refusal_of
+from flatout.strategies.servers.layout import is_dense
 
 _NAME = "world.strategy=parameter_server"
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from flatout.errors import ModelError
 from flatout.models import LayerModules, keras_optimizers, keras_values
-from flatout.strategies.fsdp import Fsdp, ParameterPart, as_shard, state_part
-from flatout.strategies.fsdp_refusals import check_elementwise
+from flatout.strategies.elementwise import check_elementwise
+from flatout.strategies.fsdp.fsdp import Fsdp, ParameterPart, as_shard, state_part
 from flatout.strategies.strategy import Sums
 
 

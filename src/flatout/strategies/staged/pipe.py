@@ -18,10 +18,9 @@ from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
-    ScheduleInterleaved1F1B,
 )
 
-from flatout.strategies.stage_shapes import Shape, no_fast_attention, shape_of, unlike_form
+from flatout.strategies.staged.shapes import Shape, no_fast_attention, shape_of, unlike_form
 from flatout.world import Group, World
 
 Sent = list[list[Shape]]
@@ -171,44 +170,40 @@ class ScheduleRun:
     def __init__(
         self,
         world: World,
-        stages: Sequence[OwnStage],
+        stage: OwnStage,
         micro_batches: int,
         schedule: str,
         *,
         trains: bool,
     ) -> None:
-        self._world, self._stages, self._count = world, stages, micro_batches
+        self._world, self._stage, self._count = world, stage, micro_batches
         given: dict[str, Any] = {
             "n_microbatches": micro_batches,
             "loss_fn": self._loss_of if trains else None,
             "scale_grads": False,
         }
         self._schedule: Any
-        if schedule == "interleaved":
-            self._schedule = ScheduleInterleaved1F1B(list(stages), **given)
-        elif schedule == "1f1b" and micro_batches >= stages[0].num_stages and trains:
-            self._schedule = Schedule1F1B(stages[0], **given)
+        if schedule == "1f1b" and micro_batches >= stage.num_stages and trains:
+            self._schedule = Schedule1F1B(stage, **given)
         else:
-            self._schedule = ScheduleGPipe(stages[0], **given)
+            self._schedule = ScheduleGPipe(stage, **given)
         self._loss: Loss | None = None
         self._trains = trains
 
     def _loss_of(self, output: tuple[torch.Tensor, ...], number: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
-        with self._stages[-1]._clock.computing("forward"):
+        with self._stage._clock.computing("forward"):
             return self._loss(output, int(number))
 
     def __call__(self, inputs: Sequence[torch.Tensor], loss: Loss | None, what: str) -> Any:
         """Run it; returns the output of an evaluation, on the last rank."""
         self._loss = loss
-        first, last = self._stages[0], self._stages[-1]
-        args = tuple(inputs) if first.is_first else ()
-        target = torch.arange(self._count) if last.is_last and self._trains else None
+        args = tuple(inputs) if self._stage.is_first else ()
+        target = torch.arange(self._count) if self._stage.is_last and self._trains else None
         try:
             with self._world.within(self._world.begun(None, what)):
                 result = self._schedule.step(*args, target=target, return_outputs=not self._trains)
-                for stage in self._stages:
-                    stage.clear_runtime_states()
+                self._stage.clear_runtime_states()
                 return result
         except Failed as failed:
             raise failed.error from None

@@ -8,7 +8,7 @@ parameter each server has at most one piece.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -108,19 +108,6 @@ class Layout:
             at += size
         return result
 
-    def whole(self, flat: torch.Tensor) -> list[tuple[int, slice, torch.Tensor]]:
-        """All servers' pieces: of which parameter, which of its numbers, and where they lie.
-
-        Args:
-            flat: memory that has the ranges of all servers, one after the other.
-        """
-        return [
-            (number, self.piece(number, server), place)
-            for server in range(len(self._bounds) - 1)
-            for number, place in enumerate(self.pieces(flat[self.range(server)], server))
-            if len(place)
-        ]
-
 
 def layout_of(optimizer: torch.optim.Optimizer, servers: int) -> Layout:
     """The layout of an optimizer's parameters over so many servers."""
@@ -170,6 +157,17 @@ def whole_state(
                 result[name] = torch.empty_like(whole, dtype=value.dtype, device="cpu")
             numbers_of(result[name])[piece].copy_(value)
     return result
+
+
+def whole_states(
+    layout: Layout, by_server: Iterable[Iterable[tuple[int, dict[str, Any]]]]
+) -> list[tuple[int, dict[str, Any]]]:
+    """States of whole parameters, by their number, from what each server has of them."""
+    pieces: dict[int, list[tuple[slice, dict[str, Any]]]] = {}
+    for server, states in enumerate(by_server):
+        for number, state in states:
+            pieces.setdefault(number, []).append((layout.piece(number, server), state))
+    return [(n, whole_state(layout.parameters[n], pieces[n])) for n in sorted(pieces)]
 
 
 def state_beside(

@@ -25,12 +25,18 @@ from torch.distributed.tensor import DTensor
 
 from flatout.errors import ModelError
 from flatout.models import own_names, sharded_like, whole
-from flatout.strategies.blocks import blocks_of
-from flatout.strategies.fsdp_comms import AllGatherOf, ReduceScatterOf, add_up_unused
-from flatout.strategies.fsdp_memory import Held, expected_words, state_bytes, taken_words
-from flatout.strategies.fsdp_refusals import check_elementwise, check_gpus, check_layout
-from flatout.strategies.fsdp_shared import SharedAllGather, SharedReduceScatter
-from flatout.strategies.fsdp_undo import take_off
+from flatout.strategies.elementwise import check_elementwise
+from flatout.strategies.fsdp.blocks import blocks_of
+from flatout.strategies.fsdp.fully_shard import (
+    AllGatherOf,
+    ReduceScatterOf,
+    SharedAllGather,
+    SharedReduceScatter,
+    add_up_unused,
+    take_off,
+)
+from flatout.strategies.fsdp.memory import Held, expected_words, state_bytes, taken_words
+from flatout.strategies.fsdp.refusals import check_gpus, check_layout
 from flatout.strategies.reductions.shared import add_in_order
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.strategy import Strategy, Sums, Tensors

@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flatout.errors import ModelError
-from flatout.strategies.stage_chain import Chain
+from flatout.strategies.staged.chain import Chain
 
 # The fastest of so many counts: the first one allocates.
 _TIMES = 5

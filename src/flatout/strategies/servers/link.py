@@ -1,0 +1,135 @@
+"""What a worker and a parameter server send each other.
+
+Words go through a channel of the two. Gradients and weights go through memory that both see where
+they share a node, else after the words.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from flatout.world import LostRank, Pair, meeting
+
+# What a worker wants of a server, the first number of its message. Of one that does not wait: a
+# step, a step without a gradient, the weights, a part of an epoch, the end of an epoch, the end of
+# its own steps, the same and who has come to it.
+PUSH, TICK, PULL, CLAIM, CLOSE, REST, MEET = range(7)
+# Of one that waits: the sum of gradients is to be measured; the step; the sum and the step at once.
+GRADIENTS, STEP, WHOLE_STEP = range(7, 10)
+# Of each: a method is to be called, as a value says that follows; the end.
+CALL, END = 10, 11
+
+HEAD = 6
+"""Words of a message before rates and used parameters: the kind, the optimizer's place, and up to
+four numbers."""
+
+
+class Link:
+    """One end of it.
+
+    Attributes:
+        up: memory for gradients on their way to the server.
+        down: memory for weights on their way back.
+    """
+
+    def __init__(
+        self, pair: Pair, *, same_node: bool, words: int, length: int, dtype: torch.dtype
+    ) -> None:
+        self.pair, self._words = pair, words
+        shared = _shared(pair, 2 * length * dtype.itemsize) if same_node else None
+        self.is_shared = shared is not None
+        both = torch.zeros(2 * length, dtype=dtype) if shared is None else shared.view(dtype)
+        self.up, self.down = both[:length], both[length:]
+
+    def send(self, words: torch.Tensor, data: torch.Tensor | None = None) -> None:
+        """Send words, and a part of `up` or `down`."""
+        self.pair.send(words).wait()
+        if data is not None and len(data) and not self.is_shared:
+            self.pair.send(data).wait()
+
+    def send_last(self, words: torch.Tensor, patience_s: float) -> None:
+        """Send words to a server that may not listen any more."""
+        self.pair.send(words).wait(timedelta(seconds=patience_s))
+
+    def words(self, count: int | None = None, patience_s: float | None = None) -> list[float]:
+        """Receive words; by themselves as many as a message has."""
+        words = torch.zeros(self._words if count is None else count, dtype=torch.float64)
+        work = self.pair.receive(words)
+        work.wait(*([] if patience_s is None else [timedelta(seconds=patience_s)]))
+        result: list[float] = words.tolist()
+        return result
+
+    def data(self, into: torch.Tensor) -> None:
+        """Receive what follows words into a part of `up` or `down`."""
+        if len(into) and not self.is_shared:
+            self.pair.receive(into).wait()
+
+    def message(
+        self, kind: int, place: int = 0, numbers: list[float] | None = None, *more: float
+    ) -> torch.Tensor:
+        """Return the words of a message.
+
+        Args:
+            kind: what is wanted.
+            place: of the optimizer among those of the job.
+            numbers: up to four, which depend on the kind.
+            more: the rates of parameter groups, and which parameters are used.
+        """
+        words = torch.zeros(self._words, dtype=torch.float64)
+        head = [kind, place, *(numbers or [])]
+        words[: len(head)] = torch.tensor(head, dtype=torch.float64)
+        words[HEAD : HEAD + len(more)] = torch.tensor(more, dtype=torch.float64)
+        return words
+
+    def begin_call(self, name: str, *arguments: Any) -> None:
+        """Ask the server to call a method; `end_call` gets its result."""
+        self.send(self.message(CALL))
+        self.pair.tell([name, *arguments])
+
+    def end_call(self) -> Any:
+        """Return the result of the call that was begun."""
+        return self.pair.hear()
+
+
+def _shared(pair: Pair, size: int) -> torch.Tensor | None:
+    size = max(size, 1)
+    file = os.memfd_create("flatout-server", os.MFD_CLOEXEC) if pair.own == 0 else -1
+    try:
+        if pair.own == 0:
+            os.ftruncate(file, size)
+        pid, fd, inode = pair.gather(_offer(file))[0]
+        try:
+            there = meeting.opened(pid, fd, os.O_RDWR)
+            is_same = os.fstat(there).st_ino == inode
+        except OSError:
+            there, is_same = -1, False
+        could = all(pair.gather(is_same))
+        result = torch.frombuffer(mmap.mmap(there, size), dtype=torch.uint8) if could else None
+        if there >= 0:
+            os.close(there)
+        return result
+    finally:
+        if file >= 0:
+            os.close(file)
+
+
+def _offer(file: int) -> list[int]:
+    return [os.getpid(), file, os.fstat(file).st_ino] if file >= 0 else [0, 0, 0]
+
+
+@contextmanager
+def answering(who: str) -> Iterator[None]:
+    """Within, a server is waited for; the error that it has failed names it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, LostRank):
+            raise
+        raise LostRank(f"{who} has ended or does not answer ({error})") from error
