@@ -8,14 +8,10 @@ from flatout.errors import ModelError, RecipeError, WorldError
 from flatout.optim import Lamb
 from flatout.recipe import Recipe
 from flatout.strategies import check_reduction, check_settings
+from flatout.strategies.elementwise import check_elementwise, check_one_device
 from flatout.strategies.fsdp.blocks import blocks_of
 from flatout.strategies.fsdp.memory import expected_words, state_bytes
-from flatout.strategies.fsdp.refusals import (
-    check_elementwise,
-    check_gpus,
-    check_layout,
-    check_one_device,
-)
+from flatout.strategies.fsdp.refusals import check_gpus, check_layout
 from flatout.world import Place, World
 
 
