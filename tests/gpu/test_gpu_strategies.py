@@ -127,14 +127,6 @@ def test_servers_in_cpu_memory_step_the_weights_of_workers_on_gpus(optimizer, de
     assert told["loss"] < one["loss"]
 
 
-def test_averages_in_fragments_and_steps_between(device, tmp_path):
-    world = {"strategy": "local_sgd", "sync_every": 4, "fragments": 2, "outer": "nesterov"}
-    found, told = run(tmp_path, str(device), world=world, optimizer="sgd", epochs=4)
-    assert all(torch.isfinite(value).all() for value in found.values())
-    _, one = gpu_ranks.train(str(device), epochs=1, optimizer="sgd")
-    assert told["loss"] < one["loss"]
-
-
 @pytest.mark.parametrize(
     ("strategy", "refused"),
     [("staged", "world.strategy=staged cannot place"), ("fsdp", "these ranks share a GPU")],

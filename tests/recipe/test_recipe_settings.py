@@ -77,7 +77,6 @@ EXPECTED = [
     ("world.servers", 1, 2, NOTHING, Parity.TOLERANT),
     ("world.staleness", "sync", 4, NOTHING, Parity.LEARNING),
     ("world.spare_workers", 0, 1, NOTHING, Parity.LEARNING),
-    ("world.fragments", 1, 4, NOTHING, Parity.LEARNING),
     ("world.sync_every", 32, 64, NOTHING, Parity.LEARNING),
     ("world.outer", "average", "nesterov", NOTHING, Parity.LEARNING),
     ("world.tables", "replicated", "sharded", NOTHING, Parity.TOLERANT),

@@ -8,9 +8,7 @@ import torch
 from torch import nn
 from world_ranks import run
 
-from flatout.errors import ModelError
 from flatout.measure import Profile
-from flatout.strategies.fragments import cut
 
 SCRIPT = """
     import json
@@ -58,11 +56,9 @@ SCRIPT = """
     found["apart"] = fit("plain", 3, strategy="local_sgd", sync_every=4)
     found["bf16"] = fit("plain", 3, strategy="local_sgd", sync_every=4, compression="bf16")
     diloco = dict(strategy="local_sgd", sync_every=4, outer="nesterov")
-    found["fragments"] = fit("plain", 3, strategy="local_sgd", sync_every=6, fragments=3)
-    for name, more in (("", {}), (" in fragments", {"fragments": 4})):
-        found["whole" + name] = fit("norm", 4, str(folder / f"whole{name}"), **diloco, **more)
-        fit("norm", 2, str(folder / f"parts{name}"), **diloco, **more)
-        found["parts" + name] = fit("norm", 4, str(folder / f"parts{name}"), **diloco, **more)
+    found["whole"] = fit("norm", 4, str(folder / "whole"), **diloco)
+    fit("norm", 2, str(folder / "parts"), **diloco)
+    found["parts"] = fit("norm", 4, str(folder / "parts"), **diloco)
 
     (folder / f"{rank}.json").write_text(json.dumps(found))
 """
@@ -91,45 +87,6 @@ def by_hand(ranks, samples):
     return [value for p in model.parameters() for value in p.double().flatten().tolist()]
 
 
-def in_fragments(ranks):
-    """Three fragments of four weights: one goes every second step, and comes two steps later."""
-    draw = torch.Generator().manual_seed(1)
-    x = torch.randn(144, 8, generator=draw)
-    y = 2 * x[:, :1] + 0.1 * torch.randn(144, 1, generator=draw)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    replicas = [copy.deepcopy(model) for _ in range(ranks)]
-    fragments = [[0], [1], [2, 3]]
-    with torch.no_grad():
-        for _ in range(3):
-            sent = None
-            for step, batch in enumerate(torch.arange(144).split(24), 1):
-                for replica, part in zip(replicas, batch.chunk(ranks), strict=True):
-                    with torch.enable_grad():
-                        loss = nn.functional.mse_loss(replica(x[part]), y[part])
-                        gradients = torch.autograd.grad(loss, list(replica.parameters()))
-                    for weight, gradient in zip(replica.parameters(), gradients, strict=True):
-                        weight.sub_(0.1 * gradient)
-                by_rank = [list(replica.parameters()) for replica in replicas]
-                if step % 2 == 0:
-                    for n, values in (sent or {}).items():
-                        mean = torch.stack(values).mean(0)
-                        for own, value in zip(by_rank, values, strict=True):
-                            own[n].add_(mean - value)
-                    due = fragments[step // 2 % 3 - 1]
-                    sent = {n: [own[n].clone() for own in by_rank] for n in due}
-            # They meet at the end of each epoch, with what is on its way.
-            for n, values in sent.items():
-                mean = torch.stack(values).mean(0)
-                for own, value in zip(by_rank, values, strict=True):
-                    own[n].add_(mean - value)
-            for weights in zip(*by_rank, strict=True):
-                mean = torch.stack(weights).mean(0)
-                for weight in weights:
-                    weight.copy_(mean)
-    return [v for p in replicas[0].parameters() for v in p.double().flatten().tolist()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_step_alone_meet(tmp_path, ranks):
@@ -153,23 +110,3 @@ def test_ranks_that_step_alone_meet(tmp_path, ranks):
     assert found["bf16"][1] == pytest.approx(found["apart"][1], abs=0.01)
     # A resume goes on with the same bits, the outer momentum's included.
     assert found["parts"] == found["whole"]
-    assert found["parts in fragments"] == found["whole in fragments"] != found["whole"]
-    assert found["fragments"][1] == pytest.approx(in_fragments(ranks), abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "count", "parts"),
-    [
-        ([128, 16, 16, 1], 3, [[0], [1], [2, 3]]),
-        ([1, 1, 1, 100], 2, [[0, 1, 2], [3]]),
-        ([100, 1, 1, 1], 4, [[0], [1], [2], [3]]),
-        ([10, 0, 10, 10, 10], 2, [[0, 2], [3, 4]]),  # what is no float stays
-    ],
-)
-def test_fragments_have_about_as_many_numbers_each(lengths, count, parts):
-    assert cut(lengths, count) == parts
-
-
-def test_more_fragments_than_weights_are_refused():
-    with pytest.raises(ModelError, match=r"only 2 train.*\n.*world\.fragments=2"):
-        cut([5, 0, 5], 3)

@@ -348,11 +348,3 @@ def test_rates_of_a_group_are_what_schedules_change():
 def test_numbers_of_a_tensor_are_as_they_lie_in_memory():
     tensor = torch.arange(12).view(3, 4).t()
     assert numbers_of(tensor).tolist() == list(range(12))
-
-
-def test_fragments_are_of_ranks_that_average():
-    check_settings(Recipe(world={"strategy": "local_sgd", "fragments": 4, "sync_every": 100}))
-    with pytest.raises(RecipeError, match="fragments=4 is about ranks that average"):
-        check_settings(Recipe(world={"fragments": 4}))
-    with pytest.raises(RecipeError, match=r"set world\.sync_every=102"):
-        check_settings(Recipe(world={"strategy": "local_sgd", "fragments": 6, "sync_every": 100}))

@@ -105,7 +105,6 @@ class Job:
         row_bytes: bytes per sample of the table rows that a rank uses.
         tables: whether every rank holds these tables, as `world.tables`.
         sync_every: steps between two averages of local SGD.
-        fragments: the number of fragments of local SGD.
         averaged: bytes that local SGD averages at a time; 0 is as many as the gradients have.
         spread: the spread of the times of a rank's steps.
     """
@@ -123,7 +122,6 @@ class Job:
     row_bytes: float = 0.0
     tables: Literal["sharded", "replicated"] = "sharded"
     sync_every: int = 32
-    fragments: int = 1
     averaged: float = 0.0
     spread: Spread = field(default_factory=Spread)
 

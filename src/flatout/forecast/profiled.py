@@ -48,7 +48,7 @@ _SETTINGS = tuple(
     f"world.{name}"
     for name in (
         "strategy", "reduction", "compression", "powersgd_rank", "servers", "sync_every",
-        "fragments", "tables",
+        "tables",
     )
 )  # fmt: skip
 
@@ -264,7 +264,6 @@ def _job(first: Profile, last: Profile, settings: Mapping[str, Any], notes: list
         row_bytes=rows / (float(last.steps.batch_size or 1) / ranks),
         tables=tables,
         sync_every=values.get("world.sync_every", 32),
-        fragments=values.get("world.fragments", 1),
         averaged=_averaged(first, last),
         spread=Spread(None if _steps_apart(first) else first.steps.step_ms),
     )

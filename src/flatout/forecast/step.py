@@ -128,12 +128,7 @@ def _syncing(job: Job, shape: Shape, draws: MachineDraws, busy: Floats) -> Float
             return rows + _serving(job, shape, inner, outer, draws.hidden * busy)
         case "local_sgd":
             bytes = job.averaged or job.bytes
-            if job.fragments == 1:
-                return rows + _reduced(job, shape, bytes, inner, outer) / job.sync_every
-            # A fragment travels during the steps up to the next fragment.
-            apart = job.sync_every / job.fragments
-            takes = _reduced(job, shape, bytes / job.fragments, inner, outer)
-            return rows + np.maximum(0.0, takes / apart - busy)
+            return rows + _reduced(job, shape, bytes, inner, outer) / job.sync_every
         case "fsdp":
             hop = _mean_hop(shape, inner, outer)
             gathers = [

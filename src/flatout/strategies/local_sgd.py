@@ -7,12 +7,6 @@ Distributed Low-Communication Training of Language Models", 2023).
 
 The states of optimizers and the statistics of BatchNorm are averaged, too, so that behind a meeting
 all ranks are alike, and a checkpoint of one holds all.
-
-In fragments, weights are averaged a part at a time, which travels while the next steps are made:
-Streaming DiLoCo (Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a
-Distributed Free Lunch", 2025). What a rank has learned meanwhile stays: a weight is moved by the
-difference between the new one of all ranks and what this rank sent. Ranks meet as above before they
-evaluate or save.
 """
 
 from __future__ import annotations
@@ -26,7 +20,6 @@ from torch import nn
 from flatout.errors import ModelError
 from flatout.models import weights_of
 from flatout.optim import optimizer_adapter
-from flatout.strategies.fragments import Fragments
 from flatout.strategies.reductions import Flat, ThreadedReduction
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
@@ -48,7 +41,6 @@ class LocalSgd(Strategy):
         reduction: how what has changed is added up.
         every: how many steps are made between meetings.
         outer: whether the mean change is a gradient for an outer optimizer.
-        fragments: in how many parts the weights travel; `every` is a multiple of it.
 
     Attributes:
         since: steps since all weights have met.
@@ -69,7 +61,6 @@ class LocalSgd(Strategy):
         *,
         every: int,
         outer: bool = False,
-        fragments: int = 1,
     ) -> None:
         if not all(optimizer_adapter(optimizer).averages_state for optimizer in optimizers):
             raise ModelError(
@@ -88,7 +79,6 @@ class LocalSgd(Strategy):
         self._anchors: list[torch.Tensor] = []
         self._velocities: list[torch.Tensor] = []
         self._flats: dict[tuple[torch.dtype, int], Flat] = {}
-        self._fragments = Fragments(world, reduction, fragments) if fragments > 1 else None
 
     def before_step(self, turn: int, parameters: Tensors) -> None:
         """A step begins, before anything changes."""
@@ -99,8 +89,6 @@ class LocalSgd(Strategy):
         self._anchors = [weight.detach().clone() for weight in weights]
         if self._outer:  # there may be more weights than there were
             self._velocities += map(torch.zeros_like, self._anchors[len(self._velocities) :])
-        if self._fragments:
-            self._fragments.lay_out(weights)
 
     def finish(self) -> Sums:
         """This rank's own sums: votes are counted when the ranks meet."""
@@ -113,16 +101,7 @@ class LocalSgd(Strategy):
     def after_step(self) -> bool:
         """A step was made; returns whether a rank wants to stop, where they meet now."""
         self.since += 1
-        if not self._fragments:
-            return self.meet() if self.since >= self._every else False
-        number, rest = divmod(self.since, self._every // self._fragments.count)
-        if rest:
-            return False
-        weights = _trained(self._optimizers)
-        stops = self._fragments.receive(weights, self._move)
-        self._fragments.send(number, weights, self._anchors, self._vote)
-        self._vote = 0.0
-        return stops
+        return self.meet() if self.since >= self._every else False
 
     @torch.no_grad()
     def meet(self) -> bool:
@@ -131,13 +110,12 @@ class LocalSgd(Strategy):
             return False
         self.since = 0
         weights = _trained(self._optimizers)
-        stops = self._fragments.receive(weights, self._move) if self._fragments else False
         votes = sum(self._world.gather(self._vote, "ranks that want to stop"))
         self._vote = 0.0
         self._mean_changes(weights)
         self._mean(_kept_beside(self._model, self._optimizers))
         self._anchors = []
-        return stops or bool(votes)
+        return bool(votes)
 
     def _mean_changes(self, weights: Tensors) -> None:
         floats = [n for n, weight in enumerate(weights) if weight.is_floating_point()]
@@ -175,9 +153,7 @@ class LocalSgd(Strategy):
             part.copy_(piece)
 
     def traffic(self) -> dict[str, Any]:
-        """The bytes that are averaged at a time; of fragments it is not known."""
-        if self._fragments:
-            return {}
+        """The bytes that are averaged at a time."""
         return {"bytes_per_average": bytes_per_average(self._model, self._optimizers)}
 
     def state_dict(self) -> dict[str, Any]:

@@ -99,19 +99,6 @@ def check_settings(requested: Recipe) -> None:
             f"with world.strategy={strategy} none has",
             do="leave it out, or set world.strategy=staged",
         )
-    fragments, every = requested.world.fragments, requested.world.sync_every
-    if fragments > 1 and strategy != "local_sgd":
-        raise RecipeError(
-            f"world.fragments={fragments} is about ranks that average their weights, and "
-            f"world.strategy={strategy} does not",
-            do="leave it out, or set world.strategy=local_sgd",
-        )
-    if every % fragments:
-        raise RecipeError(
-            f"a fragment is averaged every sync_every / fragments steps, and world.sync_every="
-            f"{every} is no multiple of world.fragments={fragments}",
-            do=f"set world.sync_every={-(-every // fragments) * fragments}",
-        )
     if strategy not in LEFT_OUT:
         return
     for field, why in {**LEFT_OUT[strategy], **_REFUSED[strategy]}.items():

@@ -336,7 +336,6 @@ def _strategy(
             reduction,
             every=asked.sync_every,
             outer=asked.outer == "nesterov",
-            fragments=asked.fragments,
         )
         return local, resolved
     return Ddp(world, model, reduction, loop.stepper.switch.shards), resolved

@@ -155,7 +155,7 @@ def over_periods(ms: npt.NDArray[np.float64], period: int) -> npt.NDArray[np.flo
 
 def _period(loop: LoopState) -> int:
     world = loop.requested.world
-    return world.sync_every // world.fragments if loop.asked_strategy == "local_sgd" else 1
+    return world.sync_every if loop.asked_strategy == "local_sgd" else 1
 
 
 def _times(rates: tuple[float, float, float], size: float) -> tuple[float, float, float]:

@@ -115,15 +115,6 @@ class World(Section):
         parity=Parity.LEARNING,
         words="an average every {} steps",
     )
-    fragments: Positive = setting(
-        1,
-        'Into how many parts `strategy = "local_sgd"` cuts the weights, of which `sync_every` is a '
-        "multiple: 1 lets ranks wait for one another at each average. With more, a part is "
-        "averaged every `sync_every / fragments` steps, and travels while these are made, so that "
-        "a rank waits for no link that is fast enough.",
-        parity=Parity.LEARNING,
-        words="{} fragments",
-    )
     outer: Literal["average", "nesterov"] = setting(
         "average",
         'What `strategy = "local_sgd"` does with the mean of what the ranks have learned apart: '
