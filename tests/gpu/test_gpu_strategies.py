@@ -186,12 +186,12 @@ import torch
 import torch.distributed as dist
 import flatout
 from flatout.strategies.reductions import ThreadedReduction, Flat
-from flatout.strategies.reductions.all_reduce import AllReduce
+from flatout.strategies.reductions.collectives import AllReduce
 from flatout.strategies.reductions.halves import Halves
-from flatout.strategies.reductions.hierarchical import Hierarchical
+from flatout.strategies.reductions.collectives import Hierarchical
 from flatout.strategies.reductions.power_sgd import PowerSgd
-from flatout.strategies.reductions.ring import Ring
-from flatout.strategies.reductions.to_one import ToOne
+from flatout.strategies.reductions.collectives import Ring
+from flatout.strategies.reductions.collectives import ToOne
 from flatout.world import Group
 
 device = torch.device({device!r})

@@ -12,7 +12,7 @@ from flatout.data.batch import Batch
 from flatout.errors import DataError, ModelError, NumbersError, RecipeError
 from flatout.recipe import Compute, ModelFacts, Parity, Recipe, of_change
 from flatout.strategies import Ddp, ThreadedReduction
-from flatout.strategies.reductions.all_reduce import AllReduce
+from flatout.strategies.reductions.collectives import AllReduce
 from flatout.train.loop import Loop
 from flatout.train.sample_dropout import sample_dropout
 from flatout.world import ONE, Place, World

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
 from flatout.strategies import Ddp, ThreadedReduction
-from flatout.strategies.reductions.all_reduce import AllReduce
+from flatout.strategies.reductions.collectives import AllReduce
 from flatout.train.compute import ModelCompute
 from flatout.train.losses import as_loss
 from flatout.train.settings import Switch

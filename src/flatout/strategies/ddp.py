@@ -235,8 +235,6 @@ class Ddp(Strategy):
         shards: whose tables each rank steps in the rows that it owns; None without such.
     """
 
-    reduction: ThreadedReduction
-
     def __init__(
         self,
         world: World,
@@ -289,6 +287,14 @@ class Ddp(Strategy):
             "buckets": [bucket for turn in turns for bucket in turn.traffic()],
             "sparse_bytes_per_step": sum(turn.sparse_bytes for turn in turns) / max(1, steps),
         }
+
+    def own_state(self) -> dict[str, Any] | None:
+        """The errors of compression, which this rank adds to later gradients."""
+        return self.reduction.state_dict() if self.reduction.carries else None
+
+    def load_own_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on from the errors of all ranks."""
+        self.reduction.load_state_dicts(states)
 
     def renew(self) -> None:
         """Gradients may be sparse from now on, or no longer."""

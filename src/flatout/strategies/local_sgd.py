@@ -50,7 +50,6 @@ class LocalSgd(Strategy):
     """
 
     steps_apart = True
-    reduction: ThreadedReduction
 
     def __init__(
         self,

@@ -12,7 +12,8 @@ from torch import nn
 
 from flatout.data import Batch
 from flatout.models import weights_of
-from flatout.strategies.reductions import ThreadedReduction
+from flatout.strategies.replicas import check_replicas
+from flatout.world import World
 
 Tensors = Sequence[torch.Tensor]
 
@@ -42,30 +43,22 @@ class Strategy:
             a rank's own, and all call `meet` before they compare, evaluate or save.
         meets_in_compute: whether ranks wait for each other within forward and backward: then all
             run as many, an evaluation's included.
-        shares_epochs: whether a rank may claim parts of batches as it comes to them, so that one
-            that is slow takes fewer.
-        parts: into how many a batch is cut, where they are claimed.
+        parts: into how many a batch is cut, where a rank claims parts as it comes to them, so that
+            one that is slow takes fewer; 0 where each has its own part of each batch.
         takes_whole_batches: whether every rank is given each batch whole, of which the last counts.
-        cuts_weights: whether a rank has no more than a part of each weight between steps.
-        alike_every: ranks so many apart have the same weights; 0 where no two have.
         layout: what is on which rank, in words; "" where all have the same.
         micro_batches: into how many a batch is to be split, where it passes through stages; 0 for
             four for each.
-        reduction: adds up gradients; None where none is used.
         across: adds up numbers of what this rank holds of the gradients, in place, over all ranks
             that hold the rest; None where it holds them whole.
     """
 
     steps_apart = False
     meets_in_compute = False
-    shares_epochs = False
-    parts = 1
+    parts = 0
     takes_whole_batches = False
-    cuts_weights = False
-    alike_every = 1
     layout = ""
     micro_batches = 0
-    reduction: ThreadedReduction | None = None
     across: Callable[[torch.Tensor], None] | None = None
 
     def __init__(self) -> None:
@@ -189,6 +182,17 @@ class Strategy:
 
     def renew(self) -> None:
         """Gradients may be of another kind from the next step on."""
+
+    def check_alike(self, model: nn.Module, world: World, when: str) -> None:
+        """Compare the weights that ranks have alike, as `check_replicas` does; all call it."""
+        check_replicas(model, world, when)
+
+    def own_state(self) -> dict[str, Any] | None:
+        """What later steps need that each rank has for itself; None where there is nothing."""
+        return None
+
+    def load_own_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on from what `own_state` gave on each rank; there may have been other ranks."""
 
     def state_dict(self) -> dict[str, Any]:
         """What later steps need besides weights and optimizers; the ranks have met."""

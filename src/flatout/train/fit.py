@@ -34,7 +34,6 @@ from flatout.data import (
     waits_end_when,
 )
 from flatout.errors import CheckpointError, ModelError, NumbersError
-from flatout.strategies import check_replicas
 from flatout.train import guard
 from flatout.train.callback_guard import CallbackGuard
 from flatout.train.callbacks import (
@@ -596,10 +595,9 @@ class Fit:
         loop.tell_skipped(self.source)
         loop.tell_overflows()
         state.history.skipped_steps = self._skipped_before + loop.skipped_steps
-        every = loop.stepper.strategy.alike_every
-        if every and self._is_time_to_compare():
+        if self._is_time_to_compare():
             after = f"after epoch {state.epoch + 1}"
-            check_replicas(self.objective.model, loop.world, after, every=every)
+            loop.stepper.strategy.check_alike(self.objective.model, loop.world, after)
         logs = {"loss": loop.mean_loss(), **self._results()}
         self._check_loss(logs["loss"])
         state.logs = logs

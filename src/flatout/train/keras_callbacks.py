@@ -96,7 +96,7 @@ class KerasCallbacks(Callback):
 
     def check(self, state: FitState, figures: Figures) -> None:
         """Say which callback watches a figure that there will not be: Keras does so each epoch."""
-        if state.trainer.loop.stepper.strategy.cuts_weights:
+        if state.trainer.loop.asked_strategy == "fsdp":
             # What writes is on the first rank alone.
             own = [type(c).__name__ for c in self._callbacks.callbacks if saves_model(c)]
             each = self._world.gather(own, "callbacks that save the model")

@@ -223,14 +223,9 @@ def own_state_of(loop: LoopState, own: Any) -> dict[str, Any]:
         "data": source_state(loop.feed.source)
         if loop.feed.source is not None and loop.has_own_batches
         else None,
-        "reduction": _reduction_state(loop),
+        "reduction": loop.stepper.strategy.own_state(),
         "own": own,
     }
-
-
-def _reduction_state(loop: LoopState) -> dict[str, Any] | None:
-    reduction = loop.stepper.strategy.reduction
-    return reduction.state_dict() if reduction is not None and reduction.carries else None
 
 
 def source_state(source: Source) -> dict[str, Any]:
@@ -291,9 +286,8 @@ def put_back(
         turn.load_state_dict(saved, same_machine=same_machine)
     for turn in loop.stepper.turns:
         turn.update.refresh()
-    if strategy.reduction is not None:
-        kept = [own["reduction"] for own in loaded.own]
-        strategy.reduction.load_state_dicts([item for item in kept if item is not None])
+    kept = [own["reduction"] for own in loaded.own]
+    strategy.load_own_states([item for item in kept if item is not None])
     strategy.load_state_dict(state.get("strategy", {}))
     loop.epoch, loop.step_count = state["epoch"], state["step"]
     loop.step_in_epoch, loop.batch_in_epoch = state["step_in_epoch"], state["batch_in_epoch"]

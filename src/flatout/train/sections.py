@@ -16,7 +16,7 @@ from flatout.train.loop import Loop
 
 def open_section(loop: Loop, source: Source, every: int | None) -> bool:
     """Let ranks claim parts of the batches that come next in the epoch; all of them call it."""
-    if not loop.stepper.strategy.shares_epochs or source.steps is None:
+    if not loop.stepper.strategy.parts or source.steps is None:
         return False
     if loop.is_tuning() or adapter_of(loop.model).meets_in_loss:
         return False

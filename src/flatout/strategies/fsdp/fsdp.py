@@ -86,7 +86,6 @@ class Fsdp(Strategy):
     """
 
     meets_in_compute = True
-    cuts_weights = True
 
     def __init__(
         self,

@@ -8,14 +8,11 @@ import torch
 
 from flatout.errors import WorldError
 from flatout.recipe import World as Asked
-from flatout.strategies.reductions.all_reduce import AllReduce
+from flatout.strategies.reductions.collectives import AllReduce, Hierarchical, Ring, ToOne
 from flatout.strategies.reductions.halves import Halves
-from flatout.strategies.reductions.hierarchical import Hierarchical
 from flatout.strategies.reductions.power_sgd import PowerSgd
 from flatout.strategies.reductions.reduction import Reduction
-from flatout.strategies.reductions.ring import Ring
 from flatout.strategies.reductions.shared import Shared
-from flatout.strategies.reductions.to_one import ToOne
 from flatout.world import Group, World, meeting_of
 
 

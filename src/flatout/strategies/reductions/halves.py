@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from flatout.strategies.reductions.exchange import exchange
+from flatout.strategies.reductions.collectives import exchange
 from flatout.strategies.reductions.reduction import Flat, Reduction
 from flatout.world import Group
 

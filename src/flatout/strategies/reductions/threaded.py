@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flatout.strategies.reductions.all_reduce import AllReduce
+from flatout.strategies.reductions.collectives import AllReduce
 from flatout.strategies.reductions.reduction import Flat, Reduction
 
 

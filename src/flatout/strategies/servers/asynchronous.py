@@ -51,7 +51,6 @@ class AsynchronousServers(ParameterServer):
     """
 
     steps_apart = True
-    shares_epochs = True
 
     def __init__(self, *given: Any, staleness: int | None, spare: int) -> None:
         super().__init__(*given)

@@ -102,7 +102,6 @@ class Staged(Strategy):
         # Statistics over a micro-batch need at least two samples.
         self._least = 2 if asked.per_micro_batch and is_batch_coupled(model) else 1
         self._copies = Copies(world, asked.stages or world.size)
-        self.alike_every = self._copies.stages if self._copies.count > 1 else 0
         self._turn = 1
         self._clock = Clock(world)
         compute, batch = first
@@ -479,6 +478,11 @@ class Staged(Strategy):
         )
         self._world.broadcast(result, owner, "weights put together")
         return result if kept else torch.empty(0, dtype=result.dtype)
+
+    def check_alike(self, model: nn.Module, world: World, when: str) -> None:
+        """Compare the copies of each stage."""
+        if self._copies.count > 1:
+            check_replicas(model, world, when, every=self._copies.stages)
 
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
         """An optimizer's state, whole; all ranks call it."""

@@ -1,0 +1,120 @@
+"""Reductions by the library's own collectives, and by ranks that send to one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flatout.strategies.reductions.reduction import Flat, Reduction
+from flatout.world import Group
+
+Leg = tuple[torch.Tensor, int]
+"""A tensor, and the rank of the World that it goes to or comes from."""
+
+
+class AllReduce(Reduction):
+    """Leaves it to the library."""
+
+    is_exact = True
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def add_up(self, flat: Flat) -> None:
+        """In one call, which returns when it is done."""
+        dist.all_reduce(flat.values, group=self.group.channel)
+
+    def begin(self, flat: Flat) -> Any:
+        """The same in the library's own threads; returns something to `wait()` for."""
+        return dist.all_reduce(flat.values, group=self.group.channel, async_op=True)
+
+
+class ToOne(Reduction):
+    """Reduce to the first rank of a group, then broadcast: fewest turns, most work for one."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def add_up(self, flat: Flat) -> None:
+        """In two turns."""
+        first, channel = self.group.ranks[0], self.group.channel
+        dist.reduce(flat.values, first, group=channel)
+        dist.broadcast(flat.values, first, group=channel)
+
+
+class Hierarchical(Reduction):
+    """Reduce to a node's first rank, add up between these, broadcast within the node.
+
+    So the slow link carries each sum once. The first rank of a node stands for it, as in Goyal et
+    al., "Accurate, Large Minibatch SGD", 2017.
+    """
+
+    def __init__(self, node: Group, between: Reduction | None, carries: bool) -> None:
+        self.node, self.between, self.carries = node, between, carries
+
+    def add_up(self, flat: Flat) -> None:
+        """In three turns."""
+        shared = len(self.node.ranks) > 1
+        if shared:
+            dist.reduce(flat.values, self.node.ranks[0], group=self.node.channel)
+        if self.between is not None:
+            self.between.weight = self.weight
+            self.between.add_up(flat)
+        if shared:
+            dist.broadcast(flat.values, self.node.ranks[0], group=self.node.channel)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of what is between the nodes, on the ranks that take part in it."""
+        return self.between.state_dict() if self.between is not None else {}
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Those that kept nothing were no first ones of their nodes."""
+        if self.between is not None:
+            self.between.load_state_dicts([state for state in states if state])
+
+
+class Ring(Reduction):
+    """Each rank sends to the next one only: every link carries the same, and no more than it must.
+
+    First each piece goes once around and is added up on its way, then each sum goes around. A rank
+    sends 2 (n - 1) / n times the gradients, however many ranks there are (Patarasuk and Yuan,
+    "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009).
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def add_up(self, flat: Flat) -> None:
+        """In 2 (n - 1) turns."""
+        size, own = len(self.group.ranks), self.group.own
+        # With fewer values than ranks some pieces are empty.
+        pieces = flat.values.tensor_split(size)
+        spare = torch.empty_like(pieces[0])
+        for turn in range(size - 1):
+            grown = pieces[(own - turn - 1) % size]
+            come = spare[: len(grown)]
+            self._pass_on(pieces[(own - turn) % size], come)
+            grown += come
+        for turn in range(size - 1):
+            self._pass_on(pieces[(own - turn + 1) % size], pieces[(own - turn) % size])
+
+    def _pass_on(self, piece: torch.Tensor, come: torch.Tensor) -> None:
+        """Send a piece to the next rank while another comes from the one before."""
+        ranks, own, channel = self.group
+        after, before = ranks[(own + 1) % len(ranks)], ranks[own - 1]
+        exchange([(come, before)], [(piece, after)], channel)
+
+
+def exchange(come: Iterable[Leg], go: Iterable[Leg], channel: Any) -> None:
+    """Return when everything has come and gone; what is empty is not sent.
+
+    Both ways at once: gloo tells the sender that it is awaited on the same line on which data go,
+    so what is to come is announced first, or it would wait until all has gone.
+    """
+    legs = [dist.P2POp(dist.irecv, tensor, rank, channel) for tensor, rank in come if len(tensor)]
+    legs += [dist.P2POp(dist.isend, tensor, rank, channel) for tensor, rank in go if len(tensor)]
+    for work in dist.batch_isend_irecv(legs) if legs else ():
+        work.wait()
