@@ -14,15 +14,15 @@ import torch
 from world_ranks import run
 
 from flatout.measure import usable_cpus
-from flatout.world.meeting import Meeting
+from flatout.world.barrier import Barrier
 
 two_cpus = pytest.mark.skipif(usable_cpus() < 2, reason="two ranks take two CPUs")
 
 
-def meetings(count, timeout_s=100.0):
+def barriers(count, timeout_s=100.0):
     ends = {(a, b): os.pipe() for a in range(count) for b in range(count) if a != b}
     return [
-        Meeting(
+        Barrier(
             {other: FileIO(ends[own, other][1], "wb") for other in range(count) if other != own},
             {other: FileIO(ends[other, own][0], "rb") for other in range(count) if other != own},
             timeout_s,
@@ -44,7 +44,7 @@ def test_no_rank_goes_on_before_all_have_come():
                 wrong.append((own, turn))
             meet()
 
-    threads = [threading.Thread(target=rank, args=one) for one in enumerate(meetings(3))]
+    threads = [threading.Thread(target=rank, args=one) for one in enumerate(barriers(3))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -54,14 +54,14 @@ def test_no_rank_goes_on_before_all_have_come():
 
 
 def test_a_rank_that_has_ended_is_named():
-    first, second = meetings(2)
+    first, second = barriers(2)
     del second
     with pytest.raises(RuntimeError, match="rank 1 has closed its pipe"):
         first()
 
 
 def test_a_rank_that_ends_while_it_is_waited_for_is_named():
-    first, second = meetings(2)
+    first, second = barriers(2)
     pipes = [*second._to.values(), *second._of.values()]
     threading.Timer(0.2, lambda: [pipe.close() for pipe in pipes]).start()
     with pytest.raises(RuntimeError, match="rank 1 has closed its pipe"):
@@ -69,7 +69,7 @@ def test_a_rank_that_ends_while_it_is_waited_for_is_named():
 
 
 def test_a_rank_that_does_not_come_is_named():
-    first, _second = meetings(2, timeout_s=0.2)
+    first, _second = barriers(2, timeout_s=0.2)
     with pytest.raises(RuntimeError, match=r"rank 1 has not come for 0\.2 s"):
         first()
 
@@ -82,7 +82,7 @@ JOB = """
     import flatout
     from flatout.recipe import World as Asked
     from flatout.strategies.reductions import Shared, reduction_of
-    from flatout.world import join, meeting
+    from flatout.world import barrier, join
 
     world = join()
     cpu = torch.device("cpu")
@@ -90,7 +90,7 @@ JOB = """
     def files():
         return len(os.listdir("/proc/self/fd"))
 
-    open_files = meeting.opened
+    open_files = barrier.opened
     def out_of_reach(pid, fd, flags):
         if world.rank == 1:
             raise PermissionError("as in another container")
@@ -98,9 +98,9 @@ JOB = """
 
     reduction_of(Asked(), world, cpu)  # what is opened once
     before = files()
-    meeting.opened = out_of_reach
+    barrier.opened = out_of_reach
     without = reduction_of(Asked(), world, cpu)
-    meeting.opened = open_files
+    barrier.opened = open_files
     said = {
         "kinds": [type(without).__name__, type(reduction_of(Asked(), world, cpu)).__name__],
         "left open": files() - before,
@@ -145,7 +145,7 @@ IN_CONTAINERS = """
     import os
     import torch
     import torch.distributed as dist
-    from flatout.world.meeting import meeting_of
+    from flatout.world.barrier import barrier_of
     from flatout.world import Group
 
     rank, folder = int(os.environ["RANK"]), os.environ["MEET"]
@@ -153,7 +153,7 @@ IN_CONTAINERS = """
     # As many files in both, so that the numbers of the pipes are the same.
     while os.dup(0) < 60:
         pass
-    print(os.getpid(), meeting_of(Group((0, 1), rank, None), 20.0) is None)
+    print(os.getpid(), barrier_of(Group((0, 1), rank, None), 20.0) is None)
 """
 
 

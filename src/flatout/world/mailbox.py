@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from flatout.world.group import Group
-from flatout.world.meeting import Meeting, gathered, meeting_of, opened
+from flatout.world.barrier import Barrier, Group, barrier_of, gathered, opened
 from flatout.world.messages import to_eight
 
 _WORD = 8
@@ -47,10 +46,10 @@ class Mailbox:
 
     Args:
         group: ranks of one node, which all make theirs at once.
-        meet: their meeting.
+        meet: their barrier.
     """
 
-    def __init__(self, group: Group, meet: Meeting) -> None:
+    def __init__(self, group: Group, meet: Barrier) -> None:
         self._own, self._meet, self._turn = group.own, meet, 0
         self._least = _LEAST_BYTES
         file = _file(mmap.PAGESIZE)
@@ -164,7 +163,7 @@ class Mailbox:
 
 def mailbox_of(group: Group, timeout_s: float) -> Mailbox | None:
     """Of a group's ranks, which all call it; None where some cannot see others' memory."""
-    meet = meeting_of(group, timeout_s)
+    meet = barrier_of(group, timeout_s)
     return None if meet is None else Mailbox(group, meet)
 
 

@@ -20,10 +20,10 @@ from time import perf_counter_ns as clock
 from typing import Any, NamedTuple
 
 from flatout.console import say
+from flatout.world.agreement_points import all_ask
 from flatout.world.collective_log import APART, CollectiveLog, Waiting
 from flatout.world.hang import RankStatus, explain
 from flatout.world.place import Place, restarts
-from flatout.world.points import all_ask
 from flatout.world.stacks import Process, look_at, own_stack, this_process
 from flatout.world.stores import Board, agent_keeps_it, connect, files_of
 

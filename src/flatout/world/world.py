@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from flatout import errors
 from flatout.errors import FlatoutError, WorldError
 from flatout.world import dropped, gloo_threads, messages
+from flatout.world.barrier import Group
 from flatout.world.collective_log import APART, CollectiveLog, Waiting
-from flatout.world.group import Group
 from flatout.world.network import INTERFACES, interface_of, source_address
 from flatout.world.place import ALONE, Place, place, restarts
 from flatout.world.secret import check_channel

@@ -13,7 +13,7 @@ from flatout.strategies.reductions.halves import Halves
 from flatout.strategies.reductions.power_sgd import PowerSgd
 from flatout.strategies.reductions.reduction import Reduction
 from flatout.strategies.reductions.shared import Shared
-from flatout.world import Group, World, meeting_of
+from flatout.world import Group, World, barrier_of
 
 
 def check_reduction(asked: Asked, world: World, say: Callable[[str], None]) -> None:
@@ -78,9 +78,9 @@ def reduction_of(
         asked.reduction == "auto" and asked.compression == "off" and (world.size == 2 or not exact)
     )
     if wanted and world.place.nodes == 1 and device.type == "cpu":
-        meeting = meeting_of(whole, world.timeout_s)
-        if meeting is not None:
-            return Shared(whole, meeting)
+        barrier = barrier_of(whole, world.timeout_s)
+        if barrier is not None:
+            return Shared(whole, barrier)
     if asked.reduction == "ring":
         return Ring(whole)
     if asked.reduction == "to_one":
@@ -101,8 +101,8 @@ def reduction_among(group: Group, world: World) -> Reduction:
 
     All ranks call it at once, each for its own group.
     """
-    meeting = meeting_of(group, world.timeout_s) if world.place.nodes == 1 else None
-    return AllReduce(group) if meeting is None else Shared(group, meeting)
+    barrier = barrier_of(group, world.timeout_s) if world.place.nodes == 1 else None
+    return AllReduce(group) if barrier is None else Shared(group, barrier)
 
 
 def _among(asked: Asked, group: Group) -> Reduction:

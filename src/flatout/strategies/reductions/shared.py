@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from flatout.strategies.reductions.reduction import Flat, Reduction
-from flatout.world import Group, Meeting, meeting
+from flatout.world import Barrier, Group, barrier
 
 
 class _BucketPlace(NamedTuple):
@@ -40,12 +40,12 @@ class Shared(Reduction):
 
     Args:
         group: ranks of one node.
-        meet: their meeting.
+        meet: their barrier.
     """
 
     is_exact = True
 
-    def __init__(self, group: Group, meet: Meeting) -> None:
+    def __init__(self, group: Group, meet: Barrier) -> None:
         self.group = group
         self._meet = meet
         self._laid: dict[int, _BucketPlace] = {}
@@ -61,8 +61,8 @@ class Shared(Reduction):
         try:
             os.ftruncate(file, 2 * whole)
             mapped = []
-            for pid, fd in meeting.gathered(self.group, (os.getpid(), file)):
-                there = meeting.opened(pid, fd, os.O_RDWR)
+            for pid, fd in barrier.gathered(self.group, (os.getpid(), file)):
+                there = barrier.opened(pid, fd, os.O_RDWR)
                 mapped.append(torch.frombuffer(mmap.mmap(there, 2 * whole), dtype=torch.uint8))
                 os.close(there)
             self._meet()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flatout.world import LostRank, Pair, meeting
+from flatout.world import LostRank, Pair, barrier
 
 # What a worker wants of a server, the first number of its message. Of one that does not wait: a
 # step, a step without a gradient, the weights, a part of an epoch, the end of an epoch, the end of
@@ -106,7 +106,7 @@ def _shared(pair: Pair, size: int) -> torch.Tensor | None:
             os.ftruncate(file, size)
         pid, fd, inode = pair.gather(_offer(file))[0]
         try:
-            there = meeting.opened(pid, fd, os.O_RDWR)
+            there = barrier.opened(pid, fd, os.O_RDWR)
             is_same = os.fstat(there).st_ino == inode
         except OSError:
             there, is_same = -1, False

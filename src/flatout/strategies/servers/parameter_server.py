@@ -34,7 +34,7 @@ from flatout.strategies.servers.routes import Route, gradient_of, length_of, rou
 from flatout.strategies.servers.share import describe, rates_of
 from flatout.strategies.strategy import Strategy
 from flatout.words import rounded, size_words
-from flatout.world import Group, World, meeting, servers, unpack
+from flatout.world import Group, World, barrier, servers, unpack
 
 # How long a rank waits for servers that may have failed.
 _END_S = 5.0
@@ -247,7 +247,7 @@ class ParameterServer(Strategy):
             self._receive(links, parts)
             if not links or group is None:
                 return parts
-            each = meeting.gathered(group, parts)
+            each = barrier.gathered(group, parts)
             return [torch.cat(of_one) for of_one in zip(*each, strict=True)]
 
     def _receive(self, links: Sequence[Link], into: Iterable[torch.Tensor]) -> None:

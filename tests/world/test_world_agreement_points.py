@@ -6,7 +6,7 @@ from time import sleep
 import pytest
 import torch.distributed as dist
 
-from flatout.world.points import all_ask
+from flatout.world.agreement_points import all_ask
 
 
 @pytest.mark.parametrize(

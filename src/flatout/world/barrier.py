@@ -1,4 +1,4 @@
-"""Ranks of one node meet: none goes on before all have come.
+"""A barrier of the ranks of one node: none goes on before all have come.
 
 Each pair of ranks has two pipes. A byte through them takes a few microseconds, and their end tells
 that a rank has ended.
@@ -9,13 +9,26 @@ from __future__ import annotations
 import os
 import select
 from io import FileIO
-from typing import Any
+from typing import Any, NamedTuple
 
 from flatout.world import messages
-from flatout.world.group import Group
 
 
-class Meeting:
+class Group(NamedTuple):
+    """Ranks with their own channel: what they do there is in order among them alone.
+
+    Attributes:
+        ranks: of the World.
+        own: where this rank stands among them, from 0.
+        channel: torch's process group.
+    """
+
+    ranks: tuple[int, ...]
+    own: int
+    channel: Any
+
+
+class Barrier:
     """The pipes of one rank.
 
     Args:
@@ -49,7 +62,7 @@ class Meeting:
                 raise RuntimeError(f"rank {rank} has closed its pipe")
 
 
-def meeting_of(group: Group, timeout_s: float) -> Meeting | None:
+def barrier_of(group: Group, timeout_s: float) -> Barrier | None:
     """Of a group's ranks, which all call it; None where some cannot open others' files.
 
     So it is in containers that share a host, but not their processes.
@@ -83,7 +96,7 @@ def meeting_of(group: Group, timeout_s: float) -> Meeting | None:
     for pipe in writing.values():
         pipe.close()
     if all_could:
-        return Meeting(to, of, timeout_s)
+        return Barrier(to, of, timeout_s)
     for pipe in (*to.values(), *of.values()):
         pipe.close()
     return None
