@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -78,4 +78,16 @@ def check_known(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
         raise ModelError(
             f"{type(optimizer).__name__} trains parameters that are not the model's",
             do="give Flatout a model that holds all that is trained",
+        )
+
+
+def check_laid_out(
+    strategy: str, parameters: Iterable[torch.Tensor], laid_out: Collection[torch.Tensor]
+) -> None:
+    """Refuse parameters that an optimizer was given after its weights were laid over the ranks."""
+    if not all(parameter in laid_out for parameter in parameters):
+        raise ModelError(
+            f"{strategy} lays out what the optimizers train before the first step, and parameters "
+            "were added since",
+            do=f"give the optimizer all parameters that will train from the start, or {DDP}",
         )

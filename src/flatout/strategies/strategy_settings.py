@@ -60,6 +60,13 @@ _REFUSED: dict[str, dict[str, str]] = {
     },
 }
 
+# Settings that go with one strategy alone, and what they are about.
+_ONLY_WITH = (
+    ("world.staleness", "parameter_server", "parameter servers"),
+    ("world.servers", "parameter_server", "parameter servers"),
+    ("world.stages", "staged", "ranks that have some layers each"),
+)
+
 # What else than that goes with the strategy.
 _FITS = {("fsdp", "world.reduction"): "shared"}
 
@@ -74,30 +81,19 @@ def check_settings(requested: Recipe) -> None:
     there = servers.apart()
     if there is not None:
         _check_apart(requested, there.size)
-    if requested.world.staleness != "sync" and strategy != "parameter_server":
-        raise RecipeError(
-            f"world.staleness={requested.world.staleness} is about parameter servers, and "
-            f"world.strategy={strategy} has none",
-            do="leave it out, or set world.strategy=parameter_server",
-        )
-    if requested.world.servers > 1 and strategy != "parameter_server":
-        raise RecipeError(
-            f"world.servers={requested.world.servers} is about parameter servers, and "
-            f"world.strategy={strategy} has none",
-            do="leave it out, or set world.strategy=parameter_server",
-        )
+    for field, wanted, what in _ONLY_WITH:
+        value = requested.get(field)
+        if value != SETTINGS[field].plain and strategy != wanted:
+            raise RecipeError(
+                f"{field}={value} is about {what}, and world.strategy={strategy} has none",
+                do=f"leave it out, or set world.strategy={wanted}",
+            )
     spare, staleness = requested.world.spare_workers, requested.world.staleness
     if spare and (strategy != "parameter_server" or staleness != "sync"):
         raise RecipeError(
             f"world.spare_workers={spare} is about servers that wait for gradients, and "
             f"world.strategy={strategy} with world.staleness={staleness} has none",
             do="leave it out, or set world.strategy=parameter_server and world.staleness=sync",
-        )
-    if requested.world.stages and strategy != "staged":
-        raise RecipeError(
-            f"world.stages={requested.world.stages} is about ranks that have some layers each, and "
-            f"with world.strategy={strategy} none has",
-            do="leave it out, or set world.strategy=staged",
         )
     if strategy not in LEFT_OUT:
         return

@@ -23,9 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from flatout.errors import ModelError
 from flatout.models import own_names, sharded_like, whole
-from flatout.strategies.elementwise import check_elementwise
+from flatout.strategies.elementwise import check_elementwise, check_laid_out
 from flatout.strategies.fsdp.blocks import blocks_of
 from flatout.strategies.fsdp.fully_shard import (
     AllGatherOf,
@@ -246,13 +245,7 @@ class Fsdp(Strategy):
             ModelError: an optimizer was given parameters since.
         """
         if parameters is not self._seen:
-            if not self._known.issuperset(parameters):
-                raise ModelError(
-                    "world.strategy=fsdp lays out what the optimizers train before the first step, "
-                    "and parameters were added since",
-                    do="give the optimizer all parameters that will train from the start, or train "
-                    "with world.strategy=ddp",
-                )
+            check_laid_out("world.strategy=fsdp", parameters, self._known)
             self._seen = parameters
         self._used.clear()
         for part in self._parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -71,15 +71,4 @@ def check_spare(spare: int, servers: int, ranks: int) -> None:
         raise WorldError(
             f"world.spare_workers={spare} of {ranks} ranks leaves no gradient to wait for",
             do=f"take {ranks - 1} at most",
-        )
-
-
-def check_known(parameters: Iterable[torch.Tensor], shared_out: set[torch.Tensor]) -> None:
-    """Refuse parameters that an optimizer was given after its weights were shared out."""
-    if not shared_out.issuperset(parameters):
-        raise ModelError(
-            f"{_NAME} shares out what the optimizers train before the first step, and parameters "
-            "were added since",
-            do="give the optimizer all parameters that will train from the start, or train with "
-            "world.strategy=ddp",
         )

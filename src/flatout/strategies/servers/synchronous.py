@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
+from flatout.strategies.elementwise import check_laid_out
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.servers.host_leader import tower_of
 from flatout.strategies.servers.layout import chunks_of
 from flatout.strategies.servers.link import GRADIENTS, STEP, WHOLE_STEP
 from flatout.strategies.servers.parameter_server import ParameterServer
-from flatout.strategies.servers.refusals import check_known
 from flatout.strategies.strategy import Sums, Tensors
 
 # Of the numbers that ranks add up, after the sums: how many have gradients that are too large, and
@@ -77,7 +77,7 @@ class SynchronousServers(ParameterServer):
             ModelError: an optimizer was given parameters since.
         """
         if parameters is not self._seen:
-            check_known(parameters, self._known)
+            check_laid_out("world.strategy=parameter_server", parameters, self._known)
         self._seen = parameters
         self._turn = [place for place in range(len(self._layouts)) if turn >> place & 1]
         # Someone may have loaded other weights, on all ranks.

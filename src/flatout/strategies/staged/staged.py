@@ -33,6 +33,7 @@ from torch import fx, nn
 from flatout.data import Batch
 from flatout.errors import ModelError
 from flatout.models import is_batch_coupled
+from flatout.strategies.elementwise import check_laid_out
 from flatout.strategies.replicas import check_replicas
 from flatout.strategies.staged.chain import Chain, Stage
 from flatout.strategies.staged.copies import Copies, micro_batches
@@ -436,13 +437,7 @@ class Staged(Strategy):
         """A step begins."""
         self._turn = turn
         if parameters is not self._seen:
-            if not self._owner_of.keys() >= set(parameters):
-                raise ModelError(
-                    "world.strategy=staged lays out what the optimizers train before the first "
-                    "step, and parameters were added since",
-                    do="give the optimizer all parameters that will train from the start, or train "
-                    "with world.strategy=ddp",
-                )
+            check_laid_out("world.strategy=staged", parameters, self._owner_of.keys())
             self._seen = parameters
 
     def finish(self) -> Sums:
