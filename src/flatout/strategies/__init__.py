@@ -1,4 +1,4 @@
-"""How parameters, gradients and samples are laid over the World: a file per strategy."""
+"""Layouts of parameters, gradients and samples over the World: a file or folder per strategy."""
 
 from flatout.lazy import attach
 

@@ -77,7 +77,7 @@ def _use_of(parameter: torch.Tensor) -> float:
 
 
 def bucket_groups(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """What the buckets hold: the last parameters first, for backward reaches them first."""
+    """Return the parameters of each bucket, the last ones first: backward reaches these first."""
     groups: list[list[torch.Tensor]] = []
     room = 0
     for parameter in reversed(parameters):

@@ -272,7 +272,7 @@ class Ddp(Strategy):
         self._now.arm(own, samples, scaler)
 
     def disarm(self) -> None:
-        """That backward has failed."""
+        """Stop waiting for gradients: the backward has failed."""
         self._now.disarm()
 
     def finish(self) -> Sums:

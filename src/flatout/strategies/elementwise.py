@@ -1,4 +1,4 @@
-"""What can be stepped in parts, refused before any rank trains where it cannot."""
+"""Refusals of weights and optimizers that cannot be stepped in parts, before any rank trains."""
 
 from __future__ import annotations
 

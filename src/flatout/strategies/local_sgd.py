@@ -156,7 +156,7 @@ class LocalSgd(Strategy):
         return {"bytes_per_average": bytes_per_average(self._model, self._optimizers)}
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next meeting needs besides the weights; the ranks have met."""
+        """Return what the next meeting needs besides the weights; the ranks have met."""
         return {"velocities": self._velocities}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ class LocalSgd(Strategy):
 
 
 def bytes_per_average(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """What a rank sends of itself when all weights are averaged, with all that goes along.
+    """Return the bytes that a rank sends when all weights are averaged.
 
     Args:
         model: that is trained.

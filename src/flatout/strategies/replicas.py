@@ -1,4 +1,4 @@
-"""Whether all ranks have the same model."""
+"""A check that all ranks have the same model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy is asked around each step; what it does not need, it leaves as it is here."""
+"""The interface of a strategy around each step; by itself it does nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Sums(NamedTuple):
-    """What travels with the gradients: of one rank, or of all together.
+    """Numbers that travel with the gradients, of one rank or of all ranks together.
 
     Attributes:
         total: sum of the losses.
@@ -105,7 +105,7 @@ class Strategy:
         self._own = own
 
     def disarm(self) -> None:
-        """That backward has failed, and the gradients are computed again from the beginning."""
+        """Forget that backward: it has failed, and the gradients are computed again."""
 
     def finish(self) -> Sums:
         """Wait until the gradients are those of the step; what travelled with them."""
@@ -142,18 +142,18 @@ class Strategy:
         """End the section with the step of which parts were claimed."""
 
     def staleness(self) -> list[Counter[int]] | None:
-        """Of each rank, how many of its gradients were how many steps old; None where none is.
+        """Return each rank's numbers of gradients by age, in steps; None where none is old.
 
         All ranks call it.
         """
         return None
 
     def traffic(self) -> dict[str, Any]:
-        """What this rank has sent in each step, as plain data for its Profile; empty if unknown."""
+        """Return what this rank has sent in each step, for its Profile; empty if unknown."""
         return {}
 
     def late(self) -> list[int] | None:
-        """Of each rank, how many gradients came too late for a step; None where all wait for all.
+        """Return for each rank the gradients that came too late; None where all wait for all.
 
         All ranks call it.
         """
@@ -177,7 +177,7 @@ class Strategy:
         return optimizer.state_dict()
 
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Of an optimizer's whole state what this rank loads."""
+        """Return the part of an optimizer's whole state that this rank loads."""
         return state
 
     def renew(self) -> None:
@@ -188,14 +188,14 @@ class Strategy:
         check_replicas(model, world, when)
 
     def own_state(self) -> dict[str, Any] | None:
-        """What later steps need that each rank has for itself; None where there is nothing."""
+        """Return what later steps need and each rank has for itself; None where there is nothing."""
         return None
 
     def load_own_states(self, states: Sequence[dict[str, Any]]) -> None:
         """Go on from what `own_state` gave on each rank; there may have been other ranks."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What later steps need besides weights and optimizers; the ranks have met."""
+        """Return what later steps need besides weights and optimizers; the ranks have met."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ class SyncBatchNorm:
 
     @property
     def has_layers(self) -> bool:
-        """Whether the model has any."""
+        """True if the model has such layers."""
         return bool(self.layers or self.of_keras)
 
     @contextmanager

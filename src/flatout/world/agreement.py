@@ -1,4 +1,4 @@
-"""What must be the same on all nodes of a job, compared before its first rank starts."""
+"""Facts that must be the same on all nodes of a job, compared before its first rank starts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Arrival:
         return cls(**json.loads(words))
 
     def words(self) -> str:
-        """As a string for a store."""
+        """Return the arrival as a string for a store."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Arrival:
 def facts_here(
     script: str, is_module: bool, ranks: int | None, recipe: Mapping[str, object]
 ) -> dict[str, str]:
-    """What this node is about to run.
+    """Return what this node is about to run.
 
     Args:
         script: a path, or the name of a module.
@@ -89,7 +89,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def disagreement(came: Sequence[Arrival]) -> WorldError | None:
-    """What is wrong with the newest of the nodes that have come, if anything."""
+    """Return the error of the newest of the nodes that have come; None where it agrees."""
     first, newest = came[0], came[-1]
     same = next((item for item in came[:-1] if item.node == newest.node), None)
     if same is not None:

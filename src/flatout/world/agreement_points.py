@@ -1,4 +1,4 @@
-"""Whether all ranks ask for something at a point that each of them passes, without a collective.
+"""An agreement of ranks at a point that each of them passes, without a collective.
 
 Those that ask count themselves in the job's store, and wait. The others only count the points that
 they have passed, which their watches tell at each beat. Who knows first writes the verdict into the

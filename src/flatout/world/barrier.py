@@ -63,7 +63,7 @@ class Barrier:
 
 
 def barrier_of(group: Group, timeout_s: float) -> Barrier | None:
-    """Of a group's ranks, which all call it; None where some cannot open others' files.
+    """Return the barrier of a group's ranks, which all call it; None where files are out of reach.
 
     So it is in containers that share a host, but not their processes.
     """
@@ -103,7 +103,7 @@ def barrier_of(group: Group, timeout_s: float) -> Barrier | None:
 
 
 def gathered(group: Group, value: Any) -> list[Any]:
-    """What every rank of the group gives."""
+    """Return the values of every rank of the group."""
     return messages.gather(value, len(group.ranks), group.channel)
 
 

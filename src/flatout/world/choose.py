@@ -1,4 +1,4 @@
-"""How many ranks a script is fastest on, measured: `flatout run --devices auto`.
+"""The number of ranks that a script is fastest on, measured: `flatout run --devices auto`.
 
 The script is started on each number of ranks twice, in the one order and then in the other, and
 ended inside its first fit. More ranks are chosen only where they are faster beyond what two equal
@@ -44,7 +44,7 @@ class Speed:
 
     @property
     def mean(self) -> float:
-        """Of both measurements."""
+        """The mean of both measurements."""
         return (self.first + self.second) / 2
 
     @property

@@ -1,4 +1,4 @@
-"""Where a rank stands among the collectives of its job."""
+"""The place of a rank among the collectives of its job."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _times = 0
 
 
 def may_end(ranks: Collection[int]) -> None:
-    """As a rank: from now on these may be killed, and the job goes on; all ranks call it."""
+    """Let the job go on without these ranks if they are killed from now on; all ranks call it."""
     if set(ranks) == _said or STARTED_BY not in os.environ:
         return
     _said.clear()
@@ -46,7 +46,7 @@ def may_end(ranks: Collection[int]) -> None:
 
 
 def is_dropped(rank: int, patience_s: float) -> bool:
-    """As a rank: whether the agent of another one has dropped it."""
+    """Return True if the agent of another rank has dropped that rank."""
     until = monotonic() + patience_s * (rank in _said)
     while not (result := _is_any("dropped", [rank])) and monotonic() < until:
         sleep(_LOOK_EVERY_S)
@@ -54,22 +54,22 @@ def is_dropped(rank: int, patience_s: float) -> bool:
 
 
 def is_any_dropped() -> bool:
-    """As a rank: whether an agent has dropped one of those that may end."""
+    """Return True if an agent has dropped one of the ranks that may end."""
     return _is_any("dropped", _said)
 
 
 def are_back(ranks: Collection[int]) -> bool:
-    """As a rank: whether ranks that were dropped all wait to be taken back."""
+    """Return True if ranks that were dropped all wait to be taken back."""
     return bool(ranks) and all(_is_any("back", [rank]) for rank in ranks)
 
 
 def comes_back() -> bool:
-    """As a rank: whether it was started again by itself."""
+    """Return True if this rank was started again by itself."""
     return COMES_BACK in os.environ
 
 
 def register_return(rank: int) -> str:
-    """As a rank that comes back: wait to be taken back from now on; under which name all meet."""
+    """Wait, as a rank that comes back, to be taken back; returns the name under which all meet."""
     global _times
     store = _store()
     _times = int(store.add("times", 0))
@@ -83,7 +83,7 @@ def meeting() -> str:
 
 
 def have_met() -> None:
-    """As a rank: all have met; they call it."""
+    """Note, as each of the ranks, that all have met."""
     global _times
     _times += 1
     if place().rank == 0:
@@ -91,12 +91,12 @@ def have_met() -> None:
 
 
 def times() -> int:
-    """As a rank: how often the others have taken ranks back."""
+    """Return how often the ranks have taken other ranks back."""
     return _times
 
 
 def come_to(times: int) -> None:
-    """As a server that is no rank: the ranks have taken others back so often."""
+    """Set, as a server that is no rank, how often the ranks have taken other ranks back."""
     global _times
     _times = times
 
@@ -111,7 +111,7 @@ def _is_any(what: str, ranks: Collection[int]) -> bool:
 
 
 def drops(rank: int, agents: Any) -> bool:
-    """As an agent, of a rank that was killed: whether the job goes on without it."""
+    """Return, as an agent, True if the job goes on without a rank that was killed."""
     with suppress(RuntimeError):
         if agents.check(["may-end"]) and rank in json.loads(agents.get("may-end")):
             times = agents.add("times", 0)
@@ -122,7 +122,7 @@ def drops(rank: int, agents: Any) -> bool:
 
 
 def times_of(agents: Any) -> int:
-    """As an agent: how often ranks were taken back."""
+    """Return, as an agent, how often ranks were taken back."""
     return int(agents.add("times", 0))
 
 

@@ -14,7 +14,7 @@ _RANKS = 8
 
 @dataclass
 class RankStatus:
-    """Where a rank stands, as it told itself, or as far as others know.
+    """The state of a rank, as it reports it, or as far as other ranks know.
 
     Attributes:
         begun: how many collectives it has come to.
@@ -35,11 +35,11 @@ class RankStatus:
     passed: int = 0
 
     def at(self, number: int) -> str | None:
-        """What the collective of this number was for on this rank, without the step."""
+        """Return what the collective of this number was for on this rank, without the step."""
         return next((what for call, what, _ in self.recent if call == number), None)
 
     def name(self, number: int) -> str:
-        """The same in words, with the step."""
+        """Return what the collective of this number was for, with the step."""
         return next(
             (named(what, step) for call, what, step in self.recent if call == number),
             f"collective {number}",
@@ -48,7 +48,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Hang:
-    """What is known of a collective that does not end.
+    """The facts about a collective that does not end.
 
     Attributes:
         lines: for people.

@@ -26,7 +26,7 @@ _TOLD = 4  # of a rank's two boxes, where they are now
 
 
 class _Box(NamedTuple):
-    """Where a rank's box is, and what it holds.
+    """The place and the memory of a rank's box.
 
     Attributes:
         file: the rank's number of it.
@@ -67,7 +67,7 @@ class Mailbox:
     def exchange(
         self, note: Sequence[int], parts: Sequence[Sequence[torch.Tensor]]
     ) -> tuple[list[list[int]], list[torch.Tensor]]:
-        """As `World.exchange`."""
+        """Do what `World.exchange` does."""
         ranks = len(parts)
         lengths = [sum([to_eight(tensor.nbytes) for tensor in part]) for part in parts]
         at = (1 + len(note) + 2 * ranks) * _WORD
@@ -108,7 +108,7 @@ class Mailbox:
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's two boxes."""
+        """The bytes of this rank's two boxes."""
         return sum(len(boxes[self._own].bytes) for boxes in self._boxes if self._own in boxes)
 
     def room(self, length: int) -> torch.Tensor:
@@ -162,7 +162,7 @@ class Mailbox:
 
 
 def mailbox_of(group: Group, timeout_s: float) -> Mailbox | None:
-    """Of a group's ranks, which all call it; None where some cannot see others' memory."""
+    """Return the mailbox of a group's ranks, which all call it; None where they share no memory."""
     meet = barrier_of(group, timeout_s)
     return None if meet is None else Mailbox(group, meet)
 

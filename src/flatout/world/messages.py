@@ -1,4 +1,4 @@
-"""What ranks send one another besides sums: plain values as JSON and tensors, never as pickle.
+"""Messages between ranks besides sums: plain values as JSON and tensors, never as pickle.
 
 A message with a value is 8 bytes with the length of its head, the head as JSON, and the tensors'
 bytes. The head holds the value without its tensors, and their names, dtypes and shapes.
@@ -110,7 +110,7 @@ def exchange(
     lengths: Sequence[int] | None = None,
     channel: Any = None,
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """As `World.exchange`, through a channel of torch's; None is that of all ranks."""
+    """Do what `World.exchange` does, on a channel of torch's; None is that of all ranks."""
     import torch
     import torch.distributed as dist
 

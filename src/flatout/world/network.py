@@ -1,4 +1,4 @@
-"""What a node's network looks like: who listens on a port, and which interface leads where."""
+"""Facts about a node's network: who listens on a port, and which interface leads where."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def listener(port: int) -> str:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name or address is one of this node's; so it is taken to be if no one knows it."""
+    """Return True if a name or address is one of this node's, or one that is not known."""
     result = _addresses_of(host)
     return not result or _is_own(result)
 
@@ -69,7 +69,7 @@ def listening_address(host: str) -> str:
 
 
 def reached_at(host: str) -> str:
-    """Where a process of any node reaches what listens on the `listening_address` of a host.
+    """Return the address by which any node reaches the `listening_address` of a host.
 
     On the host itself its name may lead to loopback, where nothing listens.
     """

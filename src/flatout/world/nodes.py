@@ -28,7 +28,7 @@ _RESOURCES = Path("/opt/ml/input/config/resourceconfig.json")
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where the ranks of a job are started.
+    """The nodes on which the ranks of a job are started.
 
     Attributes:
         count: how many nodes there are.
@@ -51,17 +51,17 @@ class Nodes:
 
     @property
     def is_world(self) -> bool:
-        """Whether there are several ranks."""
+        """True if there are several ranks."""
         return self.count > 1 or (self.ranks or 1) > 1
 
     @property
     def computing(self) -> int:
-        """How many nodes have ranks that compute."""
+        """The number of nodes whose ranks compute."""
         return self.count - self.servers if self.count > 1 else 1
 
     @property
     def here(self) -> int:
-        """How many processes this node starts."""
+        """The number of processes that this node starts."""
         if self.rank >= self.computing:
             return 1
         return (self.ranks or 1) + (self.servers if self.count == 1 else 0)
@@ -82,7 +82,7 @@ def asked_for(
     rendezvous: str | None,
     servers: int = 0,
 ) -> Nodes:
-    """What a command asks for; what it leaves out, the cluster may have said.
+    """Return the nodes that a command asks for; a cluster's variables fill in what it leaves out.
 
     Args:
         ranks: on each node that computes.
@@ -145,7 +145,7 @@ def check_devices(ranks: int, device: str | None = None) -> None:
 
 
 def devices_here(device: str | None = None) -> tuple[int, str]:
-    """How many ranks have a device each on this node, and of which kind: "GPU" or "CPU"."""
+    """Return how many ranks have a device each on this node, and its kind: "GPU" or "CPU"."""
     from flatout.measure import usable_cpus
 
     if (device_asked() if device is None else device) in ("auto", "cuda") and has_gpus():
@@ -156,14 +156,14 @@ def devices_here(device: str | None = None) -> tuple[int, str]:
 
 
 def has_gpus() -> bool:
-    """Whether this node has any that CUDA shows."""
+    """Return True if CUDA shows a GPU on this node."""
     from flatout.devices import inventory
 
     return bool(inventory().cuda)
 
 
 def device_asked() -> str:
-    """What `flatout run` was given as world.device; "auto" where nothing was."""
+    """Return the world.device that `flatout run` was given; "auto" where it was given none."""
     if not (os.environ.get("FLATOUT_RECIPE") or os.environ.get("FLATOUT_SET")):
         return "auto"
     from flatout.recipe import effective

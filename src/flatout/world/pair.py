@@ -52,7 +52,7 @@ class Pair:
         return messages.unpack(message)
 
     def gather(self, value: Any) -> list[Any]:
-        """What both tell, who both call it: that of 0 first."""
+        """Return the values of both ends, which both call it: that of 0 first."""
         if self.own == 0:
             self.tell(value)
             return [value, self.hear()]

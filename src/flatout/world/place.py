@@ -110,7 +110,7 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def restarts(environ: Mapping[str, str] | None = None) -> int:
-    """How often the ranks of this job were started again.
+    """Return how often the ranks of this job were started again.
 
     By the agent after one of them was killed, or by SLURM after a preemption and its like.
     """

@@ -240,7 +240,7 @@ class Preflight:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """What a call gives that may never return, as those of a store whose host is cut off."""
+    """Return the result of a call that may never return, such as one to a store that is cut off."""
     result: Future[T] = Future()
 
     def work() -> None:

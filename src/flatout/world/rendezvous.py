@@ -1,4 +1,4 @@
-"""Where the nodes of a job meet: before its first rank, and whenever the ranks start again.
+"""The meeting of a job's nodes: before its first rank, and whenever the ranks start again.
 
 All of it goes through one store, which the first node keeps and the ranks use too; besides what the
 preflight leaves there,
@@ -38,7 +38,7 @@ _STOP = "stopped"
 
 
 class _NodeCounts(NamedTuple):
-    """How many nodes have come to a start of the ranks, want the next one, and are done."""
+    """Numbers of nodes that have come to a start, want the next start, and are done."""
 
     round: int
     here: int
@@ -150,7 +150,7 @@ class Rendezvous(RendezvousHandler):
 
     @property
     def store_port(self) -> int:
-        """Of the store, on loopback of this node."""
+        """The port of the store, on loopback of this node."""
         return self._preflight.store_port
 
     def _all_here(self) -> bool:
@@ -158,7 +158,7 @@ class Rendezvous(RendezvousHandler):
         return (result.round, result.here) == (self.rounds, self.nodes.count)
 
     def num_nodes_waiting(self) -> int:
-        """How many other nodes want all ranks to start again.
+        """Return how many other nodes want all ranks to start again.
 
         Raises:
             WorldError: the job is over on another node, or one is silent.
@@ -282,7 +282,7 @@ class Rendezvous(RendezvousHandler):
         return f"flatout-{self._own.key}"
 
     def is_closed(self) -> bool:
-        """Whether the job is over."""
+        """Return True if the job is over."""
         return self._over.is_set()
 
     def set_closed(self) -> None:

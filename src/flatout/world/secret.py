@@ -25,7 +25,7 @@ _YES, _NO = b"y", b"n"
 
 
 class UnknownPeer(WorldError):
-    """What listens there is no gate of Flatout's."""
+    """The error that no gate of Flatout listens there."""
 
 
 class Refused(WorldError):
@@ -33,7 +33,7 @@ class Refused(WorldError):
 
 
 def secret() -> bytes:
-    """Of this job; empty where none was given."""
+    """Return the secret of this job; empty where none was given."""
     return os.fsencode(os.environ.get(VARIABLE, ""))
 
 
@@ -43,7 +43,7 @@ def new_secret() -> str:
 
 
 def admit(peer: socket.socket) -> bool:
-    """Whether who has connected knows the secret; it is told so."""
+    """Return True if the peer that has connected knows the secret; the peer learns the answer."""
     own = token_bytes(_NONCE)
     peer.sendall(_GREETING + own)
     answer = _receive(peer, _NONCE + _PROOF)
@@ -82,7 +82,7 @@ def check_channel(rank: int, size: int, channel: Any = None) -> None:
 
 
 def prove(rank: int, gather: Callable[[Any], list[Any]]) -> None:
-    """The same, where what all of them tell is had in another way."""
+    """Prove the secret where the messages of all peers travel in another way."""
     if not secret():
         return
     nonces = [str(item).encode() for item in gather(token_hex(_NONCE))]

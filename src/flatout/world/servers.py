@@ -18,7 +18,7 @@ from flatout.world.place import SERVERS, Place, place, restarts
 from flatout.world.stores import connect
 
 OVER = "over"
-"""In their store, once the first rank's script has ended."""
+"""The key in their store, once the first rank's script has ended."""
 
 
 class Servers(NamedTuple):
@@ -34,7 +34,7 @@ class Servers(NamedTuple):
 
 
 def apart() -> Servers | None:
-    """As a rank: the servers that compute nothing; None where there are none."""
+    """Return, as a rank, the servers that compute nothing; None where there are none."""
     words = os.environ.get(SERVERS, "").split()
     return Servers(int(words[0]), words[1] == "here") if len(words) == 2 else None
 
@@ -46,7 +46,7 @@ def number_of(here: Place) -> int | None:
 
 
 def become_rank(here: Place, env: MutableMapping[str, str]) -> None:
-    """As a process that is to be a rank: know of the ranks alone."""
+    """Let a process that is to be a rank know of the ranks alone."""
     # A number alone is what the launcher has set.
     count, are_here = int(env[SERVERS]), here.nodes == 1
     env["WORLD_SIZE"] = str(here.world_size - count)
@@ -57,14 +57,14 @@ def become_rank(here: Place, env: MutableMapping[str, str]) -> None:
 
 
 def become_server(here: Place, env: MutableMapping[str, str]) -> None:
-    """As a process that is to be a server: reach ranks of its node by loopback."""
+    """Let a process that is to be a server reach ranks of its node by loopback."""
     if here.nodes == 1:
         for variable in INTERFACES:
             env.setdefault(variable, "lo")
 
 
 def open_store(timeout_s: float) -> Any:
-    """Where servers and ranks meet, on a connection of its own."""
+    """Open the store where servers and ranks meet, on its own connection."""
     import torch.distributed as dist
 
     there = connect(place(), timedelta(seconds=timeout_s))

@@ -1,4 +1,4 @@
-"""What a rank's process is doing: its Python stack, asked from within or from outside."""
+"""The activity of a rank's process: its Python stack, asked from within or from outside."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def own_stack() -> list[str]:
 
 
 def look_at(other: Process) -> tuple[str, list[str]]:
-    """What a process of this machine that does not answer is doing."""
+    """Return what a process of this machine that does not answer is doing."""
     state, started = _seen(other.pid)
     if started != other.started:
         return "has ended", []

@@ -44,7 +44,7 @@ class OwnFiles(NamedTuple):
 
 @contextmanager
 def own_files(port: int) -> Iterator[dict[str, str]]:
-    """As an agent, hold such files; within, the variable by which its ranks find them."""
+    """Hold such files as an agent; gives the variable by which its ranks find them."""
     if not hasattr(os, "memfd_create"):
         yield {}
         return
@@ -59,7 +59,7 @@ def own_files(port: int) -> Iterator[dict[str, str]]:
 
 
 def files_of(here: Place) -> OwnFiles | None:
-    """As a rank: the files that its agent holds; None where there are none."""
+    """Return the files that the agent of this rank holds; None where there are none."""
     words = os.environ.get(VARIABLE, "").split()
     if len(words) != 3 or words[0] != str(here.port) or here.nodes > 1:
         return None
@@ -67,7 +67,7 @@ def files_of(here: Place) -> OwnFiles | None:
 
 
 def open_store(here: Place, timeout: timedelta) -> Any:
-    """Where the ranks of this job meet; the first rank makes it where no agent keeps it."""
+    """Open the store where the ranks meet; the first rank makes it where no agent keeps it."""
     if files_of(here) is not None or here.rank > 0 or agent_keeps_it():
         return connect(here, timeout)
     return served(_address(here), here.port, timeout)
@@ -124,7 +124,7 @@ def _check_one_node(here: Place) -> None:
 
 
 def agent_keeps_it() -> bool:
-    """Whether an agent keeps the store, also while ranks start again."""
+    """Return True if an agent keeps the store, also while ranks start again."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

@@ -1,4 +1,4 @@
-"""How other nodes reach the job's store: through a gate that asks for the secret.
+"""The way of other nodes to the job's store: through a gate that asks for the secret.
 
 The store itself listens on loopback, since torch's has no authentication. On the first node a gate
 listens on the interface that leads to the other nodes. On these a port on loopback stands for the

@@ -40,7 +40,7 @@ _LATEST = 16
 
 
 class _Question(NamedTuple):
-    """What this rank has asked all others, of a collective that it waits in."""
+    """The question of this rank to all other ranks, about a collective that it waits in."""
 
     number: int
     collective: int
@@ -113,14 +113,14 @@ class RankWatch:
         return ""
 
     def is_first_to_fail(self) -> bool:
-        """Whether no other rank has failed before, or none that could tell."""
+        """Return True if no other rank is known to have failed before."""
         with suppress(RuntimeError):
             if self._store is not None:
                 return int(self._store.add("failed", 1)) == 1
         return True
 
     def all_ask(self) -> bool:
-        """Whether all ranks ask at the point that this one is at; waits until that is known."""
+        """Return True if all ranks ask at this rank's point; waits until that is known."""
         with suppress(RuntimeError):
             if self._store is not None:
                 point, ranks = self._log.passed, len(self._ranks)

@@ -1,4 +1,4 @@
-"""What ranks do together, on torch.distributed. One rank is a World too.
+"""The collectives of a job's ranks, on torch.distributed. One rank is a World too.
 
 torch is imported when ranks join, so that a command may ask where it stands without it.
 """
@@ -36,7 +36,7 @@ _PATIENCE = timedelta(minutes=10)
 _RETURNING = timedelta(days=30)
 
 TIMEOUT_S = 600
-"""How long it waits for them in a collective, in seconds, if no one says."""
+"""The time limit of a collective in seconds, where no one sets another."""
 
 HANG_S = 30
 """After how long in a collective it says who is missing, in seconds, if no one says."""
@@ -114,7 +114,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one that prints and writes for all."""
+        """True if this rank is the one that prints and writes for all."""
         return self.rank == 0
 
     def sum(
@@ -163,7 +163,7 @@ class World:
                 torch.cuda.current_stream(self.device).synchronize()
 
     def within(self, later: PendingCollective) -> AbstractContextManager[None]:
-        """What happens inside belongs to a collective: on a GPU it is reading a sum that waits."""
+        """Mark the block as part of a collective: on a GPU reading a sum is what waits."""
         return _together(self, later.number)
 
     @contextmanager
@@ -333,7 +333,7 @@ class World:
             dist.broadcast(tensor, src=source)
 
     def by_first(self, do: Callable[[], Any], what: str = "") -> Any:
-        """What `do` gives on rank 0, on every rank; where it raises there, all ranks do.
+        """Return the result of `do` on rank 0, on every rank; where it raises there, all ranks do.
 
         Args:
             do: what only rank 0 runs, and gives something as `gather` takes it.
@@ -362,7 +362,7 @@ class World:
         self.collectives.passed = max(counts)
 
     def all_ask(self, asks: bool) -> bool:
-        """Whether all ranks ask for the same at a point that each of them passes.
+        """Return True if all ranks ask for the same at a point that each of them passes.
 
         All call it at the same points. There is no collective: one that does not ask goes on at
         once, and one that does waits until all do, or until the watch of another tells that it has
@@ -531,7 +531,7 @@ def join(device: str = "cpu", timeout_s: float = TIMEOUT_S, patience_s: float = 
 
 
 def is_first_to_fail() -> bool:
-    """Whether no other rank of the job has failed before this one, as far as is known."""
+    """Return True if no other rank is known to have failed before this one."""
     return _watch is None or _watch.is_first_to_fail()
 
 

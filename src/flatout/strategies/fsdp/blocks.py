@@ -54,7 +54,7 @@ def _bytes_in(module: nn.Module) -> int:
 
 
 class _Reads:
-    """What reads a model's parameters: which modules are called, and who looks in from outside."""
+    """Reads of a model's parameters: modules that are called, and reads from outside of them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -324,7 +324,7 @@ class Fsdp(Strategy):
         }
 
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Of an optimizer's whole state what this rank loads."""
+        """Return the part of an optimizer's whole state that this rank loads."""
         owners = self._owners(optimizer)
         return {
             **state,
@@ -417,7 +417,7 @@ def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
 def state_part(value: Any, one: ParameterPart | None) -> Any:
-    """Of a parameter's state this rank's part; what is not of its shape stays as it is."""
+    """Return this rank's part of a parameter's state; a value of another shape stays as it is."""
     if one is None or not torch.is_tensor(value) or not value.dim():
         return value
     if value.shape != one.shard.shape:

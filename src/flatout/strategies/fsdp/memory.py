@@ -1,4 +1,4 @@
-"""What a rank holds of a model that is laid over all of them, before and after the first step."""
+"""Memory of a rank for a model that is laid over all ranks, before and after the first step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def expected_words(
     blocks: Sequence[int],
     shared: int = 0,
 ) -> str:
-    """What the first step will take."""
+    """Return a line about the memory that the first step will take."""
     known = sum(size for size in states if size is not None)
     optimizer = f"optimizer {size_words(known)}" if None not in states else "optimizer not known"
     # Of the others one is gathered while another one is in use. In backward each has gradients.
@@ -68,7 +68,7 @@ def expected_words(
 
 
 def taken_words(held: Held, rank: int, shared: int = 0) -> str:
-    """What it has taken."""
+    """Return a line about the memory that the first step has taken."""
     return (
         f"fsdp: rank {rank} holds {size_words(sum(held))} = parameters "
         f"{size_words(held.parameters)} + gradients {size_words(held.gradients)} + optimizer "

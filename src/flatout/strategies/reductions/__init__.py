@@ -1,4 +1,4 @@
-"""How the gradients of all ranks are added up: a file per reduction."""
+"""Reductions: ways to add up the gradients of all ranks."""
 
 from flatout.strategies.reductions.choose import (
     check_reduction,

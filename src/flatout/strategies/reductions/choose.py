@@ -63,7 +63,7 @@ def check_reduction(asked: Asked, world: World, say: Callable[[str], None]) -> N
 def reduction_of(
     asked: Asked, world: World, device: torch.device, *, exact: bool = False
 ) -> Reduction:
-    """What the Recipe asks for, among these ranks; all of them call it at once.
+    """Return the reduction that the Recipe asks for; all ranks call it at once.
 
     Args:
         asked: the Recipe's section.

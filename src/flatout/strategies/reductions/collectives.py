@@ -24,11 +24,11 @@ class AllReduce(Reduction):
         self.group = group
 
     def add_up(self, flat: Flat) -> None:
-        """In one call, which returns when it is done."""
+        """Add up in one call, which returns when it is done."""
         dist.all_reduce(flat.values, group=self.group.channel)
 
     def begin(self, flat: Flat) -> Any:
-        """The same in the library's own threads; returns something to `wait()` for."""
+        """Add up in the library's own threads; returns something to `wait()` for."""
         return dist.all_reduce(flat.values, group=self.group.channel, async_op=True)
 
 
@@ -39,7 +39,7 @@ class ToOne(Reduction):
         self.group = group
 
     def add_up(self, flat: Flat) -> None:
-        """In two turns."""
+        """Add up in two turns."""
         first, channel = self.group.ranks[0], self.group.channel
         dist.reduce(flat.values, first, group=channel)
         dist.broadcast(flat.values, first, group=channel)
@@ -56,7 +56,7 @@ class Hierarchical(Reduction):
         self.node, self.between, self.carries = node, between, carries
 
     def add_up(self, flat: Flat) -> None:
-        """In three turns."""
+        """Add up in three turns."""
         shared = len(self.node.ranks) > 1
         if shared:
             dist.reduce(flat.values, self.node.ranks[0], group=self.node.channel)
@@ -67,11 +67,11 @@ class Hierarchical(Reduction):
             dist.broadcast(flat.values, self.node.ranks[0], group=self.node.channel)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of what is between the nodes, on the ranks that take part in it."""
+        """Return the state of the reduction between nodes, on the ranks that take part in it."""
         return self.between.state_dict() if self.between is not None else {}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Those that kept nothing were no first ones of their nodes."""
+        """Give the reduction between the nodes its states; ranks without one took no part in it."""
         if self.between is not None:
             self.between.load_state_dicts([state for state in states if state])
 
@@ -88,7 +88,7 @@ class Ring(Reduction):
         self.group = group
 
     def add_up(self, flat: Flat) -> None:
-        """In 2 (n - 1) turns."""
+        """Add up in 2 (n - 1) turns."""
         size, own = len(self.group.ranks), self.group.own
         # With fewer values than ranks some pieces are empty.
         pieces = flat.values.tensor_split(size)

@@ -46,7 +46,7 @@ class PowerSgd(Reduction):
         self._saved: dict[str, Any] = {}
 
     def add_up(self, flat: Flat) -> None:
-        """In three turns of thin matrices."""
+        """Add up in three turns of thin matrices."""
         kept = self._kept_of(flat)
         # Where nothing counts in this step, errors wait for the next.
         if self.weight == 0 or not kept.factors:
@@ -118,7 +118,7 @@ class PowerSgd(Reduction):
 
 
 class _Kept:
-    """What stays of a bucket from step to step."""
+    """The error and factors of a bucket, from step to step."""
 
     def __init__(self, flat: Flat, rank: int, weight: float) -> None:
         values, self.layout, self.weight = flat.values, flat.layout, weight or 1.0

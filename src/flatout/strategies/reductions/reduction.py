@@ -1,4 +1,4 @@
-"""What a reduction is."""
+"""The interface of a reduction."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Reduction:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank keeps for later steps."""
+        """Return what this rank keeps for later steps."""
         return {}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:

@@ -19,7 +19,7 @@ from flatout.world import Barrier, Group, barrier
 
 
 class _BucketPlace(NamedTuple):
-    """Where one bucket lies, as real numbers.
+    """The memory of one bucket, as real numbers.
 
     Attributes:
         pieces: this rank's piece of what each rank has.
@@ -79,7 +79,7 @@ class Shared(Reduction):
         return mapped[own][:size].view(dtype)
 
     def add_up(self, flat: Flat) -> None:
-        """In two meetings."""
+        """Add up in two meetings."""
         laid = self._laid[flat.number]
         self._meet()
         add_in_order(laid.pieces, laid.sum)

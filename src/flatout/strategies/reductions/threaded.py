@@ -85,12 +85,12 @@ class ThreadedReduction:
 
     @property
     def carries(self) -> bool:
-        """Whether a part of the gradients is kept for later steps."""
+        """True if a part of the gradients is kept for later steps."""
         return self.reduction.carries
 
     @property
     def is_exact(self) -> bool:
-        """Whether other numbers may travel with the gradients."""
+        """True if other numbers may travel with the gradients."""
         return self.reduction.is_exact
 
     def memory(
@@ -100,7 +100,7 @@ class ThreadedReduction:
         return self.reduction.memory(number, length, dtype, device or self.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank keeps for later steps; between steps."""
+        """Return what this rank keeps for later steps; between steps."""
         return self.reduction.state_dict()
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""How a server answers its workers: it waits for all of them, or has a thread for each."""
+"""Answers of a server to its workers: it waits for all of them, or has a thread for each."""
 
 from __future__ import annotations
 

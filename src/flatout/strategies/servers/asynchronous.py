@@ -250,14 +250,14 @@ class AsynchronousServers(ParameterServer):
     # -- whole again -------------------------------------------------------------------------
 
     def staleness(self) -> list[Counter[int]] | None:
-        """Of each worker, how many of its gradients were how many steps old; all ranks call it."""
+        """Return each worker's numbers of gradients by age, in steps; all ranks call it."""
         if self._spare:
             return None
         result = self._world.from_first(self._of_first_server("stale"), "staleness")
         return [Counter(dict(item)) for item in result]
 
     def late(self) -> list[int] | None:
-        """Of each rank, how many gradients came too late; None where none can; all call it."""
+        """Return how many gradients of each rank came too late, if any can; all ranks call it."""
         if not self._spare:
             return None
         own = self._of_first_server("late")
@@ -279,7 +279,7 @@ class AsynchronousServers(ParameterServer):
 
 
 def dropped_words(lost: Sequence[int], untaken: int, parts: int) -> str:
-    """What the user should know of workers that were killed."""
+    """Return a line about workers that were killed."""
     who = "rank" if len(lost) == 1 else "ranks"
     words = f"{who} {', '.join(map(str, lost))} killed: the others go on"
     if not untaken:

@@ -16,7 +16,7 @@ from flatout.strategies.servers.share import Push, Share
 
 
 class _Step:
-    """What has come of the next step of an optimizer's share.
+    """The gradients that have come for the next step of an optimizer's share.
 
     Attributes:
         came: how many gradients.

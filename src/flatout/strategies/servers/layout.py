@@ -67,27 +67,27 @@ class Layout:
         return result
 
     def range(self, server: int) -> slice:
-        """Where a server's pieces lie, in memory that has those of one server after the other."""
+        """Return a server's range in memory that has the ranges of all servers."""
         return slice(self._bounds[server], self._bounds[server + 1])
 
     def piece(self, number: int, server: int) -> slice:
-        """What a server has of a parameter's own numbers; empty where it has none."""
+        """Return a server's slice of a parameter's own numbers; empty where it has none."""
         return self._pieces[number][server]
 
     def lengths(self, server: int) -> list[int]:
-        """How many numbers of each parameter a server has."""
+        """Return how many numbers of each parameter a server has."""
         pieces = [self.piece(number, server) for number in range(len(self.parameters))]
         return [piece.stop - piece.start for piece in pieces]
 
     def weights(self, server: int) -> torch.Tensor:
-        """What a server has of the parameters, end to end; a copy."""
+        """Return a copy of a server's pieces of the parameters, end to end."""
         each = [numbers_of(p)[self.piece(n, server)] for n, p in enumerate(self.parameters)]
         return torch.cat(each)
 
     def states(
         self, server: int, states: Mapping[int, Mapping[str, Any]]
     ) -> dict[int, dict[str, Any]]:
-        """What a server has of the states of parameters, by their number; copies on the CPU."""
+        """Return copies on the CPU of a server's part of states, by number of the parameter."""
         result: dict[int, dict[str, Any]] = {}
         for number, state in states.items():
             piece, whole = self.piece(number, server), self.parameters[number]
@@ -127,7 +127,7 @@ def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its numbers fill its memory without gaps."""
+    """Return True if a tensor's numbers fill its memory without gaps."""
     return tensor.is_contiguous() or any(
         tensor.dim() == dims and tensor.is_contiguous(memory_format=order)
         for dims, order in ((4, torch.channels_last), (5, torch.channels_last_3d))
@@ -135,7 +135,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def part_of_state(value: Any, whole: torch.Tensor, piece: slice) -> Any:
-    """Of a parameter's state a server's piece; what is not of its shape stays as it is."""
+    """Return a server's piece of a parameter's state; a value of another shape stays as it is."""
     if not torch.is_tensor(value) or not value.dim() or value.shape != whole.shape:
         return value.clone() if torch.is_tensor(value) else value
     alike = torch.empty_like(whole, dtype=value.dtype)
@@ -192,7 +192,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def chunk_of(length: int) -> int:
-    """In chunks of how many numbers a share travels and is stepped: many, but not too small."""
+    """Return the size of the chunks in which a share travels: many, but not too small."""
     return min(_LARGEST, max(_SMALLEST, -(-length // _CHUNKS)))
 
 

@@ -1,4 +1,4 @@
-"""What a worker and a parameter server send each other.
+"""Messages between a worker and a parameter server.
 
 Words go through a channel of the two. Gradients and weights go through memory that both see where
 they share a node, else after the words.

@@ -261,7 +261,7 @@ class ParameterServer(Strategy):
                 work.wait()
 
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Of an optimizer's whole state what this rank loads: nothing, the servers have it."""
+        """Return an optimizer's state without its tensors, which the servers take."""
         place = place_of(optimizer, self._optimizers)
         for server in range(len(self._links_of_first)):
             own = self._layouts[place].states(server, state["state"])

@@ -1,4 +1,4 @@
-"""What parameter servers cannot step, refused before any rank trains."""
+"""Models and optimizers that parameter servers cannot step, refused before any rank trains."""
 
 from __future__ import annotations
 

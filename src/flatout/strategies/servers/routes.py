@@ -1,4 +1,4 @@
-"""Where gradients of a model lie on their way to a server, and weights on their way back."""
+"""Memory for gradients of a model on their way to a server, and for weights on their way back."""
 
 from __future__ import annotations
 
@@ -70,6 +70,6 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def length_of(layout: Layout, server: int) -> int:
-    """How many numbers a server has."""
+    """Return how many numbers a server has."""
     own = layout.range(server)
     return int(own.stop - own.start)

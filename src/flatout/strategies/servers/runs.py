@@ -68,7 +68,7 @@ class Runs:
         self._optimizer.step()
 
     def pieces(self, used: list[bool]) -> list[tuple[slice, nn.Parameter]]:
-        """What a step changes, in the order of the share: each may be stepped by itself."""
+        """Return the pieces that a step changes, in the order of the share."""
         self._prepare(used)
         result = [each for run in self._runs for each in zip(run.places, run.pieces, strict=True)]
         for _, piece in result:

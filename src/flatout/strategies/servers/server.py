@@ -184,6 +184,6 @@ class EpochParts:
             self._last = min(self._last, -(-self._next // self.parts) * self.parts)
 
     def untaken(self) -> int:
-        """How many parts of workers that have ended no other one has taken."""
+        """Return how many parts of workers that have ended no other worker has taken."""
         with self._lock:
             return len(self._back)

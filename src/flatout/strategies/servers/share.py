@@ -116,7 +116,7 @@ class Share:
         self._update_ms[-1] += (perf_counter() - began) * 1e3
 
     def update_ms(self) -> float:
-        """How long an update takes, in ms: the median of the last ones, 0 where there was none."""
+        """Return the median time of the last updates, in ms; 0 where there was none."""
         return median(self._update_ms) if self._update_ms else 0.0
 
     def _set_rates(self, rates: Sequence[float]) -> None:
@@ -125,7 +125,7 @@ class Share:
             _set_rates(group, next(each), next(each))
 
     def is_current(self, worker: int) -> bool:
-        """Whether a worker has read the weights of now."""
+        """Return True if a worker has read the weights of now."""
         return self._seen.get(worker, 0) == self.version
 
     def read(self, worker: int, into: torch.Tensor) -> None:
@@ -166,7 +166,7 @@ def share_of(described: Mapping[str, Any], dtype: torch.dtype, most: int | None 
 
 
 def rates_of(group: Mapping[str, Any]) -> list[float]:
-    """What schedules change of a parameter group: its rate, and its momentum or first beta."""
+    """Return a parameter group's rate, and its momentum or first beta: schedules change these."""
     momentum = group["betas"][0] if "betas" in group else group.get("momentum", math.nan)
     return [float(group["lr"]), float(momentum)]
 

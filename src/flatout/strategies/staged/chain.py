@@ -160,7 +160,7 @@ class Chain:
         return graph
 
     def put_together(self, values: Sequence[torch.Tensor]) -> Any:
-        """What the model gives, of what the last stage has given."""
+        """Return the model's output, made of the tensors that the last stage has given."""
         known = dict(zip(self._given_out(), values, strict=True))
         return map_arg(self._output, known.__getitem__)
 

@@ -51,7 +51,7 @@ class Copies:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes losses."""
+        """True if this rank computes losses."""
         return self.stage == self.stages - 1
 
     @property
@@ -68,7 +68,7 @@ class Copies:
         return range(stage, self.stages * self.count, self.stages)
 
     def shares(self, rows: int) -> list[tuple[int, int]]:
-        """Of so many rows each copy's, from the first to before the second; some may have none."""
+        """Return the rows of each copy, from the first to before the second; some may have none."""
         ends = [rows * copy // self.count for copy in range(self.count + 1)]
         return list(pairwise(ends))
 

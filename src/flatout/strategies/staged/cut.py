@@ -1,4 +1,4 @@
-"""Where a model is cut into stages: where the slowest one is least, by measured times and bytes."""
+"""Cuts of a model into stages, so that the slowest stage takes least, by times and bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOO_LARGE = 1.5
 
 
 class LayerTimes(NamedTuple):
-    """What a forward and backward of a micro-batch showed.
+    """Times and bytes of a forward and backward of a micro-batch.
 
     Attributes:
         spent: time of each call, in ns.
@@ -35,7 +35,7 @@ class LayerTimes(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Where a model is cut.
+    """The places where a model is cut.
 
     Attributes:
         places: before which calls.
@@ -121,7 +121,7 @@ def _leaf(value: Any) -> Any:
 
 
 def cut(chain: Chain, measured: LayerTimes, stages: int, ns_per_byte: float) -> Cut:
-    """Where the slowest stage takes least, what it sends and gets included."""
+    """Return the cut whose slowest stage takes least, with the time to send and receive."""
     calls = len(chain.calls)
     sent = {
         place: [measured.sizes.get(value) for value in chain.crossing(place)]

@@ -24,10 +24,10 @@ from flatout.strategies.staged.shapes import Shape, no_fast_attention, shape_of,
 from flatout.world import Group, World
 
 Sent = list[list[Shape]]
-"""Of each micro-batch, what crosses."""
+"""The shapes of the tensors that cross, for each micro-batch."""
 
 Loss = Callable[[tuple[torch.Tensor, ...], int], torch.Tensor]
-"""What a micro-batch's output and number are worth."""
+"""The loss of a micro-batch's output, with the number of the micro-batch."""
 
 Within = Callable[[], AbstractContextManager[Any]]
 
@@ -45,7 +45,7 @@ class Failed(BaseException):
 
 
 class Clock:
-    """How long a rank computes within a schedule.
+    """A clock of the time that a rank computes within a schedule.
 
     Args:
         world: of this rank.
@@ -125,7 +125,7 @@ class OwnStage(PipelineStage):
         return list(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """What goes back: as gloo wants it, and of the micro-batch's own size."""
+        """Return the operations that send gradients to the stage before."""
         result = self.bwd_cache.get(bwd_chunk_id)
         if result is not None and not self.is_first:
             self.bwd_cache[bwd_chunk_id] = tuple(

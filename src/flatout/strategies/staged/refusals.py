@@ -1,4 +1,4 @@
-"""What cannot be laid over ranks by layers, refused before any of them trains."""
+"""Models that cannot be laid over ranks by layers, refused before any of them trains."""
 
 from __future__ import annotations
 

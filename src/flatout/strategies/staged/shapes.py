@@ -1,4 +1,4 @@
-"""What crosses between stages, found on tensors without memory.
+"""Tensors that cross between stages, found on tensors without memory.
 
 So each rank knows by itself what it will be sent, and torch.distributed.pipelining need not send
 that as pickle.
@@ -22,7 +22,7 @@ _KNOWN = (RuntimeError, TypeError, ValueError, NotImplementedError)
 
 
 class Shape(NamedTuple):
-    """Of a tensor that crosses."""
+    """The form of a tensor that crosses."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -40,7 +40,7 @@ def shape_of(tensor: torch.Tensor) -> Shape:
 
 
 def shapes(stages: Sequence[fx.GraphModule], inputs: Sequence[Shape]) -> list[list[Shape]]:
-    """What each stage gives for inputs, with gradients where they are on."""
+    """Return the outputs of each stage for inputs, with gradients where they are on."""
     result: list[list[Shape]] = []
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
         given = [item.like("cpu") for item in inputs]

@@ -53,7 +53,7 @@ Compute = Callable[[Batch], Any]
 
 
 class StagedOptions(NamedTuple):
-    """What settings ask for.
+    """The settings of the strategy.
 
     Attributes:
         stages: of the model; 0 for as many as there are ranks.
@@ -67,7 +67,7 @@ class StagedOptions(NamedTuple):
 
 
 class _Taken(BaseException):
-    """What a compute function calls the model with."""
+    """The arguments with which a compute function calls the model."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         super().__init__()
@@ -497,7 +497,7 @@ class Staged(Strategy):
         return {**own, "state": states, "param_groups": groups}
 
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Of an optimizer's whole state what this rank loads."""
+        """Return the part of an optimizer's whole state that this rank loads."""
         groups, mine = [], set()
         order = self._order_of(optimizer)
         for group, parameters in zip(state["param_groups"], order, strict=True):
