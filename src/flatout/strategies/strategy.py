@@ -188,7 +188,7 @@ class Strategy:
         check_replicas(model, world, when)
 
     def own_state(self) -> dict[str, Any] | None:
-        """Return what later steps need and each rank has for itself; None where there is nothing."""
+        """Return what later steps need and a rank has for itself; None where there is nothing."""
         return None
 
     def load_own_states(self, states: Sequence[dict[str, Any]]) -> None:
