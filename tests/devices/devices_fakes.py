@@ -19,7 +19,6 @@ class FakeGpu:
     clock: int = 2040
     computing: dict[int, int | None] = field(default_factory=dict)
     drawing: dict[int, int | None] = field(default_factory=dict)
-    slices: list["FakeGpu"] | None = None
 
 
 class FakeNvml:
@@ -82,16 +81,3 @@ class FakeNvml:
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, gpu):
         return [SimpleNamespace(pid=p, usedGpuMemory=m) for p, m in gpu.drawing.items()]
-
-    def nvmlDeviceGetMigMode(self, gpu):
-        if gpu.slices is None:
-            raise pynvml.NVMLError_NotSupported
-        return [pynvml.NVML_DEVICE_MIG_ENABLE, pynvml.NVML_DEVICE_MIG_ENABLE]
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, gpu):
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu, index):
-        if index >= len(gpu.slices):
-            raise pynvml.NVMLError_NotFound
-        return gpu.slices[index]

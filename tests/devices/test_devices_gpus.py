@@ -2,7 +2,7 @@ import pynvml
 import pytest
 from devices_fakes import GIB, FakeGpu, FakeNvml
 
-from flatout.devices.gpus import GpuProcess, MigDevice, read_nvml
+from flatout.devices.gpus import GpuProcess, read_nvml
 
 
 def test_a_gpu_is_told_with_its_memory_users_and_capability() -> None:
@@ -13,7 +13,6 @@ def test_a_gpu_is_told_with_its_memory_users_and_capability() -> None:
     assert (gpu.memory_used, gpu.memory_total) == (11 * GIB, 24 * GIB)
     assert gpu.capability == (8, 9)
     assert gpu.processes == (GpuProcess(77, GIB), GpuProcess(4242, 10 * GIB))
-    assert (gpu.mig_enabled, gpu.mig) == (False, ())
     assert (found.driver, found.cuda, found.problem) == ("580.65.06", (13, 0), None)
     assert nvml.open == 0
 
@@ -21,13 +20,6 @@ def test_a_gpu_is_told_with_its_memory_users_and_capability() -> None:
 def test_a_process_that_computes_and_draws_is_listed_once() -> None:
     nvml = FakeNvml(FakeGpu(computing={5: 100}, drawing={5: 100}))
     assert read_nvml(nvml).gpus[0].processes == (GpuProcess(5, 100),)
-
-
-def test_mig_devices_are_listed_and_empty_places_are_not() -> None:
-    part = FakeGpu(name="A100 MIG 1g.5gb", uuid="MIG-x", total=5 * GIB, used=GIB, computing={9: 1})
-    (gpu,) = read_nvml(FakeNvml(FakeGpu(slices=[part]))).gpus
-    assert gpu.mig_enabled
-    assert gpu.mig == (MigDevice("MIG-x", "A100 MIG 1g.5gb", 5 * GIB, GIB, (GpuProcess(9, 1),)),)
 
 
 @pytest.mark.parametrize(

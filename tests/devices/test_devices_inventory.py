@@ -61,13 +61,6 @@ def test_each_gpu_is_told_with_the_number_that_cuda_gives_it(gpus) -> None:
     json.dumps(found)
 
 
-def test_a_slice_has_the_number_and_its_gpu_has_none(gpus) -> None:
-    sliced = FakeGpu(uuid="GPU-a", slices=[FakeGpu(uuid="MIG-a"), FakeGpu(uuid="MIG-b")])
-    (gpu,) = gpus(sliced, visible="MIG-b").as_dict()["gpus"]
-    assert gpu["cuda_index"] is None
-    assert [part["cuda_index"] for part in gpu["mig"]] == [None, 0]
-
-
 def test_the_rows_of_a_gpu_machine(gpus) -> None:
     found = gpus(
         FakeGpu(uuid="GPU-a", computing={4242: 11 * GIB}),
@@ -77,13 +70,6 @@ def test_the_rows_of_a_gpu_machine(gpus) -> None:
     words = dict(rows(found))
     assert words["GPU 0"] == "NVIDIA L4, 11.0 of 24.0 GiB used by pid 4242"
     assert words["GPU -"] == "NVIDIA L4, 0.0 of 24.0 GiB used, hidden by CUDA_VISIBLE_DEVICES"
-
-
-def test_the_rows_of_a_sliced_gpu(gpus) -> None:
-    part = FakeGpu(name="1g.5gb", uuid="MIG-a", total=5 * GIB, used=0)
-    words = dict(rows(gpus(FakeGpu(uuid="GPU-a", slices=[part]))))
-    assert words["GPU -"].endswith("cut into 1 MIG devices")
-    assert words["  MIG 0"] == "1g.5gb, 0.0 of 5.0 GiB used"
 
 
 def test_an_order_that_only_cuda_knows_is_said_to_be_uncertain(gpus) -> None:
@@ -144,4 +130,4 @@ def test_cuda_agrees_on_the_numbers() -> None:
     assert len(found.cuda) == torch.cuda.device_count()
     if found.cuda_order_certain:
         for index, device in enumerate(found.cuda):
-            assert torch.cuda.get_device_properties(index).name == device.gpu.name
+            assert torch.cuda.get_device_properties(index).name == device.name

@@ -14,13 +14,6 @@ MIXED = read_nvml(
         FakeGpu(uuid="GPU-slow2", name="T4", cores=2560, clock=1590),
     )
 ).gpus
-SLICED = read_nvml(
-    FakeNvml(
-        FakeGpu(uuid="GPU-a", slices=[FakeGpu(uuid="MIG-a1"), FakeGpu(uuid="MIG-a2")]),
-        FakeGpu(uuid="GPU-b"),
-        FakeGpu(uuid="GPU-c", slices=[]),
-    )
-).gpus
 
 
 def shown(gpus, visible=None, **environment):
@@ -74,24 +67,8 @@ def test_the_order_is_certain_by_bus_or_among_equals() -> None:
     assert order_is_certain(MIXED, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
 
 
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [
-        (None, "a1"),
-        ("0", "a1"),
-        ("1", "b"),
-        ("1,0", "a1"),
-        ("2", ""),
-        ("MIG-a2", "a2"),
-        ("MIG-a2,MIG-a1", "a2"),
-        ("MIG-a", ""),
-        ("GPU-a", "a1"),
-        ("GPU-b", "b"),
-        ("GPU-c", ""),
-    ],
-)
-def test_one_process_gets_one_slice_and_no_gpu_beside_it(visible, expected) -> None:
-    assert " ".join(shown(SLICED, visible)) == expected
+def test_a_slice_counts_as_the_first_gpu() -> None:
+    assert shown(EQUAL, "MIG-7d3") == ["a00"]
 
 
 @given(st.text(alphabet="0123456789,-+ GPUMIGabc", max_size=20))

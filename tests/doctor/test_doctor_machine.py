@@ -12,7 +12,6 @@ from flatout.devices.gpus import Gpu, GpuProcess, Nvml
 from flatout.devices.inventory import inventory
 from flatout.devices.memory import Memory, Shm
 from flatout.devices.torch_build import TorchBuild
-from flatout.devices.visible import CudaDevice
 from flatout.doctor.machine import Facts, check_machine
 
 GIB = 2**30
@@ -21,7 +20,7 @@ GIB = 2**30
 def gpu(**given):
     facts = {
         "nvml_index": 0, "uuid": "GPU-1", "name": "L4", "memory_total": 24 * GIB, "memory_used": 0,
-        "capability": (8, 9), "speed": 1, "processes": (), "mig_enabled": False, "mig": (),
+        "capability": (8, 9), "speed": 1, "processes": (),
     }  # fmt: skip
     return Gpu(**(facts | given))
 
@@ -76,7 +75,7 @@ def test_torch(clean):
 def test_gpus_that_torch_cannot_use(clean):
     assert names(clean, nvml=nvml(gpu())) == ["gpu unused"]
     cuda = TorchBuild("2.13.0+cu130", "13.0", None)
-    shown = (CudaDevice(gpu(), None),)
+    shown = (gpu(),)
     assert names(clean, nvml=nvml(gpu()), torch=cuda, cuda=shown) == []
     assert names(clean, nvml=nvml(gpu(), cuda=(12, 4)), torch=cuda, cuda=shown) == ["driver"]
     hidden = dataclasses.replace(clean, environ={"CUDA_VISIBLE_DEVICES": ""})

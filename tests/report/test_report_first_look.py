@@ -9,7 +9,6 @@ from rich.console import Console
 
 from flatout.devices.gpus import Gpu
 from flatout.devices.inventory import inventory
-from flatout.devices.visible import CudaDevice
 from flatout.doctor.critical import critical
 from flatout.doctor.finding import Edit, Finding
 from flatout.doctor.judge import Verdict, judge
@@ -354,8 +353,8 @@ def test_no_step_no_verdict():
 
 
 def test_the_header_names_the_gpu_that_computes_or_stands_by(verdict):
-    gpu = Gpu(0, "GPU-1", "L4", 24 * 2**30, 0, (8, 9), 1, (), False, ())
-    machine = dataclasses.replace(inventory(), cuda=(CudaDevice(gpu, None),))
+    gpu = Gpu(0, "GPU-1", "L4", 24 * 2**30, 0, (8, 9), 1, ())
+    machine = dataclasses.replace(inventory(), cuda=(gpu,))
     assert " beside L4" in header(verdict, machine)
     on_gpu = dataclasses.replace(observation(), device="cuda:0")
     assert " · L4 24 GB · " in header(judge([on_gpu], machine), machine)

@@ -15,15 +15,6 @@ class GpuProcess:
 
 
 @dataclass(frozen=True)
-class MigDevice:
-    uuid: str
-    name: str
-    memory_total: int | None
-    memory_used: int | None
-    processes: tuple[GpuProcess, ...]
-
-
-@dataclass(frozen=True)
 class Gpu:
     nvml_index: int
     uuid: str
@@ -33,8 +24,6 @@ class Gpu:
     capability: tuple[int, int] | None
     speed: int
     processes: tuple[GpuProcess, ...]
-    mig_enabled: bool
-    mig: tuple[MigDevice, ...]
 
 
 @dataclass(frozen=True)
@@ -77,8 +66,6 @@ def _asked(nvml: Any, question: Callable[..., Any], *details: Any) -> Any:
 def _gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
-    mig_mode = _asked(nvml, nvml.nvmlDeviceGetMigMode, handle)
-    mig_enabled = mig_mode is not None and mig_mode[0] == nvml.NVML_DEVICE_MIG_ENABLE
     cores = _asked(nvml, nvml.nvmlDeviceGetNumGpuCores, handle)
     clock = _asked(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
     capability = _asked(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle)
@@ -91,8 +78,6 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         capability=None if capability is None else tuple(capability),
         speed=(cores or 0) * (clock or 0),
         processes=_processes(nvml, handle),
-        mig_enabled=mig_enabled,
-        mig=_mig_devices(nvml, handle) if mig_enabled else (),
     )
 
 
@@ -102,23 +87,3 @@ def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:
     # One that does both is listed twice, with the same memory.
     memory = {process.pid: process.usedGpuMemory for process in [*drawing, *computing]}
     return tuple(GpuProcess(pid, memory[pid]) for pid in sorted(memory))
-
-
-def _mig_devices(nvml: Any, handle: Any) -> tuple[MigDevice, ...]:
-    devices = []
-    for index in range(_asked(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-        # Most of the places for slices are empty.
-        part = _asked(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
-        if part is None:
-            continue
-        memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, part)
-        devices.append(
-            MigDevice(
-                uuid=nvml.nvmlDeviceGetUUID(part),
-                name=nvml.nvmlDeviceGetName(part),
-                memory_total=None if memory is None else memory.total,
-                memory_used=None if memory is None else memory.used,
-                processes=_processes(nvml, part),
-            )
-        )
-    return tuple(devices)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from flatout.devices.cpus import Cpus, read_cpus
-from flatout.devices.gpus import Nvml, read_nvml
+from flatout.devices.gpus import Gpu, Nvml, read_nvml
 from flatout.devices.memory import Memory, Shm, read_memory, read_shm
 from flatout.devices.torch_build import TorchBuild, driver_fits, read_torch_build
-from flatout.devices.visible import CudaDevice, cuda_devices, order_is_certain
+from flatout.devices.visible import cuda_devices, order_is_certain
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Inventory:
     memory: Memory
     shm: Shm | None
     nvml: Nvml
-    cuda: tuple[CudaDevice, ...]
+    cuda: tuple[Gpu, ...]
     cuda_order_certain: bool
     torch: TorchBuild
 
@@ -43,14 +43,7 @@ class Inventory:
     def as_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON. Sizes are in bytes."""
         numbers = {device.uuid: index for index, device in enumerate(self.cuda)}
-        gpus = [
-            {
-                **asdict(gpu),
-                "cuda_index": numbers.get(gpu.uuid),
-                "mig": [{**asdict(mig), "cuda_index": numbers.get(mig.uuid)} for mig in gpu.mig],
-            }
-            for gpu in self.nvml.gpus
-        ]
+        gpus = [{**asdict(gpu), "cuda_index": numbers.get(gpu.uuid)} for gpu in self.nvml.gpus]
         return {
             "cpus": asdict(self.cpus),
             "memory": asdict(self.memory),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.devices.cpus import Cpus
-from flatout.devices.gpus import Gpu, GpuProcess, MigDevice
+from flatout.devices.gpus import Gpu, GpuProcess
 from flatout.devices.inventory import Inventory
 from flatout.devices.memory import Memory, Shm
 from flatout.words import memory_words
@@ -13,12 +13,11 @@ _BF16_UNITS = {"amx_bf16": "AMX-bf16", "avx512_bf16": "AVX512-bf16", "bf16": "Ar
 
 
 def rows(inventory: Inventory) -> list[tuple[str, str]]:
-    """Returns (what, words) rows: the CPUs, the memory, each GPU and slice, and torch."""
+    """Returns (what, words) rows: the CPUs, the memory, each GPU, and torch."""
     numbers = {device.uuid: index for index, device in enumerate(inventory.cuda)}
     gpus: list[tuple[str, str]] = []
     for gpu in inventory.nvml.gpus:
         gpus.append((_gpu_name(gpu, numbers), _gpu_words(gpu, numbers)))
-        gpus += [(_gpu_name(mig, numbers), _memory_of(mig)) for mig in gpu.mig]
     if inventory.nvml.problem:
         gpus.append(("GPU", f"none: {inventory.nvml.problem}"))
     elif not gpus:
@@ -66,27 +65,22 @@ def _shm_words(shm: Shm | None) -> str:
     return f"/dev/shm {size}, {memory_words(shm.free)} free: too small for workers"
 
 
-def _gpu_name(device: Gpu | MigDevice, numbers: dict[str, int]) -> str:
-    number = numbers.get(device.uuid)
-    kind = "GPU" if isinstance(device, Gpu) else "  MIG"
-    return f"{kind} {'-' if number is None else number}"
+def _gpu_name(gpu: Gpu, numbers: dict[str, int]) -> str:
+    return f"GPU {numbers.get(gpu.uuid, '-')}"
 
 
 def _gpu_words(gpu: Gpu, numbers: dict[str, int]) -> str:
     words = f"{gpu.name}, {_memory_of(gpu)}"
-    if gpu.mig_enabled:
-        return f"{words}, cut into {len(gpu.mig)} MIG devices"
     if gpu.uuid not in numbers:
         return f"{words}, hidden by CUDA_VISIBLE_DEVICES"
     return words
 
 
-def _memory_of(device: Gpu | MigDevice) -> str:
-    name = f"{device.name}, " if isinstance(device, MigDevice) else ""
-    if device.memory_total is None or device.memory_used is None:
-        return f"{name}memory unknown{_users(device.processes)}"
-    used, total = _gib(device.memory_used), _gib(device.memory_total)
-    return f"{name}{used} of {total} GiB used{_users(device.processes)}"
+def _memory_of(gpu: Gpu) -> str:
+    if gpu.memory_total is None or gpu.memory_used is None:
+        return f"memory unknown{_users(gpu.processes)}"
+    used, total = _gib(gpu.memory_used), _gib(gpu.memory_total)
+    return f"{used} of {total} GiB used{_users(gpu.processes)}"
 
 
 def _users(processes: tuple[GpuProcess, ...]) -> str:

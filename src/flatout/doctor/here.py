@@ -53,7 +53,7 @@ def _disk_free_mb(observation: Observation) -> float | None:
 def _gpus(machine: Inventory) -> list[str]:
     if not machine.driver_fits_torch:
         return []
-    return [device.gpu.name for device in machine.cuda]
+    return [gpu.name for gpu in machine.cuda]
 
 
 def _bf16_units(observation: Observation, machine: Inventory) -> str:
@@ -63,4 +63,4 @@ def _bf16_units(observation: Observation, machine: Inventory) -> str:
     number = int(observation.device.partition(":")[2] or 0)
     if number >= len(machine.cuda):
         return ""
-    return "GPU" if (machine.cuda[number].gpu.capability or (0, 0)) >= _BF16_GPU else ""
+    return "GPU" if (machine.cuda[number].capability or (0, 0)) >= _BF16_GPU else ""

@@ -391,11 +391,11 @@ def header(verdict: Verdict, machine: Inventory) -> str:
     words = "CPU only"
     if device.startswith("cuda"):
         number = int(device.partition(":")[2] or 0)
-        gpu = machine.cuda[number].gpu if number < len(machine.cuda) else None
+        gpu = machine.cuda[number] if number < len(machine.cuda) else None
         size = f" {gpu.memory_total / 2**30:.0f} GB" if gpu and gpu.memory_total else ""
         words = f"{gpu.name}{size}" if gpu else device
     elif machine.cuda:
-        words = f"computes on the CPU beside {machine.cuda[0].gpu.name}"
+        words = f"computes on the CPU beside {machine.cuda[0].name}"
     cpus = machine.cpus
     limit = " (cgroup)" if cpus.quota is not None else ""
     ranks = len(verdict.observations)
