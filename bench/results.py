@@ -3,7 +3,7 @@
     python bench/trainer.py --json bench/results/trainer.json [--minutes 30] [--quick]
 
 The JSON also holds the command, the date, the commit and the hardware. `docs/measurements.py` makes
-a page of such files.
+pages of such files.
 
 After Ctrl-C, SIGTERM or the time limit of `--minutes`, a bench shows the results up to that moment,
 and a reason in place of each missing figure. Until the JSON is written, `FILE.part` holds a line

@@ -1,21 +1,24 @@
 """Renders the measurements from the JSON files that the benches write.
 
-python docs/measurements.py > docs/measurements.md
-python docs/measurements.py --check      # exit 1 when docs/measurements.md is out of date
+python docs/measurements.py              # writes both pages
+python docs/measurements.py --check      # exit 1 when one of them is out of date
+
+`docs/measurements.md` has all keys in one table, `bench/results/README.md` the tables of all
+benches.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from generated import print_or_check
-
-PAGE = Path(__file__).with_name("measurements.md")
-RESULTS = Path(__file__).parents[1] / "bench" / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGE, ALL = ROOT / "docs" / "measurements.md", RESULTS / "README.md"
 
 HEAD = """\
 # Measurements
@@ -24,22 +27,36 @@ HEAD = """\
 
 Each figure comes from a program that you can run yourself. Peers run in their own processes,
 several restarts of each, in turn. Ratios are medians with a bootstrap interval over restarts. A/A
-is the same job against itself: what noise makes of 1, or of 0.
-
-`--json` keeps a run in a file, and this page is made from those files. A peer that is not installed
-is reported as absent. Where no commit is recorded, the commit that first reported the figures is
-named, and the command may lack options that the title or the remarks tell.
+is the same job against itself: noise moves it from 1, or from 0.
 
 ```text
 pip install -c constraints.txt '.[bench]'
 python bench/trainer.py --json bench/results/trainer.json
-python docs/measurements.py > docs/measurements.md
+python docs/measurements.py
 ```
+
+The folder `bench/results` has a file for each program, with its command, hardware, date, commit and
+the times of all peers. Its README shows them as tables.
 
 ## What falls short
 
-- On a GPU, only what names one below has been measured: one run of each, on one machine.
+- On a GPU, only the benches with GPU in their name were measured: one run of each, on one machine.
 {missed}
+
+## The keys of all benches
+
+| measurement | key | measured | wanted | met | note |
+|---|---|---|---|---|---|
+"""
+
+ALL_HEAD = """\
+# All measurements
+
+<!-- Made by docs/measurements.py from the JSON files in this folder. -->
+
+A peer that is not installed is reported as absent. Where no commit is recorded, the commit that
+first reported the figures is named, and the command may lack options that the title or the remarks
+tell.
 """
 
 
@@ -244,8 +261,8 @@ SECTIONS = (
 )
 
 
-def page() -> str:
-    """Return the whole page as Markdown.
+def pages() -> dict[Path, str]:
+    """Return the text of both pages as Markdown.
 
     Raises:
         SystemExit: a file of results has no section here, or a section no file.
@@ -257,8 +274,12 @@ def page() -> str:
         )
     runs = {name: json.loads((RESULTS / f"{name}.json").read_text("utf-8")) for name in names}
     missed = [line for s in SECTIONS for line in missed_lines(s, runs[s.name])]
+    rows = [row for s in SECTIONS for row in key_rows(s, runs[s.name])]
     head = HEAD.format(missed="\n".join(missed))
-    return "\n".join([head, *(section_text(s, runs[s.name]) for s in SECTIONS)])
+    return {
+        PAGE: head + "\n".join(rows) + "\n",
+        ALL: "\n".join([ALL_HEAD, *(section_text(s, runs[s.name]) for s in SECTIONS)]),
+    }
 
 
 def missed_lines(section: Section, run: Mapping[str, Any]) -> list[str]:
@@ -303,14 +324,26 @@ def table_text(table: Mapping[str, Any]) -> str:
     return "\n".join([row_text(rows[0]), "|---" * len(used) + "|", *map(row_text, rows[1:])])
 
 
+def key_rows(section: Section, run: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a row for each key of a bench, the first with the heading of the bench."""
+    rows = keys_of(run["details"]) or [["", "", "", "", "its tables are in `bench/results`"]]
+    for number, row in enumerate(rows):
+        yield row_text(["" if number else section.heading, *row])
+
+
 def keys_text(details: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return what the bench is judged by, what was wanted of it, and whether that was met."""
+    """Return the keys of a bench as a table."""
+    rows = map(row_text, keys_of(details))
+    return "\n".join(["| key | measured | wanted | met | |", "|---|---|---|---|---|", *rows])
+
+
+def keys_of(details: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Return for each key its name, figure, bound, whether that is met, and its note."""
     met = {True: "yes", False: "**no**", None: ""}
-    rows = [
-        row_text([f"`{name}`", found_text(key), wanted_text(key), met[key["met"]], key["note"]])
+    return [
+        [f"`{name}`", found_text(key), wanted_text(key), met[key["met"]], key["note"]]
         for name, key in details.items()
     ]
-    return "\n".join(["| key | measured | wanted | met | |", "|---|---|---|---|---|", *rows])
 
 
 def wanted_text(key: Mapping[str, Any]) -> str:
@@ -339,5 +372,18 @@ def row_text(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def main(options: Sequence[str]) -> int:
+    """Write both pages, or with --check compare them; return the exit code."""
+    status = 0
+    for path, text in pages().items():
+        if "--check" not in options:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            name = path.relative_to(ROOT)
+            print(f"{name} is out of date: python docs/measurements.py", file=sys.stderr)
+            status = 1
+    return status
+
+
 if __name__ == "__main__":
-    raise SystemExit(print_or_check(PAGE, page()))
+    raise SystemExit(main(sys.argv[1:]))

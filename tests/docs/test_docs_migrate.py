@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from test_docs_blocks import DOCS, blocks, need, run
 
 MIGRATE = sorted((DOCS / "migrate").glob("*.md"))
+# The page of the systems that have ended shows only our side.
+ENDED = "ended_systems"
 # Which settings win differs between machines; at this one the result is the plain job's.
 PLAIN = '["compute.precision=fp32"]'
 
@@ -43,7 +45,7 @@ def assert_same_weights(a, b):
 @pytest.mark.parametrize("page", MIGRATE, ids=lambda page: page.stem)
 def test_a_page_shows_both_sides_and_both_are_python(page):
     titles = [block.title for block in blocks(page) if block.title is not None]
-    assert f"with_{page.stem}.py" in titles
+    assert page.stem == ENDED or f"with_{page.stem}.py" in titles
     assert "with_flatout.py" in titles
     for block in blocks(page):
         if block.language == "python":
