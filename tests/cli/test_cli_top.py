@@ -221,20 +221,3 @@ def test_two_ranks_are_one_job(begin, tmp_path):
     shown = _top(tmp_path).stdout
     assert "· 2 ranks ·" in shown
     assert re.search(r"^   1 ", shown, re.M)
-    # Once more as objects in a file, until Ctrl-C.
-    file = tmp_path / "seen.json"
-    env = {**os.environ, "FLATOUT_CACHE": str(tmp_path / "cache")}
-    writing = subprocess.Popen([*TOP, "--to", str(file), "--every", "1"], env=env)
-    until = time.monotonic() + 60
-    steps = set()
-    while len(steps) < 2 and time.monotonic() < until:
-        if file.exists():
-            steps.add(json.loads(file.read_text())["jobs"][0]["ranks"][0]["steps"])
-        time.sleep(0.2)
-    writing.send_signal(signal.SIGINT)
-    assert writing.wait(60) == 0
-    assert len(steps) == 2
-    _check_schema(json.loads(file.read_text()), 2)
-    refused = _top(tmp_path, "--to", str(tmp_path / "none" / "seen.json"))
-    assert refused.returncode == 1
-    assert "cannot be written" in refused.stderr

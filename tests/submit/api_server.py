@@ -3,12 +3,10 @@
 It checks what it is sent by the schemas of Kubeflow's resources, and keeps no more than that.
 """
 
-import base64
-import hashlib
 import http.server
 import json
 import re
-import subprocess
+import sys
 import threading
 import urllib.parse
 from contextlib import contextmanager
@@ -17,14 +15,12 @@ import yaml
 from submit_schemas import CRDS, validator
 
 OBJECT = re.compile(
-    r"/(?:api/v1|apis/(?:trainer\.kubeflow\.org/v1alpha1|kubeflow\.org/v1|kueue\.x-k8s\.io/v1beta1))"
+    r"/(?:api/v1|apis/trainer\.kubeflow\.org/v1alpha1)"
     r"/namespaces/(?P<space>[^/]+)"
-    r"/(?P<plural>\w+)(?:/(?P<name>[^/]+))?(?P<of>/log|/exec)?"
+    r"/(?P<plural>\w+)(?:/(?P<name>[^/]+))?(?P<of>/log)?"
 )
-WEBSOCKET = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455
 KINDS = {
     "trainjobs": "TrainJob",
-    "pytorchjobs": "PyTorchJob",
     "configmaps": "ConfigMap",
     "secrets": "Secret",
 }
@@ -32,7 +28,6 @@ KINDS = {
 RESOURCES = {
     "api/v1": [("configmaps", "ConfigMap"), ("secrets", "Secret")],
     "apis/trainer.kubeflow.org/v1alpha1": [("trainjobs", "TrainJob")],
-    "apis/kubeflow.org/v1": [("pytorchjobs", "PyTorchJob")],
 }
 
 
@@ -99,11 +94,10 @@ class ApiServer(http.server.ThreadingHTTPServer):
         self.asked = []  # of each object that was sent, what the client asked for
         # By plural: an HTTP status in its place, "dropped" or "broken" after it was kept, once.
         self.fail = {}
-        self.forbidden = set()  # plurals that no one may read, and "exec"
-        self.variables = {}  # of each pod that commands can be run in
+        self.forbidden = set()  # plurals that no one may read
 
     def refusal(self, kind, body):
-        if kind in ("TrainJob", "PyTorchJob") and CRDS.is_dir():
+        if kind == "TrainJob" and CRDS.is_dir():
             return next((one.message for one in validator(kind).iter_errors(body)), None)
         return None
 
@@ -144,8 +138,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(200, told)
         if at is None:
             return self.status(404, "404 page not found")
-        if at["of"] == "/exec":
-            return self.execute(at["name"], query)
         if at["of"] == "/log":
             data = self.server.logs[at["name"]].encode()
             self.send_response(200)
@@ -166,26 +158,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.answer(
             200, {"kind": "List", "apiVersion": "v1", "metadata": {}, "items": items}
         )
-
-    def execute(self, pod, query):
-        """Run a command in a pod, and send what it prints through a websocket."""
-        if "exec" in self.server.forbidden:
-            return self.status(403, "you may not create pods/exec")
-        accepted = hashlib.sha1((self.headers["Sec-WebSocket-Key"] + WEBSOCKET).encode()).digest()
-        self.send_response(101, "Switching Protocols")
-        for name, value in (
-            *(("Upgrade", "websocket"), ("Connection", "Upgrade")),
-            ("Sec-WebSocket-Accept", base64.b64encode(accepted).decode()),
-            ("Sec-WebSocket-Protocol", self.headers["Sec-WebSocket-Protocol"].split(",")[0]),
-        ):
-            self.send_header(name, value)
-        self.end_headers()
-        for channel, data in enumerate(run(query["command"], self.server.variables[pod]), 1):
-            for at in range(0, len(data), 4096):
-                self.wfile.write(frame(bytes([channel]) + data[at : at + 4096]))
-        self.wfile.write(b"\x88\x02\x03\xe8")  # the end, and that all is well
-        self.close_connection = True
-        return None
 
     def do_DELETE(self):
         at, _ = self.where()
@@ -211,26 +183,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *arguments):
         pass
-
-
-def run(command, variables):
-    """What a command prints, its errors, and how it ended, as an API server tells it."""
-    try:
-        done = subprocess.run(command, env=variables, capture_output=True, timeout=60, check=False)
-    except OSError as error:
-        told = {"status": "Failure", "reason": "InternalError", "message": str(error)}
-        return b"", b"", json.dumps(told).encode()
-    told = {"status": "Success"}
-    if done.returncode:
-        causes = [{"reason": "ExitCode", "message": str(done.returncode)}]
-        told = {"status": "Failure", "reason": "NonZeroExitCode", "details": {"causes": causes}}
-    return done.stdout, done.stderr, json.dumps(told).encode()
-
-
-def frame(data):
-    """A binary message of a server, of less than 64 KiB."""
-    size = len(data)
-    return b"\x82" + (bytes([size]) if size < 126 else b"\x7e" + size.to_bytes(2, "big")) + data
 
 
 def labels(made):
@@ -261,20 +213,30 @@ def api_server(folder):
 
 
 def add_pod(server, job, number, text="", **status):
-    """A pod of a job, of either kind; what its container prints, and its status."""
+    """A pod of a job, what its container prints, and its status."""
     name = f"{job.name}-node-0-{number}-abcde"
-    labels = dict.fromkeys(
-        ("jobset.sigs.k8s.io/jobset-name", "training.kubeflow.org/job-name"), job.name
-    )
+    labels = {"jobset.sigs.k8s.io/jobset-name": job.name}
     meta = {"name": name, "namespace": "team", "labels": labels}
     server.objects["team", "pods", name] = {"metadata": meta, "status": status}
     server.logs[name] = text
     return name
 
 
-def container_of(made, node=0):
-    """The container that a node of a TrainJob or a PyTorchJob runs."""
-    if made["kind"] == "TrainJob":
-        return made["spec"]["trainer"]
-    replica = made["spec"]["pytorchReplicaSpecs"][("Master", "Worker")[node > 0]]
-    return replica["template"]["spec"]["containers"][0]
+def kubectl(folder, variables):
+    """A folder with a kubectl whose `exec` runs a command here, with the variables of its pod."""
+    folder.mkdir()
+    (folder / "pods.json").write_text(json.dumps(variables))
+    (folder / "kubectl").write_text(KUBECTL.format(python=sys.executable, folder=folder))
+    (folder / "kubectl").chmod(0o755)
+    return str(folder)
+
+
+KUBECTL = """#!{python}
+import json, os, sys
+from pathlib import Path
+
+what, _, space, pod, _, container, _, *command = sys.argv[1:]
+assert (what, space, container) == ("exec", "team", "node"), sys.argv
+variables = json.loads(Path("{folder}/pods.json").read_text())[pod]
+os.execvpe(command[0], command, variables)
+"""

@@ -25,10 +25,9 @@ from flatout.recipe import Recipe
 from flatout.submit.inputs import Input
 from flatout.submit.target import target_of
 
-pytest.importorskip("kubeflow_trainer_api")
+pytest.importorskip("yaml")
 pytest.importorskip("botocore")
 
-PYTORCHJOB = {"api": "pytorchjob"}
 # Kubernetes takes text alone.
 NASTY = [one for one in ALL if one.isascii() or one.encode(errors="ignore").decode() == one]
 
@@ -36,10 +35,10 @@ NASTY = [one for one in ALL if one.isascii() or one.encode(errors="ignore").deco
 @has_crds
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_artefacts_are_valid(every, tmp_path):
-    """Of 288 jobs all, or every ninth: each by the schema of its vendor."""
+    """Of 216 jobs all, or every ninth: each by the schema of its vendor."""
     found = list(errors_of_many(tmp_path, every))
     assert [one for one in found if one] == []
-    assert len(found) == 4 * 72 // every
+    assert len(found) == 3 * 72 // every
 
 
 @has_crds
@@ -120,28 +119,6 @@ def test_a_train_job(tmp_path):
     ]
 
 
-def test_a_pytorch_job(tmp_path):
-    job = a_job(tmp_path, nodes=3, devices=2, time_s=7200, retries=5, options=PYTORCHJOB)
-    _, found = documents(job)
-    spec = found["spec"]
-    assert spec["nprocPerNode"] == "2"
-    policy = {"backoffLimit": 5, "cleanPodPolicy": "None", "activeDeadlineSeconds": 7200}
-    assert spec["runPolicy"] == policy
-    replicas = spec["pytorchReplicaSpecs"]
-    assert [replicas[name]["replicas"] for name in ("Master", "Worker")] == [1, 2]
-    # Killed pods start again, failed ones do not.
-    assert {one["restartPolicy"] for one in replicas.values()} == {"ExitCode"}
-    (container,) = replicas["Worker"]["template"]["spec"]["containers"]
-    variables = {"RANK": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
-    args = [expanded(one, variables) for one in container["args"]]
-    assert args == [
-        *("flatout", "run", "--devices", "2", "--nodes", "3", "--node-rank", "2"),
-        *("--rendezvous", "job-master-0:23456", "train.py"),
-    ]
-    alone = documents(a_job(tmp_path, options=PYTORCHJOB))[-1]
-    assert list(alone["spec"]["pytorchReplicaSpecs"]) == ["Master"]
-
-
 def test_the_code_of_a_config_map_runs_as_it_lies_here(tmp_path):
     """What sh is given, with the volume's files where Kubernetes would lay them."""
     job = a_job(tmp_path, recipe=Recipe())
@@ -203,7 +180,6 @@ def test_a_command_of_flatouts_own_needs_no_code(tmp_path):
     [
         ({"options": {"image": ""}}, "no image: --option image="),
         ({"options": {"image": "a b"}}, "expected an image"),
-        ({"options": {"api": "tfjob"}}, "expected api=trainjob or api=pytorchjob"),
         ({"options": {"volume": "a:/b"}}, "expected --option of"),
         ({"options": {"volumes": "runs"}}, "CLAIM:/path"),
         ({"options": {"volumes": "runs:/runs:rx"}}, "CLAIM:/path"),
@@ -213,11 +189,9 @@ def test_a_command_of_flatouts_own_needs_no_code(tmp_path):
         ({"checkpoint": "/runs/a"}, "no node can keep /runs/a"),
         ({"checkpoint": "/runs/a", "options": {"volumes": "r:/runs:ro"}}, "no node can keep"),
         ({"name": "a" * 60}, "at most 50"),
-        ({"environment": {"PET_NNODES": "2"}}, "Kubeflow's own"),
         ({"environment": {"A B": "2"}}, "no name of a variable"),
         ({"arguments": ("\udcff",)}, "not UTF-8"),
         ({"is_auto": True, "has_measured_threads": False}, "say how many with --threads N"),
-        ({"arguments": ("a\0",)}, "a NUL"),
     ],
 )
 def test_what_kubernetes_would_refuse_is_said_at_once(changes, words, tmp_path):
@@ -250,8 +224,7 @@ def test_paths_that_no_pod_sees_are_named(tmp_path):
 def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
     for name, module, extra in (
         ("kubernetes", "yaml", "kubernetes"),
-        ("kubernetes", "kubeflow_trainer_api.models", "kubernetes"),
-        ("sagemaker", "botocore", "sagemaker"),
+        ("sagemaker", "botocore.validate", "sagemaker"),
     ):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(SubmitError, match=f"{module.partition('.')[0]} is not installed") as no:
@@ -290,17 +263,12 @@ def test_no_argument_is_a_number_or_a_truth_to_another_reader_of_yaml(tmp_path):
     assert {styles[one] for one in given} == {"'"}
 
 
-@pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
-def test_nasty_arguments_come_through_kubernetes(api, tmp_path, shown):
+def test_nasty_arguments_come_through_kubernetes(tmp_path, shown):
     assert len(NASTY) > 100
-    job = a_job(tmp_path, arguments=tuple(NASTY), options={"api": api, "code": str(tmp_path)})
+    job = a_job(tmp_path, arguments=tuple(NASTY), options={"code": str(tmp_path)})
     found = documents(job)[-1]
-    if api == "trainjob":
-        container = found["spec"]["trainer"]
-    else:
-        template = found["spec"]["pytorchReplicaSpecs"]["Master"]["template"]
-        (container,) = template["spec"]["containers"]
-    variables = {"RANK": "7", "MASTER_ADDR": "host", "MASTER_PORT": "1", "HOME": "/root"}
+    container = found["spec"]["trainer"]
+    variables = {"HOME": "/root"}
     words = [expanded(one, variables) for one in container["command"] + container["args"]]
     assert shown(words)[-len(NASTY) :] == NASTY
     environment = dict(enumerate(NASTY))

@@ -18,7 +18,7 @@ from flatout.recipe import dumps, loads
 from flatout.submit import target_of
 from flatout.submit.code import CodeArchive
 from flatout.submit.inputs import Input
-from flatout.submit.sending import artifacts_of
+from flatout.submit.send import artifacts_of
 
 TARGETS = ("slurm", "ssh", "mpi", "kubernetes", "sagemaker", "ray")
 # Programs that a script may call. The stubs do nothing.
@@ -153,7 +153,7 @@ def check(place, target, field, text):
         elif artifact.name.endswith(".yaml"):
             yaml = pytest.importorskip("yaml")
             kinds = [one["kind"] for one in yaml.safe_load_all(artifact.text)]
-            assert kinds in (["ConfigMap", "TrainJob"], ["ConfigMap", "PyTorchJob"])
+            assert kinds == ["ConfigMap", "TrainJob"]
         elif artifact.name.endswith(".py"):
             assert _shape_of(data) == _shape_of(harmless(place, target, artifact.name))
         elif data.startswith(b"#!/bin/bash"):

@@ -18,8 +18,8 @@ from flatout.submit import (
     target_of,
     write,
 )
-from flatout.submit.asked import seconds
 from flatout.submit.job import name_of
+from flatout.submit.job_options import seconds
 
 
 def test_a_name_for_each_script():
@@ -135,7 +135,6 @@ def test_servers_that_compute_nothing_are_started_by_flatout_run(tmp_path):
         ({"nodes": 2, "servers": 2}, "one at least must compute"),
         ({"nodes": 2, "servers": 1}, "leaves one rank"),
         ({"devices": None, "servers": 1}, "not with --devices auto"),
-        ({"devices": 2, "servers": 1}, "neither --set, --recipe nor the code names it"),
         (
             {"devices": 2, "servers": 1, "settings": ("world.strategy=ddp",)},
             r"--servers 1 expects world\.strategy=parameter_server; found --set",

@@ -5,17 +5,15 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from api_server import add_pod, api_server, container_of
+from api_server import add_pod, api_server, kubectl
 from submit_schemas import a_job, has_crds
 
 from flatout.errors import SubmitError
 from flatout.submit.ledger import Ledger
-from flatout.submit.sending import runs_of, send, send_all, settle, write
-from flatout.submit.states import State
-from flatout.submit.target import NotSent, target_of
+from flatout.submit.send import runs_of, send_all, send_once, settle, write
+from flatout.submit.target import NotSent, State, target_of
 
 pytest.importorskip("kubernetes")
-pytest.importorskip("kubeflow_trainer_api")
 
 pytestmark = has_crds
 
@@ -30,21 +28,19 @@ def cluster(tmp_path, monkeypatch):
 def sent(job, tmp_path):
     write(job, to := target_of("kubernetes"))
     assert to.check(job) == []
-    return send(job, to, Ledger(tmp_path / "ledger"), wait_s=1.0)
+    return send_once(job, to, Ledger(tmp_path / "ledger"), wait_s=1.0)
 
 
-def read(server, job, plural="trainjobs"):
-    return server.objects["team", plural, job.name]
+def read(server, job):
+    return server.objects["team", "trainjobs", job.name]
 
 
-@pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
-def test_a_job_is_created_with_what_its_pods_wait_for(api, cluster, tmp_path):
-    plural = f"{api}s"
-    job = a_job(tmp_path, nodes=2, options={"api": api})
+def test_a_job_is_created_with_what_its_pods_wait_for(cluster, tmp_path):
+    job = a_job(tmp_path, nodes=2)
     found = sent(job, tmp_path)
     assert found.id == f"team/{job.name}"
-    assert [one for one, _ in cluster.posts] == [plural, "configmaps", "secrets"]
-    made = read(cluster, job, plural)
+    assert [one for one, _ in cluster.posts] == ["trainjobs", "configmaps", "secrets"]
+    made = read(cluster, job)
     for _, one in cluster.posts[1:]:
         (owner,) = one["metadata"]["ownerReferences"]
         assert owner["uid"] == made["metadata"]["uid"]
@@ -72,17 +68,13 @@ def test_what_is_not_there_is_said_before_sending(cluster, tmp_path):
     elsewhere = a_job(tmp_path / "elsewhere", options={"namespace": "nowhere"})
     write(elsewhere, target_of("kubernetes"))
     assert target_of("kubernetes").check(elsewhere) == ['namespaces "nowhere" not found']
-    job = a_job(tmp_path, options={"volumes": "runs:/runs", "queue": "batch"})
+    job = a_job(tmp_path, options={"volumes": "runs:/runs"})
     write(job, to := target_of("kubernetes"))
-    missing = [
-        "there is no PersistentVolumeClaim runs in team",
-        "there is no LocalQueue batch of Kueue in team",
-    ]
+    missing = ["there is no PersistentVolumeClaim runs in team"]
     assert to.check(job) == missing
     cluster.fail["trainjobs"] = 403
     assert to.check(job) == ["no one may create these here", *missing]
     assert cluster.posts == []
-    cluster.objects["team", "localqueues", "batch"] = {}
     cluster.forbidden = {"persistentvolumeclaims"}
     del cluster.fail["trainjobs"]
     assert to.check(job) == []
@@ -105,14 +97,15 @@ def test_one_yes_for_all_seeds(cluster, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("how", ["dropped", "broken"])
-@pytest.mark.parametrize("plural", ["trainjobs", "configmaps", "secrets"])
+@pytest.mark.parametrize(
+    ("plural", "how"), [("trainjobs", "dropped"), ("configmaps", "broken"), ("secrets", "dropped")]
+)
 def test_a_lost_answer_makes_no_second_job_and_leaves_nothing_out(plural, how, cluster, tmp_path):
     cluster.fail[plural] = how
     job = a_job(tmp_path, nodes=2)
     write(job, to := target_of("kubernetes"))
     ledger = Ledger(tmp_path / "ledger")
-    found = send(job, to, ledger, wait_s=5.0)
+    found = send_once(job, to, ledger, wait_s=5.0)
     assert found.id == f"team/{job.name}"
     assert [one for one, _ in cluster.posts] == ["trainjobs", "configmaps", "secrets"]
     uid = read(cluster, job)["metadata"]["uid"]
@@ -129,7 +122,7 @@ def test_a_job_whose_code_is_refused_is_taken_back(cluster, tmp_path):
     job = a_job(tmp_path)
     write(job, to := target_of("kubernetes"))
     with pytest.raises(NotSent, match="the job's code was not taken"):
-        send(job, to, Ledger(tmp_path / "ledger"))
+        send_once(job, to, Ledger(tmp_path / "ledger"))
     assert cluster.objects == {}
 
 
@@ -176,29 +169,6 @@ def test_the_exit_code_of_the_pod_that_failed_first(cluster, tmp_path):
     assert (found.exit_code, found.since_s) == (7, 3900.0)
 
 
-@pytest.mark.parametrize(
-    ("conditions", "state"),
-    [
-        ([], State.queued),
-        (["Created"], State.starting),
-        (["Created", "Running"], State.running),
-        (["Created", "Running", "Restarting"], State.requeued),
-        (["Created", "Running", "Succeeded"], State.succeeded),
-        (["Created", "Failed"], State.failed),
-    ],
-)
-def test_states_of_a_pytorch_job(conditions, state, cluster, tmp_path):
-    job = a_job(tmp_path, options={"api": "pytorchjob"})
-    id = sent(job, tmp_path).id
-    read(cluster, job, "pytorchjobs")["status"] = {
-        "conditions": [
-            {"type": kind, "status": "True", "lastTransitionTime": f"2026-11-26T10:0{n}:00Z"}
-            for n, kind in enumerate(conditions)
-        ]
-    }
-    assert target_of("kubernetes").state(id, job.folder).state == state
-
-
 @pytest.mark.parametrize("follow", [False, True])
 def test_logs_of_all_pods(follow, cluster, tmp_path):
     job = a_job(tmp_path, nodes=2)
@@ -233,47 +203,35 @@ def with_flatout(folder, text):
     return {"PATH": f"{folder}:/usr/bin:/bin"}
 
 
-@pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
-def test_top_looks_into_each_pod_that_runs(api, cluster, tmp_path):
-    job = a_job(tmp_path, nodes=2, options={"api": api})
+def test_top_looks_into_each_pod_that_runs(cluster, tmp_path, monkeypatch):
+    job = a_job(tmp_path, nodes=2)
     id, to = sent(job, tmp_path).id, target_of("kubernetes")
     (entry,) = Ledger(tmp_path / "ledger").entries()
-    waiting = add_pod(cluster, job, 0, phase="Pending")
+    first = add_pod(cluster, job, 0, phase="Pending")
     with pytest.raises(SubmitError, match="none of its pods runs"):
         to.top(id, job.folder, entry.key)
-    made = read(cluster, job, f"{api}s")
-    text = 'printf "%s " "$FLATOUT_SUBMITTED" "$@"; head -c 10000 /dev/zero | tr "\\0" x'
-    for node in range(2):
-        variables = with_flatout(tmp_path / f"bin{node}", text)
-        own = {item["name"]: item.get("value", "") for item in container_of(made, node)["env"]}
-        name = waiting if node == 0 else add_pod(cluster, job, node)
-        cluster.objects["team", "pods", name]["status"] = {"phase": "Running"}
-        cluster.variables[name] = {**own, **variables}
-    told = to.top(id, job.folder, entry.key)
-    assert [one.split(" ")[:-1] for one in told] == [
-        [entry.key, "top", "--json", entry.key] for _ in range(2)
-    ]
-    # Long answers come whole, in several pieces.
-    assert all(one.endswith(" " + 10000 * "x") for one in told)
+    env = read(cluster, job)["spec"]["trainer"]["env"]
+    own = {item["name"]: item.get("value", "") for item in env}
+    text = 'printf "%s " "$FLATOUT_SUBMITTED" "$@"'
+    variables = own | with_flatout(tmp_path / "pod", text)
+    cluster.objects["team", "pods", first]["status"] = {"phase": "Running"}
+    pods = dict.fromkeys([first, add_pod(cluster, job, 1, phase="Running")], variables)
+    monkeypatch.setenv("PATH", kubectl(tmp_path / "bin", pods), prepend=":")
+    found = to.top(id, job.folder, entry.key)
+    assert [one.split() for one in found] == [[entry.key, "top", "--json", entry.key]] * 2
 
 
-def test_a_pod_that_cannot_be_looked_into(cluster, tmp_path):
+def test_a_pod_that_cannot_be_looked_into(cluster, tmp_path, monkeypatch):
     job = a_job(tmp_path)
     id, to = sent(job, tmp_path).id, target_of("kubernetes")
     name = add_pod(cluster, job, 0, phase="Running")
-    for text, words in (
-        ("echo 'no such command: top' >&2; exit 2", "flatout failed in it: no such command: top"),
-        (None, "flatout failed in it: .*No such file"),
-    ):
-        cluster.variables[name] = {"PATH": "/none"}
-        if text is not None:
-            cluster.variables[name] = with_flatout(tmp_path / "bin", text)
-        with pytest.raises(SubmitError, match=words):
-            to.top(id, job.folder, "key")
-    cluster.forbidden = {"exec"}
-    with pytest.raises(SubmitError, match="you may not create pods/exec") as no:
+    variables = with_flatout(tmp_path / "pod", "echo 'no such command: top' >&2; exit 2")
+    monkeypatch.setenv("PATH", kubectl(tmp_path / "bin", {name: variables}), prepend=":")
+    with pytest.raises(SubmitError, match="kubectl exec: no such command: top"):
         to.top(id, job.folder, "key")
-    assert "the rights to get and create pods/exec" in no.value.do
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    with pytest.raises(SubmitError, match="kubectl: No such file"):
+        to.top(id, job.folder, "key")
 
 
 def test_no_cluster(tmp_path, monkeypatch):
@@ -297,18 +255,17 @@ def test_a_server_that_does_not_answer(cluster, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not here")
-@pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
-def test_kubectl_applies_what_was_written(api, cluster, tmp_path):
+def test_kubectl_applies_what_was_written(cluster, tmp_path):
     """By hand, as the page says, with every field checked by the server."""
-    job = a_job(tmp_path, nodes=2, options={"api": api})
+    job = a_job(tmp_path, nodes=2)
     write(job, target_of("kubernetes"))
     applied = ["kubectl", "apply", "--validate=strict", "-f", str(job.folder / "job.yaml")]
     for more in (["--dry-run=server"], []):
         done = subprocess.run([*applied, *more], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         assert job.name in done.stdout
-    assert ("team", f"{api}s", job.name) in cluster.objects
-    sent = [query for plural, query in cluster.asked if plural == f"{api}s"]
+    assert ("team", "trainjobs", job.name) in cluster.objects
+    sent = [query for plural, query in cluster.asked if plural == "trainjobs"]
     assert all(query["fieldValidation"] == ["Strict"] for query in sent)
     path = job.folder / "job.yaml"
     path.write_text(path.read_text().replace("\nspec:", "\nspec:\n  typo: 3", 1))
@@ -316,4 +273,4 @@ def test_kubectl_applies_what_was_written(api, cluster, tmp_path):
     done = subprocess.run(applied, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "is invalid" in done.stderr
-    assert ("team", f"{api}s", job.name) not in cluster.objects
+    assert ("team", "trainjobs", job.name) not in cluster.objects

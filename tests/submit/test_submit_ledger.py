@@ -7,7 +7,7 @@ import jobs
 import pytest
 
 from flatout.errors import SubmitError
-from flatout.submit import NotSent, SentJob, UnknownOutcome, send, settle
+from flatout.submit import NotSent, SentJob, UnknownOutcome, send_once, settle
 from flatout.submit.ledger import REFUSED, SENDING, SENT, Entry, Ledger
 
 
@@ -39,7 +39,7 @@ class Cluster:
 
 def test_a_sent_job_is_found_by_its_id_and_its_name(tmp_path):
     cluster, made = Cluster(None), job(tmp_path)
-    assert send(made, cluster, Ledger()) == SentJob("4711")
+    assert send_once(made, cluster, Ledger()) == SentJob("4711")
     (entry,) = Ledger().entries()
     assert (entry.status, entry.id, entry.name) == (SENT, "4711", made.name)
     assert Ledger().find("4711") == Ledger().find(made.name) == entry
@@ -50,7 +50,7 @@ def test_a_sent_job_is_found_by_its_id_and_its_name(tmp_path):
 
 def test_without_an_answer_the_job_is_looked_for_and_never_sent_again(tmp_path):
     cluster = Cluster(UnknownOutcome("no answer of sbatch: timed out"))
-    assert send(job(tmp_path), cluster, Ledger(), wait_s=0.1) == SentJob("4711")
+    assert send_once(job(tmp_path), cluster, Ledger(), wait_s=0.1) == SentJob("4711")
     assert len(cluster.came) == 1
     assert Ledger().entries()[0].status == SENT
 
@@ -58,7 +58,7 @@ def test_without_an_answer_the_job_is_looked_for_and_never_sent_again(tmp_path):
 def test_a_job_that_no_one_knows_of_stays_open_until_it_is_found(tmp_path):
     cluster = Cluster(UnknownOutcome("no answer of sbatch: timed out"), knows=False)
     with pytest.raises(UnknownOutcome, match="does not know it by now"):
-        send(job(tmp_path), cluster, Ledger(), wait_s=0.1)
+        send_once(job(tmp_path), cluster, Ledger(), wait_s=0.1)
     (entry,) = Ledger().entries()
     assert entry.status == SENDING
     assert settle(entry, cluster, Ledger()) == entry
@@ -70,7 +70,7 @@ def test_a_job_that_no_one_knows_of_stays_open_until_it_is_found(tmp_path):
 
 def test_a_refused_job_was_not_sent(tmp_path):
     with pytest.raises(NotSent):
-        send(job(tmp_path), Cluster(NotSent("invalid partition")), Ledger())
+        send_once(job(tmp_path), Cluster(NotSent("invalid partition")), Ledger())
     assert Ledger().entries()[0].status == REFUSED
 
 
@@ -78,7 +78,7 @@ def test_nothing_is_sent_where_the_key_cannot_be_kept(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     cluster = Cluster(None)
     with pytest.raises(SubmitError, match="nothing was sent"):
-        send(job(tmp_path), cluster, Ledger(tmp_path / "file/jobs.jsonl"))
+        send_once(job(tmp_path), cluster, Ledger(tmp_path / "file/jobs.jsonl"))
     assert cluster.came == []
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from flatout.errors import SubmitError
 from flatout.submit import JobOptions, inputs_seen
-from flatout.submit.looked import data_of
+from flatout.submit.observed_inputs import data_of
 
 SCRIPT = """
     import mmap, os, sys

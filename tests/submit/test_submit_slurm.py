@@ -25,7 +25,7 @@ from submit_schemas import sbatch_errors
 
 from flatout.measure import usable_cpus
 from flatout.save.model_file import load_model
-from flatout.submit import Ledger, send, target_of, write
+from flatout.submit import Ledger, send_once, target_of, write
 
 pytestmark = [
     pytest.mark.root,
@@ -252,7 +252,7 @@ def test_one_yes_is_one_job_though_slurm_does_not_answer(cluster, tmp_path, monk
     waking = threading.Timer(30, lambda: os.kill(controller, signal.SIGCONT))
     waking.start()
     try:
-        sent = send(made, to, Ledger(), wait_s=60)
+        sent = send_once(made, to, Ledger(), wait_s=60)
     finally:
         waking.join()
     jobs = cluster.ask("squeue", "-h", "--states=all", f"--name={made.name}", "-o", "%A").split()

@@ -9,8 +9,7 @@ from rich.console import Console
 from flatout.errors import SubmitError
 from flatout.report import together
 from flatout.submit import Entry, Ledger, TopOfJob, top_of
-from flatout.submit.states import JobState, State
-from flatout.submit.target import target_of
+from flatout.submit.target import JobState, State, target_of
 
 NOW = 1_795_686_400.0
 

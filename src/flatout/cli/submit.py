@@ -285,7 +285,7 @@ def _not_sent(job: Job) -> list[str]:
 
     return [
         f"not sent: {file} ({code} names it); if the job reads it, pass --input {file}"
-        for file, code in named_in_code(job)
+        for file, code in named_in_code(job.root, job.code, job.inputs)
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,20 +29,9 @@ def top(
     as_json: Annotated[
         bool, typer.Option("--json", help="Look once, and print one JSON object.")
     ] = False,
-    to: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write that object to a file instead, every --every seconds, until Ctrl-C.",
-            show_default=False,
-        ),
-    ] = None,
-    every: Annotated[
-        float, typer.Option(metavar="S", min=1.0, help="Seconds between two looks of --to.")
-    ] = 10.0,
 ) -> None:
     """Show the lanes of running jobs, rank by rank, until Ctrl-C."""
-    from flatout.report import Top, watch, write_again
+    from flatout.report import Top, watch
     from flatout.terminal import Console
 
     looking = Top(which, pid)
@@ -51,9 +39,6 @@ def top(
         from flatout.submit import top_of
 
         looking = top_of(which) or looking
-    if to is not None:
-        write_again(looking, to, every)
-        return
     if as_json:
         import json
 

@@ -27,7 +27,7 @@ from flatout.submit import (
     job_of,
     logs_of,
     refuse,
-    send,
+    send_once,
     target_of,
     write,
 )
@@ -138,7 +138,7 @@ def measure_hosts(
         f"measuring {counted(job.nodes, 'host')}, {counted(ranks_per_host, 'rank')} each, for "
         f"about {seconds:.0f} s"
     )
-    sent = send(job, to, Ledger())
+    sent = send_once(job, to, Ledger())
     lines = list(_until(logs_of(sent.id, follow=True), monotonic() + seconds + _PATIENCE_S))
     code = exit_code(sent.id)
     return network_in(lines, lines if code else [])

@@ -14,4 +14,3 @@ from flatout.report.top import Sample as Sample
 from flatout.report.top import Top as Top
 from flatout.report.top import together as together
 from flatout.report.top import watch as watch
-from flatout.report.top import write_again as write_again

@@ -7,7 +7,6 @@ watch(Top(), console)             again every second, until Ctrl-C
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -23,7 +22,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from flatout.atomic_file import atomic_write
 from flatout.devices import GpuUse
 from flatout.devices.gpu_use import gpu_use
 from flatout.errors import FlatoutError
@@ -303,29 +301,6 @@ def watch(top: Top, console: Console) -> None:
             except FlatoutError:
                 console.print("it has ended")
                 return
-
-
-def write_again(top: Top, path: str | os.PathLike[str], every_s: float) -> None:
-    """Write what is seen into a file as one JSON object, again and again, until Ctrl-C.
-
-    Args:
-        top: looks; a moment at which nothing runs is written too.
-        path: of the file, which is whole at any time.
-        every_s: seconds between two looks.
-
-    Raises:
-        FlatoutError: the file cannot be written.
-    """
-    with suppress(KeyboardInterrupt):
-        while True:
-            try:
-                with atomic_write(path) as file:
-                    file.write(json.dumps(top.sample().as_dict()) + "\n")
-            except OSError as error:
-                raise FlatoutError(
-                    f"what is seen cannot be written: {error.strerror}", where=os.fspath(path)
-                ) from error
-            top.wait(every_s)
 
 
 def _is_asked_for(rank: Rank, which: str) -> bool:

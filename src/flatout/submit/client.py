@@ -1,28 +1,32 @@
-"""Asking a cluster's own command-line client."""
+"""A cluster's own client: a program or a package, and the output of several processes at once."""
 
 from __future__ import annotations
 
+import queue
 import shutil
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 from flatout.errors import SubmitError
 
-# How long one answer may take, and the pauses between tries, in seconds.
+# Seconds that one answer may take, and seconds between tries.
 _PATIENCE_S = 60.0
 _PAUSE_S = 1.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client said.
+    """A client's answer.
 
     Attributes:
-        code: with which it ended; None if it did not in time, and was ended.
-        output: what it printed.
-        errors: what it printed on stderr.
+        code: its exit code; None where it took too long, and was ended.
+        output: its stdout.
+        errors: its stderr.
     """
 
     code: int | None
@@ -31,7 +35,7 @@ class Answer:
 
     @property
     def last_words(self) -> str:
-        """The last line that says something, without the client's name."""
+        """The last line that is not empty, without the client's name."""
         lines = [line for line in (self.errors or self.output).splitlines() if line.strip()]
         if not lines:
             return "it said nothing" if self.code is not None else "it took too long"
@@ -39,42 +43,48 @@ class Answer:
         return message.strip()
 
 
-def require_program(name: str, package: str) -> str:
-    """Where a client is."""
-    path = shutil.which(name)
-    if path is None:
+def require(module: str, extra: str) -> Any:
+    """Return a module of an optional dependency."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise SubmitError(
+            f"{module.partition('.')[0]} is not installed here",
+            do=f"pip install 'flatout[{extra}]'",
+        ) from error
+
+
+def require_program(name: str, package: str) -> None:
+    """Refuse to go on without a client's program."""
+    if shutil.which(name) is None:
         raise SubmitError(
             f"{name} is not installed here",
             do=f"install {package}, or go to a machine that has it: --dry-run needs none",
         )
-    return path
 
 
 def ask(
     command: Sequence[str],
     *,
-    patience_s: float = _PATIENCE_S,
     tries: int = 1,
     again: Callable[[Answer], bool] = lambda answer: answer.code is None,
-    stdin: bytes | None = None,
+    stdin: bytes = b"",
 ) -> Answer:
-    """Run a client and take its answer."""
+    """Run a client and return its answer."""
     for left in reversed(range(tries)):
-        answer = _once(command, patience_s, stdin)
+        answer = _once(command, stdin)
         if not left or not again(answer):
             break
         time.sleep(_PAUSE_S * (tries - left))
     return answer
 
 
-def _once(command: Sequence[str], patience_s: float, stdin: bytes | None) -> Answer:
+def _once(command: Sequence[str], stdin: bytes) -> Answer:
     try:
         done = subprocess.run(
-            command,
-            input=b"" if stdin is None else stdin,
-            capture_output=True,
-            timeout=patience_s,
-            check=False,
+            command, input=stdin, capture_output=True, timeout=_PATIENCE_S, check=False
         )
     except subprocess.TimeoutExpired as late:
         return Answer(None, _text(late.stdout), _text(late.stderr))
@@ -85,3 +95,33 @@ def _once(command: Sequence[str], patience_s: float, stdin: bytes | None) -> Ans
 
 def _text(data: bytes | None) -> str:
     return (data or b"").decode(errors="replace")
+
+
+def merged(streams: Sequence[Iterator[str]]) -> Iterator[str]:
+    """Yield the lines of several streams as they come.
+
+    Raises:
+        SubmitError: a stream has raised it.
+    """
+    lines: queue.SimpleQueue[str | SubmitError | None] = queue.SimpleQueue()
+
+    def read(stream: Iterator[str]) -> None:
+        try:
+            for line in stream:
+                lines.put(line)
+        except SubmitError as error:
+            lines.put(error)
+        finally:
+            lines.put(None)
+
+    for stream in streams:
+        threading.Thread(target=read, args=(stream,), daemon=True).start()
+    left = len(streams)
+    while left:
+        line = lines.get()
+        if line is None:
+            left -= 1
+        elif isinstance(line, SubmitError):
+            raise line
+        else:
+            yield line

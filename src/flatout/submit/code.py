@@ -1,4 +1,4 @@
-"""The code that travels with a job: what lies in its folder, but for what .gitignore names."""
+"""The code that travels with a job: its folder without the files that .gitignore names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flatout.measure import RUNS
 from flatout.words import counted, size_words
 
 ARCHIVE = "code.tar.gz"
-# Never code, whatever .gitignore says; and where people keep what opens doors.
+# Files that are never code, and files that may hold secrets, whatever .gitignore says.
 _NEVER = ("__pycache__/", ".git/", ".hg/", ".svn/", ".venv/", "*.pyc")
 _SECRET = (
     *(".env", ".env.*", ".netrc", ".pypirc", "*.pem", "*.key", "*.p12", "id_rsa*", "id_ed25519*"),
@@ -29,12 +29,12 @@ _SECRET = (
 
 @dataclass(frozen=True)
 class CodeArchive:
-    """Which files travel, and which do not though .gitignore does not name them.
+    """The files that travel.
 
     Attributes:
-        files: relative to the folder of the code, with slashes, in the order of their names.
-        bytes: of all of them.
-        left_out: each with the reason: too large for code, or may hold a secret.
+        files: sorted paths relative to the folder of the code, with slashes.
+        bytes: the size of all files.
+        left_out: other files that .gitignore does not name, each with the reason.
     """
 
     files: tuple[str, ...]
@@ -45,7 +45,7 @@ class CodeArchive:
         return f"{size_words(self.bytes)}, {counted(len(self.files), 'file')}"
 
     def write(self, root: Path, path: Path) -> None:
-        """Write them as a tar file that is the same for the same code at any time."""
+        """Write the files as a tar file that depends on the code alone, not on the time."""
         try:
             with (
                 atomic_write(path, "wb") as file,

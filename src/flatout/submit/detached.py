@@ -15,14 +15,14 @@ from __future__ import annotations
 import shlex
 
 from flatout.submit.shell import REMAINING
-from flatout.submit.states import JobState, State
+from flatout.submit.target import JobState, State
 from flatout.words import clock
 
 ABSENT = "it was never started"
 
 
 def guard(name: str) -> list[str]:
-    """Lines that let a script run once, even if it is started a second time; `name` is for bash."""
+    """Return lines that let a script run once only; `name` is for bash."""
     return [
         "here=$PWD",
         f"exec 9> {name}.lock  # held as long as a process of the job lives",
@@ -33,7 +33,7 @@ def guard(name: str) -> list[str]:
 
 
 def running(name: str) -> list[str]:
-    """Lines that run "${command[@]}", end with its exit code, and tell its pid meanwhile."""
+    """Return lines that run "${command[@]}", write its pid, and end with its exit code."""
     return [
         f'export {REMAINING}="$here"/{name}.remaining',
         '"${command[@]}" &',
@@ -43,9 +43,9 @@ def running(name: str) -> list[str]:
 
 
 def start(script: str, name: str) -> str:
-    """A command of sh that starts a script apart from the one who asks, and returns at once.
+    """Return a command of sh that starts a script in its own session, and returns at once.
 
-    The script gets the number that its name ends with, and the line that the command reads.
+    The script gets the number at the end of its name, and the line that the command reads.
     """
     log = shlex.quote(f"{name}.log")
     number = name.rpartition("-")[2]
@@ -54,7 +54,7 @@ def start(script: str, name: str) -> str:
 
 
 def read(name: str, follow: bool) -> str:
-    """A command of sh that prints the log, and with `follow` what comes until the job has ended."""
+    """Return a command of sh that prints the log; with `follow` until the job has ended."""
     log, pid, code = (shlex.quote(f"{name}.{kind}") for kind in ("log", "pid", "exit_code"))
     if not follow:
         return f"cat {log}"
@@ -65,7 +65,7 @@ def read(name: str, follow: bool) -> str:
 
 
 def ask(name: str) -> str:
-    """A command of sh that prints what has become of it: a word, and numbers for `state_of`."""
+    """Return a command of sh that prints a word and numbers for `state_of`."""
     lock, code, canceled, begun, left = (
         shlex.quote(f"{name}.{kind}")
         for kind in ("lock", "exit_code", "canceled", "begun", "remaining")
@@ -85,7 +85,7 @@ def ask(name: str) -> str:
 
 
 def stop(name: str) -> str:
-    """A command of sh that sends the stop signal to what still runs."""
+    """Return a command of sh that sends the stop signal to a running job."""
     lock, pid, canceled = (shlex.quote(f"{name}.{k}") for k in ("lock", "pid", "canceled"))
     return (
         f"touch {canceled}; while ! flock -n {lock} true; do "
@@ -94,7 +94,7 @@ def stop(name: str) -> str:
 
 
 def state_of(text: str) -> JobState:
-    """What `ask` has printed."""
+    """Return the state that the output of `ask` says."""
     word, *pairs = text.split() or [""]
     fields = {
         name: int(n) for name, _, n in (pair.partition("=") for pair in pairs) if n.isdecimal()
@@ -115,7 +115,7 @@ def state_of(text: str) -> JobState:
 
 
 def together(states: dict[str, JobState]) -> JobState:
-    """One state of all nodes: of what still runs, or else of the node that did not end well."""
+    """Return one state for all nodes: of a running node, or else of one that did not end well."""
     order = (
         *(State.stopping, State.running, State.failed, State.canceled),
         *(State.lost, State.succeeded),

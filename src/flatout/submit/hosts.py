@@ -15,11 +15,7 @@ _HOST = re.compile(r"(?:[\w.-]+@)?[\w\[\]][\w.:\[\]-]*")
 
 
 def hosts_of(job: Job) -> list[str]:
-    """The hosts of a job, in order: "host1,me@host2", or a file with one in each line.
-
-    Raises:
-        SubmitError: the file cannot be read.
-    """
+    """Return the hosts of a job: "host1,me@host2", or a file with one in each line."""
     given = job.options.get("hosts", "")
     path = job.root / given
     if "," not in given and given and os.path.isfile(path):
@@ -32,7 +28,7 @@ def hosts_of(job: Job) -> list[str]:
 
 
 def problems_of(job: Job) -> list[str]:
-    """What is wrong with the hosts of a job."""
+    """Return all that is wrong with the hosts of a job."""
     hosts = hosts_of(job)
     problems = [
         f"expected a host, found {problems!r}"
@@ -51,7 +47,7 @@ def problems_of(job: Job) -> list[str]:
 
 
 def address_of(host: str, config: str | None = None) -> str:
-    """Of a host whose name may be one that only the user's ssh knows, so ssh is asked."""
+    """Return the address of a host, whose name only the user's ssh may know."""
     if shutil.which("ssh") is not None:
         answer = ask(["ssh", *config_words(config), "-G", "--", host])
         for line in answer.output.splitlines():
@@ -61,5 +57,5 @@ def address_of(host: str, config: str | None = None) -> str:
 
 
 def config_words(path: str | None) -> list[str]:
-    """Words that name ssh's configuration, where it is not the user's own."""
+    """Return the option for ssh's configuration, where it is not the user's own."""
     return [] if path is None else ["-F", path]

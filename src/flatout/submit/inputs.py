@@ -1,75 +1,47 @@
-"""What a script reads, and whether the nodes of a cluster see it.
+"""The inputs of a script, and whether the nodes of a cluster see them.
 
-The file system under a path decides: what is mounted from a network is seen wherever it is mounted,
-what lies on a disk of this machine is not. Only the user knows more, and says it: `--shared PATH`.
+The file system of a path decides: nodes see a network's file system, and no disk of this machine.
+The user may know more, and says it by `--shared PATH`.
 """
 
 from __future__ import annotations
 
+import ast
 import glob
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.errors import SubmitError
 from flatout.submit.code import CodeArchive
 
-# A batch script with more links than that is not read by anyone.
+# More links make a batch script that no person reads.
 _MOST_LINKS = 200
 
-# Of /proc/self/mountinfo; those of FUSE stand behind "fuse.".
+# The kinds of file systems in /proc/self/mountinfo, without the "fuse." of FUSE.
 _NETWORK = frozenset(
-    [
-        "nfs",
-        "nfs4",
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "ceph",
-        "glusterfs",
-        "cifs",
-        "smb3",
-        "smbfs",
-        "afs",
-        "orangefs",
-        "pvfs2",
-        "panfs",
-        "wekafs",
-        "ocfs2",
-        "gfs2",
-        "9p",
-        "virtiofs",
-        "sshfs",
-        "mfs",
-        "moosefs",
-        "lizardfs",
-        "s3fs",
-        "gcsfuse",
-        "juicefs",
-        "cvmfs2",
-        "blobfuse",
-        "blobfuse2",
-        "goofys",
-        "mount-s3",
-        "mountpoint-s3",
-        "quobyte",
-        "bee",
-        "pvfs",
-        "dfuse",
+    (
+        "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "cifs", "smb3", "smbfs",
+        "afs", "orangefs", "pvfs2", "panfs", "wekafs", "ocfs2", "gfs2", "9p", "virtiofs", "sshfs",
+        "mfs", "moosefs", "lizardfs", "s3fs", "gcsfuse", "juicefs", "cvmfs2", "blobfuse",
+        "blobfuse2", "goofys", "mount-s3", "mountpoint-s3", "quobyte", "bee", "pvfs", "dfuse",
         "daos",
-    ]
-)
+    )
+)  # fmt: skip
+# The longest text in code that may name a file, and the most files that are listed.
+_LONGEST_NAME, _MOST_NAMED = 200, 20
 
 
 @dataclass(frozen=True)
 class Input:
-    """Something that a script reads.
+    """A file, folder, pattern or URL that a script reads.
 
     Attributes:
-        given: as the user, or the script's arguments, named it.
-        path: absolute; a URL as it was given.
-        lies_on: the file system and where it is mounted, such as "/home (ext4)"; "" for a URL.
+        given: the text of the user or of the script's arguments.
+        path: the absolute path; a URL as it was given.
+        lies_on: the mount point and the file system, such as "/home (ext4)"; "" for a URL.
         is_seen: whether the nodes see it at this path.
         travels: whether it is among the code.
     """
@@ -82,14 +54,14 @@ class Input:
 
     @property
     def is_url(self) -> bool:
-        """Whether it is reached over a network by its own name, such as s3://bucket/day."""
+        """Whether the input is a URL such as s3://bucket/day."""
         return "://" in self.path
 
     def links(self, root: Path) -> list[tuple[str, str]]:
-        """What must be linked into a copy of the code, and by which name within it.
+        """Return paths to link into a copy of the code, each with its name there.
 
         Raises:
-            SubmitError: it is a pattern of very many files.
+            SubmitError: the input is a pattern of too many files.
         """
         inside = os.path.relpath(self.path, root) if not self.is_url else ".."
         is_outside = os.path.isabs(self.given) or inside.startswith("..")
@@ -105,12 +77,12 @@ class Input:
 
     @property
     def is_missing(self) -> bool:
-        """Whether no node would find it."""
+        """Whether no node would find the input."""
         return not (self.is_url or self.is_seen or self.travels)
 
     @property
     def words(self) -> str:
-        """For people: what it is, and who sees it."""
+        """The input, and who sees it, for people."""
         if self.is_url:
             return f"{self.given}: each node reads it itself"
         if self.travels:
@@ -121,7 +93,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Mount:
-    """Where a file system is mounted, and its kind."""
+    """The mount point of a file system, and its kind."""
 
     point: str
     kind: str
@@ -131,12 +103,12 @@ class Mount:
 
     @property
     def is_network(self) -> bool:
-        """Whether other machines can have it mounted as well."""
+        """Whether other machines can mount it, too."""
         return self.kind.removeprefix("fuse.") in _NETWORK
 
 
 def mount_of(path: str | os.PathLike[str], table: str | None = None) -> Mount:
-    """The file system that a path lies on, or would lie on where it is not there yet."""
+    """Return the file system of a path, which need not exist yet."""
     if table is None:
         table = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
     real = os.path.realpath(path)
@@ -151,7 +123,7 @@ def mount_of(path: str | os.PathLike[str], table: str | None = None) -> Mount:
 
 
 def is_seen(path: str | os.PathLike[str], shared: Iterable[str] = ()) -> bool:
-    """Whether nodes see a path: it lies on a network file system, or the user says so."""
+    """Return whether nodes see a path: by its file system, or because the user says so."""
     real = os.path.realpath(path)
     is_shared = any(_is_within(real, os.path.realpath(item)) for item in shared)
     return is_shared or mount_of(real).is_network
@@ -160,7 +132,7 @@ def is_seen(path: str | os.PathLike[str], shared: Iterable[str] = ()) -> bool:
 def look_at(
     given: str, root: Path, code: CodeArchive | None = None, shared: Sequence[str] = ()
 ) -> Input:
-    """What is known of one thing that a script reads."""
+    """Return an input of a script with all that is known about it."""
     if "://" in given:
         return Input(given, given)
     path = os.path.normpath(root / given)
@@ -172,7 +144,7 @@ def look_at(
 
 
 def only_whole(code: CodeArchive, inputs: Sequence[Input], root: Path) -> CodeArchive:
-    """The code without what lies in folders of data, which are linked as a whole."""
+    """Return the code without files in folders of data, which are linked as a whole."""
     folders = [
         f"{os.path.relpath(item.path, root)}/"
         for item in inputs
@@ -183,8 +155,35 @@ def only_whole(code: CodeArchive, inputs: Sequence[Input], root: Path) -> CodeAr
     return CodeArchive(tuple(kept), total, code.left_out)
 
 
+def named_in_code(root: Path, code: CodeArchive, inputs: Sequence[Input]) -> list[tuple[str, str]]:
+    """Return files below `root` that a text in the code names, and that are not sent.
+
+    Each comes with the code file that names it.
+    """
+    known = [Path(os.path.realpath(item.path)) for item in inputs if not item.is_url]
+    found: dict[str, str] = {}
+    for name in (file for file in code.files if file.endswith(".py")):
+        with suppress(OSError, ValueError, SyntaxError, RecursionError):
+            for node in ast.walk(ast.parse((root / name).read_bytes())):
+                text = node.value if isinstance(node, ast.Constant) else None
+                if isinstance(text, str) and _stays_here(text, root, code, known):
+                    found.setdefault(text, name)
+    return list(found.items())[:_MOST_NAMED]
+
+
+def _stays_here(text: str, root: Path, code: CodeArchive, known: list[Path]) -> bool:
+    if not 0 < len(text) <= _LONGEST_NAME or "\0" in text or "\n" in text:
+        return False
+    path = root / text
+    if not os.path.isfile(path):
+        return False
+    inside = os.path.relpath(path, root)
+    is_input = any(Path(os.path.realpath(path)).is_relative_to(item) for item in known)
+    return not (inside.startswith("..") or inside in code.files or is_input)
+
+
 def in_arguments(arguments: Sequence[str], root: Path) -> list[str]:
-    """Those of a script's arguments, or what stands behind their `=`, that name files or URLs."""
+    """Return the arguments of a script, or their parts after `=`, that name files or URLs."""
     result: dict[str, None] = {}
     for argument in arguments:
         for part in dict.fromkeys((argument, argument.partition("=")[2])):

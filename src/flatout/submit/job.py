@@ -1,4 +1,4 @@
-"""What is to run on a cluster, whichever cluster that is."""
+"""A job for any kind of cluster."""
 
 from __future__ import annotations
 

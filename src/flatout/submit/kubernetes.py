@@ -1,29 +1,24 @@
-"""Kubernetes: TrainJobs of Kubeflow Trainer, or PyTorchJobs, through the official client."""
+"""Kubernetes: TrainJobs of Kubeflow Trainer, through the official client."""
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from flatout.errors import SubmitError
-from flatout.submit.artifact import Artifact
-from flatout.submit.extras import require
+from flatout.submit.client import ask, merged, require
 from flatout.submit.job import Job
-from flatout.submit.kubernetes_exec import output_of
 from flatout.submit.kubernetes_manifests import (
     EXTRA,
     KEY,
-    QUEUE,
     SECRET,
     Manifest,
     manifests,
@@ -32,73 +27,40 @@ from flatout.submit.kubernetes_manifests import (
     volumes_of,
     yaml_of,
 )
-from flatout.submit.sending import facts_in
-from flatout.submit.states import JobState, State
-from flatout.submit.target import NotSent, SentJob, UnknownOutcome
+from flatout.submit.send import facts_in
+from flatout.submit.target import Artifact, JobState, NotSent, SentJob, State, UnknownOutcome
 from flatout.words import clock
 
 FILE = "job.yaml"
-# Beside it, since Kubernetes forgets what was deleted.
+# The mark of a job that was canceled from here: Kubernetes forgets deleted jobs.
 _CANCELED = "canceled"
-# To connect, and until an answer comes, in seconds.
+# Seconds to connect, and until an answer comes.
 _PATIENCE_S = (5, 30)
 _NOT_FOUND, _CONFLICT = 404, 409
-# From here on the server may have done what it was asked.
+# From this status on the server may have done the request.
 _BROKEN = 500
-# A pod whose container runs, and into how many is looked at once.
-_RUNS, _MOST_AT_ONCE = "Running", 16
+# The most pods that are asked at once.
+_MOST_AT_ONCE = 16
+_GROUP, _VERSION, _PLURAL = "trainer.kubeflow.org", "v1alpha1", "trainjobs"
+# The label of a TrainJob's pods with the job's name, and the container of the script.
+_POD_LABEL, _CONTAINER = "jobset.sigs.k8s.io/jobset-name", "node"
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of job as Kubernetes addresses it.
-
-    Attributes:
-        group, version, plural: of its resource.
-        pods: the label of its pods that has its name.
-        container: in which the script runs.
-    """
-
-    group: str
-    version: str
-    plural: str
-    pods: str
-    container: str
-
-
-_KINDS = {
-    "TrainJob": _Kind(
-        *("trainer.kubeflow.org", "v1alpha1", "trainjobs"),
-        *("jobset.sigs.k8s.io/jobset-name", "node"),
-    ),
-    "PyTorchJob": _Kind(
-        *("kubeflow.org", "v1", "pytorchjobs"),
-        *("training.kubeflow.org/job-name", "pytorch"),
-    ),
-}
-
-
-class Kubernetes:
-    """Sends jobs to the cluster and namespace of the present context of kubectl.
-
-    A job's id is NAMESPACE/NAME.
-    """
+class _Kubernetes:
+    """Sends jobs to the cluster and namespace of kubectl's context; an id is NAMESPACE/NAME."""
 
     name = "kubernetes"
     takes_seeds = False
 
     def artifacts(self, job: Job) -> list[Artifact]:
-        """One file for `kubectl apply -f`: the ConfigMap with the code, and the job."""
         made = manifests(job)
         head = f"# kubectl apply -f {FILE}\n"
         return [Artifact(FILE, head + yaml_of(made))]
 
     def unseen(self, job: Job) -> list[str]:
-        """Paths that lie on no volume."""
         return unseen(job)
 
     def check(self, job: Job) -> list[str]:
-        """What the API server and Kubeflow say to the job, which is not kept."""
         cluster = _Cluster()
         *_, made = _documents(job.folder)
         space = cluster.space(made)
@@ -112,13 +74,9 @@ class Kubernetes:
                     cluster.core.read_namespaced_persistent_volume_claim, item.claim, space
                 ):
                     result.append(f"there is no PersistentVolumeClaim {item.claim} in {space}")
-            queue = made["metadata"].get("labels", {}).get(QUEUE)
-            if queue is not None and not cluster.has_queue(queue, space):
-                result.append(f"there is no LocalQueue {queue} of Kueue in {space}")
         return result
 
     def send(self, job: Job, key: str) -> SentJob:
-        """Create the job, then what its pods wait for, which goes when the job goes."""
         cluster = _Cluster()
         *others, made = _documents(job.folder)
         space = cluster.space(made)
@@ -149,21 +107,18 @@ class Kubernetes:
                 raise UnknownOutcome(f"the API server has failed: {_message(error)}") from error
             problem = f"the job's code was not taken: {_message(error)}"
             try:  # or its pods would wait for ever
-                cluster.delete(made["kind"], space, job.name)
+                cluster.delete(space, job.name)
             except (cluster.error, cluster.lost) as left:
                 raise UnknownOutcome(f"{problem}, and the job could not be deleted") from left
             raise NotSent(problem) from error
-        return SentJob(
-            f"{space}/{job.name}", f"(kubectl get {_KINDS[made['kind']].plural} {job.name})"
-        )
+        return SentJob(f"{space}/{job.name}", f"(kubectl get {_PLURAL} {job.name})")
 
     def find(self, key: str, folder: Path) -> SentJob | None:
-        """By the label that it was sent with; what its pods wait for is created where it is not."""
         cluster = _Cluster()
         *others, made = _documents(folder)
         space = cluster.space(made)
         with _answered(f"namespace {space}"):
-            result = cluster.labeled(made["kind"], space, f"{KEY}={key}")
+            result = cluster.labeled(space, f"{KEY}={key}")
             if not result:
                 return None
             name = result[0]["metadata"]["name"]
@@ -173,38 +128,33 @@ class Kubernetes:
         return SentJob(f"{space}/{name}")
 
     def state(self, id: str, folder: Path) -> JobState:
-        """What the job's conditions say, and how long it will take as it says itself."""
         space, _, name = id.partition("/")
         cluster = _Cluster()
-        *_, made = _documents(folder)
         with _answered(id):
-            result = cluster.read(made["kind"], space, name)
+            result = cluster.read(space, name)
         if result is None:
             is_ours = (folder / _CANCELED).exists()
             return JobState(State.canceled if is_ours else State.lost, "deleted")
-        state = (_train_job_state if made["kind"] == "TrainJob" else _pytorch_job_state)(result)
-        with suppress(cluster.error, cluster.lost):  # who may not ask for pods knows less
-            pods = cluster.pods(made["kind"], space, name)
+        state = _state(result)
+        with suppress(cluster.error, cluster.lost):  # a user without rights to pods knows less
+            pods = cluster.pods(space, name)
             state = replace(state, since_s=_since_s(pods))
             if state.state == State.failed:
-                return replace(state, exit_code=_exit_code(pods, _KINDS[made["kind"]].container))
+                return replace(state, exit_code=_exit_code(pods))
         return state
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
-        """What all pods print, each line with its pod where there are several."""
         space, _, name = id.partition("/")
         cluster = _Cluster()
-        *_, made = _documents(folder)
-        kind = _KINDS[made["kind"]]
         with _answered(id):
-            pods = sorted(pod.metadata.name for pod in cluster.pods(made["kind"], space, name))
+            pods = sorted(pod.metadata.name for pod in cluster.pods(space, name))
         if not pods:
             raise SubmitError("the job has no pods: it waits, or they were deleted", where=id)
 
         def lines(pod: str) -> Iterator[str]:
             with _answered(f"pod {pod}"):
                 answer = cluster.core.read_namespaced_pod_log(
-                    pod, space, container=kind.container, follow=follow, _preload_content=False
+                    pod, space, container=_CONTAINER, follow=follow, _preload_content=False
                 )
                 for line in _lines(answer):
                     yield f"{pod}: {line}" if len(pods) > 1 else line
@@ -213,42 +163,41 @@ class Kubernetes:
             for pod in pods:
                 yield from lines(pod)
             return
-        yield from _merged([lines(pod) for pod in pods])
+        yield from merged([lines(pod) for pod in pods])
 
     def top(self, id: str, folder: Path, key: str) -> list[str]:
-        """By `flatout top` in each pod that runs, as `kubectl exec` starts it."""
         space, _, name = id.partition("/")
         cluster = _Cluster()
-        *_, made = _documents(folder)
-        container = _KINDS[made["kind"]].container
         with _answered(id):
-            pods = cluster.pods(made["kind"], space, name)
-        running = [pod.metadata.name for pod in pods if pod.status and pod.status.phase == _RUNS]
+            pods = cluster.pods(space, name)
+        running = [
+            pod.metadata.name for pod in pods if pod.status and pod.status.phase == "Running"
+        ]
         if not running:
             raise SubmitError("none of its pods runs", where=id, do=f"flatout jobs {id}")
 
-        def told(pod: str) -> str:
-            words = ["flatout", "top", "--json", key]
-            return output_of(pod, space, container, words, extra=EXTRA, patience_s=_PATIENCE_S[1])
+        def shown(pod: str) -> str:
+            where = ["--namespace", space, pod, "--container", _CONTAINER]
+            answer = ask(["kubectl", "exec", *where, "--", "flatout", "top", "--json", key])
+            if answer.code != 0:
+                raise SubmitError(f"kubectl exec: {answer.last_words}", where=f"pod {pod}")
+            return answer.output
 
         with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
-            return list(pool.map(told, running))
+            return list(pool.map(shown, running))
 
     def cancel(self, id: str, folder: Path) -> None:
-        """Delete the job: its pods get SIGTERM, and time to write a checkpoint."""
         space, _, name = id.partition("/")
-        cluster = _Cluster()
-        *_, made = _documents(folder)
         with _answered(id):
-            cluster.delete(made["kind"], space, name)
+            _Cluster().delete(space, name)
         (folder / _CANCELED).touch()
 
 
-TARGET = Kubernetes()
+TARGET = _Kubernetes()
 
 
 class _Cluster:
-    """The official client, with what it was told of the cluster; it alone knows who the user is."""
+    """The official client, which alone knows the user's rights."""
 
     def __init__(self) -> None:
         client = require("kubernetes.client", EXTRA)
@@ -287,16 +236,14 @@ class _Cluster:
             return self.core.create_namespaced_config_map(space, manifest, **options)
         if manifest["kind"] == "Secret":
             return self.core.create_namespaced_secret(space, manifest, **options)
-        at = _KINDS[manifest["kind"]]
         return self.custom.create_namespaced_custom_object(
-            at.group, at.version, space, at.plural, manifest, **options
+            _GROUP, _VERSION, space, _PLURAL, manifest, **options
         )
 
-    def read(self, kind: str, space: str, name: str) -> Any:
-        at = _KINDS[kind]
+    def read(self, space: str, name: str) -> Any:
         try:
             return self.custom.get_namespaced_custom_object(
-                at.group, at.version, space, at.plural, name, _request_timeout=_PATIENCE_S
+                _GROUP, _VERSION, space, _PLURAL, name, _request_timeout=_PATIENCE_S
             )
         except self.error as error:
             if error.status == _NOT_FOUND:
@@ -312,40 +259,26 @@ class _Cluster:
                 if error.status != _CONFLICT:
                     raise
 
-    def has_queue(self, name: str, space: str) -> bool:
-        return not all(
-            self.is_missing(
-                lambda name, space, version=version, **options: (
-                    self.custom.get_namespaced_custom_object(
-                        "kueue.x-k8s.io", version, space, "localqueues", name, **options
-                    )
-                ),
-                name,
-                space,
-            )
-            for version in ("v1beta2", "v1beta1")
-        )
-
-    def labeled(self, kind: str, space: str, labels: str) -> list[Manifest]:
-        at = _KINDS[kind]
+    def labeled(self, space: str, labels: str) -> list[Manifest]:
         result = self.custom.list_namespaced_custom_object(
-            *(at.group, at.version, space, at.plural),
-            label_selector=labels,
-            _request_timeout=_PATIENCE_S,
+            _GROUP, _VERSION, space, _PLURAL, label_selector=labels, _request_timeout=_PATIENCE_S
         )
         return list(result["items"])
 
-    def pods(self, kind: str, space: str, name: str) -> list[Any]:
+    def pods(self, space: str, name: str) -> list[Any]:
         listed = self.core.list_namespaced_pod(
-            space, label_selector=f"{_KINDS[kind].pods}={name}", _request_timeout=_PATIENCE_S
+            space, label_selector=f"{_POD_LABEL}={name}", _request_timeout=_PATIENCE_S
         )
         return list(listed.items)
 
-    def delete(self, kind: str, space: str, name: str) -> None:
-        at = _KINDS[kind]
+    def delete(self, space: str, name: str) -> None:
         try:
             self.custom.delete_namespaced_custom_object(
-                *(at.group, at.version, space, at.plural, name),
+                _GROUP,
+                _VERSION,
+                space,
+                _PLURAL,
+                name,
                 propagation_policy="Foreground",
                 _request_timeout=_PATIENCE_S,
             )
@@ -409,8 +342,8 @@ def _documents(folder: Path) -> list[Manifest]:
         result = [item for item in yaml.safe_load_all(path.read_text(encoding="utf-8")) if item]
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise SubmitError(f"expected manifests, found {error}", where=str(path)) from error
-    if not result or result[-1].get("kind") not in _KINDS:
-        raise SubmitError(f"expected {' or '.join(_KINDS)} as the last document", where=str(path))
+    if not result or result[-1].get("kind") != "TrainJob":
+        raise SubmitError("expected a TrainJob as the last document", where=str(path))
     return result
 
 
@@ -432,22 +365,17 @@ def _secret(name: str) -> Manifest:
     }
 
 
-def _conditions(manifest: Manifest) -> list[Manifest]:
-    listed = manifest.get("status", {}).get("conditions") or []
-    holding = [item for item in listed if item.get("status") == "True"]
-    return sorted(holding, key=lambda value: value.get("lastTransitionTime") or "")
-
-
 def _words(condition: Manifest) -> str:
     message = condition.get("message") or condition.get("reason") or ""
     return f"{condition['type']} ({message})" if message else str(condition["type"])
 
 
-def _train_job_state(manifest: Manifest) -> JobState:
+def _state(manifest: Manifest) -> JobState:
     status = manifest.get("status", {})
     trainer = status.get("trainerStatus") or {}
     eta, left_s = _eta(trainer), trainer.get("estimatedRemainingSeconds")
-    conditions = {condition["type"]: condition for condition in _conditions(manifest)}
+    listed = status.get("conditions") or []
+    conditions = {item["type"]: item for item in listed if item.get("status") == "True"}
     if "Complete" in conditions:
         return JobState(State.succeeded, _words(conditions["Complete"]), exit_code=0)
     if "Failed" in conditions:
@@ -464,12 +392,12 @@ def _train_job_state(manifest: Manifest) -> JobState:
     return JobState(State.queued, "no pods yet")
 
 
-def _exit_code(pods: list[Any], container: str) -> int | None:
+def _exit_code(pods: list[Any]) -> int | None:
     terminated = [
         one.state.terminated
         for pod in pods
         for one in (pod.status and pod.status.container_statuses) or ()
-        if one.name == container and one.state and one.state.terminated
+        if one.name == _CONTAINER and one.state and one.state.terminated
     ]
     failed = sorted(
         (status for status in terminated if status.exit_code),
@@ -500,33 +428,6 @@ def _eta(manifest: Manifest) -> str:
     return ", ".join(parts)
 
 
-_BY_CONDITION = {
-    "Created": State.starting,
-    "Running": State.running,
-    "Restarting": State.requeued,
-    "Suspended": State.queued,
-    "Succeeded": State.succeeded,
-    "Failed": State.failed,
-}
-
-
-def _pytorch_job_state(manifest: Manifest) -> JobState:
-    conditions = [
-        condition for condition in _conditions(manifest) if condition["type"] in _BY_CONDITION
-    ]
-    if not conditions:
-        return JobState(State.queued, "no pods yet")
-    # Several may hold: what ends a job before what it was.
-    last = next(
-        (condition for condition in conditions if condition["type"] in ("Succeeded", "Failed")),
-        None,
-    )
-    if last is None and manifest["metadata"].get("deletionTimestamp"):
-        return JobState(State.stopping, "being deleted")
-    last = last or conditions[-1]
-    return JobState(_BY_CONDITION[last["type"]], _words(last))
-
-
 def _lines(answer: Any) -> Iterator[str]:
     rest = b""
     for piece in answer.stream():
@@ -534,28 +435,3 @@ def _lines(answer: Any) -> Iterator[str]:
         yield from (f"{line.decode(errors='replace')}\n" for line in whole)
     if rest:
         yield rest.decode(errors="replace")
-
-
-def _merged(streams: list[Iterator[str]]) -> Iterator[str]:
-    lines: queue.SimpleQueue[str | SubmitError | None] = queue.SimpleQueue()
-
-    def read(stream: Iterator[str]) -> None:
-        try:
-            for line in stream:
-                lines.put(line)
-        except SubmitError as error:
-            lines.put(error)
-        finally:
-            lines.put(None)
-
-    for stream in streams:
-        threading.Thread(target=read, args=(stream,), daemon=True).start()
-    left = len(streams)
-    while left:
-        line = lines.get()
-        if line is None:
-            left -= 1
-        elif isinstance(line, SubmitError):
-            raise line
-        else:
-            yield line

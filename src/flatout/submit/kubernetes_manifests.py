@@ -1,4 +1,4 @@
-"""What Kubernetes is given: a TrainJob, or for old clusters a PyTorchJob, and the code's ConfigMap.
+"""The manifests of a job for Kubernetes: a TrainJob, and a ConfigMap with the code.
 
 https://www.kubeflow.org/docs/components/trainer
 """
@@ -17,25 +17,23 @@ from flatout.errors import SubmitError
 from flatout.masked import masked
 from flatout.measure import SUBMITTED
 from flatout.recipe import dumps
-from flatout.submit.artifact import refuse
-from flatout.submit.extras import require
+from flatout.submit.client import require
 from flatout.submit.job import Job
-from flatout.submit.target import options_of
+from flatout.submit.target import options_of, refuse
 
 Manifest = dict[str, Any]
 
 OPTIONS = (
-    *("image", "namespace", "api", "runtime", "code", "volumes", "memory", "gpu", "interface"),
+    *("image", "namespace", "runtime", "code", "volumes", "memory", "gpu", "interface"),
     *("node-selector", "tolerations", "service-account", "pull-secret", "queue"),
 )
 EXTRA = "kubernetes"
 KEY = "flatout/key"
-QUEUE = "kueue.x-k8s.io/queue-name"
 SECRET = "FLATOUT_SECRET"
-# Where the ConfigMap is mounted, and where a copy of it that can be written lies.
+# Where the ConfigMap is mounted, and where a writable copy of it lies.
 _MOUNTED, _COPY = "/flatout", "/tmp/flatout"
 _CODE_VOLUME = "flatout-code"
-# What the values of a ConfigMap may have together, and Kubernetes' own limits of names.
+# The limit of a ConfigMap, and Kubernetes' own limits of names.
 _MOST_BYTES = 1 << 20
 _LONGEST_IMAGE, _LONGEST_KEY = 500, 253
 # A TrainJob's pods get "NAME-node-0-0" as their host's name, which is a label too.
@@ -50,60 +48,36 @@ _VARIABLE = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 
 @dataclass(frozen=True)
 class Volume:
-    """A PersistentVolumeClaim, and where it is mounted.
-
-    Attributes:
-        claim: its name.
-        path: in the container.
-        read_only: whether nothing can be written there.
-    """
+    """The name of a PersistentVolumeClaim, and its path in the container."""
 
     claim: str
     path: str
     read_only: bool = False
 
     def holds(self, path: str) -> bool:
-        """Whether a path lies on it."""
+        """Return whether a path lies on it."""
         return path == self.path or path.startswith(f"{self.path.rstrip('/')}/")
 
 
 def manifests(job: Job) -> list[Manifest]:
-    """The job, and before it the ConfigMap of its code and Recipe, where it has one."""
+    """Return the job, and before it the ConfigMap of its code and Recipe, if it has any."""
     options = options_of(job, OPTIONS)
     volumes = volumes_of(options.get("volumes", ""))
     refuse(_problems(job, options, volumes), where="flatout submit kubernetes")
     config_map, items = _config_map(job, options)
-    if is_old(options):
-        made = _pytorch_job(job, options, volumes, items)
-    else:
-        made = _train_job(job, options, volumes, items)
-        _check_by_model(made)
-    return [*([config_map] if config_map else []), made]
-
-
-def is_old(options: Mapping[str, str]) -> bool:
-    """Whether a PyTorchJob of the training operator is asked for."""
-    return options.get("api", "trainjob") == "pytorchjob"
+    return [*([config_map] if config_map else []), _train_job(job, options, volumes, items)]
 
 
 def tell_key(manifest: Manifest, key: str) -> None:
-    """Put a job's key into its labels, by which it is asked for, and into its ranks' variables, by
-    which `flatout top` knows them in their pods.
-    """
+    """Put a key into a TrainJob's labels, and into its ranks' variables for `flatout top`."""
     manifest["metadata"].setdefault("labels", {})[KEY] = key
-    spec = manifest["spec"]
-    if manifest["kind"] == "TrainJob":
-        containers = [spec.setdefault("trainer", {})]
-    else:
-        replicas = spec["pytorchReplicaSpecs"].values()
-        containers = [item for r in replicas for item in r["template"]["spec"]["containers"]]
-    for container in containers:
-        others = [item for item in container.get("env") or () if item["name"] != SUBMITTED]
-        container["env"] = [*others, {"name": SUBMITTED, "value": key}]
+    trainer = manifest["spec"].setdefault("trainer", {})
+    others = [item for item in trainer.get("env") or () if item["name"] != SUBMITTED]
+    trainer["env"] = [*others, {"name": SUBMITTED, "value": key}]
 
 
 def yaml_of(documents: Sequence[Manifest]) -> str:
-    """Documents as YAML that is good to read: texts of several lines stay such."""
+    """Return documents as YAML for people: texts of several lines stay such."""
     yaml = require("yaml", EXTRA)
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc, name-defined]
@@ -122,7 +96,7 @@ def yaml_of(documents: Sequence[Manifest]) -> str:
 
 
 def volumes_of(text: str) -> list[Volume]:
-    """What `--option volumes=data:/data:ro,runs:/runs` says."""
+    """Return the volumes of `--option volumes=data:/data:ro,runs:/runs`."""
     volumes = []
     for part in filter(None, text.split(",")):
         claim, _, rest = part.partition(":")
@@ -137,7 +111,7 @@ def volumes_of(text: str) -> list[Volume]:
 
 
 def escape_variables(text: str) -> str:
-    """Text of a command, its arguments or a variable, in which Kubernetes expands `$(NAME)`."""
+    """Escape text of a command or a variable, in which Kubernetes expands `$(NAME)`."""
     return text.replace("$", "$$")
 
 
@@ -145,7 +119,7 @@ def escape_variables(text: str) -> str:
 
 
 def _problems(job: Job, options: Mapping[str, str], volumes: Sequence[Volume]) -> list[str]:
-    image, api = options.get("image", ""), options.get("api", "trainjob")
+    image = options.get("image", "")
     code = options.get("code", "")
     problems = []
     if not image:
@@ -154,8 +128,6 @@ def _problems(job: Job, options: Mapping[str, str], volumes: Sequence[Volume]) -
         )
     if len(image) > _LONGEST_IMAGE or any(letter.isspace() for letter in image):
         problems.append(f"expected an image of at most {_LONGEST_IMAGE} letters, found {image!r}")
-    if api not in ("trainjob", "pytorchjob"):
-        problems.append(f"expected api=trainjob or api=pytorchjob, found {api!r}")
     if code and not code.startswith("/"):
         problems.append(f"expected code=/a/path/in/the/container, found {code!r}")
     if len(job.name) > _LONGEST_NAME:
@@ -165,7 +137,11 @@ def _problems(job: Job, options: Mapping[str, str], volumes: Sequence[Volume]) -
         )
     if job.is_auto and not job.has_measured_threads:
         problems.append("--devices auto takes the CPUs of a node: say how many with --threads N")
-    problems += _bad_variables(job, api)
+    problems += [
+        f"{name!r} is no name of a variable that Kubernetes allows"
+        for name in job.environment
+        if not _VARIABLE.fullmatch(name)
+    ]
     problems += _bad_text(job)
     if job.checkpoint is not None and not _is_kept(job.checkpoint, volumes):
         problems.append(
@@ -175,16 +151,6 @@ def _problems(job: Job, options: Mapping[str, str], volumes: Sequence[Volume]) -
     return problems
 
 
-def _bad_variables(job: Job, api: str) -> list[str]:
-    result = []
-    for name in job.environment:
-        if name.startswith("PET_") and api == "trainjob":
-            result.append(f"{name}: variables that begin with PET_ are Kubeflow's own")
-        elif not _VARIABLE.fullmatch(name):
-            result.append(f"{name!r} is no name of a variable that Kubernetes allows")
-    return result
-
-
 def _bad_text(job: Job) -> list[str]:
     result = []
     for item in (job.script, *job.arguments, *job.environment.values()):
@@ -192,8 +158,6 @@ def _bad_text(job: Job) -> list[str]:
             item.encode()
         except UnicodeEncodeError:
             result.append(f"Kubernetes takes no bytes that are not UTF-8; found {item!r}")
-        if "\0" in item:
-            result.append(f"no program can be given a NUL; found {item!r}")
     return result
 
 
@@ -202,7 +166,7 @@ def _is_kept(path: str, volumes: Sequence[Volume]) -> bool:
 
 
 def unseen(job: Job) -> list[str]:
-    """What no pod would find: only URLs, volumes and what travels with the code are there."""
+    """Return the inputs that no pod finds: those that are no URL, on no volume, and no code."""
     volumes = volumes_of(job.options.get("volumes", ""))
     result = []
     for item in job.inputs:
@@ -275,7 +239,7 @@ def _metadata(job: Job, options: Mapping[str, str]) -> Manifest:
         made["namespace"] = options["namespace"]
     labels = {"app.kubernetes.io/managed-by": "flatout"}
     if "queue" in options:
-        labels[QUEUE] = options["queue"]
+        labels["kueue.x-k8s.io/queue-name"] = options["queue"]
     return {**made, "labels": labels, "annotations": notes}
 
 
@@ -368,9 +332,6 @@ def _toleration(text: str) -> Manifest:
     }
 
 
-# -- the two kinds of job ------------------------------------------------------------------------
-
-
 def _train_job(
     job: Job, options: Mapping[str, str], volumes: Sequence[Volume], items: list[Manifest]
 ) -> Manifest:
@@ -412,74 +373,3 @@ def _train_job(
 def _runtime(name: str) -> Manifest:
     kind, _, own = name.rpartition("/")
     return {"name": own, **({"kind": "TrainingRuntime"} if kind else {})}
-
-
-def _pytorch_job(
-    job: Job, options: Mapping[str, str], volumes: Sequence[Volume], items: list[Manifest]
-) -> Manifest:
-    inside, recipe = _in_its_folder(job, options)
-    ranks = job.devices_option
-    if job.nodes > 1:
-        ranks += ["--nodes", str(job.nodes), "--node-rank", "$(RANK)"]
-        ranks += ["--rendezvous", "$(MASTER_ADDR):$(MASTER_PORT)"]
-    command = job.command_with(*ranks, recipe=recipe)
-    begin = 0 if job.is_command else len(command) - len(job.arguments)
-    result = ("$(RANK)", "$(MASTER_ADDR):$(MASTER_PORT)")
-    words = [
-        item if n < begin and item in result else escape_variables(item)
-        for n, item in enumerate(command)
-    ]
-    container: Manifest = {
-        "name": "pytorch",
-        "image": options["image"],
-        "command": list(map(escape_variables, inside)) if inside else words[:1],
-        "args": words if inside else words[1:],
-        "env": _environment(job, options),
-        "resources": _resources(job, options),
-    }
-    if mounts := _mounts(volumes, items):
-        container["volumeMounts"] = mounts
-    pod = {**_pod(job, options, volumes, items), "containers": [container]}
-    # Killed pods start again, those that ended with an error of their own do not.
-    replica = {"restartPolicy": "ExitCode", "template": {"spec": pod}}
-    replicas: Manifest = {"Master": {"replicas": 1, **replica}}
-    if job.nodes > 1:
-        replicas["Worker"] = {"replicas": job.nodes - 1, **replica}
-    policy: Manifest = {"backoffLimit": job.retries, "cleanPodPolicy": "None"}
-    if job.time_s is not None:
-        policy["activeDeadlineSeconds"] = job.time_s
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": _metadata(job, options),
-        "spec": {
-            "nprocPerNode": str(job.devices),
-            "runPolicy": policy,
-            "pytorchReplicaSpecs": replicas,
-        },
-    }
-
-
-def _check_by_model(manifest: Manifest) -> None:
-    """Refuse what Kubeflow's own model of a TrainJob does not hold."""
-    models = require("kubeflow_trainer_api.models", EXTRA)
-    try:
-        kept = models.TrainerV1alpha1TrainJob.from_dict(manifest).to_dict()
-    except ValueError as error:
-        raise SubmitError(f"Kubeflow would not take the TrainJob: {error}") from error
-    if kept != manifest:
-        lost = sorted(_lost(manifest, kept))
-        raise SubmitError(
-            f"the installed kubeflow-trainer-api does not know {', '.join(lost)}",
-            do="pip install 'flatout[kubernetes]', or --option api=pytorchjob for old clusters",
-        )
-
-
-def _lost(given: Any, kept: Any, path: str = "") -> set[str]:
-    if isinstance(given, dict) and isinstance(kept, dict):
-        parts = [_lost(value, kept.get(name), f"{path}.{name}") for name, value in given.items()]
-        return set().union(*parts)
-    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
-        pairs = enumerate(zip(given, kept, strict=True))
-        return set().union(*(_lost(a, b, f"{path}[{n}]") for n, (a, b) in pairs))
-    return set() if given == kept else {path.lstrip(".")}

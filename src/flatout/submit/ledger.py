@@ -1,8 +1,7 @@
-"""The jobs that were sent from here, so that a job's id alone finds it.
+"""The list of the jobs that were sent from here.
 
-A line of JSON for each thing that has become of a job, in a file that is only added to. The key of
-a job stands here before it is sent: where no answer came the cluster is asked for it, and one yes
-never makes two jobs.
+Each change of a job adds a line of JSON to the file. The key of a job is written before the job is
+sent. Where no answer comes, the cluster is asked for the key, so one yes never makes two jobs.
 """
 
 from __future__ import annotations
@@ -27,16 +26,15 @@ class Entry:
     """A job as it was sent.
 
     Attributes:
-        key: its own, which the cluster has been told.
-        target: which kind of cluster.
-        name: of the job.
-        folder: of its artifacts, absolute.
-        when: it was sent, in UTC (ISO 8601).
+        key: a unique text that travels with the job.
+        target: the kind of cluster.
+        name: the name of the job.
+        folder: the absolute folder of its artifacts.
+        when: the time of sending in UTC (ISO 8601).
         status: "sending" until there is an answer, then "sent" or "refused".
-        id: what the cluster calls it; "" before the answer.
-        nodes: how many it takes.
-        price: of a node and hour, where the user has said it.
-        currency: of the price.
+        id: the cluster's id of the job; "" before the answer.
+        nodes: the number of nodes.
+        price, currency: the price of a node and hour; None where the user gave none.
     """
 
     key: str
@@ -51,27 +49,18 @@ class Entry:
     currency: str = ""
 
 
-def state_folder() -> Path:
-    """Where what cannot be computed again is kept for the user: $XDG_STATE_HOME/flatout."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "flatout"
-
-
 class Ledger:
-    """The file. Several processes may use it at once.
-
-    Args:
-        path: None for that of the user.
-    """
+    """The file of the user, or another one; several processes may use it at once."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = path or state_folder() / "jobs.jsonl"
+        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        self.path = path or Path(base) / "flatout" / "jobs.jsonl"
 
     def write(self, entry: Entry) -> None:
-        """Add what is now known of a job; it lasts through a power cut.
+        """Add a change of a job, and flush it to the disk.
 
         Raises:
-            SubmitError: it cannot be written, so nothing may be sent.
+            SubmitError: the file cannot be written, so nothing may be sent.
         """
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -88,7 +77,7 @@ class Ledger:
             ) from error
 
     def entries(self) -> list[Entry]:
-        """All jobs, the oldest first, each as it was last written."""
+        """Return all jobs, the oldest first, each as it was last written."""
         entries: dict[str, Entry] = {}
         names = {item.name for item in fields(Entry)}
         try:
@@ -106,7 +95,7 @@ class Ledger:
         return list(entries.values())
 
     def find(self, which: str) -> Entry:
-        """A job by its id, its name, or the beginning of its key; the newest of several.
+        """Return the newest job of this id, name or key.
 
         Raises:
             SubmitError: there is none.
@@ -137,6 +126,5 @@ class Ledger:
 
 
 def _missing_newline(file: IO[str]) -> str:
-    """Return a newline if the file's last line does not end; else an empty string."""
     size = os.fstat(file.fileno()).st_size
     return "\n" if size and os.pread(file.fileno(), 1, size - 1) != b"\n" else ""

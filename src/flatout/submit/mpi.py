@@ -15,15 +15,20 @@ from flatout import __version__
 from flatout.errors import SubmitError
 from flatout.measure import SUBMITTED
 from flatout.submit import detached, shell
-from flatout.submit.artifact import Artifact, refuse
 from flatout.submit.client import Answer, ask
 from flatout.submit.hosts import address_of, hosts_of, problems_of
 from flatout.submit.job import Job
-from flatout.submit.log_file import follow_file
-from flatout.submit.sending import KEY, facts_in, top_words
-from flatout.submit.shared import told_by_nodes, unseen
-from flatout.submit.states import JobState
-from flatout.submit.target import NotSent, SentJob, UnknownOutcome, options_of
+from flatout.submit.send import KEY, facts_in, top_words
+from flatout.submit.shared import follow_file, told_by_nodes, unseen
+from flatout.submit.target import (
+    Artifact,
+    JobState,
+    NotSent,
+    SentJob,
+    UnknownOutcome,
+    options_of,
+    refuse,
+)
 from flatout.words import counted
 from flatout.world import is_port
 
@@ -32,14 +37,13 @@ OPTIONS = ("hosts", "port", "kind", "mpirun", "bin")
 _KINDS = ("openmpi", "mpich")
 
 
-class Mpi:
+class _Mpi:
     """Starts mpirun here, apart from the terminal."""
 
     name = "mpi"
     takes_seeds = True
 
     def artifacts(self, job: Job) -> list[Artifact]:
-        """What starts mpirun, and its hostfile."""
         refuse(_problems(job), where="flatout submit mpi")
         return [
             Artifact(SCRIPT, script(job), 0o700),
@@ -47,11 +51,9 @@ class Mpi:
         ]
 
     def unseen(self, job: Job) -> list[str]:
-        """Paths on file systems of this machine alone."""
         return unseen(job)
 
     def check(self, job: Job) -> list[str]:
-        """Whether mpirun is here, of the kind that the script is written for, and flock."""
         missing = [item for item in ("bash", "setsid", "flock") if shutil.which(item) is None]
         program = _program(job.options)
         answer = ask([program, "--version"])
@@ -63,7 +65,6 @@ class Mpi:
         return missing
 
     def send(self, job: Job, key: str) -> SentJob:
-        """Start the script apart from this process."""
         answer = _here(job.folder, detached.start(SCRIPT, NAME))
         if answer.code == 0:
             return SentJob(_id(job.folder, key), f"to {counted(job.nodes, 'host')}")
@@ -72,25 +73,21 @@ class Mpi:
         raise NotSent(f"cannot be started: {answer.last_words}", where=str(job.folder))
 
     def find(self, key: str, folder: Path) -> SentJob | None:
-        """The job where it has begun."""
         is_it = (folder / KEY).exists() and (folder / KEY).read_text() == key
         has_begun = (folder / f"{NAME}.begun").exists()
         return SentJob(_id(folder, key)) if is_it and has_begun else None
 
     def state(self, id: str, folder: Path) -> JobState:
-        """Of mpirun and what it has started."""
         answer = _here(folder, detached.ask(NAME))
         if answer.code != 0:
             raise SubmitError(f"the job's folder does not answer: {answer.last_words}")
         return detached.state_of(answer.output)
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
-        """The file that mpirun prints into."""
         path = folder / f"{NAME}.log"
         return follow_file(path, lambda: follow and not self.state(id, folder).state.is_final)
 
     def top(self, id: str, folder: Path, key: str) -> list[str]:
-        """By another mpirun to the same hosts."""
         options = facts_in(folder)["options"]
         hosts = str(folder / HOSTFILE)
         return told_by_nodes(
@@ -98,17 +95,16 @@ class Mpi:
         )
 
     def cancel(self, id: str, folder: Path) -> None:
-        """mpirun hands SIGTERM on; the ranks have time for a last checkpoint."""
         answer = _here(folder, detached.stop(NAME))
         if answer.code != 0:
             raise SubmitError(f"cannot be canceled: {answer.last_words}", where=str(folder))
 
 
-TARGET = Mpi()
+TARGET = _Mpi()
 
 
 def script(job: Job) -> str:
-    """What starts mpirun."""
+    """Return the script that starts mpirun."""
     lines = [
         "#!/bin/bash",
         f"# {job.name}: {job.size_words}. Written by Flatout {__version__}.",

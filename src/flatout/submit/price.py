@@ -1,4 +1,4 @@
-"""What a job costs, where the user has said what a node costs for an hour."""
+"""The cost of a job, from the price of a node and hour that the user has given."""
 
 from __future__ import annotations
 
@@ -13,27 +13,22 @@ _HOUR_S = 3600
 
 @dataclass(frozen=True)
 class Price:
-    """Of a node.
-
-    Attributes:
-        per_hour: of each node.
-        currency: by its code of ISO 4217, such as USD.
-    """
+    """The price of a node and hour, and its currency by the code of ISO 4217."""
 
     per_hour: float
     currency: str
 
     def of(self, nodes: int, seconds: float) -> float:
-        """Of so many nodes for so long."""
+        """Return the cost of nodes for some seconds."""
         return self.per_hour * nodes * seconds / _HOUR_S
 
     def words(self, cost: float) -> str:
-        """A cost for people: "1,204.50 USD"."""
+        """Return a cost for people: "1,204.50 USD"."""
         return f"{cost:,.2f} {self.currency}"
 
 
 def price_of(per_hour: float | None, currency: str | None) -> Price | None:
-    """What the user has said; None where nothing."""
+    """Return the price that the user has given; None without one."""
     if per_hour is None and currency is None:
         return None
     if per_hour is None:
@@ -57,13 +52,7 @@ def price_of(per_hour: float | None, currency: str | None) -> Price | None:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a job that was sent.
-
-    Attributes:
-        price: of a node.
-        so_far: what it has cost.
-        to_come: what the rest will cost; None where no one knows how long it will take.
-    """
+    """The cost of a job so far, and of its rest; None where the rest's time is unknown."""
 
     price: Price
     so_far: float

@@ -4,37 +4,41 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shlex
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from flatout.console import colorless
 from flatout.errors import SubmitError
 from flatout.measure import SUBMITTED
-from flatout.submit.artifact import Artifact, refuse
-from flatout.submit.extras import require
+from flatout.submit.client import require
 from flatout.submit.inputs import is_seen, mount_of
 from flatout.submit.job import Job
 from flatout.submit.ray_driver import driver, remaining
-from flatout.submit.ray_top import told_by_nodes, top_script
-from flatout.submit.states import JobState, State
-from flatout.submit.target import NotSent, SentJob, UnknownOutcome, options_of
+from flatout.submit.send import facts_in
+from flatout.submit.target import (
+    Artifact,
+    JobState,
+    NotSent,
+    SentJob,
+    State,
+    UnknownOutcome,
+    options_of,
+    refuse,
+)
 from flatout.words import clock
 
-DRIVER, TOP, SUBMIT = "driver.py", "top.py", "submit.sh"
+DRIVER, SUBMIT = "driver.py", "submit.sh"
 _KEY = "flatout_key"
 _OPTIONS = ("address", "storage", "python")
 _ADDRESS = "http://127.0.0.1:8265"
 _ASK_EVERY_S = 1.0
-# A look into the nodes: how long it may take, and how often is asked whether it has ended.
-_LOOK_S, _LOOK_EVERY_S = 120.0, 0.2
-# To connect, and until an answer comes, in seconds; and how often is asked for what is known.
+# Seconds to connect, and until an answer comes; and the tries of a question.
 _PATIENCE_S, _TRIES = (5, 30), 3
-# So that no line of a rank is taken for another's, and stdout comes at once.
+# No line of a rank is taken for another rank's, and stdout comes at once.
 _VARIABLES = {"RAY_DEDUP_LOGS": "0", "PYTHONUNBUFFERED": "1"}
 
 _BY_STATUS = {
@@ -44,7 +48,7 @@ _BY_STATUS = {
     "SUCCEEDED": State.succeeded,
     "FAILED": State.failed,
 }
-# Ray's own message of these is a traceback or names its actors: in plain words.
+# Plain words for Ray's messages, which are tracebacks or name its actors.
 _FAILURES = {
     "RUNTIME_ENV_SETUP_FAILURE": "a node could not lay out the job's folder",
     "JOB_SUPERVISOR_ACTOR_START_TIMEOUT": "no node had room for its driver in time",
@@ -58,25 +62,22 @@ _FAILURES = {
 _MOST_WORDS = 160
 
 
-class Ray:
+class _Ray:
     """Sends jobs to a Ray cluster, on whose nodes Flatout is installed."""
 
     name = "ray"
     takes_seeds = False
 
     def artifacts(self, job: Job) -> list[Artifact]:
-        """The driver script, what looks into its nodes, and the line that sends it by hand."""
         options = options_of(job, _OPTIONS)
         refuse(_problems(job), where="flatout submit ray")
         compile(text := driver(job, _storage(job)), DRIVER, "exec")
         return [
             Artifact(DRIVER, text, 0o755),
-            Artifact(TOP, top_script(job), 0o755),
             Artifact(SUBMIT, _by_hand(job, options), 0o755),
         ]
 
     def unseen(self, job: Job) -> list[str]:
-        """Paths on file systems of this machine alone."""
         result = [
             f"{item.words}; put it on a shared path, or say --shared PATH if nodes see it"
             for item in job.inputs
@@ -91,14 +92,12 @@ class Ray:
         return result
 
     def check(self, job: Job) -> list[str]:
-        """Whether the job server answers, and knows no job of this name."""
         cluster = _Cluster(job.options)
         with cluster.answered():
             names = [job.submission_id for job in cluster.client.list_jobs()]
         return [f"there is a job {job.name} already: choose another --name"] * (job.name in names)
 
     def send(self, job: Job, key: str) -> SentJob:
-        """Hand the job's folder to the job server, which copies it."""
         try:
             cluster = _Cluster(job.options)
         except SubmitError as error:
@@ -107,7 +106,10 @@ class Ray:
             id = cluster.client.submit_job(
                 entrypoint=_entrypoint(job.options),
                 submission_id=job.name,
-                runtime_env={"working_dir": str(job.folder), "env_vars": _variables(key)},
+                runtime_env={
+                    "working_dir": str(job.folder),
+                    "env_vars": {**_VARIABLES, SUBMITTED: key},
+                },
                 metadata={_KEY: key},
             )
         except (RuntimeError, ValueError, OSError) as error:
@@ -117,8 +119,7 @@ class Ray:
         return SentJob(str(id), f"(ray job status {id})")
 
     def find(self, key: str, folder: Path) -> SentJob | None:
-        """By the metadata that it was sent with."""
-        cluster = _Cluster(_options(folder))
+        cluster = _Cluster(facts_in(folder)["options"])
         with cluster.answered():
             for job in cluster.client.list_jobs():
                 if (job.metadata or {}).get(_KEY) == key:
@@ -126,8 +127,7 @@ class Ray:
         return None
 
     def state(self, id: str, folder: Path) -> JobState:
-        """What the job server says."""
-        cluster = _Cluster(_options(folder))
+        cluster = _Cluster(facts_in(folder)["options"])
         with cluster.answered():
             jobs = {job.submission_id: job for job in cluster.client.list_jobs()}
         if id not in jobs:
@@ -146,10 +146,9 @@ class Ray:
         )
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
-        """What the driver has printed, and the ranks, each line with its process and node."""
-        cluster, at = _Cluster(_options(folder)), 0
+        cluster, at = _Cluster(facts_in(folder)["options"]), 0
         while True:
-            # Asked before reading, so that what was printed last is read.
+            # Asked before reading, so that the last output is read.
             goes_on = follow and not self.state(id, folder).state.is_final
             with cluster.answered():
                 text = cluster.client.get_job_logs(id)
@@ -160,35 +159,17 @@ class Ray:
             time.sleep(_ASK_EVERY_S)
 
     def top(self, id: str, folder: Path, key: str) -> list[str]:
-        """By a job beside it, which takes no CPU and is deleted when it has told."""
-        cluster, name = _Cluster(_options(folder)), f"{id}-top-{secrets.token_hex(4)}"
-        # As text: Ray would lay the job's folder out again, below a driver that may just start.
-        script = _script(folder)
-        with cluster.answered():
-            cluster.client.submit_job(
-                entrypoint=f"{_python(_options(folder))} -c {shlex.quote(script)}",
-                submission_id=name,
-                runtime_env={"env_vars": _variables(key)},
-            )
-            try:
-                text = _printed(cluster.client, name)
-            finally:
-                with suppress(RuntimeError):  # where it has not ended
-                    cluster.client.stop_job(name)
-                    cluster.client.delete_job(name)
-        told = told_by_nodes(text)
-        if told is None:
-            raise SubmitError(f"its nodes do not answer: {_shortened(text)}", where=id)
-        return told
+        raise SubmitError(
+            "the nodes of a Ray cluster cannot be entered", where=id, do=f"flatout logs {id} -f"
+        )
 
     def cancel(self, id: str, folder: Path) -> None:
-        """Stop the driver, and with it the workers and their ranks."""
-        cluster = _Cluster(_options(folder))
+        cluster = _Cluster(facts_in(folder)["options"])
         with cluster.answered():
             cluster.client.stop_job(id)
 
 
-TARGET = Ray()
+TARGET = _Ray()
 
 
 class _Cluster:
@@ -282,13 +263,6 @@ def _entrypoint(options: Any) -> str:
     return f"{_python(options)} {DRIVER}"
 
 
-def _script(folder: Path) -> str:
-    try:
-        return (folder / TOP).read_text()
-    except OSError as error:
-        raise SubmitError(f"cannot be read: {error.strerror}", where=str(folder / TOP)) from error
-
-
 def _python(options: Any) -> str:
     return shlex.quote(options.get("python", "python"))
 
@@ -308,33 +282,13 @@ def _by_hand(job: Job, options: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _variables(key: str) -> dict[str, str]:
-    return {**_VARIABLES, SUBMITTED: key}
-
-
-def _printed(client: Any, name: str) -> str:
-    until = time.monotonic() + _LOOK_S
-    while time.monotonic() < until:
-        if _BY_STATUS.get(_status(client.get_job_info(name)), State.lost).is_final:
-            break
-        time.sleep(_LOOK_EVERY_S)
-    return str(client.get_job_logs(name))
-
-
-def _options(folder: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads((folder / "job.json").read_text())["options"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
-
-
 def _left_s(folder: Path) -> float | None:
     try:
-        where = json.loads((folder / "job.json").read_text())["checkpoint"]
-        told = json.loads(Path(remaining(where)).read_text())["remaining_s"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        where = facts_in(folder)["checkpoint"]
+        left_s = json.loads(Path(remaining(where)).read_text())["remaining_s"]
+    except (SubmitError, OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-    return None if told is None else float(told)
+    return None if left_s is None else float(left_s)
 
 
 def _message(error: BaseException) -> str:

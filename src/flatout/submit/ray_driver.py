@@ -140,7 +140,7 @@ if __name__ == "__main__":
 
 
 def driver(job: Job, storage: str | None) -> str:
-    """The script, for `python driver.py` on a node of the cluster."""
+    """Return the script for `python driver.py` on a node of the cluster."""
     resources: dict[str, int] = {"CPU": job.cpus}
     if job.gpus:
         resources["GPU"] = job.gpus
@@ -150,7 +150,7 @@ def driver(job: Job, storage: str | None) -> str:
         nodes=f"{job.nodes} node{'s' if job.nodes > 1 else ''}",
         command=repr([*shell.limited(job), *words[:begin]]),
         arguments=_listed(words[begin:]),
-        environment=repr(environment(job)),
+        environment=repr(_environment(job)),
         count=job.nodes,
         archive=ARCHIVE,
         use_gpu=bool(job.gpus),
@@ -162,12 +162,11 @@ def driver(job: Job, storage: str | None) -> str:
 
 
 def remaining(checkpoint: str) -> str:
-    """The file in which the first rank tells how far it is, beside the run folder."""
+    """Return the file next to the run folder in which the first rank reports its remaining time."""
     return f"{checkpoint.rstrip('/')}-remaining.json"
 
 
-def environment(job: Job) -> dict[str, str]:
-    """Variables of the ranks."""
+def _environment(job: Job) -> dict[str, str]:
     own = dict(job.environment)
     if job.checkpoint is not None and "://" not in job.checkpoint:
         own.setdefault(shell.REMAINING, remaining(job.checkpoint))

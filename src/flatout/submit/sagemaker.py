@@ -7,21 +7,16 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from flatout.errors import SubmitError
-from flatout.submit.artifact import Artifact
+from flatout.submit.client import require
 from flatout.submit.code import ARCHIVE
-from flatout.submit.extras import require
 from flatout.submit.job import Job
 from flatout.submit.sagemaker_request import (
     EXTRA,
-    LIVE,
-    REMAINING,
     SECRET,
     START,
     channels,
@@ -30,9 +25,8 @@ from flatout.submit.sagemaker_request import (
     start_script,
     unseen,
 )
-from flatout.submit.states import JobState, State
-from flatout.submit.target import NotSent, SentJob, UnknownOutcome
-from flatout.words import clock
+from flatout.submit.send import facts_in
+from flatout.submit.target import Artifact, JobState, NotSent, SentJob, State, UnknownOutcome
 
 FILE = "training_job.json"
 _KEY = "flatout:key"
@@ -40,8 +34,6 @@ _GROUP = "/aws/sagemaker/TrainingJobs"
 _ASK_EVERY_S = 5.0
 _SET_UP = "set up AWS' own configuration: credentials, and AWS_REGION or --option region="
 _UNKNOWN = ("ResourceNotFound", "ValidationException")
-# What a host has shown longer ago is of an earlier start, or of a host that is gone.
-_FRESH = timedelta(minutes=2)
 
 _BY_STATUS = {
     "Completed": State.succeeded,
@@ -50,7 +42,7 @@ _BY_STATUS = {
     "Stopped": State.canceled,
     "Deleting": State.stopping,
 }
-# Of a job in progress.
+# The steps of a job in progress.
 _BY_STEP = {
     "Pending": State.queued,
     "Training": State.running,
@@ -61,23 +53,20 @@ _BY_STEP = {
 }
 
 
-class SageMaker:
+class _SageMaker:
     """Sends training jobs; the code goes to S3 first. A job's id is its name."""
 
     name = "sagemaker"
     takes_seeds = False
 
     def artifacts(self, job: Job) -> list[Artifact]:
-        """The request, and the script that containers start."""
         made = json.dumps(request(job), indent=2) + "\n"
         return [Artifact(FILE, made), Artifact(START, start_script(job), 0o755)]
 
     def unseen(self, job: Job) -> list[str]:
-        """Paths that are in no channel."""
         return unseen(job)
 
     def check(self, job: Job) -> list[str]:
-        """Whether the bucket, the role and the channels' data are there."""
         cloud = _Cloud(job.options.get("region"))
         result = []
         with cloud.answered():
@@ -99,7 +88,6 @@ class SageMaker:
         return result
 
     def send(self, job: Job, key: str) -> SentJob:
-        """Copy the code to S3, then create the job."""
         cloud = _Cloud(job.options.get("region"))
         made = _request(job.folder)
         made.setdefault("Tags", []).append({"Key": _KEY, "Value": key})
@@ -136,7 +124,6 @@ class SageMaker:
             storage.put_object(Bucket=bucket, Key=f"{prefix}/code/{SECRET}", Body=secret)
 
     def find(self, key: str, folder: Path) -> SentJob | None:
-        """By its name, and the tag that it was sent with."""
         cloud = _Cloud(_region(folder))
         name = _request(folder)["TrainingJobName"]
         with cloud.answered():
@@ -148,22 +135,16 @@ class SageMaker:
         return SentJob(name) if {"Key": _KEY, "Value": key} in tags else None
 
     def state(self, id: str, folder: Path) -> JobState:
-        """What DescribeTrainingJob says."""
         cloud = _Cloud(_region(folder))
         with cloud.answered():
             result = _described(cloud, cloud.client("sagemaker"), id)
-            if result is None:
-                return JobState(State.lost, "no such job")
-            state = _state(result)
-            left_s = _HostOutput(cloud, folder).left_s() if state.state is State.running else None
-        return state if left_s is None else replace(state, left_s=left_s, eta=clock(left_s))
+        return JobState(State.lost, "no such job") if result is None else _state(result)
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
-        """What all containers have printed, from CloudWatch; each line with its host."""
         cloud = _Cloud(_region(folder))
         read = _Logs(cloud, id)
         while True:
-            # Asked before reading, so that what was printed last is read.
+            # Asked before reading, so that the last output is read.
             goes_on = follow and not self.state(id, folder).state.is_final
             with cloud.answered():
                 yield from read.more()
@@ -174,27 +155,17 @@ class SageMaker:
             raise SubmitError("the job has printed nothing yet", where=f"{_GROUP}/{id}")
 
     def top(self, id: str, folder: Path, key: str) -> list[str]:
-        """What its hosts have written beside the checkpoints some seconds ago."""
-        cloud = _Cloud(_region(folder))
-        with cloud.answered():
-            told = _HostOutput(cloud, folder).hosts()
-        if not told:
-            raise SubmitError(
-                "SageMaker's containers cannot be looked into, and none has shown itself",
-                where=id,
-                do="--checkpoints s3://BUCKET/RUN, to which SageMaker copies what they show; "
-                f"flatout logs {id} -f shows what they print",
-            )
-        return told
+        raise SubmitError(
+            "SageMaker's containers cannot be entered", where=id, do=f"flatout logs {id} -f"
+        )
 
     def cancel(self, id: str, folder: Path) -> None:
-        """Stop the job: its containers get SIGTERM, and 2 minutes."""
         cloud = _Cloud(_region(folder))
         with cloud.answered():
             cloud.client("sagemaker").stop_training_job(TrainingJobName=id)
 
 
-TARGET = SageMaker()
+TARGET = _SageMaker()
 
 
 class _Cloud:
@@ -237,41 +208,6 @@ class _Cloud:
         except self.refused as error:
             return _message(error)
         return ""
-
-
-class _HostOutput:
-    """What a job's hosts write beside its checkpoints, which SageMaker copies to S3."""
-
-    def __init__(self, cloud: _Cloud, folder: Path) -> None:
-        uri = _request(folder).get("CheckpointConfig", {}).get("S3Uri", "")
-        self._cloud = cloud
-        self._bucket, prefix = _split(uri)
-        self._prefix = f"{prefix.rstrip('/')}/{LIVE}/".lstrip("/")
-
-    def left_s(self) -> float | None:
-        if not self._bucket:
-            return None
-        with suppress(ValueError, LookupError, TypeError, self._cloud.refused):
-            answer = self._get(self._prefix + REMAINING)
-            if answer["LastModified"] > datetime.now(UTC) - _FRESH:
-                return float(json.loads(answer["Body"].read())["remaining_s"])
-        return None
-
-    def hosts(self) -> list[str]:
-        if not self._bucket:
-            return []
-        listed = self._cloud.client("s3").list_objects_v2(Bucket=self._bucket, Prefix=self._prefix)
-        since = datetime.now(UTC) - _FRESH
-        names = [item["Key"] for item in listed.get("Contents", ()) if item["LastModified"] > since]
-        others = self._prefix + REMAINING
-        return [
-            str(self._get(name)["Body"].read().decode())
-            for name in names
-            if name.endswith(".json") and name != others
-        ]
-
-    def _get(self, name: str) -> dict[str, Any]:
-        return dict(self._cloud.client("s3").get_object(Bucket=self._bucket, Key=name))
 
 
 class _Logs:
@@ -329,10 +265,7 @@ def _request(folder: Path) -> dict[str, Any]:
 
 
 def _region(folder: Path) -> str | None:
-    try:
-        data = json.loads((folder / "job.json").read_text())["options"].get("region")
-    except (OSError, ValueError, LookupError):
-        return None
+    data = facts_in(folder)["options"].get("region")
     return None if data is None else str(data)
 
 

@@ -1,4 +1,4 @@
-"""What SageMaker is asked for: a CreateTrainingJob request, and what its containers start.
+"""The CreateTrainingJob request of a job for SageMaker, and the script of its containers.
 
 https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_CreateTrainingJob.html
 """
@@ -6,7 +6,7 @@ https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_CreateTrainingJob.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -14,11 +14,10 @@ from typing import Any
 from flatout.errors import SubmitError
 from flatout.masked import masked
 from flatout.submit import shell
-from flatout.submit.artifact import refuse
+from flatout.submit.client import require
 from flatout.submit.code import ARCHIVE
-from flatout.submit.extras import require
 from flatout.submit.job import Job
-from flatout.submit.target import options_of
+from flatout.submit.target import options_of, refuse
 
 Request = dict[str, Any]
 
@@ -29,16 +28,13 @@ CODE_CHANNEL = "code"
 _CHANNEL = "channel."
 _RANK = "{rank}"
 _MODES = ("File", "FastFile", "Pipe")
-# Where SageMaker keeps what it copies to S3, and how long containers have after its SIGTERM.
+# The folder that SageMaker copies to S3, and the seconds after its SIGTERM.
 _CHECKPOINTS, _GRACE_S = "/opt/ml/checkpoints", 120
-LIVE, REMAINING = "flatout-live", "remaining.json"
-"""The folder beside the checkpoints that shows what a job does now, and how much is left of it."""
-_LOOK_EVERY_S = 10
-# What SageMaker allows if no one says, and what it may be at most.
+# The time limit where none is given, and the longest one that SageMaker allows.
 _TIME_S, _LONGEST_S = 86_400, 28 * 86_400
 _MOST_RETRIES = 30
 _SECRET = (
-    "# Who does not know it takes no part in the job. Made when the job is sent.",
+    "# Only nodes that know it take part in the job. Made when the job is sent.",
     f'if [ -f "$here/{SECRET}" ]; then FLATOUT_SECRET=$(cat "$here/{SECRET}"); fi',
     "export FLATOUT_SECRET=${FLATOUT_SECRET:-}",
 )
@@ -46,11 +42,11 @@ _SECRET = (
 
 @dataclass(frozen=True)
 class Channel:
-    """Data in S3 that containers get.
+    """Data in S3 for containers.
 
     Attributes:
-        name: of the channel.
-        uri: where it lies in S3.
+        name: the name of the channel.
+        uri: its place in S3.
         mode: "File", "FastFile" or "Pipe".
         by_host: whether each host gets its own objects.
         wrap: "RecordIO" where each object comes in a record.
@@ -65,8 +61,8 @@ class Channel:
     shuffle: int | None = None
 
     @property
-    def asked(self) -> Request:
-        """As CreateTrainingJob takes it."""
+    def as_request(self) -> Request:
+        """The channel as a part of the request."""
         split = "ShardedByS3Key" if self.by_host else "FullyReplicated"
         source = {"S3DataType": "S3Prefix", "S3Uri": self.uri, "S3DataDistributionType": split}
         made: Request = {"ChannelName": self.name, "DataSource": {"S3DataSource": source}}
@@ -78,7 +74,7 @@ class Channel:
 
 
 def request(job: Job) -> Request:
-    """The parameters of CreateTrainingJob, checked by botocore's own model of the service."""
+    """Return the parameters of CreateTrainingJob, checked by botocore's model of the service."""
     options = options_of(
         job, [*OPTIONS, *(option for option in job.options if _is_channel(option))]
     )
@@ -93,8 +89,8 @@ def request(job: Job) -> Request:
         },
         "RoleArn": options["role"],
         "InputDataConfig": [
-            Channel(CODE_CHANNEL, f"{folder_of(job)}/code/").asked,
-            *(channel.asked for channel in channels(job)),
+            Channel(CODE_CHANNEL, f"{folder_of(job)}/code/").as_request,
+            *(channel.as_request for channel in channels(job)),
         ],
         "OutputDataConfig": {"S3OutputPath": f"{folder_of(job)}/output"},
         "ResourceConfig": {
@@ -118,9 +114,9 @@ def request(job: Job) -> Request:
 
 
 def start_script(job: Job) -> str:
-    """What each container runs: it unpacks the code and starts the ranks.
+    """Return the script of each container: it unpacks the code and starts the ranks.
 
-    What it prints last on stderr becomes the job's FailureReason where it fails.
+    The last lines of stderr become the FailureReason of a job that fails.
     """
     lines = [
         "#!/bin/bash",
@@ -132,7 +128,6 @@ def start_script(job: Job) -> str:
         'if [ -f "$here/recipe.toml" ]; then cp "$here/recipe.toml" "$work"; fi',
         'cd "$work/code"',
         *shell.exports(job.environment),
-        *_shown(job),
         *(_SECRET if job.nodes > 1 else ()),
         "",
         *shell.array("command", shell.words(_command(job))),
@@ -157,29 +152,13 @@ def start_script(job: Job) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shown(job: Job) -> list[str]:
-    if job.checkpoint is None:
-        return []
-    return [
-        "# Beside the checkpoints, which SageMaker copies to S3: what flatout jobs and top show.",
-        f"live={_CHECKPOINTS}/{LIVE}",
-        'mkdir -p "$live"',
-        f'export {shell.REMAINING}="$live/{REMAINING}"',
-        f'flatout top --every {_LOOK_EVERY_S} --to "$live/${{SM_CURRENT_HOST:-$HOSTNAME}}.json" \\',
-        "  > /dev/null 2>&1 &",
-        'trap "kill $!" EXIT',
-    ]
-
-
 def folder_of(job: Job) -> str:
-    """Where the job's own files lie in S3."""
+    """Return the place of the job's own files in S3."""
     return f"{job.options['bucket'].rstrip('/')}/{job.name}"
 
 
 def channels(job: Job) -> list[Channel]:
-    """The channels of data: a FIFO has one reader, so each rank of a host has its own in Pipe
-    mode.
-    """
+    """Return the channels of data; in Pipe mode one for each rank, since a FIFO has one reader."""
     made: list[Channel] = []
     for option, text in job.options.items():
         if not _is_channel(option):
@@ -298,7 +277,7 @@ def _problems(job: Job, options: Mapping[str, str]) -> list[str]:
 
 
 def unseen(job: Job) -> list[str]:
-    """What no container would find: only URLs, channels and what travels are there."""
+    """Return the inputs that no container finds: those in no channel, no URLs, and no code."""
     paths = [f"/opt/ml/input/data/{channel.name}" for channel in channels(job)]
     return [
         f"{item.given} lies on {item.lies_on}, which no container sees; copy it to S3 and name it "
@@ -310,13 +289,8 @@ def unseen(job: Job) -> list[str]:
 
 
 def _refused(made: Request) -> list[str]:
-    require("botocore", EXTRA)
-    validate = require("botocore.validate", EXTRA)
-    shape = _model()
-    report = validate.ParamValidator().validate(made, shape)
-    if report.has_errors():
-        return list(report.generate_report().splitlines())
-    return list(_beyond(made, shape, ""))
+    report = require("botocore.validate", EXTRA).ParamValidator().validate(made, _model())
+    return list(report.generate_report().splitlines()) if report.has_errors() else []
 
 
 @cache
@@ -324,34 +298,3 @@ def _model() -> Any:
     loaders, model = require("botocore.loaders", EXTRA), require("botocore.model", EXTRA)
     described = loaders.Loader().load_service_model("sagemaker", "service-2")
     return model.ServiceModel(described).operation_model("CreateTrainingJob").input_shape
-
-
-def _beyond(value: Any, shape: Any, path: str) -> Iterator[str]:
-    if shape.type_name == "structure":
-        for name, item in value.items():
-            yield from _beyond(item, shape.members[name], f"{path}.{name}".lstrip("."))
-        return
-    most = shape.metadata.get("max")
-    if shape.type_name == "list":
-        if most is not None and len(value) > most:
-            yield f"{path}: expected at most {most}, found {len(value)}"
-        for number, item in enumerate(value):
-            yield from _beyond(item, shape.member, f"{path}[{number}]")
-        return
-    if shape.type_name in ("integer", "long") and most is not None and value > most:
-        yield f"{path}: expected at most {most}, found {value}"
-    if shape.type_name == "string":
-        if most is not None and len(value) > most:
-            yield f"{path}: expected at most {most} letters, found {len(value)}"
-        if shape.enum and value not in shape.enum:
-            yield f"{path}: {value!r} is none that the installed botocore knows"
-        pattern = shape.metadata.get("pattern")
-        if pattern and not _matches(pattern, value):
-            yield f"{path}: expected {pattern}, found {value!r}"
-
-
-def _matches(pattern: str, value: str) -> bool:
-    try:
-        return re.search(f"^(?:{pattern})$", value) is not None
-    except re.error:  # Java's, with classes that Python's have not
-        return True

@@ -1,25 +1,30 @@
-"""What nodes would not find, where they see only what this machine has mounted from a network."""
+"""Files on file systems that all nodes and this machine see."""
 
 from __future__ import annotations
 
+import codecs
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flatout.errors import SubmitError
 from flatout.submit.client import ask
 from flatout.submit.inputs import is_seen, mount_of
 from flatout.submit.job import Job
-from flatout.submit.sending import facts_in
+from flatout.submit.send import facts_in
 
-# Which node this is: srun's word for it, Open MPI's and MPICH's.
+# The number of a node by srun, Open MPI or MPICH.
 _NODE = "${SLURM_NODEID:-${OMPI_COMM_WORLD_RANK:-$PMI_RANK}}"
+
+_READ_EVERY_S = 0.5
+_PIECE = 1 << 16
 
 
 def unseen(job: Job) -> list[str]:
-    """Data, the job's folder and its checkpoints on file systems of this machine alone."""
+    """Return the data, folder and checkpoints of a job that lie on this machine alone."""
     result = [
         f"{item.words}; put it on a shared path, or say --shared PATH if nodes see it"
         for item in job.inputs
@@ -51,9 +56,9 @@ def _not_writable(path: str) -> str:
 def told_by_nodes(
     folder: Path, command: Sequence[str], launcher: Callable[[int], list[str]]
 ) -> list[str]:
-    """What a command prints on each node of a running job.
+    """Return a command's output on each node of a running job.
 
-    It goes through files in the job's folder: lines of several nodes would come mixed.
+    It goes through files in the job's folder, so that lines of several nodes are not mixed.
     """
     nodes = facts_in(folder)["nodes"]
     with tempfile.TemporaryDirectory(prefix=".told-", dir=folder) as reports:
@@ -62,3 +67,23 @@ def told_by_nodes(
         if answer.code != 0:
             raise SubmitError(f"its nodes do not answer: {answer.last_words}", where=str(folder))
         return [(Path(reports) / str(node)).read_text() for node in range(nodes)]
+
+
+def follow_file(path: Path, goes_on: Callable[[], bool]) -> Iterator[str]:
+    """Yield the text of a file, and the text that is added as long as `goes_on` says so."""
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    at, more = 0, True
+    while more:
+        # Asked before reading, so that the last output is read.
+        more = goes_on()
+        try:
+            with path.open("rb") as file:
+                file.seek(at)
+                while piece := file.read(_PIECE):
+                    at += len(piece)
+                    yield decode(piece)
+        except FileNotFoundError:
+            if not more:
+                raise SubmitError("the job has printed nothing", where=str(path)) from None
+        if more:
+            time.sleep(_READ_EVERY_S)

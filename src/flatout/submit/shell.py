@@ -1,4 +1,4 @@
-"""Commands as bash reads them, whatever their arguments hold."""
+"""Commands for bash, with arguments of any text."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CONTROL = re.compile(r"[\x01-\x1f\x7f]")
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 REMAINING = "FLATOUT_REMAINING"
-"""Names the file in which the first rank tells how far it is; as train/callbacks/remaining.py."""
+"""The variable for the file in which the first rank reports its remaining time."""
 SECRET = (
-    "# Who does not know it takes no part in the job. Made here, so that no file holds it.",
+    "# Only nodes that know it take part in the job. Made here, so that no file holds it.",
     "FLATOUT_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
     "export FLATOUT_SECRET",
 )
-"""Lines that make the secret which the nodes of a job share."""
+"""Lines that make the shared secret of a job's nodes."""
 
 
 def quoted(text: str, seed: str = "") -> str:
-    """One word of bash, in one line."""
+    """Return a text as one word of bash, in one line."""
     if "\0" in text:
         raise SubmitError(f"an argument of a program cannot hold a NUL character; found {text!r}")
     if not seed or SEED not in text:
@@ -53,12 +53,12 @@ def comment(text: str) -> str:
 
 
 def words(command: Sequence[str], seed: str = "") -> list[str]:
-    """Each word of a command, quoted."""
+    """Return each word of a command, quoted."""
     return [quoted(item, seed) for item in command]
 
 
 def array(name: str, words: Sequence[str]) -> list[str]:
-    """Lines of bash that put words, quoted already, into an array, as few as are readable."""
+    """Return lines of bash that put quoted words into an array."""
     lines, line = [f"{name}=("], "  "
     for word in words:
         if line.strip() and len(line) + len(word) > _WIDTH:
@@ -76,7 +76,7 @@ def exports(variables: Mapping[str, str]) -> list[str]:
 
 
 def environment(job: Job) -> list[str]:
-    """Lines that let a node find this flatout, and set what the user has asked for."""
+    """Return lines that let a node find this flatout, and that set the user's variables."""
     bin = job.options.get("bin") or str(Path(sys.executable).parent)
     return [
         "# The flatout that has written this; name another where nodes have it elsewhere.",
@@ -88,9 +88,9 @@ def environment(job: Job) -> list[str]:
 
 
 def unpacking(job: Job) -> list[str]:
-    """Lines that unpack the code into the folder `code`, once, and go there.
+    """Return lines that unpack the code into the folder `code`, once, and go there.
 
-    A command of Flatout's own brings no code, and runs where it was written where nodes see that.
+    A command of Flatout's own brings no code, and runs in the current folder if nodes see it.
     """
     if job.is_command and is_seen(job.root, job.shared):
         return [f"cd -- {quoted(str(job.root))} || exit 1"]
@@ -113,7 +113,7 @@ def unpacking(job: Job) -> list[str]:
 
 
 def limited(job: Job) -> list[str]:
-    """Words before a command that stop it ahead of the time limit, where no cluster does."""
+    """Return words before a command that stop it ahead of the time limit."""
     if job.time_s is None:
         return []
     ahead = job.time_s - job.stop_ahead_s

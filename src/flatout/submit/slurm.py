@@ -1,4 +1,4 @@
-"""SLURM: a batch script for sbatch, and what squeue, scontrol and scancel say and do.
+"""SLURM: a batch script for sbatch, and calls of squeue, scontrol and scancel.
 
 https://slurm.schedmd.com/sbatch.html
 """
@@ -14,21 +14,26 @@ from flatout import __version__
 from flatout.errors import SubmitError
 from flatout.measure import SUBMITTED
 from flatout.submit import shell
-from flatout.submit.artifact import Artifact, refuse
 from flatout.submit.client import Answer, ask, require_program
 from flatout.submit.job import Job
-from flatout.submit.log_file import follow_file
-from flatout.submit.sending import top_words
-from flatout.submit.shared import told_by_nodes, unseen
-from flatout.submit.states import JobState, State
-from flatout.submit.target import NotSent, SentJob, UnknownOutcome
+from flatout.submit.send import top_words
+from flatout.submit.shared import follow_file, told_by_nodes, unseen
+from flatout.submit.target import (
+    Artifact,
+    JobState,
+    NotSent,
+    SentJob,
+    State,
+    UnknownOutcome,
+    refuse,
+)
 from flatout.words import counted
 
 SCRIPT, LOG, EXIT_CODE, CANCELED = "job.sbatch", "job.log", "exit_code", "canceled"
 _TASK = "$SLURM_ARRAY_TASK_ID"
 # Seconds between reports of a job's remaining time to the controller.
 _TELL_EVERY_S = 300
-# What sbatch says where no one knows whether the controller has taken the job.
+# The messages of sbatch after which the controller may have taken the job.
 _UNANSWERED = re.compile(
     r"timed out|Zero Bytes|Unexpected message|Communication|Message (send|receive) failure", re.I
 )
@@ -41,34 +46,17 @@ _ENDED = re.compile(
 _END_OF_LOG = 1 << 18
 _FORGOTTEN = "SLURM no longer lists the job"
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
-# Those that Flatout writes itself: a second would contradict it.
+# The options of sbatch that Flatout writes itself.
 _OURS = frozenset(
-    [
-        "job-name",
-        "nodes",
-        "ntasks",
-        "ntasks-per-node",
-        "cpus-per-task",
-        "gpus-per-node",
-        "time",
-        "signal",
-        "requeue",
-        "no-requeue",
-        "open-mode",
-        "chdir",
-        "output",
-        "error",
-        "array",
-        "comment",
-        "parsable",
-        "wrap",
-        "test-only",
-        "wait",
-    ]
-)
+    (
+        "job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "time",
+        "signal", "requeue", "no-requeue", "open-mode", "chdir", "output", "error", "array",
+        "comment", "parsable", "wrap", "test-only", "wait",
+    )
+)  # fmt: skip
 # Options of sbatch that set the memory.
 _MEMORY = frozenset(["mem", "mem-per-cpu", "mem-per-gpu"])
-# Those that say something to Flatout: where its program lies on the nodes.
+# Options for Flatout: the folder of its program on the nodes.
 _OF_FLATOUT = ("bin",)
 _BY_STATE = {
     "PENDING": State.queued,
@@ -98,23 +86,20 @@ _BY_STATE = {
 }
 
 
-class Slurm:
+class _Slurm:
     """Sends batch scripts. All nodes must see the job's folder: code and log lie in it."""
 
     name = "slurm"
     takes_seeds = True
 
     def artifacts(self, job: Job) -> list[Artifact]:
-        """The batch script."""
         refuse(_problems(job), where="--option", do="see `man sbatch`")
         return [Artifact(SCRIPT, script(job), 0o700)]
 
     def unseen(self, job: Job) -> list[str]:
-        """Paths on file systems of this machine alone."""
         return unseen(job)
 
     def check(self, job: Job) -> list[str]:
-        """What sbatch would refuse, such as a partition that is not there."""
         require_program("sbatch", "SLURM's client, Debian's slurm-client")
         # sbatch itself tries for some time to reach the controller.
         answer = ask(["sbatch", "--test-only", str(job.folder / SCRIPT)])
@@ -128,7 +113,6 @@ class Slurm:
         return [] if answer.code == 0 else [message]
 
     def send(self, job: Job, key: str) -> SentJob:
-        """Hand the script to sbatch."""
         require_program("sbatch", "SLURM's client, Debian's slurm-client")
         command = ["sbatch", "--parsable", f"--comment=flatout:{key}", str(job.folder / SCRIPT)]
         # Tried again only where no connection was made, so that nothing can have come.
@@ -143,7 +127,6 @@ class Slurm:
         raise NotSent(f"SLURM did not take the job: {answer.last_words}", where=str(job.folder))
 
     def find(self, key: str, folder: Path) -> SentJob | None:
-        """By the comment that it was sent with."""
         answer = _run_client(["squeue", "--me", "--states=all", "--noheader", "--format=%A %k"])
         for line in answer.output.splitlines():
             number, _, comment = line.strip().partition(" ")
@@ -152,7 +135,6 @@ class Slurm:
         return None
 
     def state(self, id: str, folder: Path) -> JobState:
-        """What scontrol says, or what the job has left where SLURM has forgotten it."""
         command = ["scontrol", "--oneliner", "show", "job", id]
         answer = ask(command, tries=2, again=_is_unanswered)
         if _is_unanswered(answer):
@@ -165,7 +147,6 @@ class Slurm:
         return _remembered(folder, id)
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
-        """The file that the job prints into."""
         _, _, task = id.partition("_")
         path = _log(folder, task)
         if not task and not path.exists() and list(folder.glob("job-*.log")):
@@ -174,7 +155,6 @@ class Slurm:
         return follow_file(path, lambda: follow and not self.state(id, folder).state.is_final)
 
     def top(self, id: str, folder: Path, key: str) -> list[str]:
-        """By a step of the job beside the one that trains."""
         require_program("srun", "SLURM's client, Debian's slurm-client")
         task = id.partition("_")[2]
         once = ["--overlap", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0"]
@@ -185,18 +165,17 @@ class Slurm:
         )
 
     def cancel(self, id: str, folder: Path) -> None:
-        """Its processes get SIGTERM, and some seconds for a last checkpoint."""
         _run_client(["scancel", id])
         task = id.partition("_")[2]
         with suppress(OSError):  # for some minutes SLURM itself knows that the job was canceled
             (folder / (f"{CANCELED}.{task}" if task else CANCELED)).touch()
 
 
-TARGET = Slurm()
+TARGET = _Slurm()
 
 
 def script(job: Job) -> str:
-    """The batch script of a job."""
+    """Return the batch script of a job."""
     lines = [
         "#!/bin/bash",
         *_about(job),
@@ -354,7 +333,6 @@ def _afterwards(job: Job) -> list[str]:
 
 
 def _value(text: str) -> str:
-    """Return the value of an option, quoted as #SBATCH expects."""
     if not text.isprintable():
         raise SubmitError(f"expected one line of text for an option of sbatch, found {text!r:.200}")
     if re.fullmatch(r"[\w./:,@%+=\[\]-]+", text):
@@ -450,7 +428,6 @@ def _together(states: list[JobState]) -> JobState:
 
 
 def _remembered(folder: Path, id: str) -> JobState:
-    """Return the state of a job that SLURM has forgotten, read from the job's folder."""
     _, _, task = id.partition("_")
     name = f"{EXIT_CODE}.{task}" if task else EXIT_CODE
     with suppress(OSError, ValueError):
@@ -467,7 +444,7 @@ def _remembered(folder: Path, id: str) -> JobState:
         return JobState(State.canceled, _FORGOTTEN)
     if why == "TIME LIMIT":
         return JobState(State.failed, f"TIMEOUT; {_FORGOTTEN}")
-    return JobState(State.ended, f"SLURM no longer lists the job; its accounts may: sacct -j {id}")
+    return JobState(State.ended, f"{_FORGOTTEN}; its accounts may: sacct -j {id}")
 
 
 def _log(folder: Path, task: str) -> Path:
@@ -475,7 +452,7 @@ def _log(folder: Path, task: str) -> Path:
 
 
 def _why_slurm_ended_it(folder: Path, task: str) -> str | None:
-    """Return the reason in a job's log: "" for a cancellation, None if the log has no reason."""
+    # The reason in a job's log: "" for a cancellation, None if the log has no reason.
     try:
         with _log(folder, task).open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _END_OF_LOG))

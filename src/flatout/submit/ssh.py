@@ -1,20 +1,18 @@
 """A list of hosts, by OpenSSH: the code is copied there, and each host runs its node of the job.
 
-Nothing but the user's own `ssh` is asked: keys, agents and jump hosts are its affair. The job's
-folder on the hosts holds what this one holds here, and what detached.py says.
+Only the user's own `ssh` is called, with its keys, agents and jump hosts. The job's folder on the
+hosts is a copy of the one here, with the files of detached.py.
 """
 
 from __future__ import annotations
 
 import glob
 import io
-import queue
 import secrets
 import shlex
 import subprocess
 import sys
 import tarfile
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +22,19 @@ from pathlib import Path
 from flatout import __version__
 from flatout.errors import SubmitError
 from flatout.submit import detached, shell
-from flatout.submit.artifact import Artifact, refuse
-from flatout.submit.client import Answer, ask, require_program
+from flatout.submit.client import Answer, ask, merged, require_program
 from flatout.submit.hosts import address_of, config_words, hosts_of, problems_of
 from flatout.submit.job import Job
-from flatout.submit.sending import facts_in, top_words
-from flatout.submit.states import JobState
-from flatout.submit.target import NotSent, SentJob, UnknownOutcome, options_of
+from flatout.submit.send import facts_in, top_words
+from flatout.submit.target import (
+    Artifact,
+    JobState,
+    NotSent,
+    SentJob,
+    UnknownOutcome,
+    options_of,
+    refuse,
+)
 from flatout.words import counted
 from flatout.world import is_port
 
@@ -43,14 +47,13 @@ _BROKEN = 255
 _OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-T")
 
 
-class Ssh:
+class _Ssh:
     """Starts a node of the job on each host."""
 
     name = "ssh"
     takes_seeds = True
 
     def artifacts(self, job: Job) -> list[Artifact]:
-        """What each host runs, and the list of them."""
         refuse(_problems(job), where="flatout submit ssh")
         return [
             Artifact(SCRIPT, script(job), 0o700),
@@ -58,11 +61,9 @@ class Ssh:
         ]
 
     def unseen(self, job: Job) -> list[str]:
-        """Nothing: the hosts themselves are asked, by `check`."""
         return []
 
     def check(self, job: Job) -> list[str]:
-        """What is missing on the hosts: a way in, the same flatout, data, the checkpoints' path."""
         require_program("ssh", "OpenSSH's client, Debian's openssh-client")
         way = _way(job)
         answers = way.each(lambda node: _lacks(job))
@@ -74,7 +75,6 @@ class Ssh:
         return result or _not_shared(job, way)
 
     def send(self, job: Job, key: str) -> SentJob:
-        """Copy the folder to all hosts, then start it on all of them."""
         require_program("ssh", "OpenSSH's client, Debian's openssh-client")
         way = _way(job, key)
         (job.folder / THERE).write_text(f"{way.there}\n")
@@ -93,29 +93,24 @@ class Ssh:
         raise NotSent(words)
 
     def find(self, key: str, folder: Path) -> SentJob | None:
-        """The job where it has begun on all hosts."""
         way = _SshRoute.read(folder)
         if any(state.words == detached.ABSENT for state in way.states().values()):
             return None
         return SentJob(_id(way.name, key))
 
     def state(self, id: str, folder: Path) -> JobState:
-        """Of all hosts together."""
         return detached.together(_SshRoute.read(folder).states())
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
-        """What all hosts have printed; of several, each line says which."""
         return _SshRoute.read(folder).logs(follow)
 
     def top(self, id: str, folder: Path, key: str) -> list[str]:
-        """By the user's own ssh."""
         command = shlex.join(top_words(folder, key))
         answers = _SshRoute.read(folder).each(lambda node: command)
         refuse(_failed(answers), where=id)
         return [answer.output for answer in answers.values()]
 
     def cancel(self, id: str, folder: Path) -> None:
-        """All hosts' ranks get SIGTERM, and time for a last checkpoint."""
         refuse(_failed(_SshRoute.read(folder).inside(detached.stop)), where=id)
 
 
@@ -123,11 +118,11 @@ def _id(name: str, key: str) -> str:
     return f"{name}-{key[:4]}"
 
 
-TARGET = Ssh()
+TARGET = _Ssh()
 
 
 def script(job: Job) -> str:
-    """What each host runs, with the number of its node as the argument."""
+    """Return the script of each host; its argument is the number of the node."""
     name = _NAME.format('"$node"')
     lines = [
         "#!/bin/bash",
@@ -163,7 +158,7 @@ def _command(job: Job) -> list[str]:
 
 
 def rendezvous_of(job: Job) -> str:
-    """Where the nodes meet: on the first host."""
+    """Return the address on the first host where the nodes meet."""
     given = job.options.get("rendezvous")
     return given or f"{address_of(hosts_of(job)[0], job.options.get('config'))}:{_PORT}"
 
@@ -181,14 +176,7 @@ def _problems(job: Job) -> list[str]:
 
 @dataclass(frozen=True)
 class _SshRoute:
-    """How the hosts of a job are reached.
-
-    Attributes:
-        name: of the job.
-        hosts: in the order of the nodes.
-        there: the job's folder on each of them, seen from the user's home.
-        config: of ssh, if it is not the user's own.
-    """
+    """The way to a job's hosts: `there` is its folder on them, seen from the user's home."""
 
     name: str
     hosts: list[str]
@@ -207,7 +195,7 @@ class _SshRoute:
             ) from error
         return cls(facts["name"], hosts, there, facts["options"].get("config"))
 
-    def each(self, command: Callable[[int], str], stdin: bytes | None = None) -> dict[str, Answer]:
+    def each(self, command: Callable[[int], str], stdin: bytes = b"") -> dict[str, Answer]:
         with ThreadPoolExecutor(32) as pool:
             result = pool.map(
                 lambda value: ask([*self.to(value[1]), command(value[0])], stdin=stdin),
@@ -215,9 +203,7 @@ class _SshRoute:
             )
             return dict(zip(self.hosts, result, strict=True))
 
-    def inside(
-        self, command: Callable[[str], str], stdin: bytes | None = None
-    ) -> dict[str, Answer]:
+    def inside(self, command: Callable[[str], str], stdin: bytes = b"") -> dict[str, Answer]:
         at = f"cd {shlex.quote(self.there)} && "
         return self.each(lambda node: f"{at}{{ {command(_NAME.format(node))}; }}", stdin)
 
@@ -233,19 +219,9 @@ class _SshRoute:
         return detached.state_of(answer.output if answer.code == 0 else "absent")
 
     def logs(self, follow: bool) -> Iterator[str]:
-        lines: queue.Queue[str | None] = queue.Queue()
-        for node, host in enumerate(self.hosts):
-            arguments = (node, host, follow, lines)
-            threading.Thread(target=self._read, args=arguments, daemon=True).start()
-        left = len(self.hosts)
-        while left:
-            line = lines.get()
-            if line is None:
-                left -= 1
-            else:
-                yield line
+        return merged([self._lines(node, host, follow) for node, host in enumerate(self.hosts)])
 
-    def _read(self, node: int, host: str, follow: bool, lines: queue.Queue[str | None]) -> None:
+    def _lines(self, node: int, host: str, follow: bool) -> Iterator[str]:
         before = f"[{host}] " if len(self.hosts) > 1 else ""
         name = _NAME.format(node)
         command = f"cd {shlex.quote(self.there)} && {detached.read(name, follow)}"
@@ -257,9 +233,9 @@ class _SshRoute:
             text=True,
             errors="replace",
         ) as reading:
-            for line in reading.stdout or ():
-                lines.put(before + line)
-        lines.put(None)
+            assert reading.stdout is not None
+            for line in reading.stdout:
+                yield f"{before}{line}"
 
 
 def _way(job: Job, key: str = "") -> _SshRoute:

@@ -1,45 +1,126 @@
-"""What each kind of cluster is asked: a file of this folder for each of them."""
+"""The questions to each kind of cluster, and their answers; a file of this folder per kind."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
+from flatout.atomic_file import atomic_write
 from flatout.errors import SubmitError
-from flatout.submit.artifact import Artifact
 from flatout.submit.job import Job
-from flatout.submit.states import JobState
-from flatout.submit.targets import TARGETS
+
+TARGETS = {
+    "slurm": "SLURM, by sbatch",
+    "ssh": "a list of hosts, by OpenSSH",
+    "mpi": "mpirun and a hostfile",
+    "kubernetes": "TrainJobs of Kubeflow",
+    "sagemaker": "training jobs of Amazon SageMaker",
+    "ray": "a Ray cluster, by its job server",
+}
+"""The name of each target, which is its file's, and a description."""
+
+
+class State(StrEnum):
+    """The state of a job, in one vocabulary for all clusters."""
+
+    queued = "queued"
+    starting = "starting"
+    running = "running"
+    stopping = "stopping"
+    requeued = "requeued"
+    succeeded = "succeeded"
+    failed = "failed"
+    canceled = "canceled"
+    ended = "ended"
+    lost = "lost"
+
+    @property
+    def is_final(self) -> bool:
+        """True if no other state follows.
+
+        The cluster does not report how an `ended` job ended. It does not know a `lost` job.
+        """
+        return self in (State.succeeded, State.failed, State.canceled, State.ended, State.lost)
+
+
+@dataclass(frozen=True)
+class JobState:
+    """A cluster's report of a job.
+
+    Attributes:
+        state: in the one vocabulary.
+        words: the cluster's own name of the state with its reason, such as "PENDING (Resources)".
+        exit_code: the exit code of a job that has ended; None where it is unknown.
+        nodes: names of the job's nodes.
+        since_s: seconds for which the job has run.
+        paid_s: seconds for which each node was taken, over all starts; None where `since_s` is it.
+        left_s: seconds that the job still takes, as the run itself reports.
+        eta: the same in words.
+        starts: the number of starts.
+    """
+
+    state: State
+    words: str = ""
+    exit_code: int | None = None
+    nodes: tuple[str, ...] = ()
+    since_s: float | None = None
+    paid_s: float | None = None
+    left_s: float | None = None
+    eta: str = ""
+    starts: int = 1
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file of a job's folder, which a person can read before anything is sent.
+
+    Args:
+        name: the file's name.
+        text: its content. Odd bytes of paths and arguments are surrogates, as in `os.fsdecode`.
+        mode: its rights.
+    """
+
+    name: str
+    text: str
+    mode: int = 0o600
+
+    @property
+    def lines(self) -> int:
+        """The number of lines."""
+        return len(self.text.splitlines())
+
+    def write(self, folder: Path) -> None:
+        """Write the whole file into a folder, or nothing."""
+        with atomic_write(folder / self.name, "wb") as file:
+            os.fchmod(file.fileno(), self.mode)
+            file.write(os.fsencode(self.text))
 
 
 @dataclass(frozen=True)
 class SentJob:
-    """A job that a cluster has taken.
-
-    Attributes:
-        id: what the cluster calls it.
-        words: what it said, for people.
-    """
+    """A job that a cluster has taken: the cluster's id, and words for people."""
 
     id: str
     words: str = ""
 
 
 class NotSent(SubmitError):
-    """The cluster has surely not taken the job: it can be sent again."""
+    """The cluster has certainly not taken the job: it can be sent again."""
 
 
 class UnknownOutcome(SubmitError):
-    """No one knows whether the cluster has taken the job: it is looked for, never sent again."""
+    """The cluster may have taken the job: Flatout looks for it, and never sends it again."""
 
 
 class Target(Protocol):
     """A kind of cluster.
 
-    What is sent carries `key`, by which the cluster is asked for it where no answer came.
+    A sent job carries `key`, by which the cluster is asked for the job where no answer came.
     """
 
     name: str
@@ -47,46 +128,46 @@ class Target(Protocol):
     """Whether one job runs once for each seed, or is refused; else there is one job for each."""
 
     def artifacts(self, job: Job) -> list[Artifact]:
-        """The files that make the job, validated; needs no client and no network.
+        """Return the files that make the job, validated without a client or a network.
 
         Raises:
             SubmitError: the cluster would not take them, with all that is wrong.
         """
 
     def unseen(self, job: Job) -> list[str]:
-        """What no node would find of what the job needs, each with what to do."""
+        """Return the paths that the job needs and no node would find, each with advice."""
 
     def check(self, job: Job) -> list[str]:
-        """What the cluster would refuse, asked before anything is sent: partition, role, ...
+        """Ask before sending; return all that the cluster would refuse: partition, role, ...
 
-        The artifacts lie in `job.folder` by then.
+        The artifacts lie in `job.folder`.
 
         Raises:
             SubmitError: the client is not installed, or the cluster does not answer.
         """
 
     def send(self, job: Job, key: str) -> SentJob:
-        """Send what lies in the job's folder, once.
+        """Send the job's folder once.
 
         Raises:
             NotSent: it was refused, or the cluster was never reached.
-            UnknownOutcome: it may have come.
+            UnknownOutcome: the cluster may have it.
         """
 
     def find(self, key: str, folder: Path) -> SentJob | None:
-        """The job that was sent with a key; None where the cluster does not know it."""
+        """Return the job with this key; None where the cluster does not know it."""
 
     def state(self, id: str, folder: Path) -> JobState:
-        """What has become of a job."""
+        """Return the state of a job."""
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
-        """What a job has printed, in pieces with their line ends; with `follow` until it ends."""
+        """Yield a job's output in pieces with their line ends; with `follow` until it ends."""
 
     def top(self, id: str, folder: Path, key: str) -> list[str]:
-        """What `flatout top --json` prints on each node of a job that runs.
+        """Return the output of `flatout top --json` on each node of a running job.
 
         Raises:
-            SubmitError: its nodes cannot be looked into from here; with what works instead.
+            SubmitError: its nodes cannot be asked from here.
         """
 
     def cancel(self, id: str, folder: Path) -> None:
@@ -94,7 +175,7 @@ class Target(Protocol):
 
 
 def target_of(name: str) -> Target:
-    """The target of a name.
+    """Return the target of a name.
 
     Raises:
         SubmitError: there is none.
@@ -106,10 +187,16 @@ def target_of(name: str) -> Target:
 
 
 def options_of(job: Job, known: Sequence[str]) -> dict[str, str]:
-    """A job's own options of its target."""
+    """Return a job's options of its target; refuse unknown ones."""
     unknown = sorted(set(job.options) - set(known))
     if unknown:
         raise SubmitError(
             f"expected --option of {', '.join(sorted(known))}; found {', '.join(unknown)}"
         )
     return dict(job.options)
+
+
+def refuse(problems: Sequence[str], where: str, do: str | None = None) -> None:
+    """Raise a SubmitError that names all problems, if there are any."""
+    if problems:
+        raise SubmitError("\n  ".join(problems), where=where, do=do)

@@ -1,8 +1,10 @@
-"""Looking after jobs that were sent: states, what they print, their exit codes."""
+"""The states, output, exit codes and lanes of jobs that were sent."""
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,25 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from flatout.errors import FlatoutError, SubmitError
+from flatout.report import Sample, Top, together
 from flatout.submit.ledger import REFUSED, SENDING, Entry, Ledger
 from flatout.submit.price import Cost, Price
-from flatout.submit.sending import settle
-from flatout.submit.states import JobState, State
-from flatout.submit.target import target_of
+from flatout.submit.send import settle
+from flatout.submit.target import JobState, State, target_of
 from flatout.words import duration
 
 _RECENT = timedelta(days=7)
 _LAST_LINES = 15
+# The least seconds between two samples: each starts a process on each node.
+_LEAST_S = 3.0
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job and what its cluster says of it.
+    """A job and its cluster's report of it.
 
     Attributes:
-        entry: as it was sent.
+        entry: the job as it was sent.
         state: None where the cluster could not be asked.
-        trouble: why not.
+        trouble: the reason for that.
     """
 
     entry: Entry
@@ -38,7 +42,7 @@ class JobStatus:
 
     @property
     def cost(self) -> Cost | None:
-        """What it has cost and will; None where no price was given, or no one knows how long."""
+        """The cost so far and to come; None without a price or a running time."""
         entry, state = self.entry, self.state
         if entry.price is None or state is None:
             return None
@@ -51,7 +55,7 @@ class JobStatus:
         return Cost(price, price.of(entry.nodes, paid), to_come)
 
     def row(self) -> tuple[str, ...]:
-        """For a table: job, target, state, how long it ran, and in words what else there is."""
+        """Return cells for a table: job, target, state, running time, and other words."""
         entry, state = self.entry, self.state
         # Elsewhere than on SLURM the id has the name in it.
         name = "" if entry.name in entry.id else entry.name
@@ -68,7 +72,7 @@ class JobStatus:
         return (entry.id, entry.target, f"{state.state}{code}", ran, rest)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         entry, state = self.entry, self.state
         data: dict[str, Any] = {
             "id": entry.id,
@@ -96,9 +100,7 @@ class JobStatus:
         return data | ({"trouble": self.trouble} if self.trouble else {})
 
     def last_words(self) -> list[str]:
-        """The traceback of the rank that failed, or else the last lines of a job that did not end
-        well.
-        """
+        """Return the traceback of the rank that failed, or the last lines of a bad end."""
         if self.state is None or self.state.state not in (State.failed, State.ended, State.lost):
             return []
         try:
@@ -114,7 +116,7 @@ def _of_the_first(lines: list[str]) -> list[str]:
         first = next((n for n, item in enumerate(lines) if "Traceback (most recent" in item), None)
     if first is None:
         return lines[-_LAST_LINES:]
-    # Of several ranks each line says whose it is; between them others have their say.
+    # Each line of several ranks begins with its rank; lines of other ranks lie between.
     before, result, _ = lines[first].partition("flatout: ")
     own = [line for line in lines[first:] if line.startswith(before)] if result else lines[first:]
     after = (n for n in range(1, len(own)) if own[n].startswith(f"{before}flatout: "))
@@ -123,7 +125,7 @@ def _of_the_first(lines: list[str]) -> list[str]:
 
 
 def recent(*, everything: bool = False, ledger: Ledger | None = None) -> list[JobStatus]:
-    """Jobs of the last week, or all, the newest last; all clusters are asked at once."""
+    """Return the jobs of the last week, or all, the newest last; ask all clusters at once."""
     ledger = ledger or Ledger()
     since = datetime.now(UTC) - _RECENT
     entries = [
@@ -136,10 +138,10 @@ def recent(*, everything: bool = False, ledger: Ledger | None = None) -> list[Jo
 
 
 def look(which: str, ledger: Ledger | None = None) -> JobStatus:
-    """One job.
+    """Return one job.
 
     Raises:
-        SubmitError: none of that id or name was sent from here.
+        SubmitError: no job of this id or name was sent from here.
     """
     ledger = ledger or Ledger()
     return _status_of(ledger.find(which), ledger)
@@ -160,10 +162,10 @@ def _status_of(entry: Entry, ledger: Ledger) -> JobStatus:
 
 
 def logs_of(which: str, *, follow: bool) -> Iterator[str]:
-    """What a job has printed.
+    """Yield a job's output.
 
     Raises:
-        SubmitError: none of that id or name was sent from here, or it has printed nothing.
+        SubmitError: no job of this id or name was sent from here, or it has printed nothing.
     """
     return _target_logs(Ledger().find(which), follow=follow)
 
@@ -173,10 +175,70 @@ def _target_logs(entry: Entry, *, follow: bool) -> Iterator[str]:
 
 
 def exit_code(which: str) -> int:
-    """Of a job that has ended: its own, or 1 where that is not known and it did not end well."""
+    """Return a job's exit code; without one 0 or 1 by its state."""
     state = look(which).state
     if state is None:
         return 1
     if state.exit_code is not None:
         return state.exit_code
     return 0 if state.state is State.succeeded else 1
+
+
+class TopOfJob(Top):
+    """A Top of the nodes of a job that was sent."""
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__()
+        self._entry = entry
+        self._target = target_of(entry.target)
+
+    def sample(self) -> Sample:
+        """Ask all nodes, which takes some seconds."""
+        entry = self._entry
+        processes = self._target.top(entry.id, Path(entry.folder), entry.key)
+        try:
+            return together([json.loads(item) for item in processes])
+        except (ValueError, LookupError, TypeError) as error:
+            raise SubmitError(
+                f"expected what flatout top --json prints, found {error!r}",
+                where=f"the nodes of {entry.id}",
+                do="see that they have the same flatout as this machine",
+            ) from error
+
+    def wait(self, seconds: float) -> None:
+        """Wait long enough to be no load for the nodes."""
+        time.sleep(max(seconds, _LEAST_S))
+
+    def check(self, sample: Sample) -> None:
+        """Refuse a sample without ranks."""
+        if not sample.jobs:
+            raise SubmitError(
+                "none of its ranks shows its lanes yet, or any more",
+                where=self._entry.id,
+                do=f"flatout jobs {self._entry.id} says what has become of it; flatout.Trainer, "
+                "flatout.Loop and flatout.integrations show them",
+            )
+
+
+def top_of(which: str) -> TopOfJob | None:
+    """Return a running job; None where no job of this id or name was sent from here.
+
+    Raises:
+        SubmitError: it does not run.
+    """
+    try:
+        entry = Ledger().find(which)
+    except SubmitError:
+        return None
+    if which == entry.key:  # a node of the job asks for its own ranks
+        return None
+    result = look(which)
+    if result.state is None:
+        raise SubmitError(f"it cannot be looked at: {result.trouble}", where=which)
+    if result.state.state not in (State.running, State.stopping):
+        raise SubmitError(
+            f"it is {result.state.state}, so there is nothing to see in its nodes",
+            where=which,
+            do=f"flatout jobs {which}, flatout logs {which}",
+        )
+    return TopOfJob(entry)

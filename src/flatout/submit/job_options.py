@@ -1,11 +1,10 @@
-"""A Job of what a user asks for: the rest comes from the Recipe, the code, and this machine."""
+"""A Job from a user's options: the rest comes from the Recipe, the code, and this machine."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +18,7 @@ from flatout.submit.inputs import in_arguments, look_at, only_whole
 from flatout.submit.job import Job, name_of
 from flatout.submit.price import price_of
 from flatout.submit.shell import VARIABLE
-from flatout.world import SERVED, check_servers_set
+from flatout.world import check_servers_set
 
 _TIMES = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 _SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|(^|_)KEY($|_)|API_?KEY", re.I)
@@ -27,25 +26,24 @@ _SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|(^|_)KEY($|_)|API_?KEY", re
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What a user may say of a job; None is left open.
+    """The options of a user; None is left open.
 
     Attributes:
         script, is_module, arguments: as for `flatout run`.
         nodes, servers, threads, gpus, seeds, retries: as in Job.
-        devices: ranks on each node; None lets the nodes measure how many are fastest.
-        time: the most it may take, such as "2h", "1h30m" or "1:30:00".
+        devices: ranks on each node; None lets the nodes measure the fastest number.
+        time: the longest time, such as "2h", "1h30m" or "1:30:00".
         stop_ahead: such as "120s".
-        name: of the job.
-        folder: in which each job has its own, relative to the code.
+        name: the job's name.
+        folder: the folder of all jobs' folders, relative to the code.
         recipe: a file.
-        settings: each FIELD=VALUE.
-        inputs: what the script reads, besides what its arguments name.
+        settings: FIELD=VALUE each.
+        inputs: files that the script reads and its arguments do not name.
         shared: paths that all nodes see.
         checkpoint: the run folder.
-        price: of a node and hour.
-        currency: of the price.
-        environment: each NAME=VALUE.
-        options: each NAME=VALUE, of the target.
+        price, currency: the price of a node and hour.
+        environment: NAME=VALUE each.
+        options: NAME=VALUE each, for the target.
     """
 
     script: str
@@ -74,23 +72,18 @@ class JobOptions:
 
 
 def job_of(asked: JobOptions, root: Path, now: datetime) -> Job:
-    """The job, with the code that lies in a folder.
-
-    Args:
-        asked: by the user.
-        root: the folder of the code, from which the script would be started here.
-        now: for its name.
+    """Return the job of a user's options, with the code in the folder `root`.
 
     Raises:
-        SubmitError: it cannot be made; with all that is wrong where that is known at once.
-        RecipeError: the Recipe cannot be read, or a setting is not good.
+        SubmitError: an option, the script or an input is not valid.
+        RecipeError: the Recipe cannot be read, or a setting is not valid.
     """
     apply(Recipe(), asked.settings)  # or no node would take them
     script = _script(asked, root)
     recipe = None if asked.recipe is None else load(asked.recipe)
     base = (root / asked.folder).absolute()
     checkpoint = None if asked.checkpoint is None else _absolute(asked.checkpoint, root)
-    # What jobs write is no code of the next one.
+    # The files of earlier jobs are no code.
     named = dict.fromkeys((*asked.inputs, *in_arguments(asked.arguments, root)))
     paths = tuple(Path(os.path.normpath(root / item)) for item in named if "://" not in item)
     code = collect(root, without=(base, Path(checkpoint or base)), named=paths)
@@ -107,10 +100,12 @@ def job_of(asked: JobOptions, root: Path, now: datetime) -> Job:
     name = asked.name or name_of("data.py" if is_command else script, now)
     if asked.name is None:
         name = _free(name, base)
-    # Those that a Recipe has measured are of one rank, not of a node.
+    # A Recipe has measured the threads of one rank, not of a node.
     measured = None if asked.devices is None else _measured_threads(recipe)
     threads = asked.threads or measured
-    job = Job(
+    if asked.servers:
+        check_servers_set(asked.servers, asked.settings)
+    return Job(
         name=name,
         script=script,
         root=root,
@@ -139,33 +134,6 @@ def job_of(asked: JobOptions, root: Path, now: datetime) -> Job:
         price=price_of(asked.price, asked.currency),
         options=pairs(asked.options, "--option"),
     )
-    if job.servers:
-        _check_served(job)
-    return job
-
-
-def _check_served(job: Job) -> None:
-    """Refuse servers that the job would have no use for, before it is sent.
-
-    What a script sets itself holds over a Recipe file, so there its own word is enough.
-    """
-    check_servers_set(job.servers, job.settings)
-    recipe = job.recipe
-    strategies = [] if recipe is None else [recipe.world.strategy]
-    said = [*strategies, *job.settings, *job.arguments, *job.environment.values()]
-    if any(SERVED in text for text in said) or _is_in_code(SERVED.encode(), job):
-        return
-    raise SubmitError(
-        f"--servers {job.servers} expects world.strategy={SERVED}, and neither --set, --recipe nor "
-        "the code names it",
-        do=f"add --set world.strategy={SERVED}, or leave --servers out",
-    )
-
-
-def _is_in_code(word: bytes, job: Job) -> bool:
-    with suppress(OSError):  # one that is gone is told when the code is packed
-        return any(word in (job.root / name).read_bytes() for name in job.code.files)
-    return False
 
 
 def _script(asked: JobOptions, root: Path) -> str:
@@ -231,7 +199,7 @@ def _environment(given: tuple[str, ...]) -> Mapping[str, str]:
 
 
 def pairs(given: tuple[str, ...], option: str) -> dict[str, str]:
-    """NAME=VALUE, each at most once."""
+    """Return pairs of NAME=VALUE, with each name at most once."""
     result: dict[str, str] = {}
     for item in given:
         name, sign, value = item.partition("=")
@@ -244,7 +212,7 @@ def pairs(given: tuple[str, ...], option: str) -> dict[str, str]:
 
 
 def seconds(text: str) -> int:
-    """A time in seconds: "2h", "1h30m", "90m", "1d", "1:30:00", or seconds alone."""
+    """Return the seconds of "2h", "1h30m", "90m", "1d", "1:30:00", or of a number of seconds."""
     clock = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if clock is not None:
         days, hours, minutes, rest = (int(group or 0) for group in clock.groups())
@@ -256,11 +224,7 @@ def seconds(text: str) -> int:
 
 
 def ranks_of(text: str) -> int | None:
-    """A number of ranks; None of "auto".
-
-    Raises:
-        SubmitError: it is neither.
-    """
+    """Return a number of ranks; None for "auto"."""
     if text == "auto":
         return None
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
@@ -269,11 +233,7 @@ def ranks_of(text: str) -> int | None:
 
 
 def seeds_of(text: str) -> tuple[int, ...]:
-    """Seeds such as "1,2,3" or "0-4".
-
-    Raises:
-        SubmitError: it is no such list.
-    """
+    """Return the seeds of a text such as "1,2,3" or "0-4"."""
     seeds: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())

@@ -1,4 +1,4 @@
-"""A job's way: written whole into a folder, checked, and after a yes sent once."""
+"""Writes a job into its folder, and sends it once."""
 
 from __future__ import annotations
 
@@ -16,25 +16,20 @@ from typing import Any
 from flatout.errors import SubmitError
 from flatout.masked import masked
 from flatout.recipe import dumps
-from flatout.submit.artifact import Artifact
 from flatout.submit.code import ARCHIVE
 from flatout.submit.job import Job
 from flatout.submit.ledger import REFUSED, SENDING, SENT, Entry, Ledger
-from flatout.submit.target import NotSent, SentJob, Target, UnknownOutcome
+from flatout.submit.target import Artifact, NotSent, SentJob, Target, UnknownOutcome
 
 RECIPE = "recipe.toml"
 FACTS = "job.json"
 KEY = "key"
-# How long a job that may have come is looked for, in seconds.
+# Seconds for which a job that the cluster may have is looked for.
 _LOOK_FOR_S = 20.0
 
 
 def artifacts_of(job: Job, target: Target) -> list[Artifact]:
-    """All texts of a job's folder: the target's own, the Recipe, and what the job is.
-
-    Raises:
-        SubmitError: the target cannot take the job.
-    """
+    """Return all texts of a job's folder: the target's own, the Recipe, and the job's facts."""
     own = target.artifacts(job)
     recipe = [] if job.recipe is None else [Artifact(RECIPE, dumps(job.recipe))]
     facts = json.dumps(facts_of(job, target), indent=2) + "\n"
@@ -42,14 +37,14 @@ def artifacts_of(job: Job, target: Target) -> list[Artifact]:
 
 
 def runs_of(job: Job, target: Target) -> list[Job]:
-    """What is sent for a job: itself, or where the cluster has no such thing a job of each seed."""
+    """Return the jobs to send: the job itself, or one for each seed if the target needs that."""
     if job.seeds and not target.takes_seeds:
         return [job.of_seed(seed) for seed in job.seeds]
     return [job]
 
 
 def facts_of(job: Job, target: Target) -> dict[str, Any]:
-    """What a job is, as plain data."""
+    """Return a job as plain data."""
     return {
         "target": target.name,
         "name": job.name,
@@ -75,7 +70,7 @@ def facts_of(job: Job, target: Target) -> dict[str, Any]:
 
 
 def facts_in(folder: Path) -> dict[str, Any]:
-    """What a job is that was written into a folder."""
+    """Return the plain data of a job from its folder."""
     try:
         return dict(json.loads((folder / FACTS).read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -85,16 +80,16 @@ def facts_in(folder: Path) -> dict[str, Any]:
 
 
 def top_words(folder: Path, key: str) -> list[str]:
-    """The command that shows a job's ranks on one of its nodes, as JSON."""
+    """Return the command that shows a job's ranks on one of its nodes, as JSON."""
     facts = facts_in(folder)
     bin = facts["options"].get("bin") or str(Path(sys.executable).parent)
-    # FLATOUT_CACHE may be among them, below which the ranks show themselves.
+    # FLATOUT_CACHE may be one of them: ranks write their lanes below it.
     variables = [f"{name}={value}" for name, value in facts["environment"].items()]
     return ["env", *variables, f"{bin}/flatout", "top", "--json", key]
 
 
 def write(job: Job, target: Target) -> list[Artifact]:
-    """Write a job's folder, whole; what lies in it besides the code.
+    """Write a job's folder; return the files other than the code.
 
     Raises:
         SubmitError: the target cannot take the job, or the folder cannot be written.
@@ -118,12 +113,12 @@ def write(job: Job, target: Target) -> list[Artifact]:
     return artifacts
 
 
-def send(job: Job, target: Target, ledger: Ledger, wait_s: float = _LOOK_FOR_S) -> SentJob:
-    """Send a job once: where no answer comes, it is looked for and never sent again.
+def send_once(job: Job, target: Target, ledger: Ledger, wait_s: float = _LOOK_FOR_S) -> SentJob:
+    """Send a job once; where no answer comes, look for the job and never send it again.
 
     Raises:
         NotSent: the cluster did not take it.
-        UnknownOutcome: no one knows.
+        UnknownOutcome: the cluster may have it.
     """
     entry = Entry(
         key=uuid.uuid4().hex[:16],
@@ -159,12 +154,12 @@ def send_all(jobs: Sequence[Job], target: Target, ledger: Ledger) -> list[SentJo
     """Send several jobs, each once, until one is not taken.
 
     Raises:
-        NotSent, UnknownOutcome: of one of them; which others were sent is told, and they run.
+        NotSent, UnknownOutcome: of one job; the message names the jobs that were sent and run.
     """
     sent: list[SentJob] = []
     for job in jobs:
         try:
-            sent.append(send(job, target, ledger))
+            sent.append(send_once(job, target, ledger))
         except (NotSent, UnknownOutcome) as error:
             if not sent:
                 raise
@@ -175,7 +170,7 @@ def send_all(jobs: Sequence[Job], target: Target, ledger: Ledger) -> list[SentJo
 
 
 def settle(entry: Entry, target: Target, ledger: Ledger) -> Entry:
-    """What is known now of a job to whose sending no answer came."""
+    """Ask the cluster for a job that was sent without an answer; return its new entry."""
     if entry.status != SENDING:
         return entry
     sent = target.find(entry.key, Path(entry.folder))

@@ -1,4 +1,4 @@
-"""What a script reads, as seen by running it for some seconds here, contained."""
+"""The inputs of a script, observed in a contained run of some seconds on this machine."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from flatout.cache_folder import cache_folder
 from flatout.doctor.first_look import first_look
 from flatout.errors import FlatoutError, SubmitError
 from flatout.observe import opened as access
-from flatout.submit.asked import JobOptions
 from flatout.submit.job import SEED
+from flatout.submit.job_options import JobOptions
 
 _SECONDS, _STEPS = 10.0, 50
-# So many files of one folder are named by their folder.
+# More files of one folder than these are named by their folder.
 _MANY = 20
-# Where packages keep what they have fetched for a script; what else a home hides is no data.
+# The folders of a home for files that packages have fetched; other hidden files are no data.
 _FETCHED = (".cache/torch", ".cache/huggingface", ".keras/models", ".keras/datasets")
 _SYSTEM = ("/proc", "/sys", "/dev", "/etc", "/usr", "/lib", "/lib64", "/bin", "/sbin", "/run")
 _CODE = (".py", ".pyc", ".so")
 
 
 def inputs_seen(asked: JobOptions, root: Path) -> list[str]:
-    """The files and folders of data that the script opens in its first steps, seen from its folder.
+    """Return the files and folders of data that the script opens in its first steps.
 
-    It runs here as by `python`, for some seconds, with its writes in a scratch folder, and sends
-    nothing elsewhere.
+    The script runs here for some seconds, with its writes in a scratch folder and no network.
 
     Raises:
-        SubmitError: it fails, or nothing here can contain it.
+        SubmitError: it fails, or this machine cannot contain it.
     """
     if asked.script == "flatout" and not asked.is_module:
         raise SubmitError("--look looks at a script; a command of Flatout names what it reads")
@@ -54,7 +53,7 @@ def inputs_seen(asked: JobOptions, root: Path) -> list[str]:
 
 
 def data_of(opened: Sequence[tuple[str, str]], root: Path) -> list[str]:
-    """What of opened paths is data: not the code, not Python's own files, not what was written."""
+    """Return the opened paths that are data: no code, no files of Python, no written files."""
     top = str(root.resolve())
     written: set[str] = set()
     read: dict[str, None] = {}
