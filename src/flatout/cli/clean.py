@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flatout.cli.common import agrees, console, print_json
 from flatout.console import printable
 from flatout.words import size_words
+
+_HOW = "flatout clean --yes removes what is not in use"
 
 if TYPE_CHECKING:
     from flatout.doctor import KeptFile
@@ -33,14 +35,12 @@ def clean(
     free = [entry for entry in entries if not entry.is_used]
     if not as_json:
         _print(entries, str(cache_folder()))
-    is_agreed = bool(free) and (yes or (not as_json and _agrees()))
+    is_agreed = bool(free) and (yes or (not as_json and agrees("Remove what is not in use?", _HOW)))
     removed = remove(free) if is_agreed else []
     if as_json:
-        import json
-
         paths = [str(entry.path) for entry in removed]
         answer = {"kept": [entry.as_dict() for entry in entries], "removed": paths}
-        typer.echo(json.dumps({"folder": str(cache_folder()), **answer}, indent=2))
+        print_json({"folder": str(cache_folder()), **answer})
     elif is_agreed:
         typer.echo(printable(f"removed {size_words(sum(entry.bytes for entry in removed))}"))
     if is_agreed and len(removed) < len(free):
@@ -53,15 +53,14 @@ def _print(entries: list[KeptFile], folder: str) -> None:
     from rich.table import Table
 
     from flatout.doctor import KINDS, not_marked
-    from flatout.terminal import Console
 
     for path in not_marked():
         typer.echo(printable(f"{path} was not made by Flatout, and stays"), err=True)
     if not entries:
         typer.echo(printable(f"{folder}: nothing is kept"))
         return
-    console = Console(highlight=False, markup=False)
-    console.print(folder, soft_wrap=True)
+    out = console()
+    out.print(folder, soft_wrap=True)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -72,11 +71,4 @@ def _print(entries: list[KeptFile], folder: str) -> None:
                 used = "; in use, stays" if is_used else ""
                 size = size_words(sum(entry.bytes for entry in some))
                 table.add_row(kind, size, f"{len(some)} · {words}{used}")
-    console.print(table)
-
-
-def _agrees() -> bool:
-    if not sys.stdin.isatty():
-        typer.echo(printable("flatout clean --yes removes what is not in use"))
-        return False
-    return typer.confirm("Remove what is not in use?")
+    out.print(table)

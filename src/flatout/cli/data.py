@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flatout.cli.common import Texts, console, print_json
 from flatout.console import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from flatout.data import Report
-    from flatout.terminal import Console
 
 data = typer.Typer(
     help="Look at input files, measure reading them, and write them in another format.",
@@ -62,31 +62,29 @@ Format = Annotated[
     str | None,
     typer.Option(
         help="libsvm, tfrecord, criteo, csv, parquet, arrow, images, rows, idx, npy, npz or hdf5. "
-        "Default: by the names, or else the first bytes.",
-        show_default=False,
+        "Default: by the names, or else the first bytes."
     ),
 ]
-_Texts = list[str] | None
 # Of tables, as the arguments of flatout.data.csv, parquet and arrow.
 _OF_TABLES: dict[str, Any] = {
     "target": Annotated[
-        _Texts, typer.Option("--target", metavar="COLUMN", help="Column to predict.")
+        Texts, typer.Option("--target", metavar="COLUMN", help="Column to predict.")
     ],
-    "unused": Annotated[_Texts, typer.Option("--unused", metavar="COLUMN", help="Leave it out.")],
+    "unused": Annotated[Texts, typer.Option("--unused", metavar="COLUMN", help="Leave it out.")],
     "categories": Annotated[
-        _Texts,
+        Texts,
         typer.Option("--category", metavar="COLUMN", help="Number its texts, whatever they are."),
     ],
     "dates": Annotated[
-        _Texts,
+        Texts,
         typer.Option("--date", metavar="COLUMN[=FORMAT]", help="Dates, such as day=%d.%m.%Y."),
     ],
     "default": Annotated[
-        _Texts,
+        Texts,
         typer.Option("--default", metavar="[COLUMN=]NUMBER", help="What a missing value becomes."),
     ],
     "missing": Annotated[
-        _Texts, typer.Option("--missing", metavar="TEXT", help="Stands for a missing value in CSV.")
+        Texts, typer.Option("--missing", metavar="TEXT", help="Stands for a missing value in CSV.")
     ],
     "delimiter": Annotated[str | None, typer.Option(help="Of CSV, between fields.")],
     "decimal": Annotated[str | None, typer.Option(help="Of CSV, such as ','.")],
@@ -203,9 +201,9 @@ _OF_FIELDS = ("field", "ids", "once", "most frequent", "half in", "unknown", "in
 
 def _show(report: Report, schema: Path | None, as_json: bool) -> None:
     if as_json:
-        _print_json(report.as_dict())
+        print_json(report.as_dict())
         return
-    out = _console()
+    out = console()
     written = "" if schema is None else f"   → {schema}"
     # A terminal breaks lines between words; in a file a line stays one.
     whole = not out.is_terminal
@@ -233,9 +231,7 @@ def convert(
             "out/train.tfrecord, out/train.parquet or out/train.rows.",
         ),
     ],
-    to: Annotated[
-        Target | None, typer.Option(help="Default: by the target's name.", show_default=False)
-    ] = None,
+    to: Annotated[Target | None, typer.Option(help="Default: by the target's name.")] = None,
     format: Format = None,
     schema: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Of the source, as inspect writes it.")
@@ -244,20 +240,18 @@ def convert(
         int | None, typer.Option(metavar="SEED", help="Write the rows in a drawn order.")
     ] = None,
     shards: Annotated[
-        int | None,
-        typer.Option(min=1, help="How many files. Default: of about 128 MiB.", show_default=False),
+        int | None, typer.Option(min=1, help="How many files. Default: of about 128 MiB.")
     ] = None,
     rows_per_shard: Annotated[
-        int | None, typer.Option(min=1, help="The most rows in a file.", show_default=False)
+        int | None, typer.Option(min=1, help="The most rows in a file.")
     ] = None,
     shard_bytes: Annotated[
-        int | None, typer.Option(min=1, help="About how large files become.", show_default=False)
+        int | None, typer.Option(min=1, help="About how large files become.")
     ] = None,
     balance: Annotated[
         Balance | None,
         typer.Option(
-            help="class: equally many rows of each class; spread: all rows, each class evenly.",
-            show_default=False,
+            help="class: equally many rows of each class; spread: all rows, each class evenly."
         ),
     ] = None,
     sampling: Annotated[
@@ -299,7 +293,7 @@ def convert(
         options=options,
     )
     if as_json:
-        _print_json(done.as_dict())
+        print_json(done.as_dict())
     else:
         typer.echo(printable(str(done)))
 
@@ -312,8 +306,7 @@ def bench(
         Path | None, typer.Option(metavar="FILE", help="As inspect writes it.")
     ] = None,
     batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Default: 4096, or less for small data.", show_default=False),
+        int | None, typer.Option(min=1, help="Default: 4096, or less for small data.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.05, help="For each number of threads.")] = 2.0,
     as_json: AsJson = False,
@@ -323,25 +316,13 @@ def bench(
 
     result = measure(paths, format, schema=schema, batch_size=batch_size, seconds=seconds)
     if as_json:
-        _print_json(result.as_dict())
+        print_json(result.as_dict())
         return
-    out = _console()
+    out = console()
     out.print(result.headline())
     for note in result.notes:
         out.print(note)
     out.print(_table(("threads", "rows/s", "speed", "ms/batch of a thread"), result.table()))
-
-
-def _print_json(words: dict[str, Any]) -> None:
-    import json
-
-    typer.echo(json.dumps(words, indent=2))
-
-
-def _console() -> Console:
-    from flatout.terminal import Console
-
-    return Console(highlight=False, markup=False)
 
 
 def _table(

@@ -31,19 +31,15 @@ def demo(
             metavar="DIR",
             help="A folder of IDX files, such as MNIST or Fashion-MNIST, gzip or not. "
             "Default: scikit-learn's handwritten digits.",
-            show_default=False,
         ),
     ] = None,
     epochs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Default: 5 with --data, otherwise 20.", show_default=False),
+        int | None, typer.Option(min=1, help="Default: 5 with --data, otherwise 20.")
     ] = None,
     run: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
-            help="Where the model and the log go. Default: runs/demo-<time>.",
-            show_default=False,
+            metavar="DIR", help="Where the model and the log go. Default: runs/demo-<time>."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Decides the first weights and the order.")] = 0,

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from flatout.cli.common import AsJson, console, grid, print_json
+
 # So many files beside a script are read for the names of its options.
 _FILES = 100
 
@@ -20,8 +22,7 @@ def doctor(
         str | None,
         typer.Argument(
             help="A Python file, a module after -m, or torchrun with its arguments. Without one, "
-            "the machine is checked.",
-            show_default=False,
+            "the machine is checked."
         ),
     ] = None,
     args: Annotated[
@@ -34,8 +35,7 @@ def doctor(
         float, typer.Option(min=1.0, help="How long its steps are watched, from the first one.")
     ] = 20.0,
     steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="How many steps are watched at most.", show_default=False),
+        int | None, typer.Option(min=1, help="How many steps are watched at most.")
     ] = None,
     in_place: Annotated[
         bool,
@@ -68,16 +68,13 @@ def doctor(
         float | None,
         typer.Option(
             help="With --verify-full: a loss; says how long each takes to it. [default: "
-            "the lowest that both reach]",
-            show_default=False,
+            "the lowest that both reach]"
         ),
     ] = None,
     budget: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME",
-            help="For all trials, such as 90s or 2m. [default: 2m; 10m to search]",
-            show_default=False,
+            metavar="TIME", help="For all trials, such as 90s or 2m. [default: 2m; 10m to search]"
         ),
     ] = None,
     allow: Annotated[
@@ -86,7 +83,6 @@ def doctor(
             metavar="exact|tolerant|redrawn",
             help="What a cure may do to the result: keep its bits, round otherwise, draw random "
             "numbers again. [default: tolerant; exact for --fix]",
-            show_default=False,
         ),
     ] = None,
     diff: Annotated[
@@ -100,7 +96,6 @@ def doctor(
         typer.Option(
             metavar="FILE",
             help="Where to write the Recipe of what was proven. [default: flatout.toml]",
-            show_default=False,
         ),
     ] = None,
     force: Annotated[
@@ -113,7 +108,7 @@ def doctor(
             help="Show the script's output, on standard error, and all that was found in full.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     page: Annotated[
         Path | None, typer.Option("--page", help="Write what was found as one HTML file.")
     ] = None,
@@ -239,27 +234,18 @@ def _check_machine(as_json: bool) -> None:
     machine = inventory()
     result = check_machine(Facts(machine))
     if as_json:
-        import json
-
-        typer.echo(json.dumps({"findings": [finding.as_dict() for finding in result]}, indent=2))
+        print_json({"findings": [finding.as_dict() for finding in result]})
         return
     from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
-    from flatout.terminal import Console
-
-    console = Console(highlight=False, markup=False)
-    here = Table.grid(padding=(0, 2))
-    here.add_column(style="bold", no_wrap=True)
-    for name, words in rows(machine):
-        here.add_row(name, words)
-    console.print(here)
+    out = console()
+    out.print(grid(rows(machine)))
     for finding in result:
         style = {"danger": "bold red", "slow": "bold yellow", "note": "bold"}[finding.kind]
-        console.print()
-        console.print(Text.assemble((finding.kind.upper(), style), f"  {finding.what}"))
-        console.print(Padding(f"do: {finding.do}", (0, 0, 0, 2)))
-    console.print()
+        out.print()
+        out.print(Text.assemble((finding.kind.upper(), style), f"  {finding.what}"))
+        out.print(Padding(f"do: {finding.do}", (0, 0, 0, 2)))
+    out.print()
     passed = len(MACHINE_CHECKS) - len(result)
-    console.print(f"{passed} of {len(MACHINE_CHECKS)} checks found nothing")
+    out.print(f"{passed} of {len(MACHINE_CHECKS)} checks found nothing")

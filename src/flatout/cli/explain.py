@@ -7,18 +7,17 @@ from typing import Annotated
 
 import typer
 
+from flatout.cli.common import AsJson, console, print_json
+
 
 def explain(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="A run folder, or a file of History.save.")
     ],
     plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw the roofline too: .png, .svg or .pdf.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="FILE", help="Draw the roofline too: .png, .svg or .pdf.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what was tried on which steps, what was chosen and why, and what limits a step."""
     from flatout.report import read_run
@@ -29,13 +28,9 @@ def explain(
 
         explanation_picture.draw(result, plot)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(result.as_dict(), indent=2))
+        print_json(result.as_dict())
         return
-    from flatout.terminal import Console
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    bars = ("#", ".") if console.options.ascii_only else ("█", "░")
+    out = console(soft_wrap=True)
+    bars = ("#", ".") if out.options.ascii_only else ("█", "░")
     for line in result.lines(*bars):
-        console.print(line)
+        out.print(line)

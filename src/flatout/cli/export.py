@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from flatout.cli.common import AsJson, print_json
 from flatout.console import printable
 
 
@@ -53,11 +54,9 @@ def export(
             "--input", help="For .pt2: shape of an input, 1x28x28 or 1x128:int64; once for each."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the weights of a checkpoint under the module's own names."""
-    import json
-
     if best and last:
         raise typer.BadParameter("--best and --last are one or the other")
     which: Literal["best", "last"] | None = "best" if best else "last" if last else None
@@ -77,7 +76,7 @@ def export(
             overwrite=overwrite,
         )
         if as_json:
-            typer.echo(json.dumps(program.as_dict(), indent=2))
+            print_json(program.as_dict())
             return
         typer.echo(printable(f"{program.target}  {program.bytes:,} bytes"))
         typer.echo(printable(f"read back and compared with the model: {program.parity}"))
@@ -91,7 +90,7 @@ def export(
         checkpoint, target, which=which, key=key, prefix=prefix, overwrite=overwrite
     )
     if as_json:
-        typer.echo(json.dumps(done.as_dict(), indent=2))
+        print_json(done.as_dict())
         return
     if done.kept and which is None:
         typer.echo(printable("the run has two; the best is taken (--last for the other):"))

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from flatout.cli.common import AsJson, Texts, console, print_json
 from flatout.errors import FlatoutError
 
 _HOSTS = "1, or 1..16 for 1, 2, 4, 8 and 16, or 1,2,3."
@@ -14,60 +15,44 @@ _HOSTS = "1, or 1..16 for 1, 2, 4, 8 and 16, or 1,2,3."
 
 def forecast(
     runs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="RUN...", help="Run folders of one job; other machines too."),
+        Texts, typer.Argument(metavar="RUN...", help="Run folders of one job; other machines too.")
     ] = None,
     hosts: Annotated[str, typer.Option(metavar="N", help=f"How many hosts: {_HOSTS}")] = "1",
     devices_per_host: Annotated[
-        int | None,
-        typer.Option(
-            metavar="K", min=1, help="Ranks on each host; as in the run.", show_default=False
-        ),
+        int | None, typer.Option(metavar="K", min=1, help="Ranks on each host; as in the run.")
     ] = None,
     network: Annotated[
         str | None,
         typer.Option(
             metavar="RATE|FILE",
             help="Line rate of a host, such as 10Gb, or a file of what was measured.",
-            show_default=False,
         ),
     ] = None,
     rtt: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME", help="Round trip between hosts, such as 0.2ms.", show_default=False
-        ),
+        str | None, typer.Option(metavar="TIME", help="Round trip between hosts, such as 0.2ms.")
     ] = None,
     storage: Annotated[
         str | None,
         typer.Option(
-            metavar="RATE",
-            help="What all hosts together can read, such as 100MB per second.",
-            show_default=False,
+            metavar="RATE", help="What all hosts together can read, such as 100MB per second."
         ),
     ] = None,
     epochs: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Of how many; as in the run.", show_default=False),
+        int | None, typer.Option(metavar="N", min=1, help="Of how many; as in the run.")
     ] = None,
     price: Annotated[
         str | None,
         typer.Option(
             metavar="NAME=PRICE,...|FILE",
             help="Of a host per hour, one for each kind of machine, in the order of the runs.",
-            show_default=False,
         ),
     ] = None,
-    currency: Annotated[
-        str | None, typer.Option(metavar="USD", help="Of the prices.", show_default=False)
-    ] = None,
+    currency: Annotated[str | None, typer.Option(metavar="USD", help="Of the prices.")] = None,
     deadline: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="Find the cheapest within it.", show_default=False),
+        str | None, typer.Option(metavar="TIME", help="Find the cheapest within it.")
     ] = None,
     budget: Annotated[
-        float | None,
-        typer.Option(metavar="MONEY", help="Find the fastest for it.", show_default=False),
+        float | None, typer.Option(metavar="MONEY", help="Find the fastest for it.")
     ] = None,
     efficiency: Annotated[
         float,
@@ -80,7 +65,7 @@ def forecast(
         typer.Option("--keep-rank-batch", help="Each rank keeps its batch; that changes learning."),
     ] = False,
     settings: Annotated[
-        list[str] | None,
+        Texts,
         typer.Option(
             "--set", metavar="world.KEY=VALUE", help="Another strategy, reduction or compression."
         ),
@@ -92,7 +77,6 @@ def forecast(
             help="Measure the network instead, for two minutes: between these hosts, over ssh "
             "(host1,host2, or a file with one in each line), or between ranks of this one. With "
             "a RUN at the sizes that it adds up.",
-            show_default=False,
         ),
     ] = None,
     measure_time: Annotated[
@@ -102,14 +86,14 @@ def forecast(
         "network.json"
     ),
     options: Annotated[
-        list[str] | None,
+        Texts,
         typer.Option(
             "--option",
             metavar="NAME=VALUE",
             help="For --measure, as of flatout submit ssh: bin, config, folder, rendezvous.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what more hosts would give a job, with intervals, from what its runs measured."""
     from flatout.forecast import (
@@ -144,13 +128,9 @@ def forecast(
     )
     shown = Shown(Forecast.of(runs, asked))
     if as_json:
-        import json
-
-        typer.echo(json.dumps(shown.as_dict(), indent=2))
+        print_json(shown.as_dict())
         return
-    from flatout.terminal import Console
-
-    Console(highlight=False, markup=False).print(shown)
+    console().print(shown)
 
 
 def _measure(
@@ -159,7 +139,7 @@ def _measure(
     seconds: float,
     devices_per_host: int | None,
     out: str,
-    options: list[str] | None,
+    options: Texts,
 ) -> None:
     from flatout.console import say
     from flatout.forecast import measure_here, measure_hosts, sizes_of, words_of

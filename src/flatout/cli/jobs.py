@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from flatout.cli.common import AsJson, print_json
 from flatout.console import colorless, folded, printable
 
 _HEADS = ("job", "target", "state", "ran", "name and nodes")
@@ -22,16 +23,14 @@ def jobs(
     all: Annotated[
         bool, typer.Option("--all", help="Also those that ended more than a week ago.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the jobs that were sent from here, and what has become of them."""
     from flatout.submit import look, recent
 
     statuses = recent(everything=all) if which is None else [look(which)]
     if as_json:
-        import json
-
-        typer.echo(json.dumps({"jobs": [status.as_dict() for status in statuses]}, indent=2))
+        print_json({"jobs": [status.as_dict() for status in statuses]})
         return
     if not statuses:
         typer.echo("no job was sent from here")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from flatout.cli.common import console, print_json
+
 
 def report(
     runs: Annotated[
@@ -18,7 +20,6 @@ def report(
         typer.Option(
             metavar="FILE",
             help="Write the page there; that of one run goes to RUN/report.html without.",
-            show_default=False,
         ),
     ] = None,
     as_json: Annotated[
@@ -29,7 +30,6 @@ def report(
         typer.Option(
             metavar="slower=5%",
             help="Exit with 3 where a run is so much slower than the first, noise included.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -40,18 +40,14 @@ def report(
     page = None if as_json and html is None else result.write(html)
     failed = [] if fail_if is None else result.fails(fail_if)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(result.as_dict() | {"failed": failed}, indent=2))
+        print_json(result.as_dict() | {"failed": failed})
     else:
-        from flatout.terminal import Console
-
-        console = Console(highlight=False, markup=False, soft_wrap=True)
+        out = console(soft_wrap=True)
         for line in result.lines():
-            console.print(line)
+            out.print(line)
         if page is not None:
-            console.print(f"page: {page}")
+            out.print(f"page: {page}")
         for line in failed:
-            console.print(f"FAILED: {line}")
+            out.print(f"FAILED: {line}")
     if failed:
         raise typer.Exit(3)

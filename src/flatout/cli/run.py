@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flatout.cli.common import Texts
 from flatout.console import say, say_as_is
 from flatout.script_source import file_of, keras_backend, read
 
@@ -23,22 +24,17 @@ if TYPE_CHECKING:
 
 def run(
     script: Annotated[str, typer.Argument(help="A Python file, or a module after -m.")],
-    args: Annotated[
-        list[str] | None, typer.Argument(help="The script's own, passed on as they are.")
-    ] = None,
+    args: Annotated[Texts, typer.Argument(help="The script's own, passed on as they are.")] = None,
     is_module: Annotated[
         bool, typer.Option("-m", help="The script is a module or package, as in python -m.")
     ] = False,
-    recipe: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A Recipe to run by.", show_default=False)
-    ] = None,
+    recipe: Annotated[Path | None, typer.Option(metavar="FILE", help="A Recipe to run by.")] = None,
     settings: Annotated[
-        list[str] | None,
+        Texts,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
             help="A field of the Recipe, such as process.threads=2. Can be given several times.",
-            show_default=False,
         ),
     ] = None,
     devices: Annotated[
@@ -49,15 +45,13 @@ def run(
             metavar="N|auto",
             help="Ranks on this node: one for each GPU, or parts of the CPU; auto measures how "
             "many are fastest, on the first node. Default: what the cluster says, or 1.",
-            show_default=False,
         ),
     ] = None,
     nodes: Annotated[
-        int | None,
-        typer.Option("--nodes", "--nnodes", min=1, help="How many nodes.", show_default=False),
+        int | None, typer.Option("--nodes", "--nnodes", min=1, help="How many nodes.")
     ] = None,
     node_rank: Annotated[
-        int | None, typer.Option(min=0, help="Which node this is, from 0.", show_default=False)
+        int | None, typer.Option(min=0, help="Which node this is, from 0.")
     ] = None,
     rendezvous: Annotated[
         str | None,
@@ -66,7 +60,6 @@ def run(
             "--rdzv-endpoint",
             metavar="HOST:PORT",
             help="Where the nodes meet: a free port on the first of them.",
-            show_default=False,
         ),
     ] = None,
     servers: Annotated[
@@ -76,7 +69,6 @@ def run(
             min=1,
             help="Parameter servers that compute nothing, for world.strategy=parameter_server: on "
             "one node beside its ranks, of several one on each of the last nodes.",
-            show_default=False,
         ),
     ] = None,
     checkpoints: Annotated[
@@ -84,7 +76,6 @@ def run(
         typer.Option(
             metavar="FOLDER",
             help="Run folder of a Trainer that names none. It goes on from what lies there.",
-            show_default=False,
         ),
     ] = None,
     profile_batches: Annotated[

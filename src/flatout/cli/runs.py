@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from flatout.cli.common import console, print_json
+
 
 def runs(
     folder: Annotated[str, typer.Argument(help="Where to look, at any depth.")] = "runs",
@@ -18,10 +20,6 @@ def runs(
 
     history = RunHistory.below(folder)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(history.as_dict(), indent=2))
+        print_json(history.as_dict())
         return
-    from flatout.terminal import Console
-
-    Console(highlight=False, markup=False).print(history)
+    console().print(history)

@@ -7,16 +7,17 @@ from typing import Annotated
 
 import typer
 
+from flatout.cli.common import AsJson, console, print_json
+
 
 def scaling(
     runs: Annotated[
         list[str], typer.Argument(metavar="RUNS...", help="Run folders, or files of History.save.")
     ],
     plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw it too: .png, .svg or .pdf.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="Draw it too: .png, .svg or .pdf.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare runs of one job on 1 to N ranks: throughput, efficiency, what time was lost to."""
     from flatout.report import Scaling
@@ -25,10 +26,6 @@ def scaling(
     if plot is not None:
         result.plot(plot)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(result.as_dict(), indent=2))
+        print_json(result.as_dict())
         return
-    from flatout.terminal import Console
-
-    Console(highlight=False, markup=False).print(result)
+    console().print(result)

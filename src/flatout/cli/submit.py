@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flatout.cli.common import Texts, agrees, print_json
 from flatout.console import folded, printable, say_as_is
 from flatout.words import counted
 
@@ -22,8 +23,6 @@ submit = typer.Typer(
     rich_markup_mode=None,
 )
 
-_Texts = list[str] | None
-
 
 def _command(target: str) -> Callable[..., None]:
     def to_target(
@@ -32,7 +31,7 @@ def _command(target: str) -> Callable[..., None]:
             typer.Argument(help="A Python file, a module after -m, or: flatout data convert ..."),
         ],
         args: Annotated[
-            _Texts, typer.Argument(help="The script's own, passed on as they are.")
+            Texts, typer.Argument(help="The script's own, passed on as they are.")
         ] = None,
         is_module: Annotated[
             bool, typer.Option("-m", help="The script is a module, as in python -m.")
@@ -54,7 +53,6 @@ def _command(target: str) -> Callable[..., None]:
                 min=1,
                 help="Parameter servers that compute nothing, as in flatout run: on one node "
                 "beside its ranks, of several one on each of the last.",
-                show_default=False,
             ),
         ] = None,
         threads: Annotated[
@@ -63,7 +61,6 @@ def _command(target: str) -> Callable[..., None]:
                 min=1,
                 help="CPUs of each rank, or with --devices auto of each node. Default: as the "
                 "Recipe has measured, or else each rank's share of the CPUs here.",
-                show_default=False,
             ),
         ] = None,
         gpus: Annotated[
@@ -72,12 +69,10 @@ def _command(target: str) -> Callable[..., None]:
                 min=0,
                 help="On each node. Default: one for each rank, where the Recipe or this machine "
                 "has any.",
-                show_default=False,
             ),
         ] = None,
         time: Annotated[
-            str | None,
-            typer.Option(help="The most it may take: 2h, 1h30m, 1:30:00.", show_default=False),
+            str | None, typer.Option(help="The most it may take: 2h, 1h30m, 1:30:00.")
         ] = None,
         stop_ahead: Annotated[
             str, typer.Option(help="How long before that the stop signal comes.")
@@ -87,18 +82,17 @@ def _command(target: str) -> Callable[..., None]:
             typer.Option(
                 metavar="FOLDER",
                 help="Run folder that all nodes see. A job that starts again goes on from it.",
-                show_default=False,
             ),
         ] = None,
         recipe: Annotated[
-            str | None, typer.Option(metavar="FILE", help="A Recipe to run by.", show_default=False)
+            str | None, typer.Option(metavar="FILE", help="A Recipe to run by.")
         ] = None,
         settings: Annotated[
-            _Texts,
+            Texts,
             typer.Option("--set", metavar="KEY=VALUE", help="A field of the Recipe; repeatable."),
         ] = None,
         inputs: Annotated[
-            _Texts,
+            Texts,
             typer.Option(
                 "--input", metavar="PATH", help="What the script reads, besides its arguments."
             ),
@@ -111,15 +105,13 @@ def _command(target: str) -> Callable[..., None]:
             ),
         ] = False,
         shared: Annotated[
-            _Texts,
+            Texts,
             typer.Option(metavar="PATH", help="All nodes see it, on whichever disk it lies here."),
         ] = None,
         seeds: Annotated[
             str | None,
             typer.Option(
-                metavar="1,2,5-9",
-                help="Run once for each; {seed} in the arguments is it.",
-                show_default=False,
+                metavar="1,2,5-9", help="Run once for each; {seed} in the arguments is it."
             ),
         ] = None,
         retries: Annotated[
@@ -128,19 +120,15 @@ def _command(target: str) -> Callable[..., None]:
         price: Annotated[
             float | None,
             typer.Option(
-                help="Of a node for an hour: flatout jobs shows the cost so far and to come.",
-                show_default=False,
+                help="Of a node for an hour: flatout jobs shows the cost so far and to come."
             ),
         ] = None,
-        currency: Annotated[
-            str | None,
-            typer.Option(metavar="USD", help="Of --price.", show_default=False),
-        ] = None,
+        currency: Annotated[str | None, typer.Option(metavar="USD", help="Of --price.")] = None,
         environment: Annotated[
-            _Texts, typer.Option("--env", metavar="NAME=VALUE", help="For the script; repeatable.")
+            Texts, typer.Option("--env", metavar="NAME=VALUE", help="For the script; repeatable.")
         ] = None,
         options: Annotated[
-            _Texts,
+            Texts,
             typer.Option(
                 "--option", metavar="NAME=VALUE", help="Of the target, such as partition=cpu."
             ),
@@ -228,7 +216,9 @@ def _submit(name: str, asked: JobOptions, *, dry_run: bool, yes: bool, as_json: 
     except SubmitError as error:
         raise SubmitError(error.what, where=error.where or where, do=error.do) from error
     refuse(list(dict.fromkeys(problems)), where=where)
-    agreed = yes or (not as_json and _agrees(name, len(jobs)))
+    question = "send it?" if len(jobs) == 1 else f"send all {len(jobs)}?"
+    otherwise = f"not sent: flatout submit {name} --yes sends without asking"
+    agreed = yes or (not as_json and agrees(question, otherwise))
     sent = send_all(jobs, to, Ledger()) if agreed else []
     if as_json:
         _print_json(jobs, to, artifacts, [submission.id for submission in sent])
@@ -237,13 +227,6 @@ def _submit(name: str, asked: JobOptions, *, dry_run: bool, yes: bool, as_json: 
         line = f"submitted {id} {submission.words}".rstrip()
         ways = f"flatout jobs · flatout logs {id} -f · flatout cancel {id}"
         _say(f"{line} · {ways}")
-
-
-def _agrees(name: str, jobs: int) -> bool:
-    if not sys.stdin.isatty():
-        say_as_is(f"not sent: flatout submit {name} --yes sends without asking")
-        return False
-    return typer.confirm("send it?" if jobs == 1 else f"send all {jobs}?")
 
 
 def _say(line: str) -> None:
@@ -325,8 +308,6 @@ def _print_all(jobs: list[Job], to: Target, artifacts: list[list[Artifact]], as_
 def _print_json(
     jobs: list[Job], to: Target, artifacts: list[list[Artifact]], ids: list[str]
 ) -> None:
-    import json
-
     from flatout.submit import facts_of
 
     answer = [
@@ -339,7 +320,7 @@ def _print_json(
         }
         for number, job in enumerate(jobs)
     ]
-    typer.echo(json.dumps(answer[0] if len(answer) == 1 else {"jobs": answer}, indent=2))
+    print_json(answer[0] if len(answer) == 1 else {"jobs": answer})
 
 
 def _add_targets() -> None:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from flatout.cli.common import console, print_json
+
 
 def top(
     which: Annotated[
@@ -14,7 +16,6 @@ def top(
             metavar="[RUN]",
             help="A job: its run folder, its script's name, the pid of one of its ranks, or the "
             "id or name of one that flatout submit has sent.",
-            show_default=False,
         ),
     ] = None,
     pid: Annotated[
@@ -22,7 +23,6 @@ def top(
         typer.Option(
             metavar="N",
             help="Any process, with all that it has started: CPU, memory, threads, bytes read.",
-            show_default=False,
         ),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
@@ -32,7 +32,6 @@ def top(
 ) -> None:
     """Show the lanes of running jobs, rank by rank, until Ctrl-C."""
     from flatout.report import Top, watch
-    from flatout.terminal import Console
 
     looking = Top(which, pid)
     if which is not None and pid is None and not looking.sample().jobs:
@@ -40,14 +39,12 @@ def top(
 
         looking = top_of(which) or looking
     if as_json:
-        import json
-
-        typer.echo(json.dumps(looking.sample().as_dict(), indent=2))
+        print_json(looking.sample().as_dict())
         return
-    console = Console(highlight=False, markup=False)
-    if console.is_terminal and not once:
-        watch(looking, console)
+    out = console()
+    if out.is_terminal and not once:
+        watch(looking, out)
         return
     sample = looking.sample()
     looking.check(sample)
-    console.print(sample)
+    out.print(sample)

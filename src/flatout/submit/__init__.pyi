@@ -16,7 +16,6 @@ from flatout.submit.send import send_all as send_all
 from flatout.submit.send import send_once as send_once
 from flatout.submit.send import settle as settle
 from flatout.submit.send import write as write
-from flatout.submit.target import TARGETS as TARGETS
 from flatout.submit.target import Artifact as Artifact
 from flatout.submit.target import JobState as JobState
 from flatout.submit.target import NotSent as NotSent
@@ -26,6 +25,7 @@ from flatout.submit.target import Target as Target
 from flatout.submit.target import UnknownOutcome as UnknownOutcome
 from flatout.submit.target import refuse as refuse
 from flatout.submit.target import target_of as target_of
+from flatout.submit.targets import TARGETS as TARGETS
 from flatout.submit.watch import TopOfJob as TopOfJob
 from flatout.submit.watch import exit_code as exit_code
 from flatout.submit.watch import logs_of as logs_of

@@ -13,16 +13,7 @@ from typing import Protocol
 from flatout.atomic_file import atomic_write
 from flatout.errors import SubmitError
 from flatout.submit.job import Job
-
-TARGETS = {
-    "slurm": "SLURM, by sbatch",
-    "ssh": "a list of hosts, by OpenSSH",
-    "mpi": "mpirun and a hostfile",
-    "kubernetes": "TrainJobs of Kubeflow",
-    "sagemaker": "training jobs of Amazon SageMaker",
-    "ray": "a Ray cluster, by its job server",
-}
-"""The name of each target, which is its file's, and a description."""
+from flatout.submit.targets import TARGETS
 
 
 class State(StrEnum):
