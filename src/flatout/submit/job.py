@@ -20,45 +20,45 @@ from flatout.world import Nodes, check_servers
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST = 63
 SEED = "{seed}"
-"""Stands for the seed in the arguments of a job that runs once for each of several."""
+"""The placeholder for the seed in the arguments of a job that runs once for each seed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a target needs to write its artifacts. Relative paths are within the code.
+    """A job, as each target writes it down. Relative paths are within the code.
 
     Attributes:
         name: an RFC 1035 label of at most 63 letters, such as train-2026-11-26-1201.
-        script: relative to `root`, with slashes; a module's name where `is_module`; "flatout" where
-            the arguments are a command of Flatout's own, such as data convert.
+        script: a path relative to `root`, with slashes; a module's name where `is_module`;
+            "flatout" where the arguments are a command of Flatout's own, such as data convert.
         is_module: whether the script is a module, as in `python -m`.
-        arguments: of the script, passed on as they are.
-        nodes: how many nodes.
+        arguments: the script's own, passed on unchanged.
+        nodes: the number of nodes.
         devices: ranks on each node that computes.
-        servers: parameter servers that compute nothing, as of `flatout run`: beside the ranks of
-            one node, or one on each of the last nodes.
-        is_auto: the nodes measure how many ranks are fastest; `devices` is 1 then, and `threads`
-            the CPUs of a node.
+        servers: parameter servers that compute nothing, as of `flatout run`: with the ranks of one
+            node, or one on each of the last nodes.
+        is_auto: the nodes measure the fastest number of ranks. Then `devices` is 1, and `threads`
+            are the CPUs of a node.
         threads: CPUs of each rank.
-        has_measured_threads: whether the user or the Recipe has said how many; else it is this
-            machine's share.
-        gpus: on each node; 0 for a job on CPUs.
-        time_s: the most it may take, in seconds; None where no one has said.
-        stop_ahead_s: how long before that the stop signal comes, in seconds.
-        recipe: what it runs by, if anything.
-        settings: of the Recipe by `--set`, such as compute.precision=bf16.
-        fingerprint: of the machine that a resolved Recipe was measured on, in words.
-        environment: variables that the job's processes get.
+        has_measured_threads: whether the user or the Recipe gave `threads`; else they are the share
+            of this machine.
+        gpus: GPUs of each node; 0 for a job on CPUs.
+        time_s: the time limit in seconds; None where none is given.
+        stop_ahead_s: seconds from the stop signal to the time limit.
+        recipe: the Recipe of the job.
+        settings: fields of the Recipe by `--set`, such as compute.precision=bf16.
+        fingerprint: words for the machine on which a resolved Recipe was measured.
+        environment: variables for the job's processes.
         root: the folder of the code, here.
-        folder: of the job's artifacts, here; absolute.
-        code: the files of it that travel.
-        inputs: what the script reads.
-        shared: paths that all nodes see, as the user said.
+        folder: the absolute folder of the job's artifacts, here.
+        code: the files of the code that travel.
+        inputs: the files and URLs that the script reads.
+        shared: paths that all nodes see, as the user says.
         checkpoint: the run folder, which all nodes see.
-        seeds: the job runs once for each; `{seed}` in its arguments and in `checkpoint` is it.
-        retries: how often it is started again after it was killed.
-        price: of a node, where the user has said it.
-        options: what only this target knows, such as partition.
+        seeds: the job runs once for each; `{seed}` in its arguments and `checkpoint` is replaced.
+        retries: the number of new starts after the job was killed.
+        price: the price of a node, where the user gave one.
+        options: options of the target, such as partition.
     """
 
     name: str
@@ -141,21 +141,21 @@ class Job:
 
     @property
     def computing(self) -> int:
-        """How many nodes have ranks."""
+        """The number of nodes with ranks."""
         return self.nodes - self.servers if self.nodes > 1 else 1
 
     @property
     def ranks(self) -> int:
-        """Of all nodes."""
+        """The ranks of all nodes."""
         return self.computing * self.devices
 
     @property
     def cpus(self) -> int:
-        """Of each node: a server beside ranks has one."""
+        """The CPUs of each node; a server on a node with ranks has one."""
         return self.devices * self.threads + (self.servers if self.nodes == 1 else 0)
 
     def of_seed(self, seed: int) -> Job:
-        """The run of one seed, as its own job."""
+        """Return the run of one seed as its own job."""
 
         def filled(text: str) -> str:
             return text.replace(SEED, str(seed))
@@ -171,12 +171,12 @@ class Job:
 
     @property
     def devices_option(self) -> list[str]:
-        """How `flatout run` is told the number of ranks."""
+        """The option of `flatout run` for the number of ranks."""
         return ["--devices", "auto" if self.is_auto else str(self.devices)]
 
     @property
     def size_words(self) -> str:
-        """For people: how many nodes of how many ranks."""
+        """The numbers of nodes and ranks, for people."""
         ranks = "as many ranks as are fastest" if self.is_auto else counted(self.devices, "rank")
         words = f"{counted(self.computing, 'node')} of {ranks}"
         if not self.servers:
@@ -186,20 +186,20 @@ class Job:
 
     @property
     def is_command(self) -> bool:
-        """Whether it is a command of Flatout's own and no script."""
+        """Whether the job is a command of Flatout's own and no script."""
         return self.script == "flatout" and not self.is_module
 
     @property
     def command(self) -> list[str]:
-        """`flatout run ...` where the launcher says how many ranks there are."""
+        """The command for launchers that give the number of ranks."""
         return self.command_with()
 
     def command_with(self, *options: str, recipe: str = "../recipe.toml") -> list[str]:
-        """The command that runs the script in the folder of the code.
+        """Return the command that runs the script in the folder of the code.
 
         Args:
-            options: of `flatout run`, such as "--devices", "4".
-            recipe: where the Recipe lies, seen from the code.
+            options: options of `flatout run`, such as "--devices", "4".
+            recipe: the path of the Recipe, seen from the code.
         """
         if self.is_command:
             return ["flatout", *self.arguments]
@@ -213,7 +213,7 @@ class Job:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that some cluster would refuse."""
+    """Refuse a name that a cluster would refuse."""
     if len(name) > _LONGEST or _LABEL.fullmatch(name) is None:
         raise SubmitError(
             "expected a job's name of at most 63 small letters, digits and hyphens that begins "
@@ -222,7 +222,7 @@ def check_name(name: str) -> None:
 
 
 def name_of(script: str, when: datetime) -> str:
-    """A name for a job of a script: train-2026-11-26-1201."""
+    """Return a name for a job of a script: train-2026-11-26-1201."""
     stem = Path(script).stem if script.endswith(".py") else script.rpartition(".")[2]
     letters = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     if not letters[:1].isalpha():
