@@ -20,6 +20,8 @@ from flatout.train.callbacks import EarlyStopping as EarlyStopping
 from flatout.train.callbacks import Unfreeze as Unfreeze
 from flatout.train.history import History as History
 from flatout.train.loop import Loop as Loop
+from flatout.train.part import Part as Part
+from flatout.train.part import Step as Step
 from flatout.train.trainer import Trainer as Trainer
 
 __version__: str

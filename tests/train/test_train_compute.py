@@ -8,6 +8,7 @@ from flatout.errors import DataError
 from flatout.train.compute import ModelCompute, call
 from flatout.train.losses import as_loss
 from flatout.train.metrics import as_metrics
+from flatout.train.part import Step
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper
 
@@ -64,7 +65,7 @@ def test_metrics_over_a_step_in_pieces():
         micro_batch=2,
     )
     compute = ModelCompute(model, as_loss("cross_entropy"), [metric], unweighted=True)
-    stepper(compute, [batch], 1)
+    stepper(Step(1, [batch], compute, stepper.joint))
     assert metric.compute() == pytest.approx(float(wanted))
 
 
@@ -78,12 +79,12 @@ def test_a_label_out_of_range_in_the_middle_of_training(micro_batch, unweighted)
     )
     compute = ModelCompute(model, as_loss("cross_entropy"), (), unweighted=unweighted)
     for step in range(3):
-        stepper(compute, [data(6, step * 6)], step)
+        stepper(Step(step, [data(6, step * 6)], compute, stepper.joint))
     before = model[0].weight.detach().clone()
     batch = data(6, 18)
     batch.targets[4] = 3
     with pytest.raises(DataError, match=r"label 3 is not in 0..2") as caught:
-        stepper(compute, [batch], 4)
+        stepper(Step(4, [batch], compute, stepper.joint))
     assert caught.value.where == "sample 22"
     assert isinstance(caught.value.__cause__, IndexError)
     assert torch.equal(model[0].weight, before)

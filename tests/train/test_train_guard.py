@@ -16,6 +16,7 @@ from flatout.train.guard import (
     explain_bad_step,
 )
 from flatout.train.losses import as_loss
+from flatout.train.part import Step
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper
 from flatout.train.table_reads import TableReads
@@ -285,9 +286,9 @@ def test_batch_norm_that_has_seen_a_nan_is_found_though_the_loss_is_finite():
     )
     compute = ModelCompute(model, as_loss("cross_entropy"), (), unweighted=True)
     bad = batch._replace(inputs=batch.inputs * NAN)
-    stepper(compute, [bad], 1)
+    stepper(Step(1, [bad], compute, stepper.joint))
     stepper.update.clear()
-    assert torch.isfinite(stepper(compute, [batch], 2).loss)
+    assert torch.isfinite(stepper(Step(2, [batch], compute, stepper.joint)).loss)
     with pytest.raises(
         NumbersError, match=r"buffer 1.running_mean, buffer 1.running_var"
     ) as caught:

@@ -11,6 +11,7 @@ import flatout
 from flatout.data.source import as_source
 from flatout.recipe import Recipe
 from flatout.train.loop import Loop
+from flatout.train.part import Step
 from flatout.world import Place, World
 
 STEPS_OF_EPOCH = 4
@@ -114,7 +115,7 @@ def test_ranks_leave_it_together():
     (batch,) = as_source(data(), batch_size=256).batches(0)
     for step in (64, 65):
         loop.step_count = step - 1
-        loop.rounding.look(compute, [batch], loop.stepper.joint)
+        loop.rounding.around_step(Step(step, [batch], compute, loop.stepper.joint), lambda _: None)
     assert precision(loop) == "fp32"
 
 

@@ -15,6 +15,7 @@ from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
 from flatout.train.compute import ModelCompute
 from flatout.train.losses import as_loss
+from flatout.train.part import Step
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper
 
@@ -71,7 +72,7 @@ def test_one_step_is_that_of_a_plain_loop(micro_batch):
     stepper, compute = job(model, micro_batch=micro_batch)
     loss = F.cross_entropy(model(given.inputs), given.targets)
     wanted, before = gradient_of(model, loss), weights(model)
-    done = stepper(compute, [given], 1)
+    done = stepper(Step(1, [given], compute, stepper.joint))
     assert_close(moved(model, before), wanted)
     torch.testing.assert_close(done.loss, loss.detach(), rtol=1e-12, atol=0)
     assert not done.loss.requires_grad
@@ -101,7 +102,7 @@ def test_the_gradients_of_a_step_are_its_own(micro_batch, sizes, precision):
             if leaves:
                 leave_gradients(model)
                 leave_gradients(other)
-            stepper(compute, batches, step)
+            stepper(Step(step, batches, compute, stepper.joint))
             assert all(p.grad is None for p in model.parameters())
         # Parameters that this optimizer does not train are not the step's to touch.
         assert all((p.grad is not None) == leaves for p in other.parameters())
@@ -112,11 +113,11 @@ def test_the_gradients_of_a_step_are_its_own(micro_batch, sizes, precision):
 def test_gradients_left_in_parameters_that_joined_the_optimizer_later():
     model, joined = network(), network()
     stepper, compute = job(model)
-    stepper(compute, [data(5)], 1)
+    stepper(Step(1, [data(5)], compute, stepper.joint))
     stepper.switch.optimizers[0].add_param_group({"params": list(joined.parameters())})
     leave_gradients(joined)
     before = weights(joined)
-    stepper(compute, [data(5)], 2)
+    stepper(Step(2, [data(5)], compute, stepper.joint))
     assert all(torch.equal(a, b) for a, b in zip(weights(joined), before, strict=True))
 
 
@@ -148,7 +149,7 @@ def test_pieces_and_accumulation_add_up_to_the_whole_batch(data):
         model = network()
         stepper, compute = job(model, micro_batch=micro_batch)
         before = weights(model)
-        done = stepper(compute, pieces, 1)
+        done = stepper(Step(1, pieces, compute, stepper.joint))
         results.append([*moved(model, before), done.loss, torch.as_tensor(done.weight).double()])
     for other in results[1:]:
         assert_close(other, results[0])
@@ -172,7 +173,7 @@ def test_callables_of_each_form(form):
         model = network()
         stepper, _ = job(model, micro_batch=micro_batch)
         before = weights(model)
-        stepper(compute_of(model), [data(7)], 1)
+        stepper(Step(1, [data(7)], compute_of(model), stepper.joint))
         found.append(moved(model, before))
     assert_close(*found)
 
@@ -185,7 +186,7 @@ def test_nothing_that_counts_is_no_gradient_and_no_nan(micro_batch, weight):
     given = data(5)._replace(targets=y, weight=weight)
     stepper, compute = job(model, micro_batch=micro_batch)
     before = weights(model)
-    done = stepper(compute, [given], 1)
+    done = stepper(Step(1, [given], compute, stepper.joint))
     assert done.loss == 0
     assert float(done.weight) == 0
     assert not stepper.update.was_bad()
@@ -202,7 +203,7 @@ def test_the_gradient_of_ignored_labels_is_torchs_bit_for_bit():
     stepper.switch.optimizers[0].register_step_pre_hook(
         lambda *_: seen.extend(p.grad.clone() for p in model.parameters())
     )
-    done = stepper(compute, [given], 1)
+    done = stepper(Step(1, [given], compute, stepper.joint))
     assert torch.equal(done.loss, loss.detach())
     assert all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True))
 
@@ -220,7 +221,7 @@ def test_the_whole_gradient_is_clipped(micro_batch, clip):
         nn.utils.clip_grad_value_(model.parameters(), 0.01)
     wanted = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    stepper(compute, [given], 1)
+    stepper(Step(1, [given], compute, stepper.joint))
     assert_close(moved(model, before), wanted)
 
 
@@ -233,7 +234,9 @@ def trained(precision, micro_batch="whole", steps=30, **options):
     stepper, compute = job(model, optimizer=optimizer, micro_batch=micro_batch, **options)
     stepper.use(stepper.switch.now.but(precision=precision))
     given = data(32, dtype=torch.float32)
-    losses = [float(stepper(compute, [given], step).loss) for step in range(steps)]
+    losses = [
+        float(stepper(Step(step, [given], compute, stepper.joint)).loss) for step in range(steps)
+    ]
     return stepper, losses
 
 
@@ -254,7 +257,7 @@ def test_half_precision_is_used_and_left_again():
     stepper, compute = job(model)
     for precision in ("bf16", "fp32", "fp16", "fp32"):
         stepper.use(stepper.switch.now.but(precision=precision))
-        stepper(compute, [data(3, dtype=torch.float32)], 1)
+        stepper(Step(1, [data(3, dtype=torch.float32)], compute, stepper.joint))
     assert seen == [torch.bfloat16, torch.float32, torch.float16, torch.float32]
     assert stepper.scaler is None
 
@@ -264,18 +267,18 @@ def test_fp16_skips_a_step_that_overflows_and_lowers_its_scale(clip):
     model, given = network(torch.float32), data(8, dtype=torch.float32)
     stepper, compute = job(model, **clip)
     stepper.use(stepper.switch.now.but(precision="fp16"))
-    stepper(compute, [given], 1)
+    stepper(Step(1, [given], compute, stepper.joint))
     before, scale = weights(model), stepper.scaler.get_scale()
 
     def overflowing(batch):
         total, weight = compute(batch)
         return total * 1e4, weight
 
-    stepper(overflowing, [given], 2)
+    stepper(Step(2, [given], overflowing, stepper.joint))
     assert all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
     assert stepper.scaler.get_scale() < scale
     assert all(p.grad is None for p in model.parameters())
-    stepper(compute, [given], 3)
+    stepper(Step(3, [given], compute, stepper.joint))
     assert not torch.equal(model[0].weight, before[0])
 
 
@@ -286,7 +289,7 @@ def test_fp16_clips_the_gradient_itself_not_the_scaled_one():
         stepper, compute = job(model, clip_norm=0.05)
         stepper.use(stepper.switch.now.but(precision=precision))
         before = weights(model)
-        stepper(compute, [data(8, dtype=torch.float32)], 1)
+        stepper(Step(1, [data(8, dtype=torch.float32)], compute, stepper.joint))
         moves.append(moved(model, before))
     assert_close(moves[1], moves[0], rtol=0.02, atol=1e-4)
 
@@ -329,7 +332,7 @@ def test_a_batch_that_does_not_fit_is_split(error, where):
     plain, before = network(), weights(model)
     wanted = gradient_of(plain, F.cross_entropy(plain(given.inputs), given.targets))
     stepper, compute = job(model, micro_batch="auto")
-    done = stepper(compute, [given], 7)
+    done = stepper(Step(7, [given], compute, stepper.joint))
     assert_close(moved(model, before), wanted)
     torch.testing.assert_close(done.loss, loss, rtol=1e-12, atol=0)
     assert limited.sizes == [10, 5, 3, 3, 2, 2]
@@ -339,7 +342,7 @@ def test_a_batch_that_does_not_fit_is_split(error, where):
         "step 7: memory ran out; the batch now runs in 4 micro-batches",
     ]
     # What was found out is kept.
-    stepper(compute, [given], 8)
+    stepper(Step(8, [given], compute, stepper.joint))
     assert limited.sizes[6:] == [3, 3, 2, 2]
 
 
@@ -349,7 +352,7 @@ def test_accumulated_batches_are_split_as_well():
     plain, before = network(), weights(model)
     wanted = gradient_of(plain, F.cross_entropy(plain(given.inputs), given.targets))
     stepper, compute = job(model, micro_batch="auto")
-    stepper(compute, given.split(2), 1)
+    stepper(Step(1, given.split(2), compute, stepper.joint))
     assert_close(moved(model, before), wanted)
     assert limited.sizes == [5, 3, 2, 1, 1, 1, 1, 1, 1, 1]
 
@@ -360,9 +363,9 @@ def test_fp16_and_splitting():
     stepper, compute = job(model, micro_batch="auto")
     stepper.use(stepper.switch.now.but(precision="fp16"))
     before = weights(model)
-    stepper(compute, [data(8, dtype=torch.float32)], 1)
+    stepper(Step(1, [data(8, dtype=torch.float32)], compute, stepper.joint))
     plain, plain_compute = job(twin := network(torch.float32))
-    plain(plain_compute, [data(8, dtype=torch.float32)], 1)
+    plain(Step(1, [data(8, dtype=torch.float32)], plain_compute, plain.joint))
     assert_close(weights(model), weights(twin), rtol=0.01, atol=1e-3)
     assert not torch.equal(model[0].weight, before[0])
 
@@ -383,14 +386,14 @@ def test_a_step_that_is_taken_again_leaves_no_trace_of_the_first_try():
     stepper, compute = job(model, micro_batch="auto")
     stepper.pieces = 2
     torch.manual_seed(5)
-    stepper(compute, [data(10)], 1)
+    stepper(Step(1, [data(10)], compute, stepper.joint))
     assert limited.sizes == [5, 3, 3, 2, 2]
     assert model[2].seen == 10
     twin = network(torch.float64, CountsInABuffer(), nn.Dropout(0.5), Limited(9))
     other, its_compute = job(twin, micro_batch="auto")
     other.pieces = 4
     torch.manual_seed(5)
-    other(its_compute, [data(10)], 1)
+    other(Step(1, [data(10)], its_compute, other.joint))
     assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(twin), strict=True))
 
 
@@ -417,7 +420,7 @@ def test_the_first_tries_tensors_are_let_go():
             return x
 
     model.insert(0, Looks())
-    stepper(compute, [data(8)], 1)
+    stepper(Step(1, [data(8)], compute, stepper.joint))
     assert at_retry[1] == [True]
 
 
@@ -425,14 +428,14 @@ def test_batch_norm_forbids_splitting():
     model = network(torch.float64, nn.BatchNorm1d(8).double(), Limited(4))
     stepper, compute = job(model, micro_batch="auto")
     with pytest.raises(OutOfMemory, match="BatchNorm forbids splitting") as caught:
-        stepper(compute, [data(10)], 3)
+        stepper(Step(3, [data(10)], compute, stepper.joint))
     assert caught.value.where == "step 3, batch of 10 in 1 micro-batch"
     assert "Memory(micro_batch=5)" in caught.value.do
     assert "batch_size" in caught.value.do
     assert all(p.grad is None for p in model.parameters())
     # What the message proposes works.
     stepper, compute = job(model, micro_batch=4)
-    stepper(compute, [data(10)], 3)
+    stepper(Step(3, [data(10)], compute, stepper.joint))
 
 
 def test_a_single_sample_that_does_not_fit():
@@ -440,7 +443,7 @@ def test_a_single_sample_that_does_not_fit():
     stepper, compute = job(model, micro_batch="auto")
     before = weights(model)
     with pytest.raises(OutOfMemory, match="a single sample") as caught:
-        stepper(compute, [data(3)], 2)
+        stepper(Step(2, [data(3)], compute, stepper.joint))
     assert "activation_checkpointing" in caught.value.do
     assert all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
 
@@ -450,7 +453,7 @@ def test_what_was_asked_for_is_not_changed_unasked(micro_batch):
     model = network(torch.float64, Limited(4))
     stepper, compute = job(model, micro_batch=micro_batch)
     with pytest.raises(OutOfMemory, match="memory ran out") as caught:
-        stepper(compute, [data(10)], 2)
+        stepper(Step(2, [data(10)], compute, stepper.joint))
     assert "Memory(micro_batch='auto')" in caught.value.do
     assert f"micro_batch={micro_batch!r}" in caught.value.where
 
@@ -467,13 +470,13 @@ def test_memory_that_runs_out_in_the_optimizer_is_no_reason_to_step_again(micro_
         model, optimizer=Greedy(model.parameters(), lr=1.0), micro_batch=micro_batch
     )
     with pytest.raises(torch.OutOfMemoryError):
-        stepper(compute, [data(4)], 1)
+        stepper(Step(1, [data(4)], compute, stepper.joint))
     assert limited.sizes == [4]
     # And it is not held against the next step.
     stepper.update.parts[0].optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     limited.most = 2
     if micro_batch == "auto":
-        stepper(compute, [data(4)], 2)
+        stepper(Step(2, [data(4)], compute, stepper.joint))
         assert limited.sizes == [4, 4, 2, 2]
 
 
@@ -486,7 +489,7 @@ def test_other_errors_come_through_as_they_are(micro_batch):
     model = network(torch.float64, Broken())
     stepper, compute = job(model, micro_batch=micro_batch)
     with pytest.raises(RuntimeError, match=r"^something else$") as caught:
-        stepper(compute, [data(4)], 1)
+        stepper(Step(1, [data(4)], compute, stepper.joint))
     assert caught.traceback[-1].name == "forward"
 
 
@@ -516,12 +519,12 @@ def test_memory_that_really_runs_out_on_a_cpu():
             x = torch.randn(size, 64, generator=torch.Generator().manual_seed(1))
             batch = Batch(x, torch.arange(size) % 4, None, None, size)
             small = Batch(x[:8], batch.targets[:8], None, None, 8)
-            stepper(compute, [small], 0)  # what is allocated once is allocated now
+            stepper(Step(0, [small], compute, stepper.joint))  # allocates what is allocated once
             if limit:
                 with open("/proc/self/statm") as file:
                     now = int(file.read().split()[0]) * resource.getpagesize()
                 resource.setrlimit(resource.RLIMIT_AS, (now + limit, -1))
-            stepper(compute, [batch], 1)
+            stepper(Step(1, [batch], compute, stepper.joint))
             resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
             return stepper, [p.detach() for p in model.parameters()]
 
@@ -551,7 +554,7 @@ def test_a_bad_step_is_held_back_and_known():
     stepper, compute = job(model)
     before = weights(model)
     given.inputs[2, 3] = float("nan")
-    stepper(compute, [given], 1)
+    stepper(Step(1, [given], compute, stepper.joint))
     assert stepper.update.was_bad()
     assert all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
 
@@ -567,7 +570,7 @@ def test_a_model_and_its_copy_step_alike_under_every_setting():
     plain, its_compute = job(twin)
     for step in range(3):
         for each, function in ((stepper, compute), (plain, its_compute)):
-            each(function, [data(5, step, torch.float32)], step)
+            each(Step(step, [data(5, step, torch.float32)], function, each.joint))
     assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(twin), strict=True))
 
 

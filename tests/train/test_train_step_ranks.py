@@ -14,6 +14,7 @@ from flatout.strategies import Ddp, ThreadedReduction
 from flatout.strategies.reductions.collectives import AllReduce
 from flatout.train.compute import ModelCompute
 from flatout.train.losses import as_loss
+from flatout.train.part import Step
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper
 from flatout.world import Place, World
@@ -95,7 +96,9 @@ def step(model, world, given, steps=1, **options):
     stepper.train_with(world, given.size, strategy)
     compute = ModelCompute(model, as_loss("cross_entropy"), (), unweighted=False)
     try:
-        return [stepper(compute, [given], number) for number in range(7, 7 + steps)][-1], stepper
+        return [
+            stepper(Step(number, [given], compute, stepper.joint)) for number in range(7, 7 + steps)
+        ][-1], stepper
     finally:
         stepper.close()
 

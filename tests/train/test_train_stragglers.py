@@ -67,7 +67,7 @@ def test_waiting_is_not_own_time_and_marks_are_thinned_evenly(monkeypatch):
     for _ in range(1000):
         now[0] += 10_000_000
         log.waited += 7_000_000
-        pace.mark()
+        pace.after_step(None, None)
     own = pace.own_ms()
     assert 50 < len(own) <= 128
     assert own == pytest.approx([3.0] * len(own))

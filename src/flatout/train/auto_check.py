@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -27,6 +27,7 @@ from flatout.train.auto_budget import Budget
 from flatout.train.auto_marks import Marks, failure
 from flatout.train.auto_search import Option, is_slow
 from flatout.train.loss_value import Compute
+from flatout.train.part import Step
 from flatout.train.row_tables import Tables
 from flatout.train.settings import LIVE, Settings
 from flatout.train.snapshot import Moving, random_state, set_random_state, untouched
@@ -545,13 +546,16 @@ class FirstCheck:
         self._stepper.update.begin()
 
     def _loss(self, batch: Batch) -> torch.Tensor:
-        stepper, keyed = self._stepper, self._stepper.dropout
-        with nullcontext() if keyed is None else keyed.step(0), stepper.switch.autocast():
-            if keyed is not None:
-                keyed.at(0, batch.size)
-            value = self.compute(batch)
-        loss: torch.Tensor = value[0] if isinstance(value, tuple) else value
-        return loss
+        stepper = self._stepper
+        forward = stepper.chain.forward(self.compute)
+
+        def compute(_: Step) -> torch.Tensor:
+            with stepper.switch.autocast():
+                value = forward(batch)
+            return value[0] if isinstance(value, tuple) else value
+
+        again = Step(0, (batch,), self.compute, stepper.turn)
+        return stepper.chain.around_pieces(compute)(again)
 
     def _take_gradients(self, loss: torch.Tensor) -> Gradients:
         update = self._stepper.update

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 
 from flatout.measure import fingerprint, known_rates, machine_rates
-
-Lanes = tuple[int, int, int, int]
-"""Four times of a step in nanoseconds: its begin, fetching, copying and waiting."""
+from flatout.train.part import Lanes
 
 
 def is_ampere(device: torch.device) -> bool:

@@ -47,9 +47,9 @@ from flatout.train.capture_graph import (
     trace,
 )
 from flatout.train.compute import ModelCompute
+from flatout.train.part import Done
 from flatout.train.settings import FIELDS, LIVE
 from flatout.train.step import Stepper
-from flatout.train.step_graphs import Done
 from flatout.words import duration
 
 KIND = "steps"
@@ -535,8 +535,8 @@ class Capture:
             return "samples come from what frozen layers gave, or fill a batch up"
         if batches[0].is_jagged:
             return NO_ROWS
-        if stepper.dropout is not None or stepper.scaler is not None:
-            return "dropout by sample and the scaled loss of fp16 are not captured"
+        if stepper.chain.acts_within or stepper.scaler is not None:
+            return "Parts within a step (dropout by sample) and fp16's scaled loss are not captured"
         for name, live in LIVE.items():
             if not live.in_graph and getattr(now, name) != SETTINGS[FIELDS[name]].plain:
                 return f"{name} is on"

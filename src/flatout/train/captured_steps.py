@@ -14,7 +14,9 @@ from typing import Any
 from flatout.console import first_line
 from flatout.data import ArraySource, Batch
 from flatout.train.capture import FAILURES, Capture
+from flatout.train.graphs import Graphs
 from flatout.train.loop import Loop
+from flatout.train.part import Step
 
 
 def captured_steps(
@@ -25,10 +27,11 @@ def captured_steps(
     if tuner is not None:
         most = min(most, tuner.next_step - 1 - loop.step_count)
     most = min(most, loop.rounding.next_step - 1 - loop.step_count)
-    capture = stepper.capture
+    graphs = stepper.chain.find(Graphs)
+    capture = None if graphs is None else graphs.compiled
     # Between batches that are made elsewhere, code of the user's runs.
     are_ours = type(feed.source) is ArraySource and loop.accumulate == 1
-    if not isinstance(capture, Capture) or most < 1 or not are_ours:
+    if not isinstance(capture, Capture) or most < 1 or not are_ours or loop.parts:
         return None
     program = capture.at_hand()
     if program is None:
@@ -52,11 +55,12 @@ def captured_steps(
                 return batch
             stepped = clock()
             program.feed(batch)
+            feed.begin_step()
             if was_bad():
-                loop.numbers.after_step(turn, compute, (batch,), feed.source)
+                loop.numbers.check_step(Step(loop.next_step, (batch,), compute, turn))
             loop.count_step()
             add(*made)
-            record(feed.lanes(), stepped - begun, stepped, batch.samples)
+            record(feed.lanes, stepped - begun, stepped, batch.samples)
             if stops():
                 break
     finally:

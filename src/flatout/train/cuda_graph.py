@@ -42,10 +42,10 @@ from flatout.train.cuda_graph_update import RecordedUpdate, rates_of
 from flatout.train.function_watch import FunctionWatch
 from flatout.train.loss_value import mean_of_value
 from flatout.train.losses import Value
+from flatout.train.part import Done
 from flatout.train.settings import Settings
 from flatout.train.snapshot import untouched
 from flatout.train.step import Stepper
-from flatout.train.step_graphs import Done
 
 # Kept at once, by shapes and settings: the one that was used longest ago goes. Batches of further
 # shapes run without.
@@ -148,8 +148,8 @@ class CudaGraphs:
             return "samples come from what frozen layers gave, or fill a batch up"
         if any(batch.is_jagged for batch in batches):
             return NO_ROWS
-        if stepper.dropout is not None or stepper.scaler is not None:
-            return "dropout by sample and the scaled loss of fp16 are not recorded"
+        if stepper.chain.acts_within or stepper.scaler is not None:
+            return "Parts within a step (dropout by sample) and fp16's scaled loss are not recorded"
         for name, value in {"activation_checkpointing": "off", "touched_rows": "off"}.items():
             if getattr(now, name) != value:
                 return f"{name} is on"

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from flatout.data import Batch, samples_of_all
+from flatout.data import Batch, features_give_way, samples_of_all
 from flatout.devices import keep_matmul_precision
 from flatout.errors import FlatoutError, ModelError
 from flatout.models import adapter_of, facts_of
@@ -45,10 +45,12 @@ from flatout.train.auto_check import KnownStep
 from flatout.train.checks import MISFITS, check_first_batch
 from flatout.train.cuda_graph import CudaGraphs
 from flatout.train.frozen_precision import PlannedRun
+from flatout.train.graphs import DeviceTimes, Graphs
 from flatout.train.loop_state import LoopState
 from flatout.train.loss_value import Compute
 from flatout.train.micro_batch import estimate_pieces
-from flatout.train.sample_dropout import sample_dropout
+from flatout.train.part import Part
+from flatout.train.sample_dropout import DropoutBySample, sample_dropout
 from flatout.train.settings import Settings, Switch
 from flatout.train.sharded_tables import SHARDED, read_whole, shards_of, shards_tables
 from flatout.train.snapshot import untouched
@@ -61,9 +63,16 @@ _CHECKED = 4
 
 
 def make_stepper(
-    loop: LoopState, compute: Compute | None, first: list[Batch]
+    loop: LoopState, compute: Compute | None, first: list[Batch], order: Sequence[type[Part]]
 ) -> tuple[Stepper, ModelFacts]:
-    """Makes the Loop's steps, as the model is now; and what is known of the model."""
+    """Return the Stepper of a Loop with the Parts within a step, and the facts of the model.
+
+    Args:
+        loop: that is prepared.
+        compute: forward and loss of a batch; None where they are not known.
+        first: the first batches of this rank.
+        order: of all Parts, the outermost first.
+    """
     keyed, facts = sample_dropout(
         loop.requested,
         loop.model,
@@ -74,22 +83,24 @@ def make_stepper(
         loop.world,
         loop.say,
     )
-    if keyed is not None:
-        loop.undo.callback(keyed.close)
     stepper = Stepper(
         Switch(loop.model, loop.optimizers, loop.device),
         clip_norm=loop.clip[0],
         clip_value=loop.clip[1],
         micro_batch=loop.requested.memory.micro_batch,
-        dropout=keyed,
+        order=order,
     )
+    if keyed is not None:
+        stepper.chain.add(DropoutBySample(stepper, keyed))
     stepper.switch.splits_tables = splits_tables(loop.requested)
     _note_undo(loop, stepper)
+    graphs = Graphs(stepper)
     is_asked = loop.requested.compute.cuda_graph == "on"
     if is_asked or loop.device.type == "cuda":
-        graphs = CudaGraphs(stepper, loop.note, is_asked)
-        stepper.cuda_graphs = graphs
-        loop.undo.callback(graphs.close)
+        graphs.cuda = CudaGraphs(stepper, loop.note, is_asked)
+        loop.undo.callback(graphs.cuda.close)
+    stepper.chain.add(graphs, DeviceTimes(stepper))
+    stepper.frees_memory.append(features_give_way)
     asked = loop.requested.world
     apart = asked.staleness != "sync" or asked.spare_workers > 0
     alone = asked.strategy in ("local_sgd", "staged") or apart
@@ -126,6 +137,7 @@ def decide(
         result = loads(loop.world.from_first(dumps(resolved)))
         assert isinstance(result, ResolvedRecipe)
         loop.pace = Pace(loop.world.collectives)
+        loop.stepper.chain.add(loop.pace)
         samples = sum(loop.world.gather(samples_of(first)))
         shards = shards_of(loop, result)
         loop.stepper.switch.shard(shards)

@@ -130,7 +130,7 @@ def evaluate_batches(
             batch = loop.ready(batch)
             with explained(objective.model, batch):
                 try:
-                    loop.parts(take, batch, whole=whole)
+                    loop.in_pieces(take, batch, whole=whole)
                 except (IndexError, RuntimeError) as error:
                     explain_ids(error, objective.model, [batch], output, source)
                     raise

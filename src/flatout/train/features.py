@@ -242,6 +242,10 @@ class FrozenFeatures:
     def _is_open(self) -> bool:
         return self._decided_in < 0 or self._has_dropped
 
+    def taken(self) -> int:
+        """Return the time for which features were computed since the last call, in ns."""
+        return self.rows.taken()
+
     @contextmanager
     def evaluated(self, source: Source, part: Source) -> Iterator[Iterator[Batch]]:
         """Within, the batches of an evaluation, on the device where features are kept of them."""

@@ -25,6 +25,7 @@ from flatout.data import (
 from flatout.recipe import Choice, Parity, Recipe, ResolvedRecipe
 from flatout.train.device_data import DeviceData
 from flatout.train.inputs import Inputs
+from flatout.train.part import Lanes
 from flatout.train.ranks import part_of
 from flatout.world import World
 
@@ -50,6 +51,9 @@ class KeepsFeatures(Protocol):
     def batch(self, batch: Batch, epoch: int, step: int) -> Batch:
         """A training batch, as the model takes it."""
 
+    def taken(self) -> int:
+        """Return the time for which features were computed since the last call, in ns."""
+
     def evaluated(self, source: Source, part: Source) -> AbstractContextManager[Iterator[Batch]]:
         """Within, the batches of an evaluation."""
 
@@ -69,6 +73,7 @@ class Feed:
         looks_ahead: whether a batch is asked for one step before it is taken.
         following: the one behind that which was given last, where that is so, as the source gives
             it; None at the end of an epoch.
+        lanes: times of the batches of the present step.
     """
 
     def __init__(self) -> None:
@@ -82,7 +87,8 @@ class Feed:
         self.claims: Claims | None = None
         self.looks_ahead = False
         self.following: Batch | None = None
-        self._lanes: tuple[int, int, int, int] | None = None
+        self._lanes: Lanes | None = None
+        self.lanes: Lanes = (0, 0, 0, 0)
         self._told: set[str] = set()  # of what was skipped
 
     def set_device(self, device: torch.device) -> None:
@@ -182,10 +188,9 @@ class Feed:
         """The batch on the device as the model was given, to decide on or to look for a cause."""
         return self.inputs(batch.to(self.device))
 
-    def lanes(self) -> tuple[int, int, int, int]:
-        """When the present step began, and its times of fetching, copying and waiting, in ns."""
-        lanes, self._lanes = self._lanes, None
-        return lanes or (clock(), 0, 0, 0)
+    def begin_step(self) -> None:
+        """Set `lanes` to the times of the batches of the step that begins."""
+        self.lanes, self._lanes = self._lanes or (clock(), 0, 0, 0), None
 
     def samples_of(self, batches: Sequence[Batch], ranks: int) -> int:
         """Samples of all ranks that go with a step of these batches of this rank.

@@ -26,6 +26,7 @@ from flatout.train.contained import MEMORY, SHARE, TIME, Child
 from flatout.train.loop import Loop
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
 from flatout.train.objective import Objective
+from flatout.train.part import Step
 from flatout.train.rank_trial import is_trial
 from flatout.train.settings import Switch
 from flatout.train.snapshot import Snapshot, random_state, set_random_state
@@ -335,7 +336,7 @@ class TrialSteps:
             if loop.world.size > 1:  # gradients are gathered before they are added up
                 beside += [torch.empty_like(p) for p in stepper.update.parameters]
             compute = objective.job(loop, self._source, training=True).compute
-            stepper(compute, (batch,), 1)
+            stepper(Step(1, (batch,), compute, stepper.joint))
             finish_device()
             del beside
         finally:

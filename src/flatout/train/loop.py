@@ -15,16 +15,14 @@ weight).
     loop_state.py       what a Loop knows of its job
     decide.py           settings, decided on the first batches;  tuning.py: and on the job's steps
     checkpointing.py    the run folder;  resume.py: going on from a checkpoint in it
-    step.py             one optimizer step;  numbers_guard.py: whether its numbers are finite
+    step.py             one optimizer step;  parts/: all that acts around it
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
-from time import perf_counter_ns as clock
 from typing import Any, TypeVar
 
 import torch
@@ -34,40 +32,37 @@ from flatout.data import Batch, Source
 from flatout.devices import process
 from flatout.errors import ModelError
 from flatout.measure import cuda_lanes, require_proc
-from flatout.models import calls_hooks, has_compiled
+from flatout.models import adapter_of, has_compiled
 from flatout.optim import Optimizers, as_tuple
 from flatout.recipe import ResolvedRecipe, dumps
 from flatout.strategies import check_replicas
 from flatout.train import guard
-from flatout.train.broadcast import watched
-from flatout.train.checks import explain_kernel
 from flatout.train.decide import decide, make_stepper
 from flatout.train.device_data import DeviceData, room
 from flatout.train.features import FrozenFeatures
-from flatout.train.freezing_checks import freezing_lines, gradients_watched
+from flatout.train.freezing_checks import freezing_lines
 from flatout.train.loop_state import LoopState, Scheduler
 from flatout.train.loss_value import Compute
-from flatout.train.monitor import Monitor
-from flatout.train.numbers_guard import NumbersGuard, StepFacts
-from flatout.train.objective_checks import check_optimizers, without_backward
-from flatout.train.other_job import OtherJob
-from flatout.train.preflight import explain_one_sample
+from flatout.train.objective_checks import check_optimizers
+from flatout.train.part import Part, Step
+from flatout.train.parts.explain_errors import ExplainErrors, IdChecks
+from flatout.train.parts.first_step import FirstStepChecks, TrainingMode
+from flatout.train.parts.monitor import Monitor
+from flatout.train.parts.numbers import NumbersGuard, StepFacts
+from flatout.train.parts.order import ORDER
+from flatout.train.parts.other_job import OtherJob
+from flatout.train.parts.rounding_watch import RoundingWatch
+from flatout.train.parts.table_rows import TableRows
 from flatout.train.prepare import first_batches, follow_rule, place_model
 from flatout.train.profiled import bytes_per_sample, model_facts
 from flatout.train.rank_trial import RankTrial, is_trial
 from flatout.train.rehearsal import rehearse
 from flatout.train.resume import Resume, find_checkpoint, own_state_of, state_of
-from flatout.train.rounding_watch import RoundingWatch
 from flatout.train.running_mean import mean_of
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper
-from flatout.train.tables import explain_ids, ids_checked_in_step
 from flatout.train.tuning import capture_steps, report_tables, tune
 from flatout.train.turn import Turn, check_gathered
-from flatout.train.watch_calls import Calls
-
-_IN_EVALUATION = "the model is in evaluation mode"
-_AGAIN = "a function called model.eval(), and no model.train() followed"
 
 # What prepare was given and gives back: one optimizer, or several.
 _Given = TypeVar("_Given", bound=Optimizers)
@@ -85,6 +80,7 @@ class Loop(LoopState):
         clip_value: largest absolute gradient element, or None.
         lr_rule: how the learning rate follows the global batch, where the optimizer's rate was
             found with another one (`flatout.LrRule`); None leaves it as it is.
+        parts: the user's own Parts, which act around each step (`flatout.Part`).
         run: folder (or fsspec URL) for checkpoints and logs; None writes nothing.
         resume: True for the latest checkpoint of `run`, or the name of one.
         say: what prints decisions; `lambda line: None` for silence.
@@ -103,7 +99,6 @@ class Loop(LoopState):
     rounding: RoundingWatch
     _other_job: OtherJob | None = None
     _trial: RankTrial | None = None
-    _trains = False  # whether the latest step was made in training mode
     # That was being handled when training began: it is not what ends it.
     _earlier_error: BaseException | None = None
 
@@ -171,13 +166,12 @@ class Loop(LoopState):
             self._saved, self._first_step = (self.epoch, self.step_count), self.step_count
         elif world.is_first:
             self.stepper.notes += elsewhere  # after a resume the History has them
-        self.rounding = RoundingWatch(self)
         report_tables(self, first)
         follow_rule(self)
-        # A Trainer's loss calls the model with what it is given.
-        calls = Calls(model) if self.trainer_facts is None else None
-        self.feed.features = self.features = FrozenFeatures(self, model, calls)
-        self.undo.callback(self.features.close)
+        if self.trainer_facts is not None:
+            self.feed.features = self.features = FrozenFeatures(self, model)
+            self.undo.callback(self.features.close)
+        self._attach_parts()
         if self.device.type == "cuda":
             self.stepper.lanes = cuda_lanes(self.timeline, self.device)
         capture_steps(self, compute, None if self.tuner is None else self.tuner.search)
@@ -189,27 +183,43 @@ class Loop(LoopState):
         self.monitor.begin(facts)
         return model, optimizer
 
-    def _ids_checked(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
-        if not self._takes_negative_ids or self.device.type != "cpu":
-            return nullcontext()
-        return ids_checked_in_step(self.model, batches, self.feed.source)
+    def _attach_parts(self) -> None:
+        self.rounding = RoundingWatch(self)
+        own = [self.numbers, self.monitor, self.rounding, ExplainErrors(self), TrainingMode(self)]
+        # A Trainer's loss is checked where its outputs and targets are known.
+        own.append(FirstStepChecks(self, checks_loss=self.trainer_facts is None))
+        if self._other_job is not None:
+            own.append(self._other_job)
+        if any(adapter_of(self.model).tables()):
+            own += [TableRows(self), IdChecks(self)]
+        for part in self.parts:
+            part.prepare(self)
+        self.stepper.chain.add(*own, *self.parts)
+        self.undo.push(lambda _, error, __: self._close_parts(error))
 
-    @cached_property
-    def _takes_negative_ids(self) -> bool:
-        return not calls_hooks(self.model)
+    def _close_parts(self, error: BaseException | None) -> None:
+        for part in self.stepper.chain.parts:
+            part.close(error)
+
+    def drop(self, part: Part) -> None:
+        """Let one of the user's Parts act no longer, from the next step on."""
+        self.stepper.chain.drop(part)
+        self.parts = tuple(one for one in self.parts if one is not part)
 
     @cached_property
     def monitor(self) -> Monitor:
-        """Shows and records the steps."""
+        """The Part that shows and records the steps."""
         return Monitor(self)
 
     def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
-        self._stepper, self.facts = make_stepper(self, compute, first)
+        self._stepper, self.facts = make_stepper(self, compute, first, ORDER)
         # Layers that all ranks compute together are not looked at again.
         if compute is not None and first and not self.lays_out and not self.has_servers:
             self._other_job = OtherJob(self, steps)
         self.resolved, decision = decide(self, self.facts, compute, first, steps)
-        self.numbers = NumbersGuard(self.stepper, self.world, self.feed.first, self._latest)
+        self.numbers = NumbersGuard(
+            self.stepper, self.world, self.feed.first, self._latest, lambda: self.feed.source
+        )
         self.feed.channels_last = self.resolved.compute.memory_format == "channels_last"
         if self.resolved.input.on_device == "on":
             self.feed.device_data = DeviceData(self.device, room(self.device))
@@ -326,58 +336,22 @@ class Loop(LoopState):
             return False
         batches = tuple(turn.gathered)
         turn.gathered.clear()
-        self._step(compute, batches, turn)
+        self._step(Step(self.next_step, batches, compute, turn))
         return True
 
     def _latest(self, batches: int) -> StepFacts:
         rate = self._rate_of(self.stepper.turn)
         return StepFacts(self.next_step, self.epoch, self.feed.taken - batches, batches, rate)
 
-    def _step(self, compute: Compute, batches: tuple[Batch, ...], turn: Turn) -> None:
-        lanes = self.feed.lanes()
-        # A Trainer's loss is checked where its outputs and targets are known.
-        is_checked = self.trainer_facts is None and not turn.has_stepped
-        try:
-            run = compute
-            if is_checked:
-                run = without_backward(watched(compute), turn.update.parameters)
-
-            if self._other_job is not None and self.is_other_job:
-                self.stepper.switch.gather_rows()
-                with self.uncounted():
-                    self._other_job.decide(compute, batches[0])
-            number, tuner = self.next_step, self.tuner
-            if self._trains and not self.model.training:
-                self.note(f"{_IN_EVALUATION} from step {number:,} on: {_AGAIN}")
-            self._trains = self.model.training
-            if number >= self.rounding.next_step:
-                self.rounding.look(compute, batches, turn)
-            first = nullcontext() if turn.has_stepped else gradients_watched(self.model, self.note)
-            watching = nullcontext() if self.features is None else self.features.watching(batches)
-            with first, watching, self._ids_checked(batches):
-                if tuner is None or number < tuner.next_step:
-                    done = self.stepper(run, batches, number, turn)
-                else:
-                    make = partial(self.stepper, run, batches, number, turn)
-                    done = tuner.step(make, batches, turn, number, *self.terms.input_s(lanes))
-        except (IndexError, RuntimeError, ValueError) as error:
-            explain_one_sample(error, batches, self.next_step)
-            explain_kernel(error, self.stepper.switch.now.precision)
-            with self.stepper.switch.rows_as_they_lie():
-                explain_ids(error, self.model, batches, compute, self.feed.source)
-            raise
-        stepped = clock()
-        frozen = 0 if self.features is None else self.features.rows.taken()
+    def _step(self, step: Step) -> None:
+        self.feed.begin_step()
+        stepper, turn = self.stepper, step.turn
+        done = stepper(step)
         turn.has_stepped = True
-        self.numbers.after_step(turn, compute, batches, self.feed.source)
         self.count_step()
-        if self.stepper.switch.leave_read_whole():
-            self.stepper.strategy.renew()
-            report_tables(self, [])
         turn.mean_loss.add(done.loss, done.weight)
-        samples = self.feed.samples_of(batches, self.world.size)
-        self.monitor.step(lanes, done, frozen, stepped, samples)
-        self.pace.mark()
+        for act in stepper.chain.after_step:
+            act(step, done)
 
     def mean_loss(self, optimizer: Optimizers | None = None) -> float:
         """Weighted mean loss of this epoch so far; waits for the device.
@@ -416,7 +390,7 @@ class Loop(LoopState):
         Raises:
             NumbersError: naming the first step that was bad, or weights that an update made bad.
         """
-        self.numbers.check(self.feed.source, compute)
+        self.numbers.check(compute)
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -480,7 +454,7 @@ class Loop(LoopState):
                 self._trial.end()
         self.evaluate_graph.close()
         self.timeline.stop()
-        self.monitor.close()
+        self.monitor.close(error)
         self.undo.__exit__(None if error is None else type(error), error, None)
         if "checkpointing" in vars(self):
             self.checkpointing.close(error)

@@ -6,7 +6,7 @@ and the Loop imports them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -28,8 +28,10 @@ from flatout.train.checkpointing import Checkpointing, no_run_folder
 from flatout.train.evaluate_batch import EvaluateBatch
 from flatout.train.evaluate_graph import EvaluateGraph
 from flatout.train.feed import Feed
+from flatout.train.graphs import Graphs
 from flatout.train.large_batch import as_rule
 from flatout.train.micro_batch import Parts
+from flatout.train.part import Part, check_parts
 from flatout.train.rank_device import join_on
 from flatout.train.rank_trial import is_trial
 from flatout.train.requested import requested_here
@@ -67,7 +69,8 @@ class LoopState:
         batch_in_epoch: batches of this epoch that were taken up to the last step.
         resolved: how the steps run; None before `prepare`.
         lr_scale: what the learning-rate rule does, after `prepare`; None without a rule.
-        parts: runs a batch of an evaluation, where memory runs out in parts.
+        in_pieces: runs a batch of an evaluation, in pieces where memory runs out.
+        parts: the user's own Parts.
         evaluate_graph: runs an evaluation's forward as one compiled graph.
         batch_s: about the seconds in which a batch is made, after `prepare`.
         pace: of several ranks, what this one's steps take without waiting for others.
@@ -104,6 +107,7 @@ class LoopState:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         lr_rule: LrRule | None = None,
+        parts: Sequence[Part] = (),
         run: str | Path | None = None,
         resume: bool | str = False,
         say: Callable[[str], None] = say,
@@ -111,6 +115,7 @@ class LoopState:
         if accumulate < 1:
             raise FlatoutError(f"accumulate must be at least 1, found {accumulate}")
         self.say = say
+        self.parts = check_parts(parts)
         self.terms = TERMS
         self.why_device = ""
         self.largest_batch: dict[str, Any] | None = None
@@ -161,7 +166,7 @@ class LoopState:
         self.undo = ExitStack()
         self._stepper: Stepper | None = None
         self.pace = Pace(ONE.collectives)
-        self.parts = Parts(lambda line: self.say(line))
+        self.in_pieces = Parts(lambda line: self.say(line))
         self.tables_reported = ""
         self.evaluate_graph = EvaluateGraph(self.tell, self._may_compile)
 
@@ -245,10 +250,10 @@ class LoopState:
         return self.is_other_job or (self.tuner is not None and self.tuner.is_searching)
 
     def _may_compile(self) -> bool:
-        capture = None if self._stepper is None else self._stepper.capture
+        graphs = None if self._stepper is None else self._stepper.chain.find(Graphs)
         if self.is_tuning() or self.evaluate_batch.is_measuring:
             return False
-        return capture is None or capture.compiling is None
+        return graphs is None or graphs.compiled is None or graphs.compiled.compiling is None
 
     @property
     def tuning(self) -> dict[str, Any] | None:

@@ -6,12 +6,12 @@ What the user has compiled is compiled again under other settings, which would h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 from flatout.data import Batch
 from flatout.train.loss_value import Compute
+from flatout.train.part import Step
 from flatout.train.snapshot import Snapshot
 from flatout.train.step import Stepper
 from flatout.train.tuner import Tuner
@@ -32,8 +32,8 @@ def rehearse(tuner: Tuner, stepper: Stepper, compute: Compute, batches: Sequence
             if switch.now.memory_format == "channels_last":
                 batch = batch.to_memory_format(torch.channels_last)
             number += 1
-            make = partial(stepper, compute, (batch,), number, turn)
-            tuner.step(make, (batch,), turn, number, budget.input_s, 0.0)
+            step = Step(number, (batch,), compute, turn)
+            tuner.make(step, stepper.chain.inside(Tuner), budget.input_s, 0.0)
             budget.rehearsed_s = budget.elapsed_s
             if budget.elapsed_s > min(budget.terms.longest_s, _SHARE * budget.run_s):
                 tuner.stop("the time before the first step was up")

@@ -188,6 +188,7 @@ def _facts(loop: LoopState) -> Facts:
         "lr_rule": fact("none" if rule is None else ", ".join(f"{k}={v}" for k, v in rule.items())),
         "scheduler": fact(", ".join(type(s).__qualname__ for s in loop.schedulers) or "none"),
         "allow": fact(loop.allow.name.lower()),
+        "parts": fact(", ".join(type(part).__qualname__ for part in loop.parts) or "none"),
     }
 
 
@@ -206,6 +207,7 @@ def state_of(loop: LoopState, extra: Any) -> dict[str, Any]:
         "optimizers": [strategy.state_of(optimizer, kept=keeps) for optimizer in loop.optimizers],
         "optimizer_kinds": [kind_of(optimizer) for optimizer in loop.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in loop.schedulers],
+        "parts": [part.state_dict() for part in loop.parts],
         "turns": [turn.state_dict() for turn in loop.stepper.turns],
         "source": None if loop.feed.source is None else source_state(loop.feed.source),
         "first_samples": loop.first_samples,
@@ -286,6 +288,8 @@ def put_back(
         turn.load_state_dict(saved, same_machine=same_machine)
     for turn in loop.stepper.turns:
         turn.update.refresh()
+    for part, saved in zip(loop.parts, state.get("parts", ()), strict=True):
+        part.load_state_dict(saved)
     kept = [own["reduction"] for own in loaded.own]
     strategy.load_own_states([item for item in kept if item is not None])
     strategy.load_state_dict(state.get("strategy", {}))

@@ -16,7 +16,10 @@ from flatout.errors import DataError, RecipeError
 from flatout.models import Layout, SampleDropout, adapter_of
 from flatout.recipe import ModelFacts, Recipe
 from flatout.train.loss_value import Compute
+from flatout.train.losses import Value
+from flatout.train.part import Done, Part, Step
 from flatout.train.snapshot import random_state, untouched
+from flatout.train.step import Stepper
 from flatout.world import World
 
 
@@ -81,6 +84,41 @@ def _some(batch: Batch, count: int) -> Batch:
 
     inputs, targets, weight, indices = map_tensors(chosen, batch[:4])
     return Batch(inputs, targets, weight, indices, count)
+
+
+class DropoutBySample(Part):
+    """Gives each dropout the places of its samples in the step of all ranks.
+
+    Attributes:
+        keyed: draws for a place.
+    """
+
+    def __init__(self, stepper: Stepper, keyed: SampleDropout) -> None:
+        self._stepper, self.keyed = stepper, keyed
+
+    def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
+        """Make the step; its dropout draws for the number of the step.
+
+        Raises:
+            DataError: a rank does not know the place of its samples in the batch of all ranks.
+        """
+        if not self._stepper.is_alone and not all(batch.whole for batch in step.batches):
+            raise DataError(
+                "dropout by sample needs the places of these samples in the batch of all ranks",
+                do="let Flatout hand out each rank's part of a batch (no shard by files or rows); "
+                "give a Batch of your own its `start` and `whole`",
+            )
+        with self.keyed.step(step.number):
+            return run(step)
+
+    def around_piece(self, piece: Batch, run: Callable[[Batch], Value]) -> Value:
+        """Compute the loss of a micro-batch; its dropout draws for the places of its samples."""
+        self.keyed.at(piece.start, piece.size)
+        return run(piece)
+
+    def close(self, error: BaseException | None) -> None:
+        """Give the dropout layers their own forward back."""
+        self.keyed.close()
 
 
 class _Watch(ExitStack):

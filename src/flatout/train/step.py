@@ -15,16 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter_ns as clock
 from typing import Any, Literal, TypeVar
 
 import torch
 
-from flatout.data import Batch, features_give_way, tensors_in
-from flatout.errors import DataError
+from flatout.data import Batch
 from flatout.measure import DeviceLanes
-from flatout.models import SampleDropout, adapter_of, is_batch_coupled
+from flatout.models import adapter_of, is_batch_coupled
 from flatout.optim import LrScale, Update, scaled
 from flatout.strategies import OwnBuffers, Strategy, Sums, SyncBatchNorm
 from flatout.strategies.rank_rng import rank_rng
@@ -41,10 +39,10 @@ from flatout.train.micro_batch import (
     smaller,
 )
 from flatout.train.objective_checks import explain_backward
+from flatout.train.part import Chain, Done, Part, Step
 from flatout.train.settings import Settings, Switch
 from flatout.train.snapshot import Moving
-from flatout.train.step_graphs import Done, MakesCudaGraphs, MakesGraphs
-from flatout.train.turn import Turn, Turns
+from flatout.train.turn import Turns
 from flatout.world import ONE, World
 
 # Mean loss, its weight, and the times of forward, backward and sync in ns; the gradients are in
@@ -55,12 +53,12 @@ _NO_OTHERS = nullcontext()
 
 
 @dataclass(slots=True)
-class _Part:
-    """What this rank's forward and backward passes leave of a step.
+class _OwnLoss:
+    """The loss of this rank's forward and backward passes of a step.
 
     Attributes:
-        is_mean: `total` is the mean of a whole step, else a sum.
-        forward, backward: what they took without waiting for others, in ns.
+        is_mean: whether `total` is the mean of a whole step, else a sum.
+        forward, backward: time of the passes without waiting for other ranks, in ns.
     """
 
     is_mean: bool
@@ -89,9 +87,9 @@ class Stepper:
         takes_gradients: whether the loss takes gradients itself, as a gradient penalty does.
         own_buffers: averages over ranks the buffers that modules compute from their part; or None.
         may_split: whether a batch is taken again in smaller pieces where memory runs out.
-        capture: makes steps as one compiled graph where settings say so; None where none can.
-        lanes: puts events between the parts of a step, on a device that runs behind the host.
-        cuda_graphs: makes steps as CUDA graphs where settings say so; None where none can.
+        frees_memory: functions that free memory of the device; they return 0 if there was none.
+        lanes: puts events between the phases of a step, on a device that runs asynchronously.
+        chain: the Parts that act around a step.
         turns: of the job's optimizers.
         joint: the turn of all of them together.
         turn: that of the present step, or the latest.
@@ -104,10 +102,10 @@ class Stepper:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         micro_batch: str | int = "whole",
-        dropout: SampleDropout | None = None,
+        order: Sequence[type[Part]] = (Part,),
     ) -> None:
         self.switch = switch
-        self.dropout = dropout
+        self.chain = Chain(self.make, order)
         self.world = ONE
         self.wants_to_stop = self.stopping = False
         self.lr_scale: LrScale | None = None
@@ -124,11 +122,8 @@ class Stepper:
         self.micro_batch = micro_batch
         self.notes: list[str] = []
         self._in_context = switch.guards_group_norms
-        self._captures = False
-        self.capture: MakesGraphs | None = None
+        self.frees_memory: list[Callable[[], int]] = []
         self.lanes: DeviceLanes | None = None
-        self._records = False
-        self.cuda_graphs: MakesCudaGraphs | None = None
 
     def use(self, settings: Settings) -> None:
         """Switch to other settings before the next step."""
@@ -140,8 +135,6 @@ class Stepper:
         if rows:
             self.strategy.renew()
         self._in_context = settings.precision != "fp32" or self.switch.guards_group_norms
-        self._captures = settings.capture == "on"
-        self._records = settings.cuda_graph == "on"
         self.strategy.micro_batches = settings.micro_batches
         self.turns.refresh()
 
@@ -169,46 +162,30 @@ class Stepper:
     def pieces(self, pieces: int) -> None:
         self.turn.pieces = pieces
 
-    def __call__(
-        self, compute: Compute, batches: Sequence[Batch], step: int, turn: Turn | None = None
-    ) -> Done:
-        """One optimizer step on `batches` (more than one when gradients are accumulated)."""
-        self.turn = turn or self.joint
-        if self.lanes is not None:
-            self.lanes.begin()
-        makes = self.capture if self._captures else self.cuda_graphs if self._records else None
-        if makes is None or self.turn is not self.joint:
-            return self._eager(compute, batches, step)
-        return makes(partial(self._eager, compute, batches, step), compute, batches, step)
+    def __call__(self, step: Step) -> Done:
+        """Make an optimizer step, with all Parts."""
+        self.turn = step.turn
+        return self.chain.run(step)
 
-    def _eager(self, compute: Compute, batches: Sequence[Batch], step: int) -> Done:
-        shards = self.switch.shards
-        if shards is None:
-            return self._whole(compute, batches, step)
-        self.switch.spread_rows()
-        is_one = len(batches) == 1 and self.pieces == 1 and not isinstance(self.micro_batch, int)
-        inputs = list(tensors_in(batches[0].inputs)) if is_one else None
-        with shards.step(inputs, partial(self._at_rates_of, step)):
-            return self._whole(compute, batches, step)
+    def make(self, step: Step) -> Done:
+        """Make an optimizer step as no Part changes it."""
+        self.turn = step.turn
+        self.update.begin()
+        computed = self._gradients(step)
+        for act in self.chain.before_update:
+            act(step)
+        return self.finish(computed, step.number)
 
-    def _at_rates_of(self, step: int) -> AbstractContextManager[None]:
+    def at_rates_of(self, number: int) -> AbstractContextManager[None]:
+        """Within, optimizers have the learning rates that a rule gives a step."""
         if self.lr_scale is None:
             return _NO_OTHERS
-        return scaled(self.turn.optimizers, self.lr_scale.at(step - 1))
+        return scaled(self.turn.optimizers, self.lr_scale.at(number - 1))
 
-    def _whole(self, compute: Compute, batches: Sequence[Batch], step: int) -> Done:
-        self.turn.update.begin()
-        if self.dropout is None:
-            computed = self._gradients(compute, batches, step)
-        else:
-            with self.dropout.step(step):
-                computed = self._gradients(compute, batches, step)
-        return self.finish(computed, step)
-
-    def finish(self, computed: _Computed, step: int) -> Done:
+    def finish(self, computed: _Computed, number: int) -> Done:
         """Let the optimizers step: weights change, and the step is no longer taken again."""
         start = clock()
-        with self._at_rates_of(step):
+        with self.at_rates_of(number):
             self._update()
         self.stopping = self.strategy.after_step() or self.stopping
         self.mark("optimizer")
@@ -225,33 +202,32 @@ class Stepper:
         else:
             self.update.scaled(self.scaler)
 
-    def _gradients(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Computed:
-        if self.dropout is not None:
-            self._check_places(batches)
+    def _gradients(self, step: Step) -> _Computed:
         strategy, log = self.strategy, self.world.collectives
-        log.step, before = step, log.waited
+        log.step, before = step.number, log.waited
         strategy.before_step(self.turn.number, self.update.parameters)
         with self._all_together():
-            own = self._own_part(compute, batches, step)
+            own = self._own_loss(step)
             assert own.total is not None
             if own.is_mean:
                 return own.total, own.weight, own.forward, own.backward, 0
             start, waited = clock(), log.waited
-            for rows in self.switch.rows.values():
-                rows.merge()
+            for act in self.chain.before_sum:
+                act(step)
             sums = strategy.finish()
             if self.own_buffers is not None:
-                self.own_buffers.after_step(float(sum(batch.samples for batch in batches)))
+                self.own_buffers.after_step(float(sum(batch.samples for batch in step.batches)))
             self.mark("sync")
             self.stopping = bool(sums.votes)
             waited = log.waited - waited
-            self._divide(self._samples_of(batches), sums.weight)
+            self._divide(self._samples_of(step.batches), sums.weight)
             assert torch.is_tensor(sums.total)
             loss = (sums.total / not_zero(sums.weight, sums.total.dtype)).to(own.total.dtype)
             backward = own.backward + clock() - start - waited
         return loss, sums.weight, own.forward, backward, log.waited - before
 
-    def _own_part(self, compute: Compute, batches: Sequence[Batch], step: int) -> _Part:
+    def _own_loss(self, step: Step) -> _OwnLoss:
+        compute, batches, forward = step.compute, step.batches, self.chain.forward(step.compute)
         weights: torch.Tensor | None = None
         while True:
             pieces = self._pieces_of(batches)
@@ -260,20 +236,20 @@ class Stepper:
             moving = None if samples is None else self._moving()
             try:
                 if samples is None and not self.strategy.takes_whole_batches:
-                    return self._only_pass(compute, pieces[0])
+                    return self._only_pass(forward, pieces[0])
                 if samples is None or not isinstance(compute, Weighing):
-                    return self._passes(compute, pieces, samples)
+                    return self._passes(compute, forward, pieces, samples)
                 if weights is None:
                     weights = compute.sums_of_weights(batches)
                     if not self.strategy.steps_apart:
                         self.world.sum(weights, "weights of several losses")
                 with compute.of_step(weights):
-                    return self._passes(compute, pieces, samples)
+                    return self._passes(compute, forward, pieces, samples)
             except (RuntimeError, MemoryError) as error:
                 self.strategy.disarm()
                 if not self.may_split:
                     raise
-                self._shrink(error, batches, step)
+                self._shrink(error, batches, step.number)
                 if moving is not None:
                     moving.put_back()
 
@@ -306,21 +282,23 @@ class Stepper:
         self._moves.keep()
         return self._moves
 
-    def _only_pass(self, compute: Compute, batch: Batch) -> _Part:
+    def _only_pass(self, forward: Compute, batch: Batch) -> _OwnLoss:
         start = clock()
-        mean, weight = mean_of_value(self._forward(compute, batch), batch.size)
+        mean, weight = mean_of_value(self._forward(forward, batch), batch.size)
         middle = clock()
         self.mark("forward")
         self._backward(mean)
         self.mark("backward")
-        return _Part(True, mean.detach(), weight, middle - start, clock() - middle)
+        return _OwnLoss(True, mean.detach(), weight, middle - start, clock() - middle)
 
-    def _passes(self, compute: Compute, pieces: Sequence[Batch], samples: float | None) -> _Part:
+    def _passes(
+        self, compute: Compute, forward: Compute, pieces: Sequence[Batch], samples: float | None
+    ) -> _OwnLoss:
         strategy, log = self.strategy, self.world.collectives
-        part = _Part(is_mean=samples is None)
+        part = _OwnLoss(is_mean=samples is None)
 
         def loss(piece: Batch) -> torch.Tensor:
-            value = self._forward(compute, piece)
+            value = self._forward(forward, piece)
             if samples is None:
                 mean, weight = mean_of_value(value, piece.size)
                 part.add(mean.detach(), weight)
@@ -356,18 +334,16 @@ class Stepper:
             part.backward += clock() - middle - (log.waited - waited)
         return part
 
-    def _forward(self, compute: Compute, piece: Batch) -> Value:
+    def _forward(self, forward: Compute, piece: Batch) -> Value:
         if self._norms is not None:
             self._norms.copies = piece.copies
             self._norms.is_filling = not piece.samples
-        if self.dropout is not None:
-            self.dropout.at(piece.start, piece.size)
         if self._in_context:
             with self.switch.autocast():
-                value = compute(piece)
+                value = forward(piece)
         else:  # entering one that does nothing takes time, too
             torch.clear_autocast_cache()
-            value = compute(piece)
+            value = forward(piece)
         if not piece.samples and not isinstance(value, tuple):
             return value * 0.0, 0.0  # a mean over rows that only fill a batch up
         return value
@@ -379,14 +355,6 @@ class Stepper:
         except RuntimeError as error:
             explain_backward(error, self.update.parameters)
             raise
-
-    def _check_places(self, batches: Sequence[Batch]) -> None:
-        if not self.is_alone and not all(batch.whole for batch in batches):
-            raise DataError(
-                "dropout by sample wants to know where in the batch of all ranks these samples are",
-                do="let Flatout hand out each rank's part of a batch (no shard by files or rows); "
-                "give a Batch of your own its `start` and `whole`",
-            )
 
     def pieces_on_all_ranks(self, batch: Batch) -> int:
         """Into how many: equally many on each where what they compute has collectives in it."""
@@ -497,9 +465,9 @@ class Stepper:
         forget_frames(error)
         self.update.forget()
         if self.switch.device.type == "cuda":
-            gave_way = features_give_way()
+            is_freed = max([free() for free in self.frees_memory], default=0)
             torch.cuda.empty_cache()
-            if gave_way:  # rows of features lay there that are elsewhere, too
+            if is_freed:
                 return
         largest = max(batch.size for batch in batches)
         # Before the first step the ranks do not compute together, but those of them will.

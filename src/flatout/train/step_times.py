@@ -24,8 +24,10 @@ from flatout.devices import affinity, set_affinity
 from flatout.measure import RanksOnHost, StepTimes, available_bytes, finish_device, usable_cpus
 from flatout.strategies import Strategy
 from flatout.train.contained import SHARE, Child
+from flatout.train.graphs import Graphs
 from flatout.train.loop import Loop
 from flatout.train.loss_value import Compute
+from flatout.train.part import Step
 from flatout.train.snapshot import Snapshot, random_state, set_random_state
 from flatout.train.step import Stepper
 from flatout.world import ONE, own_cpus
@@ -175,7 +177,8 @@ class _Steps:
 
     def _step(self, stepper: Stepper, batch: Batch) -> float:
         began = time.perf_counter()
-        stepper(self._compute, (batch,), self._loop.next_step)
+        step = Step(self._loop.next_step, (batch,), self._compute, stepper.joint)
+        stepper.chain.inside(Graphs)(step)
         finish_device()
         return time.perf_counter() - began
 
@@ -186,8 +189,6 @@ def _steps_alone(stepper: Stepper) -> Iterator[Stepper]:
         "world",
         "samples",
         "strategy",
-        "capture",
-        "cuda_graphs",
         "_norms",
         "_moves",
         "may_split",
@@ -196,7 +197,7 @@ def _steps_alone(stepper: Stepper) -> Iterator[Stepper]:
     across = stepper.joint.update.across
     stepper.world, stepper.strategy = ONE, Strategy()
     stepper.samples = 0.0
-    stepper.capture = stepper.cuda_graphs = stepper._norms = stepper._moves = None
+    stepper._norms = stepper._moves = None
     stepper.may_split, stepper.joint.update.across = False, None
     try:
         yield stepper

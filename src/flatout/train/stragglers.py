@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.measure import Timeline
+from flatout.train.part import Done, Part, Step
 from flatout.words import rounded
 from flatout.world import CollectiveLog, World
 
@@ -33,7 +34,7 @@ _WORDS = {
 }
 
 
-class Pace:
+class Pace(Part):
     """Marks after steps, from which a rank's own time per step is known."""
 
     def __init__(self, log: CollectiveLog) -> None:
@@ -45,8 +46,8 @@ class Pace:
         self._marks: list[tuple[int, int]] = []
         self._steps, self._every = 0, 1
 
-    def mark(self) -> None:
-        """After each step. All ranks keep the marks of the same steps."""
+    def after_step(self, step: Step, done: Done) -> None:
+        """Mark the step. All ranks keep the marks of the same steps."""
         if self._steps % self._every == 0:
             self._marks.append((clock(), self._log.waited))
             if len(self._marks) > 2 * _MOST:

@@ -28,6 +28,7 @@ from flatout.train.image_files import files_as_images
 from flatout.train.inputs import Inputs
 from flatout.train.largest_batch import check_is_open, largest_batch
 from flatout.train.loop import Loop
+from flatout.train.part import Part
 from flatout.train.metrics import Given
 from flatout.train.model_ids import ModelIds, learn_ids, make_room
 from flatout.train.notebook import check_ranks_asked, on_ranks
@@ -92,6 +93,7 @@ class Trainer:
         accumulate: batches whose gradients make one optimizer step.
         clip_norm: largest total 2-norm of the gradients, or None.
         clip_value: largest absolute gradient element, or None.
+        parts: the user's own Parts, which act around each optimizer step (`flatout.Part`).
         seed: decides the sample order, together with epoch and sample number.
         run: folder or fsspec URL for checkpoints and the log; None writes nothing.
         warm_start: a run, checkpoint or model file whose weights and optimizer state to start
@@ -135,6 +137,7 @@ class Trainer:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         lr_rule: LrRule | None = None,
+        parts: Sequence[Part] = (),
         seed: int = 0,
         run: str | Path | None = None,
         warm_start: str | Path | None = None,
@@ -167,6 +170,7 @@ class Trainer:
             "clip_norm": clip_norm,
             "clip_value": clip_value,
             "lr_rule": lr_rule,
+            "parts": parts,
             "seed": seed,
             "run": run,
             "say": say,

@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from flatout.data import Batch, tensors_in
@@ -24,12 +25,14 @@ from flatout.train.auto_capture import BackgroundCompile
 from flatout.train.auto_marks import EndsProcess, failure
 from flatout.train.auto_search import Block, BlockTimes, Failed, Search
 from flatout.train.feed import Feed
+from flatout.train.graphs import Graphs
 from flatout.train.lengths import ByLength, Step
 from flatout.train.micro_batch import forget_frames
+from flatout.train.part import Done, Part
+from flatout.train.part import Step as StepToMake
 from flatout.train.settings import LIVE, Settings
 from flatout.train.snapshot import Moving
 from flatout.train.step import Stepper
-from flatout.train.step_graphs import Done
 from flatout.train.turn import Turn
 from flatout.words import rounded
 from flatout.world import World
@@ -42,7 +45,7 @@ _CHANGED = 1.4
 _LOOKS = 4
 
 
-class Tuner:
+class Tuner(Part):
     """Tune a run while it goes on.
 
     Attributes:
@@ -74,8 +77,9 @@ class Tuner:
         self.spans: list[tuple[int, int, Settings | ByLength]] = []
         self._look_at = 0
         self._stepper, self._feed, self._world = stepper, feed, world
+        self._graphs = stepper.chain.find(Graphs)
         self._settle, self._note = settle, note
-        terms = search.budget.terms
+        terms = self._terms = search.budget.terms
         self._clock, self._cpu_clock = terms.clock, terms.cpu_clock
         self._is_on_cpu = stepper.switch.device.type == "cpu"
         self._changed_job, self._uncounted = changed, uncounted
@@ -136,16 +140,22 @@ class Tuner:
 
     # -- a step ------------------------------------------------------------------------------
 
-    def step(
+    def around_step(self, step: StepToMake, run: Callable[[StepToMake], Done]) -> Done:
+        """Make the step under the settings that are due; a setting that fails is given up."""
+        if step.number < self.next_step:
+            return run(step)
+        return self.make(step, run, *self._terms.input_s(self._feed.lanes))
+
+    def make(
         self,
-        run: Callable[[], Done],
-        batches: Sequence[Batch],
-        turn: Turn,
-        number: int,
+        step: StepToMake,
+        run_step: Callable[[StepToMake], Done],
         waited_s: float,
         prepared_s: float,
     ) -> Done:
-        """Make a step under the settings that are due."""
+        """Make a step whose batches took some seconds to wait for and to copy to the device."""
+        batches, turn, number = step.batches, step.turn, step.number
+        run = partial(run_step, step)
         if self._started is None:
             self._started = self._clock()
             self._first = number
@@ -246,7 +256,9 @@ class Tuner:
     def _without_graph(self, settings: Settings | ByLength) -> tuple[str, str] | None:
         if isinstance(settings, ByLength):
             return None
-        makers = {"capture": self._stepper.capture, "cuda_graph": self._stepper.cuda_graphs}
+        if self._graphs is None:
+            return None
+        makers = {"capture": self._graphs.compiled, "cuda_graph": self._graphs.cuda}
         whys = {name: makes.why for name, makes in makers.items() if makes is not None}
         on = (name for name, why in whys.items() if why and getattr(settings, name) == "on")
         return next(((name, whys[name]) for name in on), None)
@@ -516,7 +528,7 @@ class Tuner:
             self._judge_again(number)
 
     def _slower(self, seconds: float, known: float) -> float:
-        capture, search = self._stepper.capture, self.search
+        capture, search = None if self._graphs is None else self._graphs.compiled, self.search
         if capture is not None and capture.is_asked and capture.compiling is not None:
             return 1.0  # that slows them for now
         is_of_graph = capture is not None and capture.is_asked and capture.is_used

@@ -12,6 +12,7 @@ from flatout.train.auto import Decision
 from flatout.train.auto_capture import BackgroundCompile
 from flatout.train.auto_search import Search
 from flatout.train.capture import Capture
+from flatout.train.graphs import Graphs
 from flatout.train.loop_state import LoopState
 from flatout.train.loss_value import Compute
 from flatout.train.row_tables import Tables
@@ -22,7 +23,7 @@ def tune(loop: LoopState, decision: Decision, changed: Callable[[], None]) -> Tu
     """Begin to try what was left open, from the next step on."""
     assert decision.search is not None
     result = partial(settle, loop, decision)
-    loop.tuner = Tuner(
+    tuner = loop.tuner = Tuner(
         decision.search,
         loop.stepper,
         loop.feed,
@@ -32,7 +33,8 @@ def tune(loop: LoopState, decision: Decision, changed: Callable[[], None]) -> Tu
         changed=changed,
         uncounted=lambda: loop.uncounted(),  # a Trainer sets it later
     )
-    return loop.tuner
+    loop.stepper.chain.add(tuner)
+    return tuner
 
 
 def settle(loop: LoopState, decision: Decision, tuner: Tuner) -> None:
@@ -58,15 +60,17 @@ def capture_steps(loop: LoopState, compute: Compute | None, search: Search | Non
     assert loop.resolved is not None
     stepper, tries = loop.stepper, search is not None and search.captures
     is_asked = not tries and loop.resolved.compute.capture == "on"
-    if stepper.capture is not None:  # of the job before
-        stepper.capture.close()
-        stepper.capture = None
+    graphs = stepper.chain.find(Graphs)
+    assert graphs is not None
+    if graphs.compiled is not None:  # of the job before
+        graphs.compiled.close()
+        graphs.compiled = None
     if is_asked or tries:
         may_lend = loop.requested.process.threads == "auto"
         capture = Capture(
             stepper, loop.note, loop.is_tuning, is_asked, may_lend, loop.terms.ask_every
         )
-        stepper.capture = capture
+        graphs.compiled = capture
         loop.undo.callback(capture.close)
         if loop.tuner is not None and search is not None and tries:
             loop.tuner.beside = BackgroundCompile(capture, compute, search)

@@ -7,7 +7,7 @@ those of the job before go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,15 +19,17 @@ from flatout.train.auto_budget import Budget
 from flatout.train.auto_check import KnownStep
 from flatout.train.auto_search import Search
 from flatout.train.decide import asked_here
+from flatout.train.graphs import Graphs
 from flatout.train.loop_state import LoopState
 from flatout.train.loss_value import Compute
+from flatout.train.part import Done, Part, Step
 from flatout.train.settings import FIELDS, LIVE, Settings
 from flatout.train.tuning import capture_steps, settle, tune
 
 OTHER = "other parameters train than before"
 
 
-class OtherJob:
+class OtherJob(Part):
     """Tells when a Loop's job is another one than its settings were decided for.
 
     It notes in the Loop whether settings are to be decided again with the next step
@@ -64,8 +66,16 @@ class OtherJob:
         # What is compiled would be compiled again for each setting.
         self._loop.is_other_job = not has_compiled(self._loop.model)
 
-    def decide(self, compute: Compute, batch: Batch) -> None:
-        """Decide the settings for the steps from here on."""
+    def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
+        """Make the step, under settings for the parameters that train now."""
+        loop = self._loop
+        if loop.is_other_job:
+            loop.stepper.switch.gather_rows()
+            with loop.uncounted():
+                self._decide(step.compute, step.batches[0])
+        return run(step)
+
+    def _decide(self, compute: Compute, batch: Batch) -> None:
         loop, stepper = self._loop, self._loop.stepper
         loop.is_other_job = False
         if loop.tuner is not None:
@@ -111,8 +121,9 @@ class OtherJob:
             capture_steps(loop, compute, decision.search)
         elif decision.search is None:
             self._use(before)
-            if stepper.capture is not None and loop.requested.compute.capture != "on":
-                stepper.capture.give_up(f"{OTHER}, and too few steps are left")
+            graphs = stepper.chain.find(Graphs)
+            if graphs and graphs.compiled and loop.requested.compute.capture != "on":
+                graphs.compiled.give_up(f"{OTHER}, and too few steps are left")
         else:
             loop.note(f"auto: {OTHER}: settings are tried once more")
             self._search(decision, before)

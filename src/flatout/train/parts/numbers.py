@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -14,9 +13,9 @@ from flatout.data.ranked import Share, ranked
 from flatout.errors import NumbersError
 from flatout.train import guard
 from flatout.train.loss_value import Compute
+from flatout.train.part import Done, Part, Step
 from flatout.train.snapshot import untouched
 from flatout.train.step import Stepper, placed
-from flatout.train.turn import Turn
 from flatout.world import ONE, World
 
 
@@ -38,7 +37,7 @@ class StepFacts(NamedTuple):
     rate: float
 
 
-class NumbersGuard:
+class NumbersGuard(Part):
     """Looks at the flag that each update leaves: at once on a CPU, elsewhere every few steps."""
 
     def __init__(
@@ -47,8 +46,9 @@ class NumbersGuard:
         world: World,
         ready: Callable[[Batch], Batch],
         latest: Callable[[int], StepFacts],
+        source: Callable[[], Source | None],
     ) -> None:
-        self._stepper = stepper
+        self._stepper, self._source = stepper, source
         self._world = world
         self._ready = ready
         self._latest = latest
@@ -56,25 +56,34 @@ class NumbersGuard:
         # Flags on the device, not read yet.
         self._unread: list[tuple[StepFacts, torch.Tensor, Compute]] = []
 
-    def after_step(
-        self, turn: Turn, compute: Compute, batches: Sequence[Batch], source: Source | None
-    ) -> None:
-        """A step was made."""
+    def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
+        """Make the step.
+
+        Raises:
+            NumbersError: gradients were not finite, in this step or, on a GPU, in one of the steps
+                before.
+        """
+        done = run(step)
+        self.check_step(step)
+        return done
+
+    def check_step(self, step: Step) -> None:
+        """Check the gradients of a step that was made: at once if reading their flag is free."""
+        update, facts = step.turn.update, self._latest
         if self._reads_are_free:
-            if turn.update.was_bad():
-                raise self._explain(compute, batches, self._latest(len(batches)))
-        elif turn.update.flag is not None:
-            flag = turn.update.flag.clone()
-            self._unread.append((self._latest(len(batches)), flag, compute))
+            if update.was_bad():
+                raise self._explain(step.compute, step.batches, facts(len(step.batches)))
+        elif update.flag is not None:
+            self._unread.append((facts(len(step.batches)), update.flag.clone(), step.compute))
             if len(self._unread) >= guard.EVERY:
                 unread, self._unread = self._unread, []
-                self._read(unread, source, None)
+                self._read(unread, None)
 
-    def check(self, source: Source | None, compute: Compute | None = None) -> None:
+    def check(self, compute: Compute | None = None) -> None:
         """Read the flags that are still unread, and check the weights for NaN and infinity."""
         unread, self._unread = self._unread, []
         if unread:
-            self._read(unread, source, compute)
+            self._read(unread, compute)
         switch, made = self._stepper.switch, self._latest(0).number - 1
         if made:
             tables = [table for rows in switch.rows.values() for table in rows.weights]
@@ -83,15 +92,15 @@ class NumbersGuard:
     def _read(
         self,
         unread: Sequence[tuple[StepFacts, torch.Tensor, Compute]],
-        source: Source | None,
         compute: Compute | None,
     ) -> None:
         flags = torch.stack([flag for _, flag, _ in unread]).tolist()
         for (step, _, own), was_bad in zip(unread, flags, strict=True):
             if was_bad:
-                raise self._explain(compute or own, self._fetch_again(step, source), step)
+                raise self._explain(compute or own, self._fetch_again(step), step)
 
-    def _fetch_again(self, step: StepFacts, source: Source | None) -> list[Batch]:
+    def _fetch_again(self, step: StepFacts) -> list[Batch]:
+        source = self._source()
         if source is None or not source.seekable:
             return []
         whole = self._stepper.strategy.takes_whole_batches
@@ -102,13 +111,11 @@ class NumbersGuard:
     def _explain(self, compute: Compute, batches: Sequence[Batch], step: StepFacts) -> NumbersError:
         stepper, batches = self._stepper, placed(batches)
         stepper.switch.gather_rows()  # here each rank computes alone
-        model, keyed = stepper.switch.model, stepper.dropout
+        model, within = stepper.switch.model, stepper.chain.forward(compute)
 
         def forward(batch: Batch) -> Any:
-            if keyed is not None:
-                keyed.at(batch.start, batch.size)
             with stepper.switch.autocast():
-                return compute(batch)
+                return within(batch)
 
         # Others do not come where each rank steps alone.
         world = ONE if stepper.strategy.steps_apart else self._world
@@ -119,9 +126,9 @@ class NumbersGuard:
                 return stepper.pieces_on_all_ranks(batch)
             return stepper.wanted_pieces(batch)
 
-        # Of several batches the first with a bad loss; where only a gradient is bad, the first.
-        culprit = next(iter(batches), None)
-        with nullcontext() if keyed is None else keyed.step(step.number):
+        def explain(_: Step) -> Any:
+            # Of several batches the first with a bad loss; where only a gradient is bad, the first.
+            culprit = next(iter(batches), None)
             if len(batches) > 1:
                 with untouched(model, compute), stepper.forward_alone():
                     for batch in batches:
@@ -144,6 +151,10 @@ class NumbersGuard:
                 world=world,
                 together=together,
             )
+
+        again = Step(step.number, batches, compute, stepper.turn)
+        error: NumbersError = stepper.chain.around_pieces(explain)(again)
+        return error
 
 
 def _share_of(batch: Batch) -> Share:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from time import perf_counter_ns as clock
 from typing import Any
 
 from flatout.measure import Live, RanksOnHost, StepTimes
 from flatout.train.loop_state import LoopState
+from flatout.train.part import Done, Lanes, Part, Step
 from flatout.train.recording import RunRecording
-from flatout.train.step_graphs import Done
-
-# Of a batch: when its step began, and its times of fetching, copying and waiting, in ns.
-_Lanes = tuple[int, int, int, int]
 
 
-class Monitor:
+class Monitor(Part):
     """Notes each step in the Timeline, and from time to time writes down what is known.
 
     Args:
@@ -31,6 +29,7 @@ class Monitor:
         self.recording: RunRecording | None = None
         # When the next of these two is due, on the clock of steps.
         self._due = sys.maxsize
+        self._stepped = 0  # when the latest step had ended
 
     def begin(self, facts: tuple[dict[str, Any], float | None] | None) -> None:
         """The Loop was prepared: `flatout top` sees its steps from now on.
@@ -49,21 +48,24 @@ class Monitor:
         self.recording = None if facts is None else RunRecording(loop, *facts)
         self._due = 0
 
-    def step(self, lanes: _Lanes, done: Done, frozen: int, stepped: int, samples: int) -> None:
-        """A step was made.
+    def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
+        """Make the step, and note when it has ended."""
+        done = run(step)
+        self._stepped = clock()
+        return done
 
-        Args:
-            lanes: of its batches.
-            done: its times.
-            frozen: of its forward was computed apart, before the step, in ns.
-            stepped: when it had ended.
-            samples: on how many, of all ranks.
-        """
-        start, fetch, copy, others = lanes
-        now = clock()
-        device = self._loop.stepper.lanes
+    def after_step(self, step: Step, done: Done) -> None:
+        """Record the times of the step and the samples of all ranks."""
+        loop = self._loop
+        start, fetch, copy, others = loop.feed.lanes
+        # A part of the forward may have been computed before the step.
+        features = loop.feed.features
+        frozen = 0 if features is None else features.taken()
+        samples = loop.feed.samples_of(step.batches, loop.world.size)
+        now, stepped = clock(), self._stepped
+        device = loop.stepper.lanes
         if device is None:
-            self._loop.timeline.record(
+            loop.timeline.record(
                 start,
                 fetch,
                 copy,
@@ -80,8 +82,15 @@ class Monitor:
         if now >= self._due:
             self._look(now)
 
-    def captured_step(self, lanes: _Lanes, took: int, stepped: int, samples: int) -> None:
-        """A step was made by a compiled graph, which took so many ns; the rest as of `step`."""
+    def captured_step(self, lanes: Lanes, took: int, stepped: int, samples: int) -> None:
+        """Record a step that a compiled graph has made.
+
+        Args:
+            lanes: times of its batches, as `Feed.lanes`.
+            took: time of the step, in ns.
+            stepped: clock when the step had ended, in ns.
+            samples: of all ranks.
+        """
         start, fetch, copy, others = lanes
         now = clock()
         self._loop.timeline.record(start, fetch, copy, took, 0, others, 0, now - stepped, samples)
@@ -121,8 +130,8 @@ class Monitor:
         if recording is not None:
             recording.close(error)
 
-    def close(self) -> None:
-        """Take the live file away."""
+    def close(self, error: BaseException | None) -> None:
+        """Remove the live file."""
         if self._live is not None:
             self._live.close()
             self._live = None

@@ -9,7 +9,7 @@ then; where they differ by more than rounding, the run goes on in fp32.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from time import perf_counter as clock
 
 from flatout.data import Batch, Features, tensors_in
@@ -20,6 +20,7 @@ from flatout.train.auto_check import FirstCheck
 from flatout.train.loop_state import LoopState
 from flatout.train.loss_value import Compute
 from flatout.train.micro_batch import forget_frames
+from flatout.train.part import Done, Part, Step
 from flatout.train.settings import Settings
 from flatout.train.turn import Turn
 
@@ -34,7 +35,7 @@ _MOSTLY, _LOOKS = 0.7, 2
 _LEFT = ("compute.precision", "compute.fp32_operators", "compute.capture")
 
 
-class RoundingWatch:
+class RoundingWatch(Part):
     """Compares gradients in bf16 with those in fp32 before some of a Loop's steps.
 
     Attributes:
@@ -49,15 +50,20 @@ class RoundingWatch:
         may_look = is_open and not is_own and not loop.has_servers
         self.next_step = _behind(loop.step_count) if may_look else sys.maxsize
 
-    def look(self, compute: Compute, batches: Sequence[Batch], turn: Turn) -> None:
-        """Compare, and go on in fp32 where that is due; all ranks call it before the same step."""
-        loop, number = self._loop, self._loop.next_step
+    def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
+        """Make the step; before some steps gradients are compared, on all ranks."""
+        if step.number >= self.next_step:
+            self._compare(step)
+        return run(step)
+
+    def _compare(self, step: Step) -> None:
+        loop, number, batches = self._loop, step.number, step.batches
         self.next_step = _behind(number)
         if loop.is_tuning() or not self._applies():
             return
         began = clock()
         # Rows of features may be kept on some of the ranks alone.
-        own = 0.0 if _is_kept(batches[0]) else self._share(compute, batches[0], turn)
+        own = 0.0 if _is_kept(batches[0]) else self._share(step.compute, batches[0], step.turn)
         share = max(loop.world.gather(own))
         if loop.tuner is not None:
             loop.tuner.search.budget.lost_s += clock() - began

@@ -1,0 +1,56 @@
+"""Explains errors of a step that torch words for its own developers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+
+from flatout.data import Batch
+from flatout.models import calls_hooks
+from flatout.train.checks import explain_kernel
+from flatout.train.loop_state import LoopState
+from flatout.train.part import Done, Part, Step
+from flatout.train.preflight import explain_one_sample
+from flatout.train.tables import explain_ids, ids_checked_in_step
+
+
+class ExplainErrors(Part):
+    """Names the sample and the table of an id without a row, and the layer without a kernel."""
+
+    def __init__(self, loop: LoopState) -> None:
+        self._loop = loop
+
+    def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
+        """Make the step; an error names its cause."""
+        loop = self._loop
+        try:
+            return run(step)
+        except (IndexError, RuntimeError, ValueError) as error:
+            explain_one_sample(error, step.batches, step.number)
+            switch = loop.stepper.switch
+            explain_kernel(error, switch.now.precision)
+            with switch.rows_as_they_lie():
+                explain_ids(error, loop.model, step.batches, step.compute, loop.feed.source)
+            raise
+
+
+class IdChecks(Part):
+    """Refuses ids that a table would take though it has no such row, as Keras' tables do."""
+
+    def __init__(self, loop: LoopState) -> None:
+        self._loop = loop
+
+    def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
+        """Make the step; its ids are checked where torch does not check them."""
+        with self._ids_checked(step.batches):
+            return run(step)
+
+    def _ids_checked(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
+        if not self._takes_negative_ids or self._loop.device.type != "cpu":
+            return nullcontext()
+        return ids_checked_in_step(self._loop.model, batches, self._loop.feed.source)
+
+    @cached_property
+    def _takes_negative_ids(self) -> bool:
+        return not calls_hooks(self._loop.model)
