@@ -15,80 +15,36 @@ static const Colors plain_colors = {scale, sum_grays, saturate};
 
 #ifdef __x86_64__
 /* Bytes that are `apart` from one another, 16 in each lane. */
-#define WIDE __attribute__((target("avx2")))
-
-WIDE static inline __m256i load_lanes_32(const uint8_t *p, int64_t apart)
+AVX2 static inline __m256i load_lanes(const uint8_t *p, int64_t apart)
 {
     __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)p));
     return _mm256_inserti128_si256(low, _mm_loadu_si128((const __m128i *)(p + apart)), 1);
 }
 
-WIDE static inline void store_lanes_32(uint8_t *p, int64_t apart, __m256i v)
+AVX2 static inline void store_lanes(uint8_t *p, int64_t apart, __m256i v)
 {
     _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(v));
     _mm_storeu_si128((__m128i *)(p + apart), _mm256_extracti128_si256(v, 1));
 }
 
-#define WIDTH 32
-#define LANES 2
-#define V __m256i
-#define OP(name) _mm256_##name
-#define NAME(name) name##_32
-#define ZERO _mm256_setzero_si256()
-#define OR(a, b) _mm256_or_si256(a, b)
-#define LOAD(p) _mm256_loadu_si256((const __m256i *)(p))
-#define STORE(p, v) _mm256_storeu_si256((__m256i *)(p), v)
-#define LOAD_LANES load_lanes_32
-#define STORE_LANES store_lanes_32
-#define SPREAD(p) _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(p)))
-#include "_augment_wide.h"
-#undef WIDE
-#undef WIDTH
-#undef LANES
-#undef V
-#undef OP
-#undef NAME
-#undef ZERO
-#undef OR
-#undef LOAD
-#undef STORE
-#undef LOAD_LANES
-#undef STORE_LANES
-#undef SPREAD
-
-#define WIDE __attribute__((target("avx2,avx512f,avx512bw,avx512vl")))
-
-WIDE static inline __m512i load_lanes_64(const uint8_t *p, int64_t apart)
+AVX2 static inline __m256i load_32(const void *p)
 {
-    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)p));
-    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + apart)), 1);
-    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 2 * apart)), 2);
-    return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 3 * apart)), 3);
+    return _mm256_loadu_si256((const __m256i *)p);
 }
 
-WIDE static inline void store_lanes_64(uint8_t *p, int64_t apart, __m512i v)
+AVX2 static inline void store_32(void *p, __m256i v)
 {
-    _mm_storeu_si128((__m128i *)p, _mm512_castsi512_si128(v));
-    _mm_storeu_si128((__m128i *)(p + apart), _mm512_extracti32x4_epi32(v, 1));
-    _mm_storeu_si128((__m128i *)(p + 2 * apart), _mm512_extracti32x4_epi32(v, 2));
-    _mm_storeu_si128((__m128i *)(p + 3 * apart), _mm512_extracti32x4_epi32(v, 3));
+    _mm256_storeu_si256((__m256i *)p, v);
 }
 
-#define WIDTH 64
-#define LANES 4
-#define V __m512i
-#define OP(name) _mm512_##name
-#define NAME(name) name##_64
-#define ZERO _mm512_setzero_si512()
-#define OR(a, b) _mm512_or_si512(a, b)
-#define LOAD(p) _mm512_loadu_si512(p)
-#define STORE(p, v) _mm512_storeu_si512(p, v)
-#define LOAD_LANES load_lanes_64
-#define STORE_LANES store_lanes_64
-#define SPREAD(p) _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(p)))
+AVX2 static inline __m256i spread_16(const void *p)
+{
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
+}
+
 #include "_augment_wide.h"
 
-static const Downs downs_32 = {32, between_32, down_32}, downs_64 = {64, between_64, down_64};
+static const Downs downs_avx2 = {32, between_avx2, down_avx2};
 #endif
 
 /* Bytes of the widest vectors that this processor has and the caller lets be used. */
@@ -96,10 +52,7 @@ static int usable(int most)
 {
     int width = 0;
 #ifdef __x86_64__
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl"))
-        width = 64;
-    else if (__builtin_cpu_supports("avx2"))
+    if (__builtin_cpu_supports("avx2"))
         width = 32;
     else if (__builtin_cpu_supports("ssse3"))
         width = 16;
@@ -111,7 +64,7 @@ static const Colors *colors_of(int vectors)
 {
 #ifdef __x86_64__
     if (vectors >= 32)
-        return vectors >= 64 ? &colors_64 : &colors_32;
+        return &colors_avx2;
 #endif
     (void)vectors;
     return &plain_colors;
@@ -121,7 +74,7 @@ static const Downs *downs_of(int vectors)
 {
 #ifdef __x86_64__
     if (vectors >= 32)
-        return vectors >= 64 ? &downs_64 : &downs_32;
+        return &downs_avx2;
 #endif
     (void)vectors;
     return &plain_downs;
@@ -175,8 +128,6 @@ static int check_images(Batch *b, const Py_buffer *source, const Py_buffer *out)
     b->pitch = shape[0] > 1 ? strides[0] : all;
     b->end = b->source + (shape[0] - 1) * b->pitch + all;
     b->out = out->buf;
-    if (b->source < b->out + out->len && b->out < b->end)
-        return wrong("out shares memory with source");
     b->rows = source->shape[0];
     b->count = out->shape[0];
     b->sizes = (Sizes){source->shape[1], source->shape[2], out->shape[1], out->shape[2],
@@ -361,11 +312,8 @@ static int take_views(PyObject *const *objects, Py_buffer *views)
     return 1;
 }
 
-PyDoc_STRVAR(change_doc,
-"change(source, out, index, places, parts, factors, boxes, vectors)\n--\n\n"
-"Make `out` of the images `index` of `source`. All others are int64 with a row for each of them, or\n"
-"None from `parts` on. `vectors`: bytes of the widest vectors that may be used.");
-
+/* Make `out` of the images `index` of `source`. All others are int64 with a row for each of
+   them, or None from `parts` on. `vectors`: bytes of the widest vectors that may be used. */
 static PyObject *change(PyObject *module, PyObject *args)
 {
     PyObject *objects[VIEWS];
@@ -392,7 +340,7 @@ static PyObject *change(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"change", change, METH_VARARGS, change_doc},
+    {"change", change, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -455,14 +455,10 @@ static int makes_sense(const Job *job, int item, const Team *team)
 
 #define AT(address) ((void *)(uintptr_t)(address))
 
-PyDoc_STRVAR(forward_doc,
-"forward(x, skip, y, weight, bias, saved, rows, channels, spatial, item, activation, epsilon,\n"
-"        parallel, threads)\n--\n\n"
-"The pointers are addresses, checked by the caller, 0 for what there is not. `saved` takes the\n"
-"mean, variance, scale and shift of each channel, float32. `spatial` is 0 for channels last.\n"
-"`item` is 2 (bfloat16) or 4 (float32) bytes; `activation` 0, 1 (ReLU) or 2 (ReLU6).\n"
-"`parallel` is the address of GOMP_parallel, or 0 for this thread only.");
-
+/* The pointers are addresses, checked by the caller, 0 for what there is not. `saved` takes the
+   mean, variance, scale and shift of each channel, float32. `spatial` is 0 for channels last.
+   `item` is 2 (bfloat16) or 4 (float32) bytes; `activation` 0, 1 (ReLU) or 2 (ReLU6).
+   `parallel` is the address of GOMP_parallel, or 0 for this thread only. */
 static PyObject *py_forward(PyObject *module, PyObject *args)
 {
     unsigned long long x, skip, y, weight, bias, saved;
@@ -488,12 +484,8 @@ static PyObject *py_forward(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(backward_doc,
-"backward(x, y, gradient, out, out_skip, saved, given, rows, channels, spatial, item,\n"
-"         activation, epsilon, parallel, threads)\n--\n\n"
-"As `forward`. `y` is its result where a skip was added before the activation, else 0. `given`\n"
-"takes the gradients of weight and bias, float32.");
-
+/* As `forward`. `y` is its result where a skip was added before the activation, else 0. `given`
+   takes the gradients of weight and bias, float32. */
 static PyObject *py_backward(PyObject *module, PyObject *args)
 {
     unsigned long long x, y, gradient, out, out_skip, saved, given;
@@ -521,8 +513,8 @@ static PyObject *py_backward(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"forward", py_forward, METH_VARARGS, forward_doc},
-    {"backward", py_backward, METH_VARARGS, backward_doc},
+    {"forward", py_forward, METH_VARARGS, NULL},
+    {"backward", py_backward, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

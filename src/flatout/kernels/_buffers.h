@@ -54,25 +54,4 @@ static inline int holds(const Py_buffer *view, const char *wanted)
     return strcmp(dtype(view), wanted) == 0;
 }
 
-static inline int overlap(const Py_buffer *a, const Py_buffer *b)
-{
-    uintptr_t a0 = (uintptr_t)a->buf, b0 = (uintptr_t)b->buf;
-    return a->len > 0 && b->len > 0 && a0 < b0 + (uintptr_t)b->len && b0 < a0 + (uintptr_t)a->len;
-}
-
-/* Whether no view from `written` on shares memory with one before it. */
-static inline int are_apart(const Py_buffer *views, const char *const *names, int written, int count)
-{
-    for (; written < count; written++) {
-        for (int other = 0; other < written; other++) {
-            if (overlap(&views[written], &views[other])) {
-                PyErr_Format(PyExc_ValueError, "%s shares memory with %s", names[written],
-                             names[other]);
-                return 0;
-            }
-        }
-    }
-    return 1;
-}
-
 #endif

@@ -1,8 +1,7 @@
 /* The clock of a training loop: what hooks ask several times in each step.
 
    In a step a hook finds the processor's caches full of other things, where every name that Python
-   looks up costs as much as a call does here. The Python fallback is clock_fallback.py, which says what
-   the lanes are. */
+   looks up costs as much as a call does here. */
 
 #include "_module.h"
 

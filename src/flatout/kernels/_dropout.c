@@ -138,16 +138,11 @@ static int check(const Job *job, int item, int64_t outer, unsigned threads)
     return 0;
 }
 
-PyDoc_STRVAR(run_doc,
-"run(x, out, item, outer, samples, inner, channels, spatial, start, draw, step, seed, threshold, "
-"scale, parallel, threads, is_plain)\n"
-"--\n\n"
-"The pointers are addresses, checked by the caller; `item` is the bytes of a number: 2 (bfloat16),\n"
-"4 (float32), 8 (float64), or 1 to write whether each is kept, without an x. x is of shape (outer,\n"
-"samples, inner), or, where `channels` is not 0, of images that lie as (spatial, channels).\n"
-"`parallel` is the address of GOMP_parallel, or 0 for this thread only; `is_plain` does without\n"
-"what not every CPU has.");
-
+/* The pointers are addresses, checked by the caller; `item` is the bytes of a number: 2
+   (bfloat16), 4 (float32), 8 (float64), or 1 to write whether each is kept, without an x. x is
+   of shape (outer, samples, inner), or, where `channels` is not 0, of images that lie as
+   (spatial, channels). `parallel` is the address of GOMP_parallel, or 0 for this thread only;
+   `is_plain` does without what not every CPU has. */
 static PyObject *run(PyObject *module, PyObject *args)
 {
     unsigned long long x, out, seed, parallel;
@@ -186,7 +181,7 @@ static PyObject *run(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"run", run, METH_VARARGS, run_doc},
+    {"run", run, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -17,7 +17,6 @@
 /* The buffers of one call. */
 typedef struct {
     Py_buffer *views;
-    uint8_t *is_written;
     Py_ssize_t count, room;
 } Held;
 
@@ -25,8 +24,7 @@ static int hold_room(Held *held, Py_ssize_t room)
 {
     *held = (Held){.room = room};
     held->views = PyMem_Calloc((size_t)room, sizeof *held->views);
-    held->is_written = PyMem_Calloc((size_t)room, 1);
-    if (held->views != NULL && held->is_written != NULL)
+    if (held->views != NULL)
         return 1;
     PyErr_NoMemory();
     return 0;
@@ -36,7 +34,6 @@ static void let_go(Held *held)
 {
     release(held->views, held->count);
     PyMem_Free(held->views);
-    PyMem_Free(held->is_written);
 }
 
 /* The view of an object whose dtype is in `dtypes` (NULL: any). `number` follows its name, unless
@@ -49,7 +46,7 @@ static Py_buffer *hold(Held *held, PyObject *object, const char *name, Py_ssize_
     PyOS_snprintf(label, sizeof label, number < 0 ? "%s" : "%s[%zd]", name, number);
     if (!get_buffer(object, view, label, is_written))
         return NULL;
-    held->is_written[held->count++] = (uint8_t)is_written;
+    held->count++;
     const char *found = dtype(view);
     if (dtypes == NULL || (*found != 0 && strstr(dtypes, found) != NULL))
         return view;
@@ -69,48 +66,6 @@ static Py_buffer *hold_row(Held *held, PyObject *object, const char *name, Py_ss
     PyErr_Format(PyExc_ValueError, "%s: expected one dimension of %lld values", name,
                  (long long)count);
     return NULL;
-}
-
-typedef struct {
-    uintptr_t begin, end;
-    int is_written;
-} Span;
-
-static int compare_spans(const void *a, const void *b)
-{
-    const Span *first = a, *second = b;
-    return first->begin < second->begin ? -1 : first->begin > second->begin;
-}
-
-/* Whether nothing that is written shares memory with anything else. */
-static int check_apart(const Held *held)
-{
-    Span *spans = PyMem_Calloc((size_t)held->count + 1, sizeof *spans);
-    uintptr_t end = 0, written_end = 0;
-    int is_apart = 1;
-    size_t count = 0;
-    if (spans == NULL) {
-        PyErr_NoMemory();
-        return 0;
-    }
-    for (Py_ssize_t i = 0; i < held->count; i++) {
-        uintptr_t begin = (uintptr_t)held->views[i].buf;
-        if (held->views[i].len > 0)
-            spans[count++] = (Span){begin, begin + (uintptr_t)held->views[i].len,
-                                    held->is_written[i]};
-    }
-    qsort(spans, count, sizeof *spans, compare_spans);
-    for (size_t i = 0; i < count; i++) {
-        if (spans[i].begin < (spans[i].is_written ? end : written_end))
-            is_apart = 0;
-        end = spans[i].end > end ? spans[i].end : end;
-        if (spans[i].is_written && spans[i].end > written_end)
-            written_end = spans[i].end;
-    }
-    PyMem_Free(spans);
-    if (!is_apart)
-        PyErr_SetString(PyExc_ValueError, "an array to write into shares memory with another one");
-    return is_apart;
 }
 
 /* Offsets of `rows` rows in an array of `*room` values, which becomes the last offset. */
@@ -138,10 +93,7 @@ static const int64_t *hold_offsets(Held *held, PyObject *object, Py_ssize_t numb
 
 /* ---- checksum and frames ---- */
 
-PyDoc_STRVAR(crc32c_doc,
-"crc32c(data, value)\n--\n\n"
-"The CRC-32C of bytes whose beginning has the CRC-32C `value`, and whose rest is `data`.");
-
+/* The CRC-32C of bytes whose beginning has the CRC-32C `value`, and whose rest is `data`. */
 static PyObject *crc32c(PyObject *module, PyObject *args)
 {
     PyObject *data, *answer = NULL;
@@ -161,10 +113,7 @@ static PyObject *crc32c(PyObject *module, PyObject *args)
     return answer;
 }
 
-PyDoc_STRVAR(crc32c_ways_doc,
-"crc32c_ways(data, value)\n--\n\n"
-"As `crc32c`, by each way that this machine has: a dict of their names. For tests.");
-
+/* As `crc32c`, by each way that this machine has: a dict of their names. For tests. */
 static PyObject *crc32c_ways(PyObject *module, PyObject *args)
 {
     PyObject *data, *answer = NULL;
@@ -188,10 +137,7 @@ static PyObject *crc32c_ways(PyObject *module, PyObject *args)
     return answer;
 }
 
-PyDoc_STRVAR(crc32c_blocks_doc,
-"crc32c_blocks(data, block, out)\n--\n\n"
-"The CRC-32C of each `block` bytes of `data`, the last of which may be fewer, into `out`.");
-
+/* The CRC-32C of each `block` bytes of `data`, the last of which may be fewer, into `out`. */
 static PyObject *crc32c_blocks(PyObject *module, PyObject *args)
 {
     PyObject *data, *out, *answer = NULL;
@@ -209,7 +155,7 @@ static PyObject *crc32c_blocks(PyObject *module, PyObject *args)
     }
     long long count = view->len / block + (view->len % block != 0);
     Py_buffer *sums = hold_row(&held, out, "out", -1, "int64", 1, count);
-    if (sums == NULL || !check_apart(&held))
+    if (sums == NULL)
         goto done;
     Py_BEGIN_ALLOW_THREADS
     const uint8_t *at = view->buf;
@@ -224,10 +170,8 @@ done:
     return answer;
 }
 
-PyDoc_STRVAR(scan_doc,
-"scan(buffer, start, starts, ends)\n--\n\n"
-"Find records from byte `start` on. Returns how many, where the next frame begins, and an `End`.");
-
+/* Find records from byte `start` on. Returns how many, where the next frame begins, and an
+   `End`. */
 static PyObject *scan(PyObject *module, PyObject *args)
 {
     PyObject *text, *starts, *ends, *answer = NULL;
@@ -240,8 +184,7 @@ static PyObject *scan(PyObject *module, PyObject *args)
         return NULL;
     if ((views[0] = hold(&held, text, "buffer", -1, NULL, 0)) == NULL ||
         (views[1] = hold_row(&held, starts, "starts", -1, "int64", 1, -1)) == NULL ||
-        (views[2] = hold_row(&held, ends, "ends", -1, "int64", 1, views[1]->shape[0])) == NULL ||
-        !check_apart(&held))
+        (views[2] = hold_row(&held, ends, "ends", -1, "int64", 1, views[1]->shape[0])) == NULL)
         goto done;
     if (start < 0 || start > views[0]->len) {
         PyErr_Format(PyExc_ValueError, "start: expected 0 to %zd, found %lld", views[0]->len,
@@ -298,10 +241,7 @@ static int read_feature(Plan *plan, int32_t i, PyObject *tuple)
     return done > 0;
 }
 
-PyDoc_STRVAR(plan_doc,
-"plan(features)\n--\n\n"
-"What to look for in records: (name, kind, width or -1, required) each.");
-
+/* What to look for in records: (name, kind, width or -1, required) each. */
 static PyObject *make_plan(PyObject *module, PyObject *features)
 {
     (void)module;
@@ -367,10 +307,7 @@ static PyObject *run(Job *job)
     return PyLong_FromLongLong(bad);
 }
 
-PyDoc_STRVAR(measure_doc,
-"measure(buffer, starts, ends, plan, lengths, status, at, check)\n--\n\n"
-"Lengths of the ragged features of each record. Returns how many records are bad.");
-
+/* Lengths of the ragged features of each record. Returns how many records are bad. */
 static PyObject *measure(PyObject *module, PyObject *args)
 {
     PyObject *objects[5], *capsule, *lengths, *answer = NULL;
@@ -390,7 +327,7 @@ static PyObject *measure(PyObject *module, PyObject *args)
         if (view->ndim != 2 || view->shape[0] != job.plan->ragged || view->shape[1] != job.rows)
             PyErr_Format(PyExc_ValueError, "lengths: expected shape (%lld, %lld)",
                          (long long)job.plan->ragged, (long long)job.rows);
-        else if (check_apart(&held))
+        else
             answer = run(&job);
     }
     let_go(&held);
@@ -505,10 +442,7 @@ static int hold_outputs(Held *held, const Job *job, Output *outputs, PyObject *c
     return is_good;
 }
 
-PyDoc_STRVAR(decode_doc,
-"decode(buffer, starts, ends, plan, outputs, offsets, defaults, status, at, check)\n--\n\n"
-"Values of each record into arrays. Returns how many records are bad.");
-
+/* Values of each record into arrays. Returns how many records are bad. */
 static PyObject *decode(PyObject *module, PyObject *args)
 {
     PyObject *objects[5], *capsule, *lists[3], *answer = NULL;
@@ -526,8 +460,7 @@ static PyObject *decode(PyObject *module, PyObject *args)
     job.outputs = outputs;
     if (outputs == NULL)
         PyErr_NoMemory();
-    else if (hold_job(&held, &job, objects) && hold_outputs(&held, &job, outputs, lists) &&
-             check_apart(&held))
+    else if (hold_job(&held, &job, objects) && hold_outputs(&held, &job, outputs, lists))
         answer = run(&job);
     PyMem_Free(outputs);
     let_go(&held);
@@ -606,7 +539,7 @@ static PyObject *write_or_size(PyObject *list, int64_t rows, PyObject *offsets, 
         job.out = is_good ? view->buf : NULL;
         job.out_bytes = is_good ? view->len : 0;
     }
-    if (is_good && check_apart(&held)) {
+    if (is_good) {
         int64_t done;
         Py_BEGIN_ALLOW_THREADS
         done = out == NULL ? writer_sizes(&job) : writer_write(&job);
@@ -624,10 +557,7 @@ static PyObject *write_or_size(PyObject *list, int64_t rows, PyObject *offsets, 
     return answer;
 }
 
-PyDoc_STRVAR(sizes_doc,
-"sizes(columns, rows, offsets)\n--\n\n"
-"Fill `offsets` with where each row's frame will begin, and at last where it ends.");
-
+/* Fill `offsets` with where each row's frame will begin, and at last where it ends. */
 static PyObject *sizes(PyObject *module, PyObject *args)
 {
     PyObject *list, *offsets;
@@ -638,10 +568,7 @@ static PyObject *sizes(PyObject *module, PyObject *args)
     return write_or_size(list, rows, offsets, NULL);
 }
 
-PyDoc_STRVAR(write_doc,
-"write(columns, rows, offsets, out)\n--\n\n"
-"Write the frame of each row to where `sizes` has put it.");
-
+/* Write the frame of each row to where `sizes` has put it. */
 static PyObject *write_(PyObject *module, PyObject *args)
 {
     PyObject *list, *offsets, *out;
@@ -653,15 +580,15 @@ static PyObject *write_(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"crc32c", crc32c, METH_VARARGS, crc32c_doc},
-    {"crc32c_ways", crc32c_ways, METH_VARARGS, crc32c_ways_doc},
-    {"crc32c_blocks", crc32c_blocks, METH_VARARGS, crc32c_blocks_doc},
-    {"scan", scan, METH_VARARGS, scan_doc},
-    {"plan", make_plan, METH_O, plan_doc},
-    {"measure", measure, METH_VARARGS, measure_doc},
-    {"decode", decode, METH_VARARGS, decode_doc},
-    {"sizes", sizes, METH_VARARGS, sizes_doc},
-    {"write", write_, METH_VARARGS, write_doc},
+    {"crc32c", crc32c, METH_VARARGS, NULL},
+    {"crc32c_ways", crc32c_ways, METH_VARARGS, NULL},
+    {"crc32c_blocks", crc32c_blocks, METH_VARARGS, NULL},
+    {"scan", scan, METH_VARARGS, NULL},
+    {"plan", make_plan, METH_O, NULL},
+    {"measure", measure, METH_VARARGS, NULL},
+    {"decode", decode, METH_VARARGS, NULL},
+    {"sizes", sizes, METH_VARARGS, NULL},
+    {"write", write_, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,7 +7,6 @@
 #include <math.h>
 
 #include "_buffers.h"
-#include "_rows.h"
 
 /* The rows that one call moves. `rows` of `row_bytes` bytes each, `count` of them wanted. */
 typedef struct {
@@ -78,10 +77,6 @@ static int check_out(Gather *g, Py_ssize_t bytes_out_per_byte)
                      g->count * row_out, g->count, row_out, g->out.len);
         return 0;
     }
-    if (overlap(&g->out, &g->source) || overlap(&g->out, &g->index)) {
-        PyErr_SetString(PyExc_ValueError, "out shares memory with the source or the index");
-        return 0;
-    }
     return 1;
 }
 
@@ -106,58 +101,36 @@ static int acquire(Gather *g, PyObject *source, PyObject *index, PyObject *out,
     return 0;
 }
 
-static Py_ssize_t copy_rows(const Gather *g)
+static void copy_rows(const Gather *g)
 {
     const char *source = g->source.buf;
     const int64_t *index = g->index.buf;
     const size_t bytes = (size_t)g->row_bytes;
     char *out = g->out.buf;
     if (bytes == 0)
-        return g->count;
-    for (Py_ssize_t i = 0; i < g->count; i++, out += bytes) {
-        int64_t row = read_once(index, i);
-        if ((uint64_t)row >= (uint64_t)g->rows)
-            return i;
-        memcpy(out, source + (size_t)row * bytes, bytes);
-    }
-    return g->count;
+        return;
+    for (Py_ssize_t i = 0; i < g->count; i++, out += bytes)
+        memcpy(out, source + (size_t)index[i] * bytes, bytes);
 }
 
 /* Multiplied, rounded, then added, as numpy does in two passes; setup.py forbids contraction. */
-static Py_ssize_t scale_rows(const Gather *g, float scale, float shift)
+static void scale_rows(const Gather *g, float scale, float shift)
 {
     const uint8_t *source = g->source.buf;
     const int64_t *index = g->index.buf;
     const size_t width = (size_t)g->row_bytes;
     float *restrict out = g->out.buf;
     for (Py_ssize_t i = 0; i < g->count; i++, out += width) {
-        int64_t row = read_once(index, i);
-        if ((uint64_t)row >= (uint64_t)g->rows)
-            return i;
-        const uint8_t *restrict from = source + (size_t)row * width;
+        const uint8_t *restrict from = source + (size_t)index[i] * width;
         for (size_t j = 0; j < width; j++)
             out[j] = (float)from[j] * scale + shift;
     }
-    return g->count;
 }
 
-static PyObject *finish(Gather *g, Py_ssize_t done)
-{
-    Py_ssize_t count = g->count;
-    let_go(g);
-    if (done < count)
-        return PyErr_Format(PyExc_IndexError, "index[%zd] was changed while rows were gathered", done);
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(gather_doc,
-"gather(source, index, out)\n--\n\n"
-"Copy the rows `index` (int64) of `source` into `out`, byte for byte.");
-
+/* Copy the rows `index` (int64) of `source` into `out`, byte for byte. */
 static PyObject *gather(PyObject *module, PyObject *args)
 {
     PyObject *source, *index, *out;
-    Py_ssize_t done;
     Gather g;
     (void)module;
     if (!PyArg_ParseTuple(args, "OOO:gather", &source, &index, &out))
@@ -165,20 +138,17 @@ static PyObject *gather(PyObject *module, PyObject *args)
     if (!acquire(&g, source, index, out, 1))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    done = copy_rows(&g);
+    copy_rows(&g);
     Py_END_ALLOW_THREADS
-    return finish(&g, done);
+    let_go(&g);
+    Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(gather_scaled_doc,
-"gather_scaled(source, index, out, scale, shift)\n--\n\n"
-"Write `row * scale + shift` of the rows `index` of a uint8 `source` into a float32 `out`.");
-
+/* Write `row * scale + shift` of the rows `index` of a uint8 `source` into a float32 `out`. */
 static PyObject *gather_scaled(PyObject *module, PyObject *args)
 {
     PyObject *source, *index, *out;
     double scale, shift;
-    Py_ssize_t done;
     Gather g;
     (void)module;
     if (!PyArg_ParseTuple(args, "OOOdd:gather_scaled", &source, &index, &out, &scale, &shift))
@@ -195,14 +165,15 @@ static PyObject *gather_scaled(PyObject *module, PyObject *args)
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    done = scale_rows(&g, (float)scale, (float)shift);
+    scale_rows(&g, (float)scale, (float)shift);
     Py_END_ALLOW_THREADS
-    return finish(&g, done);
+    let_go(&g);
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    {"gather", gather, METH_VARARGS, gather_doc},
-    {"gather_scaled", gather_scaled, METH_VARARGS, gather_scaled_doc},
+    {"gather", gather, METH_VARARGS, NULL},
+    {"gather_scaled", gather_scaled, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

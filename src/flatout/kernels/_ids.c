@@ -65,14 +65,11 @@ static int are_fields(const Py_buffer *ids, const Py_buffer *fields)
     return 1;
 }
 
-PyDoc_STRVAR(add_doc,
-"add(slots, ids, fields, numbers, start, used)\n--\n\n"
-"Add `numbers` (1 each where it is None) to those of ids from place `start` on, until more than half\n"
-"of the slots would be used. Returns the place of the first id that is left, and the slots used.");
-
+/* Add `numbers` (1 each where it is None) to those of ids from place `start` on, until more
+   than half of the slots would be used. Returns the place of the first id that is left, and the
+   slots used. */
 static PyObject *add(PyObject *module, PyObject *args)
 {
-    static const char *const names[] = {"ids", "fields", "slots"};
     PyObject *slots_object, *ids_object, *fields_object, *numbers_object;
     Py_ssize_t start, used;
     Py_buffer views[4];
@@ -86,7 +83,7 @@ static PyObject *add(PyObject *module, PyObject *args)
         !get_buffer(fields_object, &views[1], "fields", 0) ||
         !get_buffer(slots_object, &views[2], "slots", 1) ||
         (wants && !get_buffer(numbers_object, &views[3], "numbers", 0)) || !is_table(&views[2]) ||
-        !are_fields(&views[0], &views[1]) || !are_apart(views, names, 2, 3))
+        !are_fields(&views[0], &views[1]))
         goto fail;
     const int64_t *ids = views[0].buf, *fields = views[1].buf, *numbers = wants ? views[3].buf : NULL;
     Py_ssize_t count = views[0].len / 8, width = views[1].len / 8, at = start;
@@ -128,11 +125,9 @@ fail:
     return NULL;
 }
 
-PyDoc_STRVAR(rows_doc,
-"rows(slots, ids, fields, firsts, buckets, out)\n--\n\n"
-"Write the row of each id: its number less 1, or, of an id that is not there, the first row of its\n"
-"field's buckets and its hash modulo them. Returns the place of the first id that has neither, or -1.");
-
+/* Write the row of each id: its number less 1, or, of an id that is not there, the first row of
+   its field's buckets and its hash modulo them. Returns the place of the first id that has
+   neither, or -1. */
 static PyObject *rows(PyObject *module, PyObject *args)
 {
     static const char *const names[] = {"slots", "ids", "fields", "firsts", "buckets", "out"};
@@ -147,7 +142,7 @@ static PyObject *rows(PyObject *module, PyObject *args)
         if (!get_buffer(objects[i], &views[i], names[i], i == 5))
             goto fail;
     }
-    if (!is_table(&views[0]) || !are_fields(&views[1], &views[2]) || !are_apart(views, names, 5, 6))
+    if (!is_table(&views[0]) || !are_fields(&views[1], &views[2]))
         goto fail;
     if (!holds(&views[3], "int64") || !holds(&views[4], "int64") || !holds(&views[5], "int64") ||
         views[3].len != views[2].len || views[4].len != views[2].len ||
@@ -197,8 +192,8 @@ fail:
 }
 
 static PyMethodDef methods[] = {
-    {"add", add, METH_VARARGS, add_doc},
-    {"rows", rows, METH_VARARGS, rows_doc},
+    {"add", add, METH_VARARGS, NULL},
+    {"rows", rows, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

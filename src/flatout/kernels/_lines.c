@@ -38,11 +38,9 @@ static int get_bytes(PyObject *object, Py_buffer *view, const char *name, int di
 
 /* ---- lines ---- */
 
-PyDoc_STRVAR(index_doc,
-"index(text, start, stop, starts, ends, count, skip_blank, comment, white)\n--\n\n"
-"Fill `starts` and `ends` (int64) from `count` on with the lines of `text[start:stop]`. Returns\n"
-"how many they hold now, and where the next line begins: at `stop`, or before if they are full.");
-
+/* Fill `starts` and `ends` (int64) from `count` on with the lines of `text[start:stop]`.
+   Returns how many they hold now, and where the next line begins: at `stop`, or before if they
+   are full. */
 static PyObject *index_(PyObject *module, PyObject *args)
 {
     PyObject *text, *starts, *ends;
@@ -68,11 +66,6 @@ static PyObject *index_(PyObject *module, PyObject *args)
     if (count < 0 || count > views[1].len / 8) {
         PyErr_Format(PyExc_ValueError, "count: expected 0 to %zd, found %lld", views[1].len / 8,
                      count);
-        goto done;
-    }
-    if (overlap(&views[0], &views[1]) || overlap(&views[0], &views[2]) ||
-        overlap(&views[1], &views[2])) {
-        PyErr_SetString(PyExc_ValueError, "text, starts and ends share memory");
         goto done;
     }
     lines.bytes = views[0].buf;
@@ -118,11 +111,8 @@ static PyObject *read_result(const Reading *reading, int result, int error)
     }
 }
 
-PyDoc_STRVAR(read_doc,
-"read(fd, starts, ends, out, places)\n--\n\n"
-"Read the bytes `starts[i]` to `ends[i]` of a file into `out` at `places[i]`. Returns None, or\n"
-"(row, byte) of the first byte that the file lacks.");
-
+/* Read the bytes `starts[i]` to `ends[i]` of a file into `out` at `places[i]`. Returns None, or
+   (row, byte) of the first byte that the file lacks. */
 static PyObject *read_(PyObject *module, PyObject *args)
 {
     PyObject *starts, *ends, *out, *places, *answer = NULL;
@@ -137,12 +127,6 @@ static PyObject *read_(PyObject *module, PyObject *args)
         !get_int64(places, &views[2], "places", views[0].len / 8, 0) ||
         !get_bytes(out, &views[3], "out", 1, 1))
         goto done;
-    for (int i = 0; i < 3; i++) {
-        if (overlap(&views[i], &views[3])) {
-            PyErr_SetString(PyExc_ValueError, "out shares memory with starts, ends or places");
-            goto done;
-        }
-    }
     reading.starts = views[0].buf;
     reading.ends = views[1].buf;
     reading.places = views[2].buf;
@@ -254,34 +238,16 @@ static int check_index(const Py_buffer *view, int64_t rows)
     return 1;
 }
 
-static int check_apart(const Columns *columns, const Py_buffer *other)
+static PyObject *move(const Columns *columns, const int64_t *index, int64_t count)
 {
-    for (Py_ssize_t i = 0; i < columns->count; i++) {
-        if (overlap(&columns->views[i], other)) {
-            PyErr_Format(PyExc_ValueError, "column %zd shares memory with rows or index", i);
-            return 0;
-        }
-    }
-    return 1;
-}
-
-static PyObject *move(const Columns *columns, const int64_t *index, int64_t rows, int64_t count)
-{
-    int64_t done;
     Py_BEGIN_ALLOW_THREADS
-    done = rows_move(columns->pieces, columns->count, index, rows, count);
+    rows_move(columns->pieces, columns->count, index, count);
     Py_END_ALLOW_THREADS
-    if (done < count)
-        return PyErr_Format(PyExc_IndexError, "index[%lld] was changed while rows were moved",
-                            (long long)done);
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(split_doc,
-"split(source, index, columns)\n--\n\n"
-"Copy bytes of the rows `index` (int64) of `source` (bytes in two dimensions) into each of the\n"
-"columns: (byte offset in the row, bytes, array).");
-
+/* Copy bytes of the rows `index` (int64) of `source` (bytes in two dimensions) into each of the
+   columns: (byte offset in the row, bytes, array). */
 static PyObject *split(PyObject *module, PyObject *args)
 {
     PyObject *source, *index, *given, *answer = NULL;
@@ -295,8 +261,7 @@ static PyObject *split(PyObject *module, PyObject *args)
         goto done;
     int64_t rows = views[0].shape[0], row_bytes = views[0].shape[1], count = views[1].len / 8;
     if (!check_index(&views[1], rows) ||
-        !get_columns(&columns, given, count, row_bytes, 1) ||
-        !check_apart(&columns, &views[0]) || !check_apart(&columns, &views[1]))
+        !get_columns(&columns, given, count, row_bytes, 1))
         goto done;
     for (Py_ssize_t i = 0; i < columns.count; i++) {
         Piece *piece = &columns.pieces[i];
@@ -305,18 +270,15 @@ static PyObject *split(PyObject *module, PyObject *args)
         piece->to = columns.views[i].buf;
         piece->to_step = piece->width;
     }
-    answer = move(&columns, views[1].buf, rows, count);
+    answer = move(&columns, views[1].buf, count);
 done:
     free_columns(&columns);
     release(views, 2);
     return answer;
 }
 
-PyDoc_STRVAR(join_doc,
-"join(columns, rows, out, index)\n--\n\n"
-"Copy each column (byte offset in the row, bytes, array of `rows` rows) into the rows of `out`\n"
-"(bytes in two dimensions): the rows `index` (int64), or all in their order where it is None.");
-
+/* Copy each column (byte offset in the row, bytes, array of `rows` rows) into the rows of `out`
+   (bytes in two dimensions): the rows `index` (int64), or all in their order where it is None. */
 static PyObject *join(PyObject *module, PyObject *args)
 {
     PyObject *given, *out, *index, *answer = NULL;
@@ -329,7 +291,7 @@ static PyObject *join(PyObject *module, PyObject *args)
     if (!get_bytes(out, &views[0], "out", 2, 1))
         goto done;
     int64_t count = views[0].shape[0], row_bytes = views[0].shape[1];
-    if (!get_columns(&columns, given, rows, row_bytes, 0) || !check_apart(&columns, &views[0]))
+    if (!get_columns(&columns, given, rows, row_bytes, 0))
         goto done;
     if (index == Py_None && count != rows) {
         PyErr_Format(PyExc_ValueError, "out: expected %lld rows, found %lld", rows,
@@ -339,10 +301,6 @@ static PyObject *join(PyObject *module, PyObject *args)
     if (index != Py_None &&
         (!get_int64(index, &views[1], "index", count, 0) || !check_index(&views[1], rows)))
         goto done;
-    if (overlap(&views[0], &views[1])) {
-        PyErr_SetString(PyExc_ValueError, "out shares memory with the index");
-        goto done;
-    }
     for (Py_ssize_t i = 0; i < columns.count; i++) {
         Piece *piece = &columns.pieces[i];
         piece->from = columns.views[i].buf;
@@ -350,7 +308,7 @@ static PyObject *join(PyObject *module, PyObject *args)
         piece->to = (uint8_t *)views[0].buf + columns.offsets[i];
         piece->to_step = row_bytes;
     }
-    answer = move(&columns, index != Py_None ? views[1].buf : NULL, rows, count);
+    answer = move(&columns, index != Py_None ? views[1].buf : NULL, count);
 done:
     free_columns(&columns);
     release(views, 2);
@@ -358,9 +316,9 @@ done:
 }
 
 static PyMethodDef methods[] = {
-    {"index", index_, METH_VARARGS, index_doc},
-    {"read", read_, METH_VARARGS, read_doc},    {"split", split, METH_VARARGS, split_doc},
-    {"join", join, METH_VARARGS, join_doc},     {NULL, NULL, 0, NULL},
+    {"index", index_, METH_VARARGS, NULL},
+    {"read", read_, METH_VARARGS, NULL},    {"split", split, METH_VARARGS, NULL},
+    {"join", join, METH_VARARGS, NULL},     {NULL, NULL, 0, NULL},
 };
 
 MODULE(_lines, "Lines of a text, byte ranges of a file, and rows of bytes to and from columns.", methods)

@@ -1,7 +1,4 @@
-/* Lines of a text, byte ranges of a file, and rows of bytes to and from columns; without Python.
-
-   What comes in may be changed by others while it is read: every offset is read once, and checked
-   where it is used. */
+/* Lines of a text, byte ranges of a file, and rows of bytes to and from columns; without Python. */
 
 #ifndef FLATOUT_LINES_CORE_H
 #define FLATOUT_LINES_CORE_H
@@ -126,17 +123,13 @@ static void add_part(Group *group, uint8_t *to, int64_t bytes, int64_t row, int6
     group->count++;
 }
 
-static int gather_group(Reading *reading, Group *group)
+static void gather_group(const Reading *reading, Group *group)
 {
     int64_t row = reading->row;
     group->count = 0;
     for (; row < reading->rows && group->count + 2 <= MOST_PARTS; row++) {
-        int64_t start = read_once(reading->starts, row), end = read_once(reading->ends, row);
-        int64_t place = read_once(reading->places, row);
-        if (!is_inside(reading, start, end, place)) {
-            reading->row = row;
-            return READ_OUTSIDE;
-        }
+        int64_t start = reading->starts[row], end = reading->ends[row];
+        int64_t place = reading->places[row];
         if (start == end)
             continue;
         if (group->count == 0) {
@@ -151,7 +144,6 @@ static int gather_group(Reading *reading, Group *group)
         group->to = end;
     }
     group->next_row = row;
-    return READ_DONE;
 }
 
 static int read_group(Reading *reading, Group *group)
@@ -194,9 +186,8 @@ static int rows_read(Reading *reading)
 {
     Group group;
     while (reading->row < reading->rows) {
-        int result = gather_group(reading, &group);
-        if (result == READ_DONE)
-            result = read_group(reading, &group);
+        gather_group(reading, &group);
+        int result = read_group(reading, &group);
         if (result != READ_DONE)
             return result;
     }
@@ -262,27 +253,19 @@ static inline void copy_piece(uint8_t *to, const uint8_t *from, int64_t width)
         memcpy(to, from, (size_t)width);
 }
 
-/* Move the rows `index`, or the first `count` where it is NULL. Returns how many were moved: fewer
-   where an index turned out to be no row. */
-static int64_t rows_move(const Piece *pieces, int64_t piece_count, const int64_t *index,
-                         int64_t rows, int64_t count)
+/* Move the rows `index`, or the first `count` where it is NULL. */
+static void rows_move(const Piece *pieces, int64_t piece_count, const int64_t *index, int64_t count)
 {
     Span spans[MOST_SPANS];
     int span_count = spans_of(pieces, piece_count, spans);
     for (int64_t i = 0; i < count; i++) {
-        int64_t row = index != NULL ? read_once(index, i) : i;
-        if (row < 0 || row >= rows)
-            return i;
-        if (index != NULL && i + AHEAD < count) {
-            int64_t later = read_once(index, i + AHEAD);
-            if (later >= 0 && later < rows)
-                fetch_row(spans, span_count, later);
-        }
+        int64_t row = index != NULL ? index[i] : i;
+        if (index != NULL && i + AHEAD < count)
+            fetch_row(spans, span_count, index[i + AHEAD]);
         for (const Piece *piece = pieces; piece < pieces + piece_count; piece++)
             copy_piece(piece->to + i * piece->to_step, piece->from + row * piece->from_step,
                        piece->width);
     }
-    return count;
 }
 
 #endif

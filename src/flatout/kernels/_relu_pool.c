@@ -122,12 +122,8 @@ static void work(void *shared)
     }
 }
 
-PyDoc_STRVAR(run_doc,
-"run(backward, image, small, codes, images, height, width, channels, item, parallel, threads)\n"
-"--\n\n"
-"The pointers are addresses, checked by the caller; `item` is 2 (bfloat16) or 4 (float32) bytes.\n"
-"`parallel` is the address of GOMP_parallel, or 0 for this thread only.");
-
+/* The pointers are addresses, checked by the caller; `item` is 2 (bfloat16) or 4 (float32)
+   bytes. `parallel` is the address of GOMP_parallel, or 0 for this thread only. */
 static PyObject *run(PyObject *module, PyObject *args)
 {
     unsigned long long image, small, codes, parallel;
@@ -162,7 +158,7 @@ static PyObject *run(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"run", run, METH_VARARGS, run_doc},
+    {"run", run, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

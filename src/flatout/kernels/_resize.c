@@ -96,11 +96,8 @@ static int run(const Py_buffer *source, const Py_buffer *out, PyObject *rows, Py
     return 1;
 }
 
-PyDoc_STRVAR(linear_doc,
-"linear(source, out, rows, columns, values)\n--\n\n"
-"Resize the uint8 image `source` of shape (height, width, channels) into `out`. `rows`, `columns`\n"
-"and `values`, which may be empty, are bytes: arrays of Pixel, Pixel and Values.");
-
+/* Resize the uint8 image `source` of shape (height, width, channels) into `out`. `rows`,
+   `columns` and `values`, which may be empty, are bytes: arrays of Pixel, Pixel and Values. */
 static PyObject *linear(PyObject *module, PyObject *args)
 {
     PyObject *source_object, *out_object, *rows, *columns, *values;
@@ -127,7 +124,7 @@ static PyObject *linear(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"linear", linear, METH_VARARGS, linear_doc},
+    {"linear", linear, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -146,10 +146,8 @@ static void end(Stacks *self)
     Py_END_ALLOW_THREADS
 }
 
-PyDoc_STRVAR(start_doc,
-"start()\n--\n\n"
-"Looks at the thread that made this, from now on. One such clock's thread is watched at a time.");
-
+/* Looks at the thread that made this, from now on. One such clock's thread is watched at a
+   time. */
 static PyObject *stacks_start(PyObject *object, PyObject *nothing)
 {
     Stacks *self = (Stacks *)object;
@@ -175,8 +173,7 @@ static PyObject *stacks_start(PyObject *object, PyObject *nothing)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(stop_doc, "stop()\n--\n\nEnds that.");
-
+/* Ends that. */
 static PyObject *stacks_stop(PyObject *object, PyObject *nothing)
 {
     (void)nothing;
@@ -184,8 +181,7 @@ static PyObject *stacks_stop(PyObject *object, PyObject *nothing)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(renew_doc, "renew()\n--\n\nForgets what was seen.");
-
+/* Forgets what was seen. */
 static PyObject *stacks_renew(PyObject *object, PyObject *nothing)
 {
     Stacks *self = (Stacks *)object;
@@ -207,12 +203,9 @@ static PyObject *numbers(const double *values, int count)
     return list;
 }
 
-PyDoc_STRVAR(seen_doc,
-"seen()\n--\n\n"
-"What was seen: a node for each place in a stack, as (its caller's number or -1, its code's id,\n"
-"instruction, looks that ended there, ns of them by lane, ns of them by bin of steps). A code that\n"
-"is gone may have left its id to another.");
-
+/* What was seen: a node for each place in a stack, as (its caller's number or -1, its code's
+   id, instruction, looks that ended there, ns of them by lane, ns of them by bin of steps). A
+   code that is gone may have left its id to another. */
 static PyObject *stacks_seen(PyObject *object, PyObject *nothing)
 {
     Stacks *self = (Stacks *)object;
@@ -307,10 +300,10 @@ static PyGetSetDef properties[] = {
 };
 
 static PyMethodDef methods[] = {
-    {"start", stacks_start, METH_NOARGS, start_doc},
-    {"stop", stacks_stop, METH_NOARGS, stop_doc},
-    {"renew", stacks_renew, METH_NOARGS, renew_doc},
-    {"seen", stacks_seen, METH_NOARGS, seen_doc},
+    {"start", stacks_start, METH_NOARGS, NULL},
+    {"stop", stacks_stop, METH_NOARGS, NULL},
+    {"renew", stacks_renew, METH_NOARGS, NULL},
+    {"seen", stacks_seen, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

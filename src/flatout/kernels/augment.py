@@ -17,7 +17,7 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 ONE = 65536
 """A factor that changes nothing."""
 # Bytes of the widest vectors that are used, where the processor has them.
-_VECTORS = 64
+_VECTORS = 32
 
 
 def change_images(
