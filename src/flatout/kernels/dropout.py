@@ -29,11 +29,6 @@ _WORD = 0xFFFFFFFF
 _ITEMS = {torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
 
 
-def available() -> bool:
-    """Whether the C extension does the work on CPUs."""
-    return _c is not None
-
-
 class Draw(NamedTuple):
     """What the draws of one call are a function of, beside the element.
 
