@@ -117,7 +117,7 @@ def test_it_says_what_grew_by_lane():
 def test_a_new_torch_is_named_beside_a_slow_down():
     times = np.full(100, 100.0)
     found = compare(kept(times), measured(1.2 * times), {**HERE, "torch": "2.14.0"})
-    assert "  may be the cause: torch 2.13.0, now 2.14.0" in found.describe()
+    assert "  may be the cause: torch 2.13.0 -> 2.14.0" in found.describe()
 
 
 def test_on_another_machine_only_dangers_count():
@@ -127,7 +127,7 @@ def test_on_another_machine_only_dangers_count():
     assert found.exit_code == 0
     assert found.ratio is None
     assert found.describe() == [
-        "times were not compared: the baseline is of another machine (cpu made up, now another)"
+        "times were not compared: the baseline is of another machine (cpu made up -> another)"
     ]
     slow["findings"] = [finding("train mode", "danger", where="train.py:120")]
     assert compare(kept(times), slow, ELSEWHERE).exit_code == 3

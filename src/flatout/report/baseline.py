@@ -46,7 +46,7 @@ FEWEST_STEPS = 30
 
 _MOST_STEPS = 2_000
 _MOST_WARM_UP = 10
-_SOFTWARE = ("torch", "python", "libc")
+SOFTWARE = ("torch", "python", "libc")
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,9 @@ def compare(
         new_dangers,
         ratio_of_medians([baseline.run.step_ms], new.step_ms),
         grew=_growth(baseline.run, new),
-        software=_differences(baseline.machine, machine, hardware=False),
+        software=differences(
+            *({name: of.get(name) for name in SOFTWARE} for of in (baseline.machine, machine))
+        ),
         proven=baseline.proven,
     )
 
@@ -281,7 +283,7 @@ def _unfit(ranks: Sequence[Observation]) -> str:
 def _incomparable(
     baseline: Baseline, ranks: Sequence[Observation], machine: Mapping[str, Any]
 ) -> str:
-    other = _differences(baseline.machine, machine, hardware=True)
+    other = differences(hardware(baseline.machine), hardware(machine))
     if other:
         return f"the baseline is of another machine ({'; '.join(other)})"
     kept = baseline.run
@@ -292,13 +294,20 @@ def _incomparable(
     return _unfit(ranks)
 
 
-def _differences(kept: Mapping[str, Any], new: Mapping[str, Any], *, hardware: bool) -> list[str]:
-    names = [name for name in dict.fromkeys([*kept, *new]) if (name in _SOFTWARE) != hardware]
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return [
-        f"{name} {value_words(kept.get(name))}, now {value_words(new.get(name))}"
-        for name in names
-        if plain(kept.get(name)) != plain(new.get(name))
+        f"{name} {_short(value_words(a.get(name)))} -> {_short(value_words(b.get(name)))}"
+        for name in dict.fromkeys([*a, *b])
+        if plain(a.get(name)) != plain(b.get(name))
     ]
+
+
+def hardware(machine: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in machine.items() if name not in SOFTWARE}
+
+
+def _short(words: str) -> str:
+    return words if len(words) <= 60 else f"{words[:59]}…"
 
 
 def _danger(finding: Mapping[str, Any]) -> tuple[str, str]:

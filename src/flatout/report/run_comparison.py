@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,12 +31,10 @@ from flatout.measure import (
     PROFILE_FILE,
     Interval,
     Profile,
-    plain,
     ratio_of_medians,
     student_t,
-    value_words,
 )
-from flatout.report.baseline import FLOOR
+from flatout.report.baseline import FLOOR, differences, hardware
 from flatout.report.run import FEWEST_STEPS, SeenRun, names_of
 from flatout.words import count_words, counted, duration, rounded, size_words
 
@@ -45,7 +43,6 @@ _MOST_BESIDE, _FEWEST_ALIKE = 50, 4
 _LEAST_NOISE = 0.001
 _WIDTH = 80
 _LABEL = 10
-_SOFTWARE = ("torch", "python", "libc")
 # What makes figures of learning differ, whatever else is the same.
 _LEARNS = ("loss", "loss_weights", "metrics", "class_weight", "validation data", "seed")
 
@@ -160,19 +157,19 @@ class Pair:
     @cached_property
     def recipe(self) -> list[str]:
         a, b = (_recipe(run) for run in (self.a, self.b))
-        return _differences(a, b) if a and b else []
+        return differences(a, b) if a and b else []
 
     @cached_property
     def job(self) -> list[str]:
-        return [] if not self._both else _differences(*(_job(item) for item in self._both))
+        return [] if not self._both else differences(*(_job(item) for item in self._both))
 
     @cached_property
     def machine(self) -> list[str]:
-        return [] if not self._both else _differences(*(_machine(item) for item in self._both))
+        return [] if not self._both else differences(*(_machine(item) for item in self._both))
 
     @cached_property
     def versions(self) -> list[str]:
-        return [] if not self._both else _differences(*(_versions(item) for item in self._both))
+        return [] if not self._both else differences(*(_versions(item) for item in self._both))
 
     @cached_property
     def data(self) -> list[str]:
@@ -191,7 +188,7 @@ class Pair:
         if a.get("newest") and b.get("newest") and b["newest"] > a["newest"]:
             result.append(f"newest file {duration(b['newest'] - a['newest'])} later")
         if a.get("words") != b.get("words"):
-            result.append(f"{_short(a.get('words'))} -> {_short(b.get('words'))}")
+            result.append(f"{a.get('words')} -> {b.get('words')}")
         return result
 
     @cached_property
@@ -472,8 +469,7 @@ def _job(profile: Profile) -> dict[str, Any]:
 
 
 def _machine(profile: Profile) -> dict[str, Any]:
-    machine = profile.ranks[0].machine
-    return {name: value for name, value in machine.items() if name not in _SOFTWARE}
+    return hardware(profile.ranks[0].machine)
 
 
 def _versions(profile: Profile) -> dict[str, Any]:
@@ -481,21 +477,8 @@ def _versions(profile: Profile) -> dict[str, Any]:
     return {**profile.versions, "libc": machine.get("libc")}
 
 
-def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name} {_short(value_words(a.get(name)))} -> {_short(value_words(b.get(name)))}"
-        for name in dict.fromkeys([*a, *b])
-        if plain(a.get(name)) != plain(b.get(name))
-    ]
-
-
 def _model_words(profile: Profile) -> str:
     return f"{profile.model['name']} of {count_words(profile.model['parameters'])} parameters"
-
-
-def _short(words: Any) -> str:
-    text = str(words)
-    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def _change(ratio: Interval, word: str) -> str:
