@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import flatout
 from flatout.cli.main import app
 from flatout.data.conversion.convert import convert
+from flatout.data.progress import progress
 from flatout.data.schema import as_schema
 from flatout.errors import DataError
 
@@ -166,13 +167,12 @@ def test_errors_are_for_people(tmp_path):
     assert done.stdout == ""
 
 
-def test_progress_goes_to_stderr_and_only_after_a_while(text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("flatout.data.progress._LINE_EVERY_S", 0.0)
-    convert(text, tmp_path / "day.tfrecord", shards=2)
+def test_progress_goes_to_stderr_and_only_after_a_while(text, tmp_path, capsys):
+    with progress("converting", 50, line_every_s=0.0) as tell:
+        tell(50, "2 of 2 shards done")
     said = capsys.readouterr()
     assert said.out == ""
     assert "converting  100%  50 rows" in said.err
     assert "2 of 2 shards done" in said.err
-    monkeypatch.undo()
     convert(text, tmp_path / "again.tfrecord", shards=2)
     assert capsys.readouterr().err == ""

@@ -436,9 +436,8 @@ def test_options_that_make_no_sense(tmp_path):
 def test_rows_like_the_header_stay_wherever_pieces_of_the_file_begin(tmp_path, monkeypatch):
     path = _write(tmp_path / "a.csv", "a,b\n" * 301)
     assert _rows(path).rows == 300
-    monkeypatch.setattr("flatout.data.indexed._HELD", 0.0)
     for piece in (100, 3):
-        rows = partial(IndexedRows, reading=Reading(piece=piece))
+        rows = partial(IndexedRows, budget=0, reading=Reading(piece=piece))
         monkeypatch.setattr("flatout.data.sources.csv_rows.IndexedRows", rows)
         monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / f"pieces of {piece}"))
         assert _rows(path).rows == 300

@@ -171,15 +171,15 @@ def test_what_is_no_file_is_named_and_never_waited_for(tmp_path, kind):
         libsvm(str(path))
 
 
-def test_what_unpacks_to_far_more_than_data_do_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_ALWAYS_UNPACKED", 1 << 20)
+def test_what_unpacks_to_far_more_than_data_do_is_refused(tmp_path):
     path = str(tmp_path / "zeros.svm.gz")
-    with gzip.open(path, "wb") as packed:
-        packed.write(b"0 1:1\n" * 700_000)
-    with pytest.raises(DataError, match=r"unpacks to more than [\d,]+ bytes") as found:
+    Path(path).write_bytes(gzip.compress(bytes(1 << 20)) * 257)
+    with pytest.raises(DataError, match="unpacks to more than 268,435,456 bytes") as found:
         libsvm(path)
     assert f"flatout.data.unpack({path!r}, most=BYTES)" in str(found.value)
     assert not [one for one in (cache_folder() / "files").glob("*") if "zeros" in one.name]
+    with gzip.open(path, "wb") as packed:
+        packed.write(b"0 1:1\n" * 700_000)
     with pytest.raises(DataError, match="more than 4,000,000 bytes"):
         flatout.data.unpack(path, most=4_000_000)
     (unpacked,) = flatout.data.unpack(path, most=4_200_000)

@@ -8,7 +8,6 @@ from data_recordio import write_recordio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.data import framing
 from flatout.data.decoder import Split
 from flatout.data.framing import pieces, rows_within, split_recordio
 from flatout.data.pipe import Pipe
@@ -162,18 +161,17 @@ def test_lines_and_where_they_stand(rows):
     assert list(read(content, lines, True)) == expected
 
 
-def test_records_across_pieces(monkeypatch):
-    monkeypatch.setattr(framing, "PIECE", 64)
+def test_records_across_pieces():
     rows = [b"%d" % number * (number % 50 + 1) for number in range(300)]
     content = b"".join(row + b"\n" for row in rows)
     assert len(content) < 1 << 16
-    again = list(read(content, lines, True))
+    again = list(read(content, lines, True, room_bytes=64))
     assert [row for row, _ in again] == rows
     places = np.cumsum([0] + [len(row) + 1 for row in rows])
     assert [place for _, place in again] == [
         f"p:{line} (byte {at:,})" for line, at in enumerate(places[:-1], start=1)
     ]
-    wrapped = [place for _, place in read(recordio(rows), split_recordio, False)]
+    wrapped = [place for _, place in read(recordio(rows), split_recordio, False, room_bytes=64)]
     assert wrapped[1] == f"p: byte {8 + 4 + 8}"
 
 

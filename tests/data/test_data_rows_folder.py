@@ -121,11 +121,11 @@ def test_the_cache_of_a_pipeline_is_no_data_set(tmp_path):
         rows(cache.parent)
 
 
-def sealed_again(folder, **changes):
+def sealed_again(folder, block=checksums.BLOCK, **changes):
     """Checksums that fit what lies there, as the one who made it wrong would have written them."""
     meta = {**json.loads((folder / "meta.json").read_text()), **changes}
     del meta["checksum"]
-    meta["files"] = {name: Checksums.of(folder / name).words() for name in meta["files"]}
+    meta["files"] = {name: Checksums.of(folder / name, block).words() for name in meta["files"]}
     (folder / "meta.json").write_text(sealed(meta))
 
 
@@ -182,8 +182,8 @@ def test_what_is_known_before_is_compared_too(folder, column):
 
 
 def test_only_blocks_that_are_read_are_compared_and_each_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(checksums, "BLOCK", 512)
     convert(Pipeline(MadeUp(100)), tmp_path / "made.rows")
+    sealed_again(tmp_path / "made.rows", block=512)
     source, buffers = FolderRows(tmp_path / "made.rows"), Buffers()
     compared = []
     monkeypatch.setattr(

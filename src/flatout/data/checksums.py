@@ -32,15 +32,15 @@ class Checksums(NamedTuple):
     crc32c: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str]) -> Checksums:
-        """Those of a file as it is now."""
+    def of(cls, path: str | os.PathLike[str], block: int = BLOCK) -> Checksums:
+        """Those of a file as it is now, in blocks of so many bytes."""
         result, size = [np.empty(0, np.int64)], 0
         with open(path, "rb", buffering=0) as file:
             # A raw read may give less than a whole number of blocks.
             while len(piece := _read(file.fileno(), size, _PIECE)):
-                result.append(crc32c_blocks(piece, BLOCK))
+                result.append(crc32c_blocks(piece, block))
                 size += len(piece)
-        return cls(size, BLOCK, np.concatenate(result))
+        return cls(size, block, np.concatenate(result))
 
     def words(self) -> dict[str, Any]:
         return {"size": self.size, "block": self.block, "crc32c": self.crc32c.tolist()}

@@ -18,7 +18,6 @@ from flatout.data.decoder import Bytes, Split
 from flatout.data.pipe import Pipe
 from flatout.errors import DataError
 
-PIECE = 1 << 20
 LONGEST_RECORD = 64 << 20
 
 _MAGIC = 0xCED7230A
@@ -63,15 +62,16 @@ def pieces(
     *,
     text: bool,
     longest: int = LONGEST_RECORD,
+    room_bytes: int = 1 << 20,
 ) -> Iterator[Piece]:
-    """The records of a pipe, as many at a time as have come."""
-    buffer = np.empty(2 * PIECE, np.uint8)
+    """The records of a pipe, as many at a time as have come and the room in memory holds."""
+    buffer = np.empty(2 * room_bytes, np.uint8)
     held = offset = lines = 0
     while True:
         # As much again as is held already, so that a long record is not searched over and over.
-        room = min(max(PIECE, held), longest + _FRAMING + PIECE - held)
+        room = min(max(room_bytes, held), longest + _FRAMING + room_bytes - held)
         if len(buffer) < held + room:
-            larger = np.empty(min(2 * (held + room), longest + _FRAMING + PIECE), np.uint8)
+            larger = np.empty(min(2 * (held + room), longest + _FRAMING + room_bytes), np.uint8)
             larger[:held] = buffer[:held]
             buffer = larger
         came = pipe.read_into(buffer.data[held : held + room])

@@ -15,20 +15,19 @@ from flatout.words import clock, count_words
 
 _QUIET_S = 1.0
 _DRAWINGS_PER_S = 4
-# Where there is no terminal.
-_LINE_EVERY_S = 60.0
-
 # Hears how many rows are done by now, and what else there is to say.
 Told: TypeAlias = Callable[[int, str], None]
 
 
 @contextmanager
-def progress(what: str, total: int | None, show: bool = True) -> Iterator[Told]:
+def progress(
+    what: str, total: int | None, show: bool = True, line_every_s: float = 60.0
+) -> Iterator[Told]:
     """A live bar on a terminal, one line a minute elsewhere; both on standard error."""
     if not show:
         yield lambda done, words: None
         return
-    bar = _Shown(what, total)
+    bar = _Shown(what, total, line_every_s)
     try:
         yield bar.tell
     finally:
@@ -36,12 +35,12 @@ def progress(what: str, total: int | None, show: bool = True) -> Iterator[Told]:
 
 
 class _Shown:
-    def __init__(self, what: str, total: int | None) -> None:
-        self._what, self._total = what, total
+    def __init__(self, what: str, total: int | None, line_every_s: float) -> None:
+        self._what, self._total, self._line_every_s = what, total, line_every_s
         self._out = Console(stderr=True, highlight=False)
         self._began = time.monotonic()
         self._first: int | None = None  # rows that were there already
-        quiet = _QUIET_S if self._out.is_interactive else _LINE_EVERY_S
+        quiet = _QUIET_S if self._out.is_interactive else line_every_s
         self._draw_at = self._began + quiet
         self._bar: Progress | None = None
         self._task = TaskID(0)
@@ -54,7 +53,7 @@ class _Shown:
             return
         figures = "  ".join(self._figures(done, now - self._began, words))
         if not self._out.is_interactive:
-            self._draw_at = now + _LINE_EVERY_S
+            self._draw_at = now + self._line_every_s
             self._out.print(f"{self._what}  {figures}", markup=False, soft_wrap=True)
             return
         self._draw_at = now + 1 / _DRAWINGS_PER_S

@@ -34,7 +34,6 @@ Resize = Literal["stretch", "crop", "fit"]
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 
 HAVE_PILLOW = Image is not None
-HAVE_SIMPLEJPEG = simplejpeg is not None
 
 # Only halves pay: libjpeg-turbo has no vector code for the other eighths, which makes them as slow
 # as the whole image.
@@ -63,6 +62,11 @@ class ImageForm:
     resize: Resize
     channels: int
     reduced: bool
+
+
+def has_simplejpeg() -> bool:
+    """Return True if JPEG is decoded by simplejpeg."""
+    return simplejpeg is not None
 
 
 def scratch_bytes(header: Header, look: ImageForm) -> int:
@@ -215,10 +219,10 @@ def _is_close(size: tuple[int, ...], wanted: tuple[int, int]) -> bool:
     return size[0] <= _QUICK_SHRINK * wanted[0] and size[1] <= _QUICK_SHRINK * wanted[1]
 
 
-def _resized(pixels: Pixels, size: tuple[int, int]) -> Pixels:
+def _resized(pixels: Pixels, size: tuple[int, int], by_torch: bool = _TORCH_IS_FAST) -> Pixels:
     if pixels.shape[:2] == size:
         return pixels
-    if not _TORCH_IS_FAST:
+    if not by_torch:
         image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
         smaller = np.asarray(image.resize(size[::-1], Image.Resampling.BILINEAR))
         return smaller.reshape(*size, pixels.shape[2])

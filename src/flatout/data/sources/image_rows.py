@@ -17,10 +17,10 @@ from flatout.data.files import File
 from flatout.data.origins import Gather, Rows, alone
 from flatout.data.schema import Column, Role, Schema
 from flatout.data.sources.image_decode import (
-    HAVE_SIMPLEJPEG,
     ImageForm,
     Resize,
     decode,
+    has_simplejpeg,
     scratch_bytes,
 )
 from flatout.data.sources.image_files import Content
@@ -207,7 +207,7 @@ class ImageRows(Rows):
         return [f"classes without an image: {', '.join(empty)}"] if empty else []
 
     def _decoder_notes(self) -> list[str]:
-        if HAVE_SIMPLEJPEG or not self._images.headers["plain_jpeg"].any():
+        if has_simplejpeg() or not self._images.headers["plain_jpeg"].any():
             return []
         return [
             "simplejpeg is absent: Pillow decodes JPEG, more slowly, and notices only damage that "
