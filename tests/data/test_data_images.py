@@ -377,7 +377,7 @@ def test_what_little_is_left_to_shrink_is_interpolated(tmp_path, channels):
     antialiased = np.asarray(half.resize((224, 224), _BILINEAR)).reshape(224, 224, channels)
     assert psnr(quick, full) > 42
     assert psnr(antialiased, full) > psnr(quick, full)
-    assert psnr(antialiased, quick) < 55  # it was interpolated, not antialiased
+    assert psnr(antialiased, quick) < 65  # it was interpolated, not antialiased
     # Further to go, so that it is antialiased anyway.
     half = Image.open(io.BytesIO(content))
     half.draft("RGB", (256, 248))
