@@ -14,8 +14,6 @@ import numpy as np
 import flatout
 from flatout.cli.main import main as command
 from flatout.data.batch import named_tensors
-from flatout.data.conversion import passes
-from flatout.data.execution import row_folder
 from killed.processes import Tell
 from killed.series import forked
 
@@ -59,7 +57,6 @@ class Scaled:
 
 def fill(tell: Tell, folder: Path, variation: str) -> str:
     """Two epochs through a cache that is filled in the first."""
-    row_folder._FLUSH_S = 0.01  # or all that is killed would be lost
     made = table(folder)
     if variation != "rows":
         made = made.map(Scaled(variation == "nameless"))
@@ -68,7 +65,6 @@ def fill(tell: Tell, folder: Path, variation: str) -> str:
 
 def convert(tell: Tell, folder: Path, variation: str) -> str:
     """By the command; where it is to overwrite, what was there before was made otherwise."""
-    row_folder._FLUSH_S, passes.MOST_ROWS = 0.005, 100
     kind = variation.split()[0]
     target = folder / "out" / f"table.{kind}"
     first = ["data", "convert", str(folder.parent / "table.csv"), str(target), "--target", "y"]

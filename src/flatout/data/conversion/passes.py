@@ -16,8 +16,8 @@ from flatout.measure import usable_cpus
 
 T = TypeVar("T")
 
-MOST_ROWS = 1 << 16
-"""In a piece, however small rows are."""
+# Rows of a piece, however small they are.
+_MOST_ROWS = 1 << 16
 
 
 class Piece(NamedTuple):
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 def pieces_of(sizes: Sequence[int], probe: Block, piece_bytes: int) -> list[Piece]:
     """Parts of these sizes in pieces, those of one part of about the same size."""
-    most = int(min(max(piece_bytes / row_bytes(probe), 1), MOST_ROWS))
+    most = int(min(max(piece_bytes / row_bytes(probe), 1), _MOST_ROWS))
     pieces, start = [], 0
     for part, size in enumerate(sizes):
         count = -(-size // most)
