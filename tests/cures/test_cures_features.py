@@ -3,7 +3,6 @@
 import copy
 import io
 import json
-import math
 
 import pytest
 import torch
@@ -11,22 +10,23 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 from flatout.cache_folder import cache_folder
-from flatout.cures import cut_features, kept_samples, record
+from flatout.cures import cut_features, record
 from flatout.cures.dataset_now import Dataset, DatasetNow
 from flatout.cures.features import keep_features, keep_whole
-from flatout.cures.kept_samples import FIELD
+from flatout.cures.kept_samples import FIELD, Keeping
 from flatout.data import sample_names
 from flatout.data.features import room
 from flatout.data.features.sample_names import hashed
-from flatout.models.frozen import contents
 from flatout.train.frozen_choice import Choice
 
 
 @pytest.fixture(autouse=True)
-def _begun(monkeypatch):
-    monkeypatch.setattr(kept_samples, "_CHECKED", 0)
-    monkeypatch.setattr(kept_samples, "_UNPROVEN", 1)
+def _begun():
     record.begin({FIELD: "memory"})
+
+
+def keeping(where="memory", **limits):
+    return Keeping(where, DatasetNow(), **{"checked": 0, "unproven": 1.0, **limits})
 
 
 class Counted(nn.Module):
@@ -45,16 +45,14 @@ class Counted(nn.Module):
 class Job:
     """A head on frozen layers, called as cures call it."""
 
-    def __init__(self, *layers, where="memory"):
+    def __init__(self, *layers, where="memory", **limits):
         torch.manual_seed(0)
         self.body = Counted(*(layers or (nn.Linear(6, 5), nn.ReLU())))
         self.body.requires_grad_(False).eval()
         self.model = nn.Sequential(self.body, nn.Linear(5, 2))
-        self.begin(where)
-
-    def begin(self, where):
-        self.now = DatasetNow()
-        self.call = keep_features(where, self.now, self.model, (), {}, nn.Module.__call__)
+        kept = keeping(where, **limits)
+        self.now = kept.now
+        self.call = keep_features(kept, self.model, (), {}, nn.Module.__call__)
         cells = [cell.cell_contents for cell in self.call.__closure__]
         self.parts = next(found for found in cells if isinstance(found, list))
 
@@ -104,9 +102,8 @@ def test_gradients_are_those_without():
     assert job.body.calls == 1
 
 
-def test_the_first_batches_are_computed_as_well(monkeypatch):
-    monkeypatch.setattr(kept_samples, "_CHECKED", 2)
-    job = Job()
+def test_the_first_batches_are_computed_as_well():
+    job = Job(checked=2)
     assert [job.computes(X) for _ in range(5)] == [True, True, True, False, False]
 
 
@@ -121,18 +118,16 @@ class Centerd(nn.Module):
         return (x - x.mean(0)) * self.weight
 
 
-def test_layers_for_which_samples_depend_on_one_another_are_left_alone(monkeypatch):
-    monkeypatch.setattr(kept_samples, "_CHECKED", 2)
-    job = Job(nn.Linear(6, 5), Centerd())
+def test_layers_for_which_samples_depend_on_one_another_are_left_alone():
+    job = Job(nn.Linear(6, 5), Centerd(), checked=2)
     assert job.computes(X)
     assert job.computes(X[:5])
     assert "depends on the rest of its batch" in told()
     assert [job.computes(X) for _ in range(3)] == [True] * 3
 
 
-def test_numbers_that_are_none_are_left_alone(monkeypatch):
-    monkeypatch.setattr(kept_samples, "_CHECKED", 1)
-    job = Job()
+def test_numbers_that_are_none_are_left_alone():
+    job = Job(checked=1)
     bad = X.clone()
     bad[0, 0] = torch.nan
     assert job.body(bad).isnan().any()
@@ -160,11 +155,11 @@ def load(job):
 
 
 @pytest.mark.parametrize("change", [change_weights, change_uncounted, replace_weights, load])
-def test_other_weights_give_other_features(change, monkeypatch):
-    monkeypatch.setattr(contents, "_SHARE", math.inf)  # they are looked at in each call
+def test_other_weights_give_other_features(change):
     job = Job()
     job.computes(X)
     change(job)
+    job.features._contents.next_look = 0.0
     assert job.computes(X)
     assert not job.computes(X)
 
@@ -262,9 +257,8 @@ def test_samples_of_which_none_comes_again_are_forgotten(monkeypatch):
 
 
 @pytest.mark.parametrize("validated", [False, True])
-def test_a_dataset_that_changes_its_samples_at_random_is_not_kept(monkeypatch, validated):
-    monkeypatch.setattr(kept_samples, "_AHEAD", 0)
-    job = Job(where="disk")
+def test_a_dataset_that_changes_its_samples_at_random_is_not_kept(validated):
+    job = Job(where="disk", ahead=0)
     drawn = torch.Generator().manual_seed(2)
     for epoch in range(3):
         job.now.dataset = Dataset(1, "Flipped", 8, epoch + 1)
@@ -310,19 +304,13 @@ def test_who_has_put_a_forward_of_his_own_there_keeps_it():
 
 def test_a_model_without_frozen_layers_is_left_as_written():
     model = nn.Linear(2, 2)
-    assert (
-        keep_features("memory", DatasetNow(), model, (), {}, nn.Module.__call__)
-        is nn.Module.__call__
-    )
+    assert keep_features(keeping(), model, (), {}, nn.Module.__call__) is nn.Module.__call__
     assert told() == "no leading layers of Linear are frozen and in eval mode"
 
 
 def test_a_compiled_model_is_left_as_written():
     model = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
-    assert (
-        keep_features("memory", DatasetNow(), model, (), {}, nn.Module.__call__)
-        is nn.Module.__call__
-    )
+    assert keep_features(keeping(), model, (), {}, nn.Module.__call__) is nn.Module.__call__
     assert "compiled" in told()
 
 
@@ -337,7 +325,7 @@ class Pair(nn.Module):
 
 def test_layers_that_give_no_rows_are_left_alone():
     model = nn.Sequential(Pair(), nn.Flatten(0), nn.Linear(1, 1))
-    call = keep_features("memory", DatasetNow(), model, (), {}, nn.Module.__call__)
+    call = keep_features(keeping(), model, (), {}, nn.Module.__call__)
     for _ in range(2):
         call(model, X)
     assert told() == "Pair gives something else than a row for each sample"
@@ -353,7 +341,7 @@ def test_what_frozen_layers_give_is_kept_wherever_they_are(device):
     frozen = Counted(nn.Linear(4, 6), nn.ReLU()).requires_grad_(False)
     model = nn.Sequential(frozen, nn.Linear(6, 2)).to(device)
     x = torch.randn(12, 4, device=device)
-    call = keep_features("memory", DatasetNow(), model, (x,), {}, nn.Module.__call__)
+    call = keep_features(keeping(), model, (x,), {}, nn.Module.__call__)
     plain = nn.Sequential(*copy.deepcopy(model)).to(device)
     for _ in range(4):
         for rows in x.split(4):
@@ -568,8 +556,13 @@ class CutJob:
             )[1],
         )
         self.model, self.kwargs = self.made(), kwargs
-        self.now = DatasetNow()
-        self.call = keep_features(where, self.now, self.model, (), {}, nn.Module.__call__)
+        self.call = keep_features(keeping(where), self.model, (), {}, nn.Module.__call__)
+
+    def look_again(self):
+        """Have the next call look whether weights have changed."""
+        cells = [cell.cell_contents for cell in self.call.__closure__]
+        cut = next(found for found in cells if isinstance(found, cut_features.CutFeatures))
+        cut._cut.contents.next_look = 0.0
 
     @staticmethod
     def choose(options, samples, epochs, plain_s):
@@ -625,12 +618,12 @@ def test_a_forward_with_several_frozen_layers_is_cut_once(monkeypatch, kwargs):
 
 
 def test_a_cut_that_does_not_hold_any_more_is_looked_for_again(monkeypatch):
-    monkeypatch.setattr(contents, "_SHARE", math.inf)  # weights are looked at in each call
     job = CutJob(monkeypatch)
     job(*pictures())
     job(*pictures())
     assert sum(job.computed) == 12
     job.model.first.weight.data.mul_(2)
+    job.look_again()
     job(*pictures())
     job(*pictures())
     assert job.computed.pop() == 12
@@ -691,9 +684,8 @@ def test_layers_that_draw_random_numbers_are_left_alone():
     assert not job.features._kept
 
 
-def test_random_samples_that_no_loader_gives_are_told_by_the_evaluations(monkeypatch):
-    monkeypatch.setattr(kept_samples, "_AHEAD", 0)
-    job = Job(where="disk")
+def test_random_samples_that_no_loader_gives_are_told_by_the_evaluations():
+    job = Job(where="disk", ahead=0)
     drawn = torch.Generator().manual_seed(2)
     for epoch in range(4):
         for _ in range(2):
@@ -708,8 +700,7 @@ def test_random_samples_that_no_loader_gives_are_told_by_the_evaluations(monkeyp
 
 def test_without_any_sign_of_an_epoch_no_more_than_a_part_of_the_room_is_filled(monkeypatch):
     monkeypatch.setattr("flatout.data.features.kept_rows.disk_room", lambda: 40 * 24)
-    monkeypatch.setattr(kept_samples, "_UNPROVEN", 0.25)
-    job = Job(where="disk")
+    job = Job(where="disk", unproven=0.25)
     drawn = torch.Generator().manual_seed(2)
     for _ in range(5):
         assert job.computes(torch.randn(4, 6, generator=drawn))
@@ -721,9 +712,8 @@ def test_without_any_sign_of_an_epoch_no_more_than_a_part_of_the_room_is_filled(
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_stream_whose_second_pass_has_none_of_the_first_is_random(monkeypatch, again):
-    monkeypatch.setattr(kept_samples, "_AHEAD", 0)
-    job = Job()
+def test_a_stream_whose_second_pass_has_none_of_the_first_is_random(again):
+    job = Job(ahead=0)
     drawn = torch.Generator().manual_seed(2)
     for passed in (1, 2, 3):
         if again:
@@ -773,7 +763,7 @@ def test_a_backbone_that_the_script_calls_by_itself_is_kept(frozen_by):
     if frozen_by == "requires_grad":
         body.requires_grad_(False)
     with torch.set_grad_enabled(frozen_by == "requires_grad"):
-        call = keep_whole("memory", DatasetNow(), body, (), {}, nn.Module.__call__)
+        call = keep_whole(keeping(), body, (), {}, nn.Module.__call__)
         given = [call(body, X[at]) for at in torch.arange(12).split(4) for _ in range(2)]
     assert body.calls == 3
     assert torch.equal(torch.cat(given[::2]), torch.cat(given[1::2]))
@@ -782,7 +772,7 @@ def test_a_backbone_that_the_script_calls_by_itself_is_kept(frozen_by):
         assert call(body, X).requires_grad
         assert body.calls == 4
     # A head alone, the script's root, has no frozen layers.
-    keep_features("memory", DatasetNow(), nn.Linear(5, 2), (), {}, nn.Module.__call__)
+    keep_features(keeping(), nn.Linear(5, 2), (), {}, nn.Module.__call__)
     assert told() is None
 
 
@@ -790,7 +780,7 @@ def test_a_module_that_trains_or_has_no_weights_is_no_backbone():
     for module in (nn.CrossEntropyLoss(), nn.Linear(6, 5), nn.Sequential(nn.BatchNorm1d(6))):
         if isinstance(module, nn.Sequential):
             module.requires_grad_(False)
-        call = keep_whole("memory", DatasetNow(), module, (), {}, nn.Module.__call__)
+        call = keep_whole(keeping(), module, (), {}, nn.Module.__call__)
         assert call is nn.Module.__call__
 
 

@@ -11,8 +11,7 @@ from weakref import ref
 
 import numpy as np
 
-from flatout.cures.dataset_now import DatasetNow
-from flatout.cures.kept_samples import FIELD, KeptSamples, ModeStore
+from flatout.cures.kept_samples import FIELD, Keeping, KeptSamples, ModeStore
 from flatout.cures.layers import words_of
 from flatout.cures.record import leave, took
 from flatout.cures.roots import Call
@@ -37,9 +36,9 @@ class CutFeatures(KeptSamples):
         why: there is no cut, in words; "" where nothing is frozen.
     """
 
-    def __init__(self, root: Any, where: Any, now: DatasetNow) -> None:
+    def __init__(self, root: Any, keeping: Keeping) -> None:
         model = unwrapped(root)[-1]
-        super().__init__(type(model).__name__, where, now)
+        super().__init__(type(model).__name__, keeping)
         self._model = ref(model)
         self.is_open, self.why = True, ""
         self._cut: Cut | None = None
@@ -69,16 +68,16 @@ class CutFeatures(KeptSamples):
         if (hooked := _hooked(model)) is not None:
             self.why = f"{hooked or self._name} has a hook, which would run for a trial too"
             return
-        dataset = self._now.dataset
+        dataset = self._keeping.now.dataset
         samples = 1 if dataset is None or dataset.samples is None else max(1, dataset.samples)
         with snapshot.untouched(model), torch.no_grad():
-            result = find_cuts(model, inputs, feature_costs.room(self._where) / samples)
+            result = find_cuts(model, inputs, feature_costs.room(self._keeping.where) / samples)
             self.why = result.hindrance
             cut = self._best(result.cuts, inputs, samples) if result.cuts else None
         if cut is None:
             return
         self._cut, self._form = cut, (_form_of(args, kwargs), autocast_now(self._device.type))
-        place = "on disk" if self._where == "disk" else "in memory"
+        place = "on disk" if self._keeping.where == "disk" else "in memory"
         each = f"{size_words(cut.bytes_per_sample)} a sample"
         took(FIELD, f"features kept {cut.name} of {self._name} {place}, {each}")
         if self.why:
@@ -88,6 +87,7 @@ class CutFeatures(KeptSamples):
         from flatout.train import feature_costs as costs
         from flatout.train import frozen_choice
 
+        where = self._keeping.where
         # On a GPU a few samples take as long as a batch.
         few = _rows(inputs, slice(_MEASURED)) if self._device.type == "cpu" else inputs
         count = len(_leaves(few)[0])
@@ -98,7 +98,7 @@ class CutFeatures(KeptSamples):
             cut.rest(features)
             rest_s, _ = costs.timed(partial(cut.rest, features), self._device)
             whole = samples * cut.bytes_per_sample
-            read_s = cut.bytes_per_sample / costs.read_rate(self._where, whole, self._device)
+            read_s = cut.bytes_per_sample / costs.read_rate(where, whole, self._device)
             options.append(
                 frozen_choice.FeatureOption(
                     cut.name,
@@ -106,7 +106,7 @@ class CutFeatures(KeptSamples):
                     bytes=cut.bytes_per_sample,
                     variants=1,
                     read_s=read_s + naming_s / count,
-                    room=costs.room(self._where),
+                    room=costs.room(where),
                 )
             )
         # Backward takes about twice as long as forward.

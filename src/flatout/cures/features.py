@@ -14,7 +14,7 @@ from weakref import ref
 
 from flatout.cures.cut_features import CutFeatures
 from flatout.cures.dataset_now import DatasetNow
-from flatout.cures.kept_samples import FIELD, KeptSamples, ModeStore
+from flatout.cures.kept_samples import FIELD, Keeping, KeptSamples, ModeStore
 from flatout.cures.layers import layers_of, tensors_of
 from flatout.cures.record import applied, leave, took
 from flatout.cures.roots import Call, Cure
@@ -26,15 +26,14 @@ from flatout.observe import acts_in_training, frozen_parts
 
 def cure(torch: Any, steps: ScriptSteps) -> Cure:
     """What is put around the calls of root modules."""
-    now = DatasetNow()
-    now.watch()
-    steps.of_unstepped.append(partial(keep_whole, steps.asked[FIELD], now))
-    return partial(keep_features, steps.asked[FIELD], now)
+    keeping = Keeping(steps.asked[FIELD], DatasetNow())
+    keeping.now.watch()
+    steps.of_unstepped.append(partial(keep_whole, keeping))
+    return partial(keep_features, keeping)
 
 
 def keep_whole(
-    where: Any,
-    now: DatasetNow,
+    keeping: Keeping,
     module: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -51,10 +50,10 @@ def keep_whole(
         return call
     if len({tensor.device for tensor in tensors}) > 1:
         return call
-    whole = Features(torch, module, where, now, is_whole=True)
+    whole = Features(torch, module, keeping, is_whole=True)
     if not whole.is_frozen():
         return call
-    _tell_taken(module, where)
+    _tell_taken(module, keeping.where)
 
     def with_features(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         is_open = whole.open()
@@ -68,8 +67,7 @@ def keep_whole(
 
 
 def keep_features(
-    where: Any,
-    now: DatasetNow,
+    keeping: Keeping,
     module: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -89,16 +87,16 @@ def keep_features(
     if len({tensor.device for tensor in module.parameters()}) > 1:
         leave(FIELD, f"{name} lies on several devices")
         return call
-    cut = CutFeatures(module, where, now)
+    cut = CutFeatures(module, keeping)
     parts: list[Features] = []
 
     def with_features(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         trains = module.training and torch.is_grad_enabled()
-        now.called(trains)
+        keeping.now.called(trains)
         if cut.is_open and trains and not is_anything_compiled():
             cut.look(args, kwargs)
             if not cut.is_open and not cut.is_cut and not parts:
-                parts.extend(_parts_of(module, where, now, cut.why))
+                parts.extend(_parts_of(module, keeping, cut.why))
         if cut.is_cut:
             return cut(module, args, kwargs, call)
         opened = [part for part in parts if part.open()]
@@ -111,15 +109,15 @@ def keep_features(
     return with_features
 
 
-def _parts_of(module: Any, where: Any, now: DatasetNow, why: str) -> list[Features]:
+def _parts_of(module: Any, keeping: Keeping, why: str) -> list[Features]:
     import torch
 
     name, parts = type(module).__name__, list(frozen_parts(module))
     if len(parts) != 1:
         leave(FIELD, why or f"no leading layers of {name} are frozen and in eval mode")
         return []
-    _tell_taken(module, where)
-    return [Features(torch, parts[0], where, now)]
+    _tell_taken(module, keeping.where)
+    return [Features(torch, parts[0], keeping)]
 
 
 def _tell_taken(module: Any, where: Any) -> None:
@@ -135,16 +133,13 @@ class Features(KeptSamples):
     Args:
         torch: the module.
         part: that is frozen.
-        where: "memory" or "disk".
-        now: has the dataset of the latest batch.
+        keeping: where samples are kept, and limits.
         is_whole: whether no optimizer steps it, so that without a graph it is frozen whatever its
             parameters want.
     """
 
-    def __init__(
-        self, torch: Any, part: Any, where: Any, now: DatasetNow, *, is_whole: bool = False
-    ) -> None:
-        super().__init__(type(part).__name__, where, now)
+    def __init__(self, torch: Any, part: Any, keeping: Keeping, *, is_whole: bool = False) -> None:
+        super().__init__(type(part).__name__, keeping)
         self._torch = torch
         self._is_whole = is_whole
         self._part = ref(part)

@@ -15,20 +15,34 @@ from flatout.cures.record import fill, leave
 from flatout.data import NAMES_VERSION, NamedStore, RowPart, feature_key
 
 FIELD = "script.features"
-# So many batches are computed though all of them is kept.
-_CHECKED = 4
-# A dataset that has given so many more new samples than it has changes them at random. Batches that
-# a loader gave ahead may be counted as another dataset's.
-_TOO_MANY, _AHEAD = 1.25, 64
-# Where it is not known how many there are, the share of what is free that may be filled before one
-# comes again.
-_UNPROVEN = 0.25
+# A dataset that has given more new samples than this many times its own changes them at random.
+_TOO_MANY = 1.25
 # Of a device's free memory, what rows may take: a script that runs out of it ends.
 _DEVICE_SHARE = 0.2
 # After so many changes of the weights with no sample that came again between them.
 _CHANGES = 3
 # So many names of samples are remembered that are not kept.
 _NAMES = 1 << 19
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """The place of kept samples, the dataset that is in use, and limits.
+
+    Attributes:
+        where: "memory" or "disk".
+        now: has the dataset of the latest batch.
+        checked: batches that are computed although all their samples are kept.
+        ahead: samples that a loader gives ahead, which may be counted as another dataset's.
+        unproven: the share of the free room that is filled before a sample comes again, if the
+            number of samples is not known.
+    """
+
+    where: Any
+    now: DatasetNow
+    checked: int = 4
+    ahead: int = 64
+    unproven: float = 0.25
 
 
 @dataclass
@@ -73,10 +87,9 @@ class _Given:
 class KeptSamples:
     """What some layers have given, by sample."""
 
-    def __init__(self, name: str, where: Any, now: DatasetNow) -> None:
+    def __init__(self, name: str, keeping: Keeping) -> None:
         self._name = name
-        self._where = where
-        self._now = now
+        self._keeping = keeping
         self._given: dict[int, _Given] = {}  # by dataset
         self._is_over = False
         self._kept: dict[Any, ModeStore] = {}  # by mode
@@ -84,14 +97,14 @@ class KeptSamples:
         self._doubted: set[bytes] | None = None
         self._is_proven = False  # that samples do come again
         self._changes = 0
-        self._unchecked = _CHECKED
+        self._unchecked = self._keeping.checked
 
     def _forget(self) -> None:
         for kept in self._kept.values():
             kept.store.close()
         self._kept = {}
         self._given = {}
-        self._unchecked = _CHECKED
+        self._unchecked = self._keeping.checked
 
     def _changed(self) -> None:
         has_come_again = any(kept.has_come_again for kept in self._kept.values())
@@ -105,9 +118,9 @@ class KeptSamples:
     ) -> ModeStore:
         """Open the rows of a mode."""
         facts = {**facts, "mode": repr(mode), "names": NAMES_VERSION}
-        store = NamedStore.open(feature_key(tensors, facts), parts, self._where)
+        store = NamedStore.open(feature_key(tensors, facts), parts, self._keeping.where)
         if device.type == "cuda":
-            dataset = self._now.dataset
+            dataset = self._keeping.now.dataset
             expected = 0 if dataset is None else dataset.samples or 0
             store.lie_on(device, len(parts), expected, share=_DEVICE_SHARE)
         store.say = lambda line: leave(FIELD, line.removeprefix("features: "))
@@ -134,17 +147,18 @@ class KeptSamples:
         if kept.has_come_again:
             return
         why = f"none of {store.kept:,} samples came again in {self._name}"
-        dataset = self._now.dataset
+        dataset = self._keeping.now.dataset
         known = 0 if dataset is None else dataset.samples or 0
-        is_known = known > 0 and store.kept - kept.found <= _TOO_MANY * known + _AHEAD
+        is_known = known > 0 and store.kept - kept.found <= _TOO_MANY * known + self._keeping.ahead
+        room = self._keeping.unproven * store.free
         if store.is_full:
             kept.end()
             self._end(why)
-        elif not is_known and not self._is_proven and store.bytes > _UNPROVEN * store.free:
+        elif not is_known and not self._is_proven and store.bytes > room:
             self._doubt(why)
 
     def _is_random(self, kept: ModeStore, new: int, again: int) -> bool:
-        dataset = self._now.dataset
+        dataset = self._keeping.now.dataset
         if dataset is None:
             return False
         # An item of a dataset may be several samples, so that the first pass has more of them.
@@ -154,7 +168,8 @@ class KeptSamples:
         if not is_later:
             result.first += new + again
         count = result.first if dataset.samples is None else dataset.samples
-        if result.again or not is_later or not count or result.new <= _TOO_MANY * count + _AHEAD:
+        most = _TOO_MANY * (count or 0) + self._keeping.ahead
+        if result.again or not is_later or not count or result.new <= most:
             return False
         why = (
             f"{dataset.name} changes its {count:,} samples at random: none came again "

@@ -26,13 +26,16 @@ class Contents:
     Args:
         tensors: on any device.
         clock: returns seconds.
+
+    Attributes:
+        next_look: the time before which `seem_same` does not look again.
     """
 
     def __init__(
         self, tensors: Iterable[Tensor], clock: Callable[[], float] = perf_counter
     ) -> None:
         self._tensors, self._clock = list(tensors), clock
-        self._were, self._next = contents_of(self._tensors), 0.0
+        self._were, self.next_look = contents_of(self._tensors), 0.0
 
     def are_same(self) -> bool:
         """Read all of them, and wait for their device."""
@@ -41,10 +44,10 @@ class Contents:
     def seem_same(self) -> bool:
         """The same, asked at any time: in between, so that it takes no time, they seem to be."""
         began = self._clock()
-        if began < self._next:
+        if began < self.next_look:
             return True
         result, now = self.are_same(), self._clock()
-        self._next = now + (now - began) / _SHARE
+        self.next_look = now + (now - began) / _SHARE
         return result
 
 
