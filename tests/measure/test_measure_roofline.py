@@ -160,11 +160,10 @@ def test_rates_are_measured_once_for_a_machine(monkeypatch, tmp_path):
     assert len(asked) == 3
 
 
-def test_measured_rates_have_each_kind_and_lane(monkeypatch):
+def test_measured_rates_have_each_kind_and_lane():
     module = sys.modules["flatout.measure.machine"]
     before = torch.get_rng_state()
-    monkeypatch.setattr(module, "_SECONDS", 0.0)
-    rates = module._measured("cpu")
+    rates = module._measured("cpu", rate_s=0.0)
     assert torch.equal(torch.get_rng_state(), before)
     assert set(rates["flops_per_s"]) == set(RATES["flops_per_s"])
     for kinds in rates["flops_per_s"].values():
@@ -201,16 +200,16 @@ def test_what_loading_a_kernel_takes_on_a_gpu_is_no_rate(device, slowest, monkey
 def test_measuring_ends_in_time_and_rates_measured_once_are_rough(monkeypatch, tmp_path):
     module = sys.modules["flatout.measure.machine"]
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
-    monkeypatch.setattr(module, "_LONGEST_S", -1.0)
     runs = []
     best = module._Round.best
     monkeypatch.setattr(module._Round, "best", lambda *given: runs.append(1) or best(*given))
-    rates = module.machine_rates("cpu", 1)
+    rates = module._measured("cpu", longest_s=-1.0)
     assert len(runs) == 2 + 12 * 2 + 4 + 2  # each once
     assert set(rates["flops_per_s"]) == set(RATES["flops_per_s"])
     assert rates["spread"] > module.ROUGH
-    monkeypatch.setattr(module, "_measured", lambda device: RATES)
-    assert machine_rates("cpu", 1)["spread"] == RATES["spread"]
+    for measured in (rates, RATES):
+        monkeypatch.setattr(module, "_measured", lambda device, measured=measured: measured)
+        assert machine_rates("cpu", 1)["spread"] == measured["spread"]
 
 
 def test_rough_rates_are_measured_again_and_the_better_ones_kept(monkeypatch, tmp_path):

@@ -20,7 +20,6 @@ from flatout.observe.watch import Watch
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_it_is_counted_in_an_evaluation_too(mode, monkeypatch):
-    monkeypatch.setattr(cost, "_QUADRUPLES", 3)
     timed = cost._extra_ns
     # Of so few it may be none: the clock is not what is tested.
     monkeypatch.setattr(cost, "_extra_ns", lambda *calls: timed(*calls) + 1)
@@ -72,8 +71,7 @@ def test_what_threads_of_ours_take_while_a_script_evaluates_is_no_steps(monkeypa
 @pytest.mark.parametrize(
     "name", [name for name in vars(cost) if name[0] == "_" and name.endswith("_ns")]
 )
-def test_each_hook_can_be_timed(name, monkeypatch):
-    monkeypatch.setattr(cost, "_QUADRUPLES", 20)
+def test_each_hook_can_be_timed(name):
     if name != "_extra_ns":
         state = torch.get_rng_state()
         hook = getattr(cost, name)
@@ -106,10 +104,10 @@ def test_what_is_called_too_often_is_timed_in_the_first_steps_alone():
         syncs.remove()
 
 
-def test_what_is_timed_in_some_steps_is_timed_in_later_ones_too(monkeypatch):
-    monkeypatch.setattr("flatout.observe.frequent_calls._MOST_SHARE", 0.0)  # of no clock's time
+def test_what_is_timed_in_some_steps_is_timed_in_later_ones_too():
     watch = Watch()
     syncs = watch_syncs(torch, watch, RoundTrips(watch))
+    syncs.most_share = 0.0  # of no clock's time
     lanes, tensor, plain = watch.lanes, torch.ones(1), torch.Tensor.item.__wrapped__
     lanes.thread = get_ident()
     timed = []

@@ -37,7 +37,6 @@ RULES = {"adam": 0, "sgd": 1, "rmsprop": 2, "adagrad": 3}
 
 _NOTHING = 2.0**-30  # of what a mean was, is what can be left out of the sum of its decay
 _COLUMNS, _OF_MISSED = 14, 24
-_WIDEST = 512  # bits of vectors that kernels may use: fewer change no bit of a result
 _Addresses = tuple[int, int, int, int, int, int, int, int, float, int, int, int]
 
 
@@ -182,8 +181,8 @@ class Steps:
         now: number of the last step that all its tables know of.
     """
 
-    def __init__(self, rule: str, base: int, room: int) -> None:
-        self.rule, self._room = RULES[rule], room
+    def __init__(self, rule: str, base: int, room: int, widest: int = 512) -> None:
+        self.rule, self._room, self._widest = RULES[rule], room, widest
         self._followed: tuple[tuple[int, int, Step], Steps] | None = None
         self._steps = torch.zeros(room + 1, _COLUMNS, dtype=torch.float64)
         self._missed = torch.zeros(room + 1, _OF_MISSED, dtype=torch.float64)
@@ -262,7 +261,7 @@ class Steps:
     def _call(self, tables: list[_Addresses]) -> None:
         addresses = (self._steps.data_ptr(), self._missed.data_ptr())
         numbers = (self.base, self.now, self.rule)
-        _c.step_rows(tables, *addresses, *numbers, self._nothing_decays, _WIDEST, *team())
+        _c.step_rows(tables, *addresses, *numbers, self._nothing_decays, self._widest, *team())
 
 
 class Change(NamedTuple):

@@ -20,12 +20,6 @@ from flatout.measure.fingerprint import fingerprint
 from flatout.measure.meters import finish_device
 
 _KIND = "roofline"
-# Each is measured in two rounds, so that other jobs hold up one of them at most; in each of them
-# until so many seconds have passed, once at least.
-_SECONDS = 0.02
-# The first round ends soon after half of so many seconds, and the second one with them: on a busy
-# machine that may be in the middle of it.
-_LONGEST_S = 2.5
 # Rates are rough where one in ten differs by more between the rounds; so is what was measured once.
 ROUGH, _UNKNOWN = 1.3, 10.0
 # Channels, side of the kernel and groups.
@@ -88,14 +82,17 @@ def _name(device: str, threads: int) -> str:
     return f"{fingerprint().digest}-{device}-{threads}.json"
 
 
-def _measured(device: str) -> dict[str, Any]:
+def _measured(device: str, rate_s: float = 0.02, longest_s: float = 2.5) -> dict[str, Any]:
+    # There are two rounds, so that other jobs hold up one of them at most. In each of them a rate
+    # is measured once at least, and until `rate_s` have passed. The first round ends soon after
+    # half of `longest_s`, and the second with them: on a busy machine in its middle.
     started = perf_counter()
     if device != "cpu":
         # A kernel's first call on a GPU loads it, which takes longer than all that is measured.
         for _, measure in _probes(device):
             measure(_once)
     began = perf_counter()
-    first, second = _Round(began + _LONGEST_S / 2), _Round(began + _LONGEST_S)
+    first, second = _Round(began + longest_s / 2, rate_s), _Round(began + longest_s, rate_s)
     for places, measure in _probes(device):
         value = measure(first.best)
         first.found.update(dict.fromkeys(places, value))
@@ -117,8 +114,8 @@ def _measured(device: str) -> dict[str, Any]:
 
 
 class _Round:
-    def __init__(self, until: float) -> None:
-        self._until = until
+    def __init__(self, until: float, rate_s: float) -> None:
+        self._until, self._rate_s = until, rate_s
         self.found: dict[tuple[str, ...], Any] = {}
 
     @property
@@ -129,7 +126,7 @@ class _Round:
         if not self.is_late:
             run()
         seconds: list[float] = []
-        while not seconds or (sum(seconds) < _SECONDS and not self.is_late):
+        while not seconds or (sum(seconds) < self._rate_s and not self.is_late):
             finish_device()
             began = perf_counter()
             run()

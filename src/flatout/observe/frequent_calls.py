@@ -11,8 +11,8 @@ from flatout.hooks import Hook, is_anything_compiled, wrap
 from flatout.observe.lanes import HOST, Unseen
 from flatout.observe.watch import Watch
 
-# Timing the calls of a kind may take so much of the time, or of each step, at so much for a call.
-_MOST_SHARE, _MOST_NS, _CALL_NS = 0.001, 1_000, 3_000
+# Nanoseconds of a step that timing the calls of a kind may take in any case, and those of a call.
+_MOST_NS, _CALL_NS = 1_000, 3_000
 # That is weighed after so many steps, and again whenever there were twice as many. Then calls that
 # are no longer timed in each step are timed in so many.
 _WEIGHED, _WINDOW = 25, 10
@@ -32,12 +32,14 @@ class FrequentCalls:
     """Times calls by kinds: where a kind comes too often some steps stand for all.
 
     Attributes:
+        most_share: the share of the time that timing the calls of a kind may take.
         shifted: gets the ns that were taken out of another lane, by kind and lane.
     """
 
     def __init__(self, watch: Watch, lane: int = HOST) -> None:
         self._watch = watch
         self._lane = lane
+        self.most_share = 0.001
         self.shifted: Counter[tuple[str, int]] = Counter()
         self._places: list[_Place] = []
         self._hooks: dict[int, Hook] = {}
@@ -75,7 +77,7 @@ class FrequentCalls:
             return
         for kind in self._watched:
             self._open(kind)
-        most = max(_MOST_SHARE * sum(self._watch.lanes.spent), _MOST_NS * steps) / _CALL_NS
+        most = max(self.most_share * sum(self._watch.lanes.spent), _MOST_NS * steps) / _CALL_NS
         for kind in sorted({self._places[number].kind for number in self._hooks}):
             if kind not in self._watched and (count := self._watch.calls.count(kind)) > most:
                 self._close(kind, steps)
