@@ -461,18 +461,14 @@ def _part_of(
 ) -> _Content:
     weights, extra = _without_extra(model)
     tensors, common_tree = flatten({key: state[key] for key in replicated})
-    own_weights, own_state = pieces.own(weights, tensors)
+    own_weights, own_state, index = pieces.own(weights, tensors)
     own_tensors, own_tree = flatten(list(own), "own")
     if not pieces.is_first:
         return _Content(own_weights, own_state | own_tensors, {"own": own_tree})
     rest = {key: value for key, value in state.items() if key not in replicated}
     content = _all_of(extra, rest, own)
-    return _Content(
-        own_weights,
-        own_state | content.tensors,
-        {**content.trees, "replicated": common_tree},
-        pieces.index(weights, tensors),
-    )
+    trees = {**content.trees, "replicated": common_tree}
+    return _Content(own_weights, own_state | content.tensors, trees, index)
 
 
 def _without_extra(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

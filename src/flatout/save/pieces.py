@@ -64,29 +64,36 @@ class Pieces:
 
     def own(
         self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the weights and the tensors of the state that this rank writes."""
-        mine = shares(_together(weights, state), self._world.size)[self._world.rank]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], bytes | None]:
+        """Return the weights and the tensors of the state that this rank writes, and the index.
+
+        The index is JSON text that names the file of each weight. Only the first rank gets it.
+        """
+        both = (("model", weights), ("state", state))
+        tensors = {(kind, name): t for kind, named in both for name, t in named.items()}
+        keys_by_rank = shares(tensors, self._world.size)
+        mine = keys_by_rank[self._world.rank]
         return (
             {name: weights[name] for kind, name in mine if kind == "model"},
             {name: state[name] for kind, name in mine if kind == "state"},
+            self._index(weights, keys_by_rank) if self.is_first else None,
         )
 
-    def file(self, kind: str, ending: str) -> str:
-        """The name of this rank's file."""
-        return file_of(kind, self._world.rank, self._world.size, ending)
-
-    def index(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> bytes:
-        """Return the JSON text that names the file of each weight."""
+    def _index(
+        self, weights: Mapping[str, Tensor], keys_by_rank: list[list[tuple[str, str]]]
+    ) -> bytes:
         file_by_name = {
-            name: file_of(kind, rank, self._world.size, "safetensors")
-            for rank, keys in enumerate(shares(_together(weights, state), self._world.size))
+            name: file_of("model", rank, self._world.size, "safetensors")
+            for rank, keys in enumerate(keys_by_rank)
             for kind, name in keys
             if kind == "model"
         }
         total = sum(map(_bytes_of, weights.values()))
         text = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_by_name.items()))}
         return json.dumps(text, indent=1, ensure_ascii=False).encode()
+
+    def file(self, kind: str, ending: str) -> str:
+        return file_of(kind, self._world.rank, self._world.size, ending)
 
     def report(self, mark: str, files: Mapping[str, Written]) -> None:
         """Report that this rank's part is on disk."""
@@ -140,13 +147,6 @@ def shares(tensors: Mapping[_Key, Tensor], ranks: int) -> list[list[_Key]]:
         names_by_rank[rank].append(name)
         bytes_of[rank] += _bytes_of(tensors[name])
     return names_by_rank
-
-
-def _together(
-    weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
-) -> dict[tuple[str, str], Tensor]:
-    both = (("model", weights), ("state", state))
-    return {(kind, name): t for kind, tensors in both for name, t in tensors.items()}
 
 
 def file_of(kind: str, rank: int, ranks: int, ending: str) -> str:
