@@ -20,7 +20,20 @@ def slurm(tmp_path, monkeypatch):
     return target_of("slurm")
 
 
+def test_a_forgotten_job_without_a_log_was_canceled_before_it_started(tmp_path, slurm):
+    for id in ("7", "7_1"):
+        found = slurm.state(id, tmp_path)
+        assert (found.state, found.words[:16]) == ("canceled", "it never started")
+    (tmp_path / "job-1.log").touch()  # of an array, in which task 1 alone has started
+    assert [slurm.state(id, tmp_path).state for id in ("7", "7_1", "7_2")] == [
+        *("ended", "ended", "canceled")
+    ]
+    assert slurm.state("7", tmp_path / "deleted").state == "ended"
+
+
 def test_a_job_that_was_canceled_and_forgotten_is_not_lost(tmp_path, slurm):
+    for log in ("job.log", "job-1.log"):
+        (tmp_path / log).touch()
     assert slurm.state("7", tmp_path).state == "ended"
     slurm.cancel("7", tmp_path)
     assert slurm.state("7", tmp_path).state == "canceled"

@@ -444,6 +444,8 @@ def _remembered(folder: Path, id: str) -> JobState:
         return JobState(State.canceled, _FORGOTTEN)
     if why == "TIME LIMIT":
         return JobState(State.failed, f"TIMEOUT; {_FORGOTTEN}")
+    if folder.exists() and not any(folder.glob(f"job-{task}.log" if task else "job*.log")):
+        return JobState(State.canceled, f"it never started; {_FORGOTTEN}")
     return JobState(State.ended, f"{_FORGOTTEN}; its accounts may: sacct -j {id}")
 
 
