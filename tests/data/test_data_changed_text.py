@@ -25,6 +25,7 @@ def lines_of(pipeline):
     [
         (f"1 1:2 2:{LARGE}", "values"),
         (f"1 1:-{LARGE} 2:1 # 3:{MEASURE}", "values"),
+        (f"1 1:1e8 2:{LARGE}", "values"),
         (f"{LARGE} 1:1 2:1", "label"),
         ("1 1:16777216 2:33554432", ""),
         (f"1 1:2 2:{MEASURE}", ""),
@@ -41,7 +42,7 @@ def test_a_number_of_libsvm_that_is_rounded_is_named_once(tmp_path, layout, row,
     name = "features" if column == "values" and layout == "dense" else column
     sign = "-" if "-" in row else ""
     assert line.startswith(f"{path}:301 ")
-    assert f"{name}: {ROUNDED.replace(LARGE, sign + LARGE)}; an id has to be read as an id" in line
+    assert f"{name!r}: {ROUNDED.replace(LARGE, sign + LARGE)}: an id has to be read" in line
 
 
 def test_the_rounded_label_is_whole_where_the_schema_says_float64(tmp_path):
@@ -67,7 +68,7 @@ def test_an_integer_of_criteo_that_is_rounded_is_named_once(tmp_path, integer, i
     path.write_text(criteo_row("5") * 300 + criteo_row(integer) * 2)
     found = lines_of(flatout.data.criteo(path))
     assert len(found) == is_named
-    assert all(f"{path}:301 " in line and f"integers: {ROUNDED}" in line for line in found)
+    assert all(f"{path}:301 " in line and f"'integers': {ROUNDED}" in line for line in found)
 
 
 def test_a_rounded_number_in_a_pipe_is_named(tmp_path):

@@ -78,6 +78,14 @@ def take_over(found: Mapping[tuple[int, int], Lines]) -> None:
                 changes.add(column, line)
 
 
+def rounded_words(name: str, dtype: npt.DTypeLike, value: str, advice: str) -> str:
+    """Return the line about a column in which a whole number was rounded."""
+    return (
+        f"column {name!r}: {np.dtype(dtype)} rounds whole numbers above {exact_up_to(dtype):,}, "
+        f"such as {value}: {advice}"
+    )
+
+
 def exact_up_to(dtype: npt.DTypeLike) -> int:
     """Return the largest number up to which a dtype of floats holds every whole number."""
     return 1 << int(np.finfo(dtype).nmant) + 1

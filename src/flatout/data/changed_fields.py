@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from flatout.data.block import Ragged, Values
-from flatout.data.changed import ROUNDED, Changes, exact_up_to
+from flatout.data.block import Numbers, Ragged, Values
+from flatout.data.changed import ROUNDED, Changes, exact_up_to, rounded_words
 from flatout.data.decoder import Encoded
 
 # Rows of a block in whose text a rounded whole number is searched for.
 _SEARCHED_ROWS = 64
 _WHOLE = re.compile(rb"[+-]?\d+(\.0*)?")
+
+FieldsOf = Callable[[Numbers], Iterable[list[bytes]]]
 
 
 def note_rounded_fields(
@@ -21,7 +24,8 @@ def note_rounded_fields(
     name: str,
     values: Values,
     rows: Encoded,
-    fields_of: Callable[[bytes], list[bytes]],
+    fields_of: FieldsOf,
+    advice: str = "an id has to be read as an id or as a class",
 ) -> None:
     """Note a column in which a whole number was rounded, if no fraction was rounded."""
     flat = values.values if isinstance(values, Ragged) else values.reshape(-1)
@@ -30,29 +34,41 @@ def note_rounded_fields(
     most = exact_up_to(flat.dtype)
     if max(flat.max(), -flat.min()) < most:
         return
-    places = np.flatnonzero(np.abs(flat) >= most)
+    size = np.abs(flat)
+    places = np.flatnonzero((size >= most) & (size < np.inf))
     if isinstance(values, Ragged):
-        near = np.searchsorted(values.offsets, places, "right") - 1
+        near = np.unique(np.searchsorted(values.offsets, places, "right") - 1)
     else:
-        near = places // (flat.size // len(values))
-    for row in np.unique(near)[:_SEARCHED_ROWS].tolist():
-        for field in fields_of(rows.buffer[rows.starts[row] : rows.ends[row]].tobytes()):
+        near = np.unique(places // (flat.size // len(values)))
+    for row, fields in zip(near.tolist(), fields_of(near), strict=False):
+        for field in fields:
+            number = _number(field)
+            if not abs(number) >= most:
+                continue
+            rounded = float(flat.dtype.type(field))
             if not _WHOLE.fullmatch(field):
-                if _is_large(field, most):
+                if rounded != number:
                     changes.expect(name, ROUNDED)
                     return
-            elif int(field.partition(b".")[0]) != float(flat.dtype.type(field)):
+            elif (whole := int(field.partition(b".")[0])) != rounded:
                 where = rows.where(row, int(rows.starts[row]))
-                changes.add(
-                    name,
-                    f"{where}: {name}: {flat.dtype} rounds whole numbers above {most:,}, such as "
-                    f"{field.decode()}; an id has to be read as an id or as a class",
-                )
+                line = rounded_words(name, flat.dtype, str(whole), advice)
+                changes.add(name, f"{where}: {line}")
                 return
 
 
-def _is_large(field: bytes, most: int) -> bool:
+def fields_by_row(rows: Encoded, split: Callable[[bytes], list[bytes]]) -> FieldsOf:
+    """Return a function that splits the text of the first few of the rows that it is given."""
+
+    def fields_of(near: Numbers) -> Iterator[list[bytes]]:
+        for row in near[:_SEARCHED_ROWS]:
+            yield split(rows.buffer[rows.starts[row] : rows.ends[row]].tobytes())
+
+    return fields_of
+
+
+def _number(field: bytes) -> float:
     try:
-        return abs(float(field)) >= most
+        return float(field)
     except ValueError:  # the field of a bad row
-        return False
+        return math.nan

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from flatout.data.block import Numbers, Ragged, Values, offsets_of
 from flatout.data.buffers import Buffers
-from flatout.data.changed import ROUNDED, Changes, exact_up_to
+from flatout.data.changed import ROUNDED, Changes, exact_up_to, rounded_words
 from flatout.data.schema import Column, Schema
 from flatout.data.sources.arrow_schema import (
     ISO_TYPES,
@@ -290,18 +290,11 @@ def note_rounding(
     rounded = exact[changed]
     if ((rounded == np.rint(rounded)) & (np.abs(rounded) < _LARGEST_ID)).all():
         place = places[np.argmax(changed)]
-        line = rounded_words(name, out.dtype, str(int(values[place])))
+        advice = f"for ids pass categories=[{name!r}]"
+        line = rounded_words(name, out.dtype, str(int(values[place])), advice)
         changes.add(name, f"{where(int(place))}: {line}")
     else:
         changes.expect(name, ROUNDED)
-
-
-def rounded_words(name: str, dtype: npt.DTypeLike, value: str) -> str:
-    """Return the line about a column in which a whole number was rounded."""
-    return (
-        f"column {name!r}: {np.dtype(dtype)} rounds whole numbers above {exact_up_to(dtype):,}, "
-        f"such as {value}: for ids pass categories=[{name!r}]"
-    )
 
 
 def note_rounding_of(

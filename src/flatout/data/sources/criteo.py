@@ -7,7 +7,7 @@ from typing import Any
 from flatout.data.block import Block, Values
 from flatout.data.buffers import Buffers
 from flatout.data.changed import Changes
-from flatout.data.changed_fields import note_rounded_fields
+from flatout.data.changed_fields import fields_by_row, note_rounded_fields
 from flatout.data.decoder import Bytes, Encoded, Errors, Lengths, Split, Survey, good_rows
 from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.files import Paths
@@ -75,7 +75,8 @@ class CriteoDecoder:
         )
         columns: dict[str, Values] = {} if labels is None else {"label": labels}
         columns.update(integers=integers, categories=categories)
-        note_rounded_fields(self.changes, "integers", integers, rows, self._integer_fields)
+        fields_of = fields_by_row(rows, self._integer_fields)
+        note_rounded_fields(self.changes, "integers", integers, rows, fields_of)
         return errors.block(columns, bad)
 
     def _integer_fields(self, row: bytes) -> list[bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,15 +11,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from flatout.data.block import Numbers, offsets_of
-from flatout.data.changed import ROUNDED, Changes, exact_up_to
+from flatout.data.changed import Changes
+from flatout.data.changed_fields import note_rounded_fields
 from flatout.data.decoder import Bytes, Encoded
-from flatout.data.sources.arrow_columns import rounded_words
 from flatout.data.sources.csv_split import Dialect
 from flatout.data.sources.csv_text import in_one_piece, read_text
 
 _ZEROS = "leading zeros"
 _CODE = re.compile(r"0\d+")
-_WHOLE = re.compile(r"[+-]?\d+")
 # Byte codes. A byte that may stand before a field is below `-`; a digit is above `/`.
 _MINUS, _SLASH = b"-/"
 
@@ -74,32 +73,17 @@ class CsvChanges:
 
     def look_for_rounding(self, rows: Encoded, name: str, values: npt.NDArray[Any]) -> None:
         """Note a column in which a whole number was rounded, if no fraction was rounded."""
-        if not self.changes.watches(name, ROUNDED):
-            return
-        size = np.abs(values)
-        near = np.flatnonzero((size >= exact_up_to(values.dtype)) & (size < np.inf))
-        if not len(near):
-            return
-        text = in_one_piece(rows.buffer, rows.starts[near], rows.ends[near])
-        types = {name: pa.string()}
-        texts = read_text(text, self._names, self._dialect, types, [name])[name].to_pylist()
-        for row, field in zip(near.tolist(), texts, strict=True):
-            if field is None:  # no text: the value is the default
-                continue
-            whole, _, fraction = field.strip().partition(self._dialect.decimal)
-            if not _WHOLE.fullmatch(whole) or fraction.strip("0"):
-                if float(values[row]) != _number(field, self._dialect):
-                    self.changes.expect(name, ROUNDED)
-                    return
-            elif int(whole) != int(values[row]):
-                where = rows.where(row, int(rows.starts[row]))
-                line = rounded_words(name, values.dtype, str(int(whole)))
-                self.changes.add(name, f"{where}: {line}")
-                return
 
+        def fields_of(near: Numbers) -> Iterator[list[bytes]]:
+            text = in_one_piece(rows.buffer, rows.starts[near], rows.ends[near])
+            types = {name: pa.string()}
+            for field in read_text(text, self._names, self._dialect, types, [name])[name]:
+                # A missing field has no text: its value is the default.
+                number = (field.as_py() or "").strip().replace(self._dialect.decimal, ".")
+                yield [number.encode()]
 
-def _number(field: str, dialect: Dialect) -> float:
-    return float(field.strip().replace(dialect.decimal, "."))
+        advice = f"for ids pass categories=[{name!r}]"
+        note_rounded_fields(self.changes, name, values, rows, fields_of, advice)
 
 
 def _zeros_before_digits(content: Bytes, delimiter: int) -> Numbers:

@@ -10,7 +10,7 @@ import numpy as np
 from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
 from flatout.data.buffers import Buffers
 from flatout.data.changed import Changes
-from flatout.data.changed_fields import note_rounded_fields
+from flatout.data.changed_fields import fields_by_row, note_rounded_fields
 from flatout.data.decoder import Bytes, Encoded, Errors, Lengths, Split, Survey
 from flatout.data.error_policy import ErrorPolicy, OnError
 from flatout.data.files import Paths
@@ -139,8 +139,8 @@ class LibsvmDecoder:
             errors.status[absent], errors.at[absent] = _NO_QID, rows.starts[absent]
             bad += int(absent.sum())
         for name in columns.keys() - {"ids", "qid"}:
-            fields = _label if name == "label" else _values
-            note_rounded_fields(self.changes, name, columns[name], rows, fields)
+            fields_of = fields_by_row(rows, _label if name == "label" else _values)
+            note_rounded_fields(self.changes, name, columns[name], rows, fields_of)
         return errors.block(columns, bad)
 
     def _offsets(self, rows: Encoded, lengths: Lengths) -> Numbers:
