@@ -5,9 +5,11 @@ import math
 import os
 import pickle
 import shutil
+import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from zlib import compress, crc32
 
 import fsspec
 import numpy as np
@@ -331,6 +333,36 @@ def test_16_bits_are_cut_to_the_upper_8(tmp_path, form):
     wide = (photo(40, 50)[:, :, 0].astype(np.uint16) << 8) + 77
     found = one(tmp_path, encoded(wide, form), channels=1)
     np.testing.assert_array_equal(found[:, :, 0], wide >> 8)
+
+
+def png_of_16_bits(pixels):
+    def chunk(kind, data):
+        return struct.pack(">I4s", len(data), kind) + data + struct.pack(">I", crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", *pixels.shape[1::-1], 16, 2, 0, 0, 0)
+    data = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    parts = [(b"IHDR", header), (b"IDAT", compress(data)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+def test_the_first_image_that_loses_bits_or_transparency_is_named_once(tmp_path):
+    colors = photo(20, 30)
+    opaque, clear = (Image.fromarray(colors).convert("RGBA") for _ in range(2))
+    clear.putpixel((3, 4), (1, 2, 3, 254))
+    wide = png_of_16_bits((colors.astype(np.uint16) << 8) + 77)
+    images = [encoded(opaque, "PNG"), encoded(clear, "PNG"), wide]
+    for number, content in enumerate([*images, *images]):
+        write(tmp_path / f"{number}.png", content)
+    source = rows(tmp_path, labels=False)
+    for _ in range(2):
+        np.testing.assert_array_equal(pixels(source)[[0, 2]], [colors, colors])
+    lines = source.skipped()
+    assert lines == [
+        f"{tmp_path}/1.png: its transparency is dropped",
+        f"{tmp_path}/2.png: its values of 16 bits are cut to their upper 8 bits",
+    ]
+    assert source.skipped() == []
+    assert source.notes() == lines
 
 
 def test_floating_point_pixels_are_refused(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
@@ -75,13 +76,18 @@ def scratch_bytes(header: Header, look: ImageForm) -> int:
 
 
 def decode(
-    data: bytes | memoryview, header: Header, look: ImageForm, out: Pixels, scratch: Pixels
+    data: bytes | memoryview,
+    header: Header,
+    look: ImageForm,
+    out: Pixels,
+    scratch: Pixels,
+    lost: set[str],
 ) -> None:
-    """Decode an image into `out`."""
+    """Decode an image into `out`, and add to `lost` a line about each change of its values."""
     times, shape = _decoded(header, look)
     if shape == look.size and header.orientation == 1:
         scratch = out
-    stored = _stored(data, header, times, shape, look.channels, scratch)
+    stored = _stored(data, header, times, shape, look.channels, scratch, lost)
     if np.may_share_memory(stored, out):
         return
     window, inner = _frame(stored.shape[:2], _turned_size(header, look.size), look.resize)
@@ -154,9 +160,10 @@ def _stored(
     shape: tuple[int, int],
     channels: int,
     scratch: Pixels,
+    lost: set[str],
 ) -> Pixels:
     if simplejpeg is None or not header.plain_jpeg:
-        return _by_pillow(data, header, times, channels)
+        return _by_pillow(data, header, times, channels, lost)
     try:
         pixels: Pixels = simplejpeg.decode_jpeg(
             data,
@@ -170,13 +177,15 @@ def _stored(
     except ValueError as error:
         if str(error).startswith(_DAMAGE):
             raise Damaged(f"the JPEG is damaged: {error}") from error
-        return _by_pillow(data, header, times, channels)
+        return _by_pillow(data, header, times, channels, lost)
     if pixels.shape[:2] != shape:
         raise _another(header)
     return pixels
 
 
-def _by_pillow(data: bytes | memoryview, header: Header, times: int, channels: int) -> Pixels:
+def _by_pillow(
+    data: bytes | memoryview, header: Header, times: int, channels: int, lost: set[str]
+) -> Pixels:
     check_png(data)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -186,6 +195,7 @@ def _by_pillow(data: bytes | memoryview, header: Header, times: int, channels: i
             # A JPEG stores its gray image beside the colors: no need to compute it.
             smaller = (width // times, height // times) if times > 1 else None
             image.draft("L" if channels == 1 else None, smaller)
+            lost.update(_lost_in(image))
             pixels = _eight_bits(image, channels)
     except (Damaged, MemoryError):
         raise
@@ -194,6 +204,15 @@ def _by_pillow(data: bytes | memoryview, header: Header, times: int, channels: i
     if times == 1 and pixels.shape[:2] != (height, width):
         raise _another(header)
     return pixels
+
+
+def _lost_in(image: Any) -> Iterator[str]:
+    if image.mode.startswith("I") or ";16" in str(image.tile):
+        yield "its values of 16 bits are cut to their upper 8 bits"
+    if image.has_transparency_data:
+        is_opaque = "A" in image.getbands() and image.getchannel("A").getextrema()[0] == 255
+        if not is_opaque:
+            yield "its transparency is dropped"
 
 
 def _eight_bits(image: Any, channels: int) -> Pixels:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from flatout.data.block import Block, Numbers, Values
 from flatout.data.buffers import Buffers
+from flatout.data.changed import Changes
 from flatout.data.error_policy import ErrorPolicy
 from flatout.data.files import File
 from flatout.data.origins import Gather, Rows, alone
@@ -94,6 +95,7 @@ class ImageRows(Rows):
     def __init__(self, images: Images, wanted: ImageOptions, policy: ErrorPolicy) -> None:
         self._images = images
         self._policy = policy
+        self._changes = Changes()
         self._bad: set[int] = set()  # images that cannot be read
         # Number, fault and place of those that other ranks do not know yet.
         self._new: list[tuple[int, str, str]] = []
@@ -147,12 +149,15 @@ class ImageRows(Rows):
         for place, number in enumerate(numbers.tolist()):
             if number in self._bad:
                 continue  # counted once, however many epochs meet it
+            lost: set[str] = set()
             try:
-                decode(content(place), headers[place], look, pixels[len(kept)], scratch)
+                decode(content(place), headers[place], look, pixels[len(kept)], scratch, lost)
                 kept.append(number)
             except Damaged as error:
                 self._skip(number, str(error), self.where(number))
                 self._new.append((number, str(error), self.where(number)))
+            for change in lost:
+                self._changes.add(change, f"{self.where(number)}: {change}")
         good = np.array(kept, np.int64)
         columns: dict[str, Values] = {"image": pixels[: len(kept)].transpose(0, 3, 1, 2)}
         if self._images.labels is not None:
@@ -180,8 +185,9 @@ class ImageRows(Rows):
         return f"{words}, {counted(len(each), 'class', 'classes')} ({listed})"
 
     def skipped(self, gather: Gather = alone) -> list[str]:
+        changed = self._changes.new_notes(gather)
         if not self._policy.skip:
-            return []
+            return changed
         new = self._new[:]  # threads may add more meanwhile
         del self._new[: len(new)]
         mine = [self.digest, new]
@@ -191,10 +197,10 @@ class ImageRows(Rows):
                     self._policy.bad(what, where)
                 elif number not in self._bad:
                     self._skip(number, what, where)
-        return self._policy.new_notes()
+        return [*changed, *self._policy.new_notes()]
 
     def notes(self) -> list[str]:
-        return [*self._policy.notes(), *self._notes]
+        return [*self._changes.notes(), *self._policy.notes(), *self._notes]
 
     def _headers_of(self, numbers: Numbers) -> list[Header]:
         return [Header(*fields) for fields in self._images.headers[numbers].tolist()]
