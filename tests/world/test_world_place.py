@@ -155,9 +155,28 @@ def test_what_is_no_list_of_hosts(text):
         ({**TORCHRUN, "GROUP_RANK": "2"}, "node 2 of 2"),
         ({"RANK": "0"}, "WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+        ({**SLURM, "MASTER_ADDR": "a" * 300}, f"in MASTER_ADDR, found '{'a' * 79}\n"),
+        *(
+            ({**TORCHRUN, "MASTER_ADDR": address}, "name or IP address in MASTER_ADDR, found")
+            for address in (
+                "a" * 64,
+                ".".join(["a" * 63] * 5),
+                "a b",
+                "http://a",
+                "a:29500",
+                "a..b",
+            )
+        ),
         ({**SLURM, "SLURM_NODEID": "5"}, "tells of 2 nodes"),
     ],
 )
 def test_what_makes_no_sense(env, words):
     with pytest.raises(WorldError, match=words):
         place(env)
+
+
+@pytest.mark.parametrize(
+    "address", ["host1", "host_1.example.", "10.0.0.1", "::1", "fe80::1%eth0", "bücher.example"]
+)
+def test_an_address_of_the_first_rank_is_taken_as_it_is(address):
+    assert place({**TORCHRUN, "MASTER_ADDR": address}).address == address

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flatout.errors import RecipeError, WorldError
 from flatout.words import counted
-from flatout.world.place import launched, number_in
+from flatout.world.place import is_host, launched, number_in
 
 SERVED = "parameter_server"
 """The strategy that servers are for."""
@@ -256,14 +256,6 @@ def is_port(text: str) -> bool:
     return text.isascii() and text.isdecimal() and 0 < int(text) < 65536
 
 
-def _is_host(text: str) -> bool:
-    """Return True if a text can be a host's name or address. Its parts have at most 63 letters."""
-    try:
-        return bool(text.encode("idna"))
-    except UnicodeError:
-        return False
-
-
 def checked(found: Nodes) -> Nodes:
     """Refuse what makes no sense."""
     if found.count < 1 or not 0 <= found.rank < found.count:
@@ -273,7 +265,7 @@ def checked(found: Nodes) -> Nodes:
             where=found.origin,
         )
     host, colon, port = found.rendezvous.rpartition(":")
-    if found.count > 1 and not (_is_host(host) and colon and is_port(port)):
+    if found.count > 1 and not (is_host(host) and colon and is_port(port)):
         raise WorldError(
             f"expected the first node's host and a port, such as host1:29500, for {found.count} "
             f"nodes to meet; found {found.rendezvous!r}",

@@ -134,7 +134,7 @@ def _torchrun(env: Mapping[str, str]) -> Place | None:
         local_world_size=size,
         node=number_in(env, "GROUP_RANK", rank // size if size else 0),
         nodes=number_in(env, "GROUP_WORLD_SIZE", -(-world // size) if size else 1),
-        address=_text(env, "MASTER_ADDR"),
+        address=_address_in(env),
         port=number_in(env, "MASTER_PORT"),
         launcher="torchrun",
     )
@@ -145,7 +145,7 @@ def _open_mpi(env: Mapping[str, str]) -> Place | None:
         return None
     world = number_in(env, "OMPI_COMM_WORLD_SIZE")
     local = number_in(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    address = env.get("MASTER_ADDR") or _first_of_sagemaker(env)
+    address = _address_in(env, _first_of_sagemaker(env))
     if world > local and not address:
         raise WorldError(
             f"mpirun has started {world} ranks on several nodes, and does not tell where rank 0 is",
@@ -194,7 +194,7 @@ def _slurm(env: Mapping[str, str]) -> Place | None:
         local_world_size=counts[node],
         node=node,
         nodes=len(counts),
-        address=env.get("MASTER_ADDR", first_host(_text(env, "SLURM_STEP_NODELIST"))),
+        address=_address_in(env, first_host(_text(env, "SLURM_STEP_NODELIST"))),
         port=number_in(env, "MASTER_PORT", _port_of(job)),
         launcher="srun",
     )
@@ -219,7 +219,7 @@ def _mpich(env: Mapping[str, str]) -> Place | None:
         local_world_size=local,
         node=rank // local if local else 0,
         nodes=-(-world // local) if local else 1,
-        address=env.get("MASTER_ADDR", "127.0.0.1"),
+        address=_address_in(env, "127.0.0.1"),
         # On one node all ranks have the same parent.
         port=number_in(env, "MASTER_PORT", _port_of(str(os.getppid()) if world == local else "")),
         launcher="mpirun",
@@ -290,6 +290,30 @@ def _text(env: Mapping[str, str], name: str) -> str:
             do="start the ranks with flatout run --devices N, torchrun, mpirun or srun",
         )
     return env[name]
+
+
+def _address_in(env: Mapping[str, str], default: str | None = None) -> str:
+    if default is not None and not env.get("MASTER_ADDR"):
+        return default
+    address = _text(env, "MASTER_ADDR")
+    if not is_host(address):
+        raise WorldError(
+            f"expected a host's name or IP address in MASTER_ADDR, found {address!r:.80}",
+            do="set MASTER_ADDR to the host of rank 0, and its port as MASTER_PORT",
+        )
+    return address
+
+
+def is_host(text: str) -> bool:
+    """Return True if a text can be a host's name or IP address.
+
+    A name has at most 253 letters, and at most 63 between two dots. With one colon it has a port.
+    """
+    try:
+        is_short = 0 < len(text.encode("idna")) <= 253
+    except UnicodeError:
+        return False
+    return is_short and bool(re.fullmatch(r"[\w.:%-]+", text)) and text.count(":") != 1
 
 
 def number_in(env: Mapping[str, str], name: str, default: int | None = None) -> int:
