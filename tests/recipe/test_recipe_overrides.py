@@ -22,6 +22,16 @@ def _written(value):
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+def test_code_may_give_the_path_of_a_recipe(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text("[save]\nevery = 7\n")
+    assert effective(str(path)).save.every == effective(path).save.every == 7
+    with pytest.raises(RecipeError, match=r"cannot read the Recipe: No such file(.|\n)*none\.toml"):
+        effective("none.toml")
+    with pytest.raises(RecipeError, match=r"found dict(.|\n)*flatout\.recipe\.load\(path\)"):
+        effective({"save": {"every": 7}})
+
+
 @given(st.data(), st.sampled_from(FIELDS))
 def test_each_value_can_be_set(data, field):
     value = data.draw(REQUESTED[field])

@@ -87,6 +87,16 @@ def test_schedules_and_clipping_are_bit_identical(make, every, clip):
     assert ours_with.param_groups[0]["lr"] == theirs_with.param_groups[0]["lr"]
 
 
+@pytest.mark.parametrize("made", ["trainer", "loop"])
+def test_a_recipe_may_be_the_path_of_its_file(tmp_path, made):
+    path = tmp_path / "a.toml"
+    path.write_text('[compute]\nprecision = "bf16"\n')
+    loop = (
+        flatout.Loop(path) if made == "loop" else flatout.Trainer(nn.Linear(2, 1), recipe=path).loop
+    )
+    assert loop.requested.compute.precision == "bf16"
+
+
 def test_plateau_steps_by_epoch_on_the_validation_loss():
     x, y = data()
     model = network()

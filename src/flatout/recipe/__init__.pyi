@@ -27,6 +27,8 @@ from flatout.recipe.settings import Process as Process
 from flatout.recipe.settings import Save as Save
 from flatout.recipe.settings import Script as Script
 from flatout.recipe.settings import World as World
+from flatout.recipe.toml import GivenRecipe as GivenRecipe
+from flatout.recipe.toml import as_recipe as as_recipe
 from flatout.recipe.toml import dump as dump
 from flatout.recipe.toml import dumps as dumps
 from flatout.recipe.toml import load as load

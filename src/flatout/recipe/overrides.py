@@ -14,7 +14,7 @@ from typing import Any
 from flatout.errors import RecipeError
 from flatout.recipe.recipe import Recipe, ResolvedRecipe, of_fields
 from flatout.recipe.setting import Value
-from flatout.recipe.toml import load
+from flatout.recipe.toml import GivenRecipe, as_recipe, load
 
 FILE_VARIABLE = "FLATOUT_RECIPE"
 """The path given to `flatout run --recipe`."""
@@ -56,14 +56,14 @@ def _value(text: str) -> Any:
 
 
 def effective(
-    code: Recipe | ResolvedRecipe | None = None, *, file: Recipe | ResolvedRecipe | None = None
+    code: GivenRecipe | None = None, *, file: Recipe | ResolvedRecipe | None = None
 ) -> Recipe:
     """Return the Recipe that holds here: `--set` over code over `--recipe FILE` over auto.
 
     A field counts as set in a Recipe when it was named there, even with its default.
 
     Args:
-        code: the Recipe given in code, if any.
+        code: the Recipe given in code, or its path, if any.
         file: what takes the place of `from_file()`, for a caller who looked at it already (a
             resolved Recipe of another machine, say, as its `undecided()`).
 
@@ -71,7 +71,7 @@ def effective(
         RecipeError: the file or a setting is not good.
     """
     fields: dict[str, Value] = {}
-    for layer in (file or from_file(), code):
+    for layer in (file or from_file(), as_recipe(code)):
         if isinstance(layer, ResolvedRecipe):
             layer = layer.request()
         if layer is not None:

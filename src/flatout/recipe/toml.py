@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from flatout.atomic_file import atomic_write
 from flatout.errors import RecipeError
@@ -25,6 +25,25 @@ _LONG_KEY = re.compile(r"""(?:[\w"'-]+[ \t]*\.[ \t]*){100}""")
 _LATER = "not yet a setting of the version that wrote this"
 _REQUESTED = "# A Recipe for Flatout. What is not named here is measured, or keeps its default.\n\n"
 _RESOLVED = "# A Recipe for Flatout, resolved on the machine below; the choices say why.\n\n"
+
+
+GivenRecipe: TypeAlias = Recipe | ResolvedRecipe | str | os.PathLike[str]
+
+
+def as_recipe(given: GivenRecipe | None) -> Recipe | ResolvedRecipe | None:
+    """Return a Recipe as it is, and read one from the path of a TOML file.
+
+    Raises:
+        RecipeError: the value is neither, or `load` refuses the file.
+    """
+    if given is None or isinstance(given, Recipe | ResolvedRecipe):
+        return given
+    if isinstance(given, str | os.PathLike):
+        return load(given)
+    raise RecipeError(
+        f"expected a Recipe or the path of its TOML file, found {type(given).__name__}",
+        do="make one with flatout.Recipe(...), or read it with flatout.recipe.load(path)",
+    )
 
 
 def load(path: str | os.PathLike[str]) -> Recipe | ResolvedRecipe:

@@ -72,7 +72,8 @@ class Loop(LoopState):
     """Everything around a training step: settings, steps, guard, timeline, checkpoints.
 
     Args:
-        recipe: requested settings; what they leave open is decided by measuring.
+        recipe: requested settings, or the path of their TOML file. Settings that are left open are
+            decided by measuring.
         allow: how far the result may differ from the plain job: "exact", "tolerant", "redrawn".
         seed: decides the sample order together with epoch and sample number.
         accumulate: batches whose gradients make one optimizer step.

@@ -19,9 +19,19 @@ from flatout.console import say
 from flatout.data import Batch, Source
 from flatout.devices import Placement
 from flatout.errors import FlatoutError
-from flatout.measure import Timeline
+from flatout.measure import Timeline, fingerprint
 from flatout.optim import LrRule, LrScale
-from flatout.recipe import Choice, ModelFacts, Parity, Recipe, ResolvedRecipe
+from flatout.recipe import (
+    Choice,
+    GivenRecipe,
+    ModelFacts,
+    Parity,
+    Recipe,
+    ResolvedRecipe,
+    as_recipe,
+    effective,
+    from_file,
+)
 from flatout.save import Checkpoints, LoadedCheckpoint
 from flatout.train.auto_terms import TERMS
 from flatout.train.checkpointing import Checkpointing, no_run_folder
@@ -34,7 +44,6 @@ from flatout.train.micro_batch import Parts
 from flatout.train.part import Part, check_parts
 from flatout.train.rank_device import join_on
 from flatout.train.rank_trial import is_trial
-from flatout.train.requested import requested_here
 from flatout.train.settings import Settings, Switch
 from flatout.train.step import Stepper
 from flatout.train.stragglers import Pace
@@ -99,7 +108,7 @@ class LoopState:
 
     def __init__(
         self,
-        recipe: Recipe | ResolvedRecipe | None = None,
+        recipe: GivenRecipe | None = None,
         *,
         allow: str = "tolerant",
         seed: int = 0,
@@ -119,7 +128,7 @@ class LoopState:
         self.terms = TERMS
         self.why_device = ""
         self.largest_batch: dict[str, Any] | None = None
-        self.requested, self._first_words = requested_here(recipe)
+        self.requested, self._first_words = _requested_here(recipe)
         self.allow = Parity.from_name(allow)
         self.seed = seed
         self.accumulate = accumulate
@@ -378,3 +387,19 @@ class LoopState:
     def next_checkpoint(self) -> str:
         """The path that `save` would return now."""
         return self.checkpointing.next_path(self.step_count)
+
+
+def _requested_here(recipe: GivenRecipe | None) -> tuple[Recipe, list[str]]:
+    words: list[str] = []
+    given, file = (_for_here(item, words) for item in (as_recipe(recipe), from_file()))
+    return effective(given, file=file), words
+
+
+def _for_here(recipe: Recipe | ResolvedRecipe | None, words: list[str]) -> Recipe | None:
+    if recipe is None or isinstance(recipe, Recipe):
+        return recipe
+    same, differences = recipe.on_this_machine(fingerprint().as_dict())
+    if same:
+        return recipe.request()
+    words.append(f"the Recipe is from another machine ({'; '.join(differences)}): decided again")
+    return recipe.for_other_machine()

@@ -16,7 +16,7 @@ from flatout.data import Pipeline, Source, drawn_order
 from flatout.errors import CheckpointError, DataError, ModelError
 from flatout.models import adapter_of, load_weights, weights_of
 from flatout.optim import LrRule, optimizer_adapter
-from flatout.recipe import Recipe, ResolvedRecipe
+from flatout.recipe import GivenRecipe, ResolvedRecipe, as_recipe
 from flatout.save import check_ending, check_fits, load_model_file, read_weights_of, save_model_file
 from flatout.train import guard
 from flatout.train.auto_terms import TERMS
@@ -87,7 +87,8 @@ class Trainer:
             steps by epoch.
         monitor: the figure that ReduceLROnPlateau follows, such as "val_accuracy". The default is
             `val_loss`, or `loss` without validation. The scheduler's mode must fit the figure.
-        recipe: requested settings; what is left open is decided by measuring.
+        recipe: requested settings, or the path of their TOML file. Settings that are left open are
+            decided by measuring.
         allow: how far the result may differ from the plain job: "exact" (bit-identical),
             "tolerant" (rounding), "redrawn" (other random draws).
         accumulate: batches whose gradients make one optimizer step.
@@ -131,7 +132,7 @@ class Trainer:
         scheduler: Any = None,
         schedule_every: str | None = None,
         monitor: str | None = None,
-        recipe: Recipe | ResolvedRecipe | None = None,
+        recipe: GivenRecipe | None = None,
         allow: str = "tolerant",
         accumulate: int = 1,
         clip_norm: float | None = None,
@@ -144,6 +145,7 @@ class Trainer:
         devices: int = 1,
         say: Callable[[str], None] = say,
     ) -> None:
+        recipe = as_recipe(recipe)
         check_ranks_asked(devices, recipe)
         self.devices = devices
         given: dict[str, Any] = {
