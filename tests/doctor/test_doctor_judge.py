@@ -64,6 +64,14 @@ def test_dangers_come_first_then_the_largest_bound_and_notes_last(machine):
     assert dict(verdict.unknown)["small_files"] == "which files the loader opens was not seen"
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_check_passes_before_the_first_step(machine, ranks):
+    failed = [Observation(["train.py"], rank=n, ended="failed", error="no") for n in range(ranks)]
+    verdict = judge(failed, machine)
+    assert (verdict.findings, verdict.passed) == ([], [])
+    assert dict(verdict.unknown)["tf32_off"] == "no step was seen"
+
+
 def test_the_critical_lane_has_its_cause_and_the_hot_line(machine):
     found = judge([rank(input=250.0, forward=60.0, backward=90.0)], machine).critical
     assert found.lanes == ("input",)

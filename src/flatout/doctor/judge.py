@@ -107,11 +107,16 @@ def judge(ranks: Sequence[Observation], machine: Inventory) -> Verdict:
     findings: list[Finding] = []
     passed: list[str] = []
     unknown: list[tuple[str, str]] = []
+    steps = max(rank.steps for rank in observations)
     for check in CHECKS:
-        of_ranks = {rank.rank: _left_open(_looked(check.look, rank), rank) for rank in observations}
+        of_ranks = {
+            rank.rank: _left_open(_looked(check.look, rank, steps), rank) for rank in observations
+        }
         _sort(check.name, of_ranks, findings, passed, unknown)
     for across in RANK_CHECKS:
-        _sort(across.name, {0: _looked(across.look, observations)}, findings, passed, unknown)
+        _sort(
+            across.name, {0: _looked(across.look, observations, steps)}, findings, passed, unknown
+        )
     return Verdict(
         observations=observations,
         environment=_environment(observations[0], machine),
@@ -126,12 +131,12 @@ def _is_tuned(finding: Finding) -> bool:
     return bool(finding.recipe) and finding.recipe.keys() <= _TUNED
 
 
-def _looked(look: Any, at: Any) -> list[Finding] | str:
+def _looked(look: Any, at: Any, steps: int) -> list[Finding] | str:
     try:
         findings: list[Finding] = look(at)
     except NoSignal as reason:
         return str(reason)
-    return findings
+    return findings if findings or steps else "no step was seen"
 
 
 def _left_open(findings: list[Finding] | str, rank: Observation) -> list[Finding] | str:
