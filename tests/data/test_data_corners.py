@@ -313,8 +313,9 @@ def test_a_rank_without_any_row_makes_as_many_batches_as_the_others(stages):
     assert sum(weight > 0 for _, weight in made) == 3
 
 
-def test_a_filter_that_leaves_no_rank_a_row_is_an_error_on_all():
-    data = flatout.data.arrays(X[:8]).shard(1, 2, by="rows").filter(lambda x: False).batch(2)
+@pytest.mark.parametrize("options", [{"by": "rows"}, {"presharded": True}])
+def test_a_filter_that_leaves_no_rank_a_row_is_an_error_on_all(options):
+    data = flatout.data.arrays(X[:8]).shard(1, 2, **options).filter(lambda x: False).batch(2)
     with pytest.raises(DataError, match="no sample is left for any rank"):
         data.agreed(lambda own: [own, own])
 

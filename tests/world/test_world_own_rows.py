@@ -49,6 +49,8 @@ JOB = """
         one_empty = flatout.data.libsvm(files).batch(47).shard(by="files")
         train("one file is empty", one_empty)
         train("frozen, one file is empty", one_empty, frozen=True)
+        filtered = flatout.data.arrays(x + 100 * rank, y).filter(lambda x, y: bool(x[0] < 50))
+        train("one is filtered out", filtered.batch(47).shard(rank, size, presharded=True))
         own = slice(0, 30) if rank == 0 else slice(30, 47)
         mine = flatout.data.arrays(x[own], y[own])
         trainer = train("presharded", mine.batch(47).shard(rank, size, presharded=True))
@@ -102,7 +104,8 @@ def test_ranks_with_rows_of_their_own(tmp_path):
     alone = torch.load(tmp_path / "found-1-0.pt")
     for rank in range(2):
         found = torch.load(tmp_path / f"found-2-{rank}.pt")
-        for name in ("whole", "rows", "by hand", "one file is empty", "presharded"):
+        same = ("rows", "by hand", "one file is empty", "one is filtered out", "presharded")
+        for name in ("whole", *same):
             torch.testing.assert_close(found[name], alone["whole"], rtol=1e-4, atol=2e-6)
         frozen = found["frozen, one file is empty"]
         torch.testing.assert_close(frozen, alone["frozen whole"], rtol=1e-4, atol=2e-6)

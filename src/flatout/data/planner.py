@@ -298,7 +298,7 @@ def build_rows(
         if begun.order is None and len(chosen.numbers):
             chosen.base.probe = int(chosen.numbers[0])
     numbers = chosen.numbers
-    if not len(numbers) and not chosen.everywhere:
+    if not len(numbers) and not chosen.may_be_empty:
         raise DataError("no sample is left for this rank", do="use fewer ranks, or more data")
     plan = _plan(origin, begun.samples, stages, options, say)
     plan.numbers, plan.everywhere, plan.labels = numbers, chosen.everywhere, chosen.labels

@@ -45,7 +45,7 @@ class Filter(Function):
                 looked_at = f"looked at {start + len(block):,} of {total:,}"
                 plan.say(f"filter {name_of(self.function)}: {looked_at}")
         plan.numbers = np.concatenate(kept)
-        if not len(plan.numbers) and not plan.everywhere:
+        if not len(plan.numbers) and not plan.may_be_empty:
             raise DataError(f"filter {name_of(self.function)} leaves none of {total:,} samples")
 
     def stream(self, plan: Plan) -> None:

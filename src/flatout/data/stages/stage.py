@@ -101,6 +101,11 @@ class Plan:
     def __post_init__(self) -> None:
         self.samples = self.base
 
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether other ranks may have all rows; then `Pipeline.agreed` sees that one has some."""
+        return any(getattr(stage, "has_own_rows", False) for stage in self.stages)
+
 
 @dataclass(frozen=True)
 class Stage:
