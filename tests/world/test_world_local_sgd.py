@@ -29,7 +29,7 @@ SCRIPT = """
     y = 2 * x[:, :1] + 0.1 * torch.randn(144, 1, generator=draw)
 
 
-    def fit(kind, epochs, run=None, samples=144, callbacks=(), **world):
+    def fit(kind, epochs, run=None, samples=144, callbacks=(), data=None, **world):
         torch.manual_seed(0)
         norm = nn.BatchNorm1d(16) if kind == "norm" else nn.Tanh()
         model = nn.Sequential(nn.Linear(8, 16), norm, nn.Linear(16, 1))
@@ -42,8 +42,9 @@ SCRIPT = """
             say=lambda line: None,
         )
         history = trainer.fit(
-            (x[:samples], y[:samples]), batch_size=24, epochs=epochs, validation_data=(x, y),
-            shuffle=False, progress=False, resume=run is not None, callbacks=list(callbacks),
+            data or (x[:samples], y[:samples]), batch_size=None if data else 24, epochs=epochs,
+            validation_data=(x, y), shuffle=False, progress=False, resume=run is not None,
+            callbacks=list(callbacks),
         )
         logs = {k: v for k, v in history.epochs[-1].items() if k != "seconds"}
         weights = [p.double().flatten().tolist() for p in model.parameters()]
@@ -55,6 +56,9 @@ SCRIPT = """
     found["ragged"] = fit("plain", 3, samples=121, **each)
     found["apart"] = fit("plain", 3, strategy="local_sgd", sync_every=4)
     found["bf16"] = fit("plain", 3, strategy="local_sgd", sync_every=4, compression="bf16")
+    is_last = rank == place().world_size - 1
+    mine = flatout.data.arrays(x, y).filter(lambda x, y: is_last).batch(24).shard(presharded="rank")
+    found["rows of one"] = fit("plain", 3, data=mine, strategy="local_sgd", sync_every=4)
     diloco = dict(strategy="local_sgd", sync_every=4, outer="nesterov")
     found["whole"] = fit("norm", 4, str(folder / "whole"), **diloco)
     fit("norm", 2, str(folder / "parts"), **diloco)
@@ -104,6 +108,8 @@ def test_ranks_that_step_alone_meet(tmp_path, ranks):
     for name, value in found["each"][0].items():
         assert value == pytest.approx(found["ddp"][0][name], rel=1e-5)
     assert found["ragged"][1] == pytest.approx(by_hand(ranks, 121), abs=1e-5)
+    # A rank without a sample is left out.
+    assert found["rows of one"][1] == pytest.approx(by_hand(1, 144), abs=1e-5)
     assert found["apart"][1] != found["ddp"][1]
     assert found["apart"][0]["val_loss"] < 0.5
     assert found["bf16"][2] != found["apart"][2]

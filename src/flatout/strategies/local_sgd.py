@@ -5,8 +5,9 @@ SGD (Stich, "Local SGD Converges Fast and Communicates Little", 2019). With an o
 mean change is a gradient, for SGD with Nesterov momentum: DiLoCo (Douillard et al., "DiLoCo:
 Distributed Low-Communication Training of Language Models", 2023).
 
-The states of optimizers and the statistics of BatchNorm are averaged, too, so that behind a meeting
-all ranks are alike, and a checkpoint of one holds all.
+The states of optimizers and the statistics of BatchNorm are averaged, too, so that after a meeting
+all ranks are alike, and a checkpoint of one holds all. A mean leaves out each rank that had no
+sample since the last mean; all ranks that had samples have the same weight in it.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class LocalSgd(Strategy):
         self._stepped: Tensors = ()
         self._vote = 0.0
         self.since = 0
+        # Whether this rank had a sample since the last meeting, and how many ranks had one.
+        self._had_samples, self._counting = False, 0
         # The weights of the last meeting, and the outer momentum by weight.
         self._anchors: list[torch.Tensor] = []
         self._velocities: list[torch.Tensor] = []
@@ -92,7 +95,9 @@ class LocalSgd(Strategy):
     def finish(self) -> Sums:
         """This rank's own sums: votes are counted when the ranks meet."""
         self._vote = max(self._vote, float(self._own.votes))
-        if not self._own.weight:  # no sample of this rank's counts
+        if self._own.weight:
+            self._had_samples = True
+        else:  # no sample of this rank's counts
             for parameter in self._stepped:
                 parameter.grad = None
         return self._own._replace(votes=0.0)
@@ -109,11 +114,13 @@ class LocalSgd(Strategy):
             return False
         self.since = 0
         weights = _trained(self._optimizers)
-        votes = sum(self._world.gather(self._vote, "ranks that want to stop"))
-        self._vote = 0.0
+        own = (self._vote, self._had_samples)
+        told = self._world.gather(own, "ranks that want to stop or had samples")
+        votes, self._counting = (sum(values) for values in zip(*told, strict=True))
         self._mean_changes(weights)
         self._mean(_kept_beside(self._model, self._optimizers))
         self._anchors = []
+        self._vote, self._had_samples = 0.0, False
         return bool(votes)
 
     def _mean_changes(self, weights: Tensors) -> None:
@@ -131,7 +138,6 @@ class LocalSgd(Strategy):
         return self._anchors[number].add_(change)
 
     def _mean(self, tensors: Tensors) -> None:
-        """Make tensors the mean of those of all ranks; counts stay as they are."""
         for dtype, parts in _messages(tensors):
             self._mean_of(parts, dtype)
 
@@ -145,7 +151,10 @@ class LocalSgd(Strategy):
         for piece, part in zip(pieces, parts, strict=True):
             piece.copy_(part)
         flat.values[used:] = 0
-        flat.values.div_(self._world.size)
+        if self._had_samples or not self._counting:
+            flat.values.div_(self._counting or self._world.size)
+        else:
+            flat.values.zero_()
         begun = self.reduction.begin(flat)
         self._world.until_done(self._world.begun(begun, "mean of the ranks' weights"))
         for piece, part in zip(pieces, parts, strict=True):
