@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -174,6 +175,33 @@ def test_a_worker_that_hangs_at_its_start_is_named(context):
         multiprocessing_context=context,
     )
     assert "worker 0 (pid " in first_line_of(loader)
+
+
+class HangsUnpickled(Hangs):
+    """A dataset larger than a pipe, at which a worker hangs before it has read all."""
+
+    def __init__(self):
+        super().__init__("sleeps")
+        self.first, self.content = Sleeps(), bytes(1 << 20)
+
+
+class Sleeps:
+    def __init__(self):
+        self.is_made = True
+
+    def __setstate__(self, state):
+        hang("sleeps")
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_a_worker_that_hangs_while_it_unpickles_its_dataset_is_named(context):
+    loader = torch.utils.data.DataLoader(
+        HangsUnpickled(), 8, num_workers=2, multiprocessing_context=context
+    )
+    line = first_line_of(loader, "worker 0 imports the script and unpickles the dataset")
+    pid = re.search(r"it is process (\d+), which (computes|sleeps)", line)
+    assert (pid is not None) == (context == "spawn")
+    assert pid is None or not psutil.pid_exists(int(pid[1]))
 
 
 def test_a_worker_that_gives_a_batch_in_time_is_not_named():

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
 from typing import Any
 
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.console import say_as_is
 from flatout.data.waiting import Waiting, WaitStopped
@@ -22,6 +24,8 @@ from flatout.world import place, process_state
 _PATIENCE_S = 15.0
 # Seconds between checks for a signal, which ends the wait.
 _LOOK_S = 1.0
+# Bytes that are read at a time from the pipe of a worker that is starting.
+_PIECE = 1 << 20
 _END = object()
 
 
@@ -51,6 +55,9 @@ class Watched:
         self._batches: Any = None
         self._wait: Waiting | None = None
         self._stopped: WaitStopped | None = None
+        self._thread = get_ident()
+        # The local variables of multiprocessing's function that is starting a worker.
+        self._start: dict[str, Any] = {}
         self._is_over = Event()
 
     @property
@@ -63,6 +70,7 @@ class Watched:
         Raises:
             WaitStopped: a signal has stopped the training.
         """
+        self._thread = get_ident()
         thread = Thread(target=self._look, name="flatout-workers", daemon=True)
         thread.start()
         try:
@@ -81,8 +89,9 @@ class Watched:
             thread.join()
 
     def _read(self) -> Generator[Any, None, None]:
-        with self._waiting(lambda: "the workers of a DataLoader to start"):
+        with self._waiting(self._words_of_start):
             self._batches = batches = iter(self._loader)
+        self._start = {}
         if not self._loader.timeout:
             # torch checks its workers every 5 seconds: check more often.
             ask = partial(type(batches)._try_get_data, weakref.proxy(batches), _LOOK_S)  # type: ignore[attr-defined]
@@ -111,13 +120,41 @@ class Watched:
     def _look(self) -> None:
         while not self._is_over.wait(min(_LOOK_S, self._patience_s)):
             wait = self._wait
+            self._find_start()
             try:
                 if wait is not None:
                     wait.look()
             except WaitStopped as stopped:
                 self._stopped = stopped
                 self._end_workers()
-                return
+                break
+        while self._start and not self._is_over.wait(_LOOK_S / 10):
+            self._find_start()
+            self._end_workers()
+
+    def _find_start(self) -> None:
+        if self._batches is not None and not self._start:
+            return
+        frame, start = sys._current_frames().get(self._thread), {}
+        while frame is not None:
+            if frame.f_code.co_name == "_launch":
+                start = frame.f_locals
+            if start and isinstance(frame.f_locals.get("self"), _BaseDataLoaderIter):
+                self._batches, self._start = frame.f_locals["self"], start
+            frame = frame.f_back
+
+    def _words_of_start(self) -> str:
+        words = "the workers of a DataLoader to start"
+        if not self._start:
+            return words
+        words += f": worker {len(self.workers)} imports the script and unpickles the dataset"
+        pid = getattr(self._start["self"], "pid", None)  # a fork server tells it later
+        if pid is None:
+            return words
+        return (
+            f"{words}; it is process {pid}, which {process_state(pid)}; `py-spy dump --pid {pid}` "
+            "prints where it is"
+        )
 
     def _words(self) -> str:
         batches = self._batches
@@ -143,3 +180,21 @@ class Watched:
             worker.terminate()
             with suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGCONT)
+        if self._start:
+            self._end_start()
+
+    def _end_start(self) -> None:
+        """End a worker that does not read its dataset, and free the thread that writes it.
+
+        The pipe to the worker is full. This process keeps both ends of the pipe open, so that the
+        worker's end does not wake the thread.
+        """
+        pid = getattr(self._start["self"], "pid", None)
+        pipe = self._start.get("parent_w", self._start.get("w"))
+        with suppress(OSError):
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+            reader = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK)
+            with open(reader, "rb", buffering=0) as content:
+                while content.read(_PIECE):
+                    pass
