@@ -174,7 +174,7 @@ def test_a_worker_that_hangs_at_its_start_is_named(context):
         worker_init_fn=sleeps_at_its_start,
         multiprocessing_context=context,
     )
-    assert "worker 0 (pid " in first_line_of(loader)
+    assert first_line_of(loader, r"worker 0 \(pid ")
 
 
 class HangsUnpickled(Hangs):

@@ -137,7 +137,8 @@ class Watched:
             return
         frame, start = sys._current_frames().get(self._thread), {}
         while frame is not None:
-            if frame.f_code.co_name == "_launch":
+            # A start by fork has no such data, and writes nothing to the worker.
+            if frame.f_code.co_name == "_launch" and "prep_data" in frame.f_locals:
                 start = frame.f_locals
             if start and isinstance(frame.f_locals.get("self"), _BaseDataLoaderIter):
                 self._batches, self._start = frame.f_locals["self"], start
