@@ -28,11 +28,11 @@ from flatout.train.image_files import files_as_images
 from flatout.train.inputs import Inputs
 from flatout.train.largest_batch import check_is_open, largest_batch
 from flatout.train.loop import Loop
-from flatout.train.part import Part
 from flatout.train.metrics import Given
 from flatout.train.model_ids import ModelIds, learn_ids, make_room
 from flatout.train.notebook import check_ranks_asked, on_ranks
 from flatout.train.objective import FitData, Objective
+from flatout.train.part import Part
 from flatout.train.run_folder import run_of_command
 from flatout.train.signature import (
     Signature,
