@@ -26,7 +26,8 @@ by measuring your model on your machine, or by the rule in its description. The 
 set, in three places. The first one that names a field decides it:
 
 1. `flatout run --set compute.precision=bf16 train.py`
-2. code: `Trainer(..., recipe=Recipe(compute=Compute(precision="bf16")))`, or the path of a file: `recipe="flatout.toml"`
+2. code: `Trainer(..., recipe=Recipe(compute=Compute(precision="bf16")))`
+   or the path of a file: `Trainer(..., recipe="flatout.toml")`
 3. a file: `flatout run --recipe flatout.toml train.py`
 
 A file is never picked up unasked. It names only what you want to set:
