@@ -1,6 +1,7 @@
-"""Counts sentences that are hard to read in docstrings and comments: `words.py [--list] [PATH ...]`.
+"""Counts sentences that are hard to read in docstrings and comments.
 
-Each kind has a limit below: the number of findings that are there. A change may lower it, never raise it.
+Usage: `words.py [--list] [PATH ...]`. Each kind has a limit below: the number of findings that are
+there. A change may lower it, never raise it.
 """
 
 import ast
@@ -12,8 +13,10 @@ from pathlib import Path
 LIMITS = {"first word": 0, "phrase": 0, "long sentence": 0}
 _FIRST = re.compile(r"(What|Of|As|How|Where|Those|Whether|That|Which|So)\b")
 _PHRASE = re.compile(
-    r"\b(so many|so long|so often|looked at|is told|are told|was told|told of|is said|are said|beside|behind"
-    r"|is seen|are seen|others? than|what is)\b", re.IGNORECASE)
+    r"\b(so many|so long|so often|looked at|is told|are told|was told|told of|is said|are said"
+    r"|beside|behind|is seen|are seen|others? than|what is)\b",
+    re.IGNORECASE,
+)
 _MOST_WORDS = 30
 
 
@@ -41,7 +44,8 @@ def findings(path: Path):
 
 
 if __name__ == "__main__":
-    paths = [Path(name) for name in sys.argv[1:] if name != "--list"] or sorted(Path("src").rglob("*.py"))
+    paths = [Path(name) for name in sys.argv[1:] if name != "--list"]
+    paths = paths or sorted(Path("src").rglob("*.py"))
     counts = dict.fromkeys(LIMITS, 0)
     for path in paths:
         for line, kind, words in findings(path):
