@@ -9,7 +9,7 @@ import torch
 from data_photographs import encoded, photo, write
 
 import flatout
-from flatout.data import FeatureRows, WatchedFiles, drawn_of, numbered, stays_with_rank
+from flatout.data import FeatureRows, WatchedFiles, numbered, stays_with_rank
 from flatout.data.execution import samples as made_samples
 from flatout.data.ranked import ranked
 from flatout.errors import DataError
@@ -128,22 +128,6 @@ def test_samples_stay_with_their_rank_where_nothing_is_shuffled_over_ranks(table
             [row for b in part.batches(epoch) for row in b.indices.tolist()] for epoch in (0, 1)
         ]
         assert (sorted(read[0]) == sorted(read[1])) is expected
-        # Known before any is read.
-        drawn = [drawn_of(part, epoch) for epoch in (0, 1)]
-        assert [numbers.tolist() for numbers, _ in drawn] == read
-        assert [turns for _, turns in drawn] == [0, 1]
-
-
-def test_the_times_that_a_row_comes_are_known_before_it_is_read(folder):
-    twice = (
-        flatout.data.images(folder).augment(flip="horizontal").repeat(2).shuffle(seed=1).batch(2)
-    )
-    part = ranked(twice, 1, 2)
-    numbers, turns = drawn_of(part, 3)
-    batches = list(part.batches(3))
-    assert numbers.tolist() == [row for batch in batches for row in batch.indices.tolist()]
-    assert turns.tolist() == [turn for batch in batches for turn in batch.turns.tolist()]
-    assert drawn_of(flatout.data.as_source(iter(torch.randn(2, 4, 3))), 0) is None
 
 
 def test_what_fills_up_a_batch_is_made_as_ever(table):

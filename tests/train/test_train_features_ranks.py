@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "world"))
-from node_pair import both
-from two_hosts import ADDRESSES, Hosts, cannot_be_made
-from world_ranks import free_port, run
+from world_ranks import run
 
 JOB = """
     import os
@@ -17,7 +15,7 @@ JOB = """
 
     import torch
 
-    where, hosts, sent_s = sys.argv[-3:]
+    where, hosts = sys.argv[-2:]
     if hosts == "2":  # each rank is alone on its host, with a cache of its own
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         os.environ["FLATOUT_CACHE"] += os.environ["RANK"]
@@ -40,7 +38,7 @@ JOB = """
 
 
     def choose(options, *rest):
-        option = replace(options[0], saved_s=0.9, sent_s=float(sent_s))
+        option = replace(options[0], saved_s=0.9)
         return Choice(option, plain_s=1.0, later_s=0.1, pays_from=2)
 
 
@@ -63,9 +61,9 @@ JOB = """
 """
 
 
-def fitted(folder, *arguments, sent_s="inf"):
+def fitted(folder, *arguments):
     """Of two ranks a sum of weights, and how many samples the first one computed; lines."""
-    said = run(JOB, 2, folder, *arguments, sent_s)
+    said = run(JOB, 2, folder, *arguments)
     figures, line = said[0][0].splitlines()
     weights, computed = figures.split()
     return weights, int(computed), line
@@ -91,71 +89,4 @@ def test_each_host_comes_to_need_all_rows_and_says_so(tmp_path, plain):
     assert weights == plain[0]
     # All of the training's but for a few that were drawn for the other host each time.
     assert 55 + 12 <= computed <= 60 + 12
-    assert "each of 2 hosts computes and keeps all rows" in line
-    assert "came from other hosts" not in line
-
-
-@pytest.mark.slow
-def test_a_host_gets_the_rows_that_another_one_has_once(tmp_path, plain):
-    weights, computed, line = fitted(tmp_path, "disk", "2", sent_s="0.1")
-    assert weights == plain[0]
-    assert computed == 30 + 12  # what came to it in the first epoch
-    assert (
-        "each of 2 hosts gets the rows that another one has, once: 100 ms a row, computing 900"
-        in line
-    )
-    assert "rows came from other hosts" in line
-    # Another run finds all of them on its own disk.
-    weights, computed, line = fitted(tmp_path, "disk", "2", sent_s="0.1")
-    assert (weights, computed) == (plain[0], 0)
-    assert "came from other hosts" not in line
-
-
-HOSTS_JOB = """
-    import os
-
-    os.environ["FLATOUT_CACHE"] += os.environ["GROUP_RANK"]  # a disk of its own
-
-    import torch
-    from torch import nn
-
-    import flatout
-
-    torch.manual_seed(0)
-    deep = [layer for _ in range(2) for layer in (nn.Conv2d(32, 32, 3, padding=1), nn.ReLU())]
-    first, pool = nn.Conv2d(3, 32, 3, padding=1), nn.MaxPool2d(8)
-    model = nn.Sequential(first, *deep, pool, nn.Flatten(), nn.Linear(2048, 3))
-    model[:-1].requires_grad_(False)
-    x, y = torch.randn(96, 3, 64, 64), torch.randint(0, 3, (96,))
-    recipe = flatout.Recipe(input={"features": "disk"}, compute={"precision": "fp32"})
-    trainer = flatout.Trainer(model, optimizer="sgd", lr=0.1, recipe=recipe)
-    trainer.fit(x, y, batch_size=16, epochs=6)
-"""
-
-
-@pytest.mark.root
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "is_slow",
-    [
-        pytest.param(False, id="fast link", marks=pytest.mark.long),
-        pytest.param(True, id="slow link"),
-    ],
-)
-def test_the_measured_link_decides_between_two_hosts(tmp_path, is_slow):
-    if why := cannot_be_made():
-        pytest.skip(why)
-    with Hosts() as hosts:
-        if is_slow:  # a row of 8 kB takes some 60 ms
-            hosts.slow("1mbit")
-        nodes = both(
-            tmp_path,
-            rendezvous=f"{ADDRESSES[0]}:{free_port()}",
-            befores=hosts.before,
-            script=HOSTS_JOB,
-        )
-        assert [node.end() for node in nodes] == [0, 0], [node.said for node in nodes]
-    said = nodes[0].said
-    chosen = "computes and keeps all rows: sending takes" if is_slow else "gets the rows that"
-    assert f"each of 2 hosts {chosen}" in said, said
-    assert ("rows came from other hosts" in said) is not is_slow, said
+    assert "each of 2 hosts keeps all rows" in line

@@ -81,7 +81,7 @@ def test_hosts_among_which_samples_move_each_compute_all():
     both, parts = option(hosts=2, stays=False), option(hosts=2)
     found = [choose([given], 1000, 10, 0.1) for given in (one, both, parts)]
     assert [each.whole_bytes for each in found] == [4 * 10**8, 4 * 10**8, 2 * 10**8]
-    assert "each of 2 hosts computes and keeps all rows" in found[1].words("on disk", "bf16")
+    assert "each of 2 hosts keeps all rows" in found[1].words("on disk", "bf16")
     assert "each of 2 hosts keeps the rows of its part" in found[2].words("on disk", "bf16")
     # After the first epoch a host has half of all where samples move among two.
     pays, moves = (option(read=0.03, hosts=2, stays=stays) for stays in (True, False))

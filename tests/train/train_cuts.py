@@ -7,7 +7,6 @@ from torch import nn
 
 from flatout.data import Features
 from flatout.models import Contents
-from flatout.models.frozen.kept_input import features_of
 
 
 class SequentialCut:
@@ -41,10 +40,9 @@ class SequentialCut:
 
     def apply(self):
         def call(*args):
-            kept = args[0] if isinstance(args[0], Features) else features_of(args, {})
-            if kept is None or not (kept is args[0] or self.is_current()):
-                return nn.Module._call_impl(self.model, *args)
-            return self.rest(kept)
+            if isinstance(args[0], Features):
+                return self.rest(args[0])
+            return nn.Module._call_impl(self.model, *args)
 
         self.model._call_impl = call
         return lambda: vars(self.model).pop("_call_impl")

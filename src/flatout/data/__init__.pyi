@@ -60,7 +60,6 @@ from flatout.data.mixture import Mixture as Mixture
 from flatout.data.mixture import mix as mix
 from flatout.data.normalization import Normalization as Normalization
 from flatout.data.normalization import holds_bytes as holds_bytes
-from flatout.data.numbering import drawn_of as drawn_of
 from flatout.data.numbering import numbered as numbered
 from flatout.data.numbering import stays_with_rank as stays_with_rank
 from flatout.data.origins import is_stream as is_stream

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.data.block import Numbers
 from flatout.data.execution.featured import Numbered
-from flatout.data.execution.turns import Turns
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
 from flatout.data.sources.arrays import ArraySamples, ArraySource
@@ -21,20 +19,6 @@ def numbered(source: Source) -> Numbered | str:
     if isinstance(source, Pipeline):
         return source.numbered()
     return "only arrays and data of flatout.data number their samples, not loaders and iterables"
-
-
-def drawn_of(part: Source, epoch: int) -> tuple[Numbers, Turns] | None:
-    """Numbers and turns of the samples that a rank reads in an epoch.
-
-    None where their order is not known before.
-
-    Args:
-        part: what the rank reads of its source.
-        epoch: its number.
-    """
-    drawn = getattr(part, "drawn", None)
-    result: tuple[Numbers, Turns] | None = None if drawn is None else drawn(epoch)
-    return result
 
 
 def stays_with_rank(source: Source) -> bool:

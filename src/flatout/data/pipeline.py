@@ -14,7 +14,6 @@ import torch
 
 from flatout.console import say_as_is
 from flatout.data.batch import Batch
-from flatout.data.block import Numbers
 from flatout.data.buffers import Buffers
 from flatout.data.classes import COLUMNS, Renumbered, classes_of, listed, meanings_of
 from flatout.data.execution.batch_sampler import last_batch
@@ -23,7 +22,6 @@ from flatout.data.execution.featured import FeatureRows, Numbered
 from flatout.data.execution.prefetch import prefetch
 from flatout.data.execution.program import Program
 from flatout.data.execution.samples import Costs
-from flatout.data.execution.turns import Turns, turns_of
 from flatout.data.explanation import Explanation
 from flatout.data.ids.counting import IdCounts, count_ids
 from flatout.data.ids.lookup import Lookup, looked_up
@@ -469,18 +467,6 @@ class Pipeline(Staged["Pipeline"]):
         if not isinstance(built, Built):
             return "the rows of a stream have no numbers"
         return built.numbered()
-
-    def drawn(self, epoch: int) -> tuple[Numbers, Turns] | None:
-        """Numbers and turns of the samples that this rank reads in an epoch.
-
-        None where their order is not known before.
-        """
-        built = self._built
-        if not isinstance(built, Built):
-            return None
-        order, places = built.cut.order(epoch), built.cut.places()
-        turns = turns_of(order, epoch) if getattr(self._program, "repeats", False) else None
-        return order[places], epoch if turns is None else turns[places]
 
     def cached(self) -> tuple[Pipeline, float] | None:
         """The same with a cache of its images, and the seconds that decoding one takes.

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 from flatout.data.batch import Batch
-from flatout.data.block import Numbers
 from flatout.data.execution.claims import Claims
 from flatout.data.execution.featured import FeatureRows
-from flatout.data.execution.turns import Turns
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
-from flatout.data.sources.arrays import ArraySource
 from flatout.errors import DataError
 
 Share: TypeAlias = Literal["part", "own", "copy"]
@@ -90,14 +86,6 @@ class _Ranked:
         made = self._own.batches(epoch, start_step, features)
         rank = self._rank
         return (self._counted(batch, step, rank) for step, batch in enumerate(made, start_step))
-
-    def drawn(self, epoch: int) -> tuple[Numbers, Turns] | None:
-        if self._own is not None:
-            return self._own.drawn(epoch)
-        if self._all_whole or not isinstance(self._whole, ArraySource):
-            return None
-        cut = replace(self._whole.plan, rank=self._rank, world_size=self._world_size)
-        return cut.order(epoch)[cut.places()], epoch
 
     @property
     def can_claim(self) -> bool:

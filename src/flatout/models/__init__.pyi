@@ -20,12 +20,9 @@ from flatout.models.freezing import moving_within as moving_within
 from flatout.models.freezing import unfreeze as unfreeze
 from flatout.models.frozen.contents import Contents as Contents
 from flatout.models.frozen.cut import Cut as Cut
+from flatout.models.frozen.cut import autocast_now as autocast_now
 from flatout.models.frozen.find import Cuts as Cuts
 from flatout.models.frozen.find import find_cuts as find_cuts
-from flatout.models.frozen.kept_input import KeptInput as KeptInput
-from flatout.models.frozen.kept_input import KeptInputs as KeptInputs
-from flatout.models.frozen.kept_input import autocast_now as autocast_now
-from flatout.models.frozen.kept_input import is_called_with as is_called_with
 from flatout.models.frozen.near import is_near as is_near
 from flatout.models.fused_norms import fused_norms_of as fused_norms_of
 from flatout.models.group_norm import guarding_group_norms as guarding_group_norms

@@ -249,9 +249,11 @@ def _with_reasons(loop: LoopState, resolved: ResolvedRecipe) -> ResolvedRecipe:
 
 def _planned(loop: LoopState, first: list[Batch]) -> PlannedRun | None:
     source = loop.feed.source
-    if source is None or not first or first[0].indices is None or loop.planned_epochs is None:
+    if loop.trainer_facts is None or source is None or not first or loop.planned_epochs is None:
         return None
-    if first[0].is_jagged or loop.lays_out or isinstance(named_rows.samples_of(source), str):
+    if first[0].indices is None or first[0].is_jagged or loop.lays_out:
+        return None
+    if isinstance(named_rows.samples_of(source), str):
         return None
     may_keep = loop.requested.input.features != "off" and loop.allow >= Parity.TOLERANT
     samples = samples_of_all(source)

@@ -7,7 +7,6 @@ them in place of its inputs.
 
     feature_rows.py         stores, and batches that are made of their rows
     named_rows.py           of samples that have no numbers
-    sent_rows.py            rows that come from other hosts
     feature_costs.py        what it takes to make, read and write a row
     evaluated_features.py   evaluations outside of a fit
 """
@@ -15,9 +14,8 @@ them in place of its inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from math import inf
 from statistics import median
 from typing import Any, TypeAlias
 
@@ -31,7 +29,6 @@ from flatout.data import (
     Numbered,
     Pipeline,
     Source,
-    drawn_of,
     sample_names,
     samples_of_all,
     stays_with_rank,
@@ -39,7 +36,7 @@ from flatout.data import (
 )
 from flatout.kernels import INSTALL, available
 from flatout.measure import usable_cpus
-from flatout.models import Cut, Cuts, adapter_of, calls_hooks, find_cuts
+from flatout.models import Cut, Cuts, adapter_of, find_cuts
 from flatout.recipe import Choice as RecipeChoice
 from flatout.recipe import Parity
 from flatout.train.compute import call as call_model
@@ -55,12 +52,9 @@ from flatout.train.feature_costs import (
 from flatout.train.feature_rows import ModelRows
 from flatout.train.frozen_candidates import agreed_cuts
 from flatout.train.frozen_choice import Choice, FeatureOption, choose
-from flatout.train.given_inputs import GivenInputs
 from flatout.train.loop_state import LoopState
 from flatout.train.named_rows import NamedRows, NamedSamples, samples_of
-from flatout.train.sent_rows import SentRows
 from flatout.train.snapshot import untouched
-from flatout.train.watch_calls import Calls
 
 Rows: TypeAlias = FeatureRows | NamedRows
 
@@ -81,7 +75,7 @@ class FrozenFeatures:
         rows: where features are kept.
     """
 
-    def __init__(self, loop: LoopState, model: nn.Module, calls: Calls | None = None) -> None:
+    def __init__(self, loop: LoopState, model: nn.Module) -> None:
         self.line = ""
         self.facts: dict[str, Any] | None = None
         self.rows = ModelRows(loop, model)
@@ -93,15 +87,13 @@ class FrozenFeatures:
         self._opened: dict[str, Rows] = {}  # of each cut, while it is looked at
         self._of_source: dict[int, tuple[Source, Rows | None]] = {}
         self._decided_in = -1  # the epoch of the latest decision
-        self._has_dropped = self._restarts = self._trains = self._is_sending_told = False
+        self._has_dropped = self._restarts = self._trains = False
         self._say = loop.say  # before the first epoch no progress line would show it
         self._pixels: Pipeline | None = None
         self._hindrance = ""  # what keeps more of the model from being frozen
         self._is_new_epoch = False
         self._waits: bool | None = None  # whether features wait for the settings
         self._evaluated = EvaluatedFeatures(self, loop, model)
-        self._calls, self._given = calls, GivenInputs(loop)
-        self._sent: SentRows | None = None  # where this host gets rows from others
 
     # -- training ----------------------------------------------------------------------------
 
@@ -117,8 +109,6 @@ class FrozenFeatures:
         """End the tuning where features wait for it, once all options together were judged."""
         tuner, loop = self._loop.tuner, self._loop
         if tuner is None or not tuner.is_searching or not self._is_open or self._cut is not None:
-            return
-        if self._calls is not None and not self._calls.is_over:
             return
         search = tuner.search
         judged = search.together is not None or "together" in search.dropped
@@ -141,7 +131,6 @@ class FrozenFeatures:
         """Before batches of an epoch are made: decide, where that is due and settings are known."""
         self._source, self._trains, self._restarts = source, True, False
         self._part = part
-        self._given.begin(part, epoch)
         self._is_new_epoch = True
         for _, rows in self._of_source.values():
             if rows is not None:
@@ -156,21 +145,7 @@ class FrozenFeatures:
             self._decide(source, self._loop.ready(first[0]) if first else None, epoch)
         self._restarts = False
         self._say = self._loop.note
-        if self._sent is not None:
-            self._bring(self._sent, source, part, epoch)
         return True
-
-    def _bring(self, sent_rows: SentRows, source: Source, part: Source, epoch: int) -> None:
-        rows = self.rows_of(source)
-        drawn = drawn_of(part, epoch) if isinstance(rows, FeatureRows) else None
-        if not all(self._loop.world.gather(drawn is not None, "whether rows are sent")):
-            return
-        assert isinstance(rows, FeatureRows)
-        assert drawn is not None
-        sent = sent_rows.bring(rows, drawn)
-        if sent.rows and not self._is_sending_told:
-            self._is_sending_told = True
-            self._say(f"features: {sent}")
 
     def read_from(self, part: Source) -> Source:
         """What batches are read from: where decoded pixels are kept, a pipeline with a cache."""
@@ -183,11 +158,7 @@ class FrozenFeatures:
         decided since to use what an earlier run has kept.
         """
         rows = None if self._source is None else self.rows_of(self._source)
-        if self._cut is not None and self._given.is_refused():
-            self._loop.note("features: the loop computes otherwise than it did: nothing is kept")
-            self._drop()
-            self._restarts = True
-        elif self._cut is not None and not (self._cut.is_current() and self._is_same(self._cut)):
+        if self._cut is not None and not (self._cut.is_current() and self._is_same(self._cut)):
             self._loop.note("features: the frozen layers have changed: what was kept is dropped")
             self._drop()
             self._restarts = self._has_dropped = True
@@ -196,8 +167,7 @@ class FrozenFeatures:
             rows.drop()
             # Other ranks notice it at other steps.
             self._drop(wakes=self._loop.world.size == 1)
-        restarts = self._restarts or self._given.must_restart()
-        self._restarts = False
+        restarts, self._restarts = self._restarts, False
         return restarts and not isinstance(rows, NamedRows)  # whose samples are all made
 
     def _is_same(self, cut: Cut) -> bool:
@@ -206,37 +176,30 @@ class FrozenFeatures:
             return cut.contents.are_same()
         return self._loop.world.size > 1 or cut.contents.seem_same()
 
-    def watching(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
-        """Within, a step of these batches is made."""
-        watches = self._calls is not None and not self._calls.is_over and self.may_keep
-        return self._calls.watched(batches) if self._calls and watches else nullcontext()
-
     def rows_to_make(self, source: Source) -> FeatureRows | None:
         """The rows whose samples need not be made; None where all are."""
-        rows = None if self._given.are_read else self.rows_of(source)
+        rows = self.rows_of(source)
         return rows if isinstance(rows, FeatureRows) else None
 
-    def batch(self, batch: Batch, epoch: int, step: int) -> Batch:
+    def batch(self, batch: Batch, epoch: int) -> Batch:
         """A training batch, as the model takes it."""
         assert self._source is not None
         if self._is_due(epoch):
             self._decide(self._source, batch, epoch)
         if self._cut is None:
             return batch
-        done = self.rows.complete(batch, self.rows_of(self._source), self._cut, epoch)
-        return done if self._calls is None else self._given.over(batch, done, step)
+        return self.rows.complete(batch, self.rows_of(self._source), self._cut, epoch)
 
     def _is_due(self, epoch: int) -> bool:
         loop, tuner = self._loop, self._loop.tuner
         is_due = self._is_open and epoch > self._decided_in
-        if self._calls is not None and not self._calls.is_over:
-            return False
         is_settled = not loop.is_other_job and (tuner is None or not tuner.is_searching)
         return is_due and is_settled and self.may_keep
 
     def _is_hopeless(self, source: Source) -> bool:
-        is_first = self._decided_in < 0 and self._calls is None
-        return is_first and not isinstance(source, Pipeline) and isinstance(samples_of(source), str)
+        if self._decided_in >= 0 or isinstance(source, Pipeline):
+            return False
+        return isinstance(samples_of(source), str)
 
     @property
     def _is_open(self) -> bool:
@@ -286,10 +249,6 @@ class FrozenFeatures:
         loop = self._loop
         batch = self._of_several(source, batch)
         self._decided_in, self._has_dropped = epoch, False
-        if self._calls is not None and self._calls.root is not None:
-            self._model = self.rows.model = self._calls.root
-            few = None if batch is None or batch.is_jagged else batch.rows(0, 1)
-            self._given.template = None if few is None else few.inputs
         looked, result = self.look(source, batch)
         with loop.autocast():
             cuts, result = agreed_cuts(looked, result, loop.world, self.rows.known())
@@ -299,15 +258,9 @@ class FrozenFeatures:
         if result or not cuts or batch is None:
             return
         left = None if loop.planned_epochs is None else loop.planned_epochs - epoch
-        sent_rows = SentRows(loop.world) if self._may_send(source) else None
-        rate = 0.0 if sent_rows is None else sent_rows.rate()
         # Backward takes about twice as long as forward.
-        choice = self.choose(source, cuts, batch, left, 3, rate)
-        kept = choice.kept
-        name, is_sent = loop.world.from_first(
-            ["", False] if kept is None else [kept.name, kept.is_sent]
-        )
-        self._sent = sent_rows if is_sent else None
+        choice = self.choose(source, cuts, batch, left, 3)
+        name = loop.world.from_first("" if choice.kept is None else choice.kept.name)
         if name:
             self._use(source, next(cut for cut in cuts if cut.name == name), choice)
         elif not self._keep_pixels(source, batch, epoch, choice.why):
@@ -343,10 +296,6 @@ class FrozenFeatures:
             return NO_ROWS
         if loop.allow < Parity.TOLERANT:
             return 'allow="exact": other batches may round otherwise'
-        if self._calls is not None and self._calls.root is None:
-            if not calls_hooks(self._model):
-                return "a Loop keeps none of Keras models; a Trainer does"
-            return "the loop calls no module with a batch's inputs and nothing else"
         if loop.settings_of(self._model).compile != "off":
             return "the model is compiled"
         if batch.size < 2:
@@ -360,20 +309,8 @@ class FrozenFeatures:
         more = (self._loop.ready(one) for one in part.peek(_PEEKED) if one.size > 1)
         return next(more, batch)
 
-    def _may_send(self, source: Source) -> bool:
-        loop = self._loop
-        moves = loop.world.place.nodes > 1 and isinstance(samples_of(source), Numbered)
-        moves &= not stays_with_rank(source)
-        return moves and loop.feed.claims is None and not loop.has_servers
-
     def choose(
-        self,
-        source: Source,
-        cuts: Sequence[Cut],
-        batch: Batch,
-        left: int | None,
-        passes: int,
-        rate: float = 0.0,
+        self, source: Source, cuts: Sequence[Cut], batch: Batch, left: int | None, passes: int
     ) -> Choice:
         """What is kept of a source, by measuring."""
         loop, samples = self._loop, samples_of(source)
@@ -408,7 +345,6 @@ class FrozenFeatures:
                 filled=min(1.0, store.kept / samples.slots * (hosts if stays else 1)),
                 hosts=hosts,
                 stays=stays,
-                sent_s=size / rate + 2 * costs.read if rate else inf,  # it is read there, kept here
             )
             options.append(option)
         count = samples_of_all(source) or samples.slots // samples.variants
@@ -438,10 +374,7 @@ class FrozenFeatures:
         does.
         """
         loop = self._loop
-        is_known = self._calls is None or self._calls.root is not None
-        can_keep = (
-            isinstance(source, Pipeline) and loop.world.size == 1 and is_known and available()
-        )
+        can_keep = isinstance(source, Pipeline) and loop.world.size == 1 and available()
         cached = source.cached() if isinstance(source, Pipeline) and can_keep else None
         if cached is None or not source.samples:
             return False

@@ -48,7 +48,7 @@ class KeepsFeatures(Protocol):
     def settle(self, batch: Batch) -> None:
         """Before the next batch is made ready."""
 
-    def batch(self, batch: Batch, epoch: int, step: int) -> Batch:
+    def batch(self, batch: Batch, epoch: int) -> Batch:
         """A training batch, as the model takes it."""
 
     def taken(self) -> int:
@@ -141,7 +141,7 @@ class Feed:
             # Of several batches that make a step together all count.
             fetch += fetched - start - others
             self._lanes = (first, fetch, copy + ready - fetched, waited + others)
-            yield batch if features is None else features.batch(batch, epoch, self.taken - 1)
+            yield batch if features is None else features.batch(batch, epoch)
 
     def _begun(self, part: Source, epoch: int) -> Iterator[Batch]:
         source, features = self.source, self.features

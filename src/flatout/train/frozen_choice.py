@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from math import inf, isinf
 from typing import Any
 
 from flatout.words import counted, rounded, size_words
@@ -33,7 +32,6 @@ class FeatureOption:
         hosts: that each keep what they compute.
         stays: whether a sample comes to the same host in each epoch, which then keeps its part;
             else each host comes to need all.
-        sent_s: seconds in which a row comes from another host and is kept; infinite where none is.
     """
 
     name: str
@@ -45,24 +43,12 @@ class FeatureOption:
     filled: float = 0.0
     hosts: int = 1
     stays: bool = True
-    sent_s: float = inf
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether hosts get rows from one another in place of computing them."""
-        return self.hosts > 1 and not self.stays and self.sent_s < self.saved_s
 
     @property
     def of_hosts(self) -> str:
         """What each host does, in words."""
         each = f"each of {self.hosts} hosts"
-        if self.stays:
-            return f"{each} keeps the rows of its part"
-        took = f"{rounded(1e3 * self.sent_s)} ms a row, computing {rounded(1e3 * self.saved_s)}"
-        if self.is_sent:
-            return f"{each} gets the rows that another one has, once: {took}"
-        why = "" if isinf(self.sent_s) else f": sending takes {took}"
-        return f"{each} computes and keeps all rows{why}"
+        return f"{each} keeps the rows of its part" if self.stays else f"{each} keeps all rows"
 
     def share(self, samples: int) -> float:
         """Of all samples and variants, how many are kept or have room."""
@@ -159,11 +145,9 @@ def _of(option: FeatureOption, samples: int, epochs: int, plain_s: float) -> Cho
 def _epochs(option: FeatureOption, samples: int, epochs: int, plain_s: float) -> Iterator[float]:
     room = option.share(samples)
     later = max(0.0, plain_s - option.saved_s) + option.read_s
-    there = known = option.filled  # on a host, and on any of those that it gets rows from
+    there = option.filled
     # In each epoch a sample comes as one of its variants, and to one of the hosts.
     ways = option.variants * (1 if option.stays else option.hosts)
     for _ in range(epochs):
-        new, sent = 1 - known, (known - there) * (later + option.sent_s if option.is_sent else 0)
-        yield there * later + sent + new * (plain_s + option.read_s * (there < room))
+        yield there * later + (1 - there) * (plain_s + option.read_s * (there < room))
         there = max(there, min(room, there + (1 - there) / ways))
-        known = max(known, known + new / option.variants) if option.is_sent else there

@@ -87,7 +87,7 @@ class Loop(LoopState):
         say: what prints decisions; `lambda line: None` for silence.
 
     Attributes:
-        features: keeps what frozen leading layers give; None before `prepare`.
+        features: keeps what frozen leading layers give; None without a Trainer.
         numbers: checks whether each step's numbers are finite, from `prepare` on.
         rounding: compares gradients in bf16 with those in fp32 now and then, from `prepare` on.
 
@@ -172,6 +172,8 @@ class Loop(LoopState):
         if self.trainer_facts is not None:
             self.feed.features = self.features = FrozenFeatures(self, model)
             self.undo.callback(self.features.close)
+        elif self.requested.input.features in ("memory", "disk"):
+            self.say("features: a Loop keeps none, a Trainer does")
         self._attach_parts()
         if self.device.type == "cuda":
             self.stepper.lanes = cuda_lanes(self.timeline, self.device)

@@ -65,30 +65,6 @@ class FeatureStore(KeptRows):
         """How many slots have a row."""
         return int((self._places >= 0).sum())
 
-    @property
-    def whole_bytes(self) -> int:
-        """What rows for all slots take."""
-        return self.slots * self._log.stride
-
-    @property
-    def row(self) -> tuple[RowPart, ...]:
-        """What a row holds."""
-        return self._log.parts
-
-    def knows(self, slots: Numbers) -> npt.NDArray[np.bool_]:
-        """Which of these slots have a row, by any process, whatever its checksum.
-
-        Args:
-            slots: int64 of shape (count,).
-        """
-        places = self._places[slots]
-        if (places < 0).any():
-            self._later.wait(slots.tolist())
-            self._take_over(self._log.refresh())
-            places = self._places[slots]
-        there: npt.NDArray[np.bool_] = places >= 0
-        return there
-
     def has(self, slots: Numbers) -> npt.NDArray[np.bool_]:
         """Which of these slots have a row that is what was put there, by any process.
 
@@ -99,8 +75,12 @@ class FeatureStore(KeptRows):
             slots: int64 of shape (count,).
         """
         slots = np.asarray(slots, np.int64)
-        there = self.knows(slots)
         places = self._places[slots]
+        if (places < 0).any():
+            self._later.wait(slots.tolist())
+            self._take_over(self._log.refresh())
+            places = self._places[slots]
+        there: npt.NDArray[np.bool_] = places >= 0
         good = self._log.are_whole(places[there])
         if not good.all():
             self._lose(slots[there][~good], places[there][~good])

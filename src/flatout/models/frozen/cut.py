@@ -17,7 +17,6 @@ from flatout.models.applied_cut import applied
 from flatout.models.frozen.calls import Frame, is_transparent, taking_part
 from flatout.models.frozen.contents import Contents
 from flatout.models.frozen.form import Form
-from flatout.models.frozen.kept_input import autocast_now, features_of
 from flatout.models.frozen.plan import Plan, Step
 from flatout.models.frozen.recording import OutputStructure, is_same, nothing_random
 from flatout.models.frozen.stand_in import StandIn, about, name_of, stand_ins, with_values
@@ -52,6 +51,11 @@ def _children_of(
                 result.append((part._modules, name))
     # Those of a ScriptModule are in something else than a dict, and stay.
     return [(children, name) for children, name in result if isinstance(children, dict)]
+
+
+def autocast_now(device: str) -> tuple[bool, torch.dtype]:
+    """Whether autocast is on for a kind of device, and its dtype."""
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 class _Enough(BaseException):
@@ -377,8 +381,6 @@ class Cut:
     def apply(self) -> Callable[[], None]:
         """Let the model take `Features` in place of its inputs, until what this returns is called.
 
-        It takes `KeptInputs` for their features, too.
-
         All other calls of the model stay as they are, and so do its pickle, its copies and its
         state dict. It is `_call_impl` of the instance that is replaced, so rewrites may put another
         `forward` on the model, and take it off, meanwhile. Keras' models are called past it:
@@ -401,10 +403,6 @@ class Cut:
 # Named so that a copy or a pickle of the model finds that of its class again.
 def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     cut = applied.get(self)
-    if cut is not None:
-        if len(args) == 1 and isinstance(args[0], Features):
-            return cut.rest(args[0])
-        kept = features_of(args, kwargs)
-        if kept is not None and cut.is_current():
-            return cut.rest(kept)
+    if cut is not None and len(args) == 1 and isinstance(args[0], Features):
+        return cut.rest(args[0])
     return type(self)._call_impl(self, *args, **kwargs)  # type: ignore[no-untyped-call]

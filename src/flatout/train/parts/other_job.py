@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from flatout.data import Batch, Features, tensors_in
-from flatout.models import KeptInput, adapter_of, has_compiled
+from flatout.data import Batch, Features
+from flatout.models import adapter_of, has_compiled
 from flatout.recipe import Recipe, ResolvedRecipe, dumps, loads
 from flatout.train import auto
 from flatout.train.auto_budget import Budget
@@ -130,9 +130,7 @@ class OtherJob(Part):
             capture_steps(loop, compute, decision.search)
 
     def _fixed(self, batch: Batch) -> Iterator[tuple[str, Any]]:
-        if isinstance(batch.inputs, Features) or any(
-            isinstance(tensor, KeptInput) for tensor in tensors_in(batch.inputs)
-        ):
+        if isinstance(batch.inputs, Features):
             now = self._loop.stepper.switch.now
             yield from ((n, getattr(now, n)) for n, live in LIVE.items() if live.in_passes)
 

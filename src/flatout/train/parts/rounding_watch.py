@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 from time import perf_counter as clock
 
-from flatout.data import Batch, Features, tensors_in
-from flatout.models import KeptInput, has_compiled, uncompiled
+from flatout.data import Batch, Features
+from flatout.models import has_compiled, uncompiled
 from flatout.recipe import SETTINGS, Choice, Parity
 from flatout.train.auto_budget import Budget
 from flatout.train.auto_check import FirstCheck
@@ -63,7 +63,8 @@ class RoundingWatch(Part):
             return
         began = clock()
         # Rows of features may be kept on some of the ranks alone.
-        own = 0.0 if _is_kept(batches[0]) else self._share(step.compute, batches[0], step.turn)
+        is_kept = isinstance(batches[0].inputs, Features)
+        own = 0.0 if is_kept else self._share(step.compute, batches[0], step.turn)
         share = max(loop.world.gather(own))
         if loop.tuner is not None:
             loop.tuner.search.budget.lost_s += clock() - began
@@ -118,11 +119,6 @@ class RoundingWatch(Part):
             {**loop.resolved.choices, **choices}, loop.resolved.machine, loop.facts
         )
         loop.note(f"auto: steps run in fp32: {why}")
-
-
-def _is_kept(batch: Batch) -> bool:
-    are_kept = any(isinstance(tensor, KeptInput) for tensor in tensors_in(batch.inputs))
-    return are_kept or isinstance(batch.inputs, Features)
 
 
 def _behind(step: int) -> int:
