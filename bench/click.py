@@ -47,8 +47,7 @@ SIZES = {"117k": 117_581, "1m": ROWS, "10m": 10_000_000}
 LARGE, LARGE_ROWS, FEW_FACTORS = "flatout-100m-8", 100_000_000, 8
 SMALL = "flatout-1m-8"
 REPLICATED, SHARDED, DDP = "ranks-replicated", "ranks-sharded", "ranks-ddp"
-AHEAD = "ranks-sharded-ahead"  # rows of the next batch fetched while a step computes
-RANKS = (REPLICATED, SHARDED, AHEAD, DDP)
+RANKS = (REPLICATED, SHARDED, DDP)
 HOSTS = "hosts-"  # in the place of "ranks-"
 MBIT = 1000
 # A step that sends the gradients of whole tables over the link takes more than two seconds.
@@ -85,14 +84,12 @@ RATIOS = (
     Ratio("ten_million_vs_one_million", "flatout-10m-1024", at_most=1.3, note="of a step"),
     Ratio("hundred_million_vs_one_million", LARGE, SMALL, at_most=1.6, note="8 factors"),
     Ratio("hybrid_vs_replicated", REPLICATED, SHARDED, at_least=1.2, note=HERE_NOTE),
-    Ratio("prefetch_rows_here", SHARDED, AHEAD, note="two ranks of this host"),
     Ratio("hybrid_vs_dense_ddp_here", DDP, SHARDED, note="two ranks of this host"),
     Ratio("flatout_vs_itself", AGAIN, note="A/A: what noise makes of 1"),
 )
 HOST_RATIOS = (
     Ratio("hybrid_vs_dense_ddp", "hosts-ddp", "hosts-sharded", at_least=10, note=HOSTS_NOTE),
     Ratio("hybrid_vs_replicated_apart", "hosts-replicated", "hosts-sharded", note=HOSTS_NOTE),
-    Ratio("prefetch_rows_apart", "hosts-sharded", "hosts-sharded-ahead", note=HOSTS_NOTE),
 )
 
 
@@ -136,8 +133,7 @@ def peers(threads: int, steps: int, epochs: int, warm_up: int, most_rows: int) -
 
 def tables_of(name: str) -> tuple[str, ...]:
     """What a peer on ranks is told of its tables."""
-    tables, _, when = name.removeprefix("ranks-").partition("-")
-    return ("--tables", tables, "--prefetch-rows", "on" if when == "ahead" else "off")
+    return ("--tables", name.removeprefix("ranks-"))
 
 
 def on_two_hosts(warm_up: int, nodes: Sequence[str]) -> list[Peer]:

@@ -45,7 +45,7 @@ def by_flatout(
         recipe=flatout.Recipe(
             compute={"touched_rows": "on"},
             process={"threads": arguments.threads},
-            world={"tables": arguments.tables, "prefetch_rows": arguments.prefetch_rows},
+            world={"tables": arguments.tables},
         ),
         say=said.append,
     )
@@ -82,7 +82,6 @@ def by_ddp(
 def main() -> None:
     parser = click_job.parser()
     parser.add_argument("--tables", choices=["replicated", "sharded", DDP], required=True)
-    parser.add_argument("--prefetch-rows", choices=["on", "off"], default="off")
     arguments = parser.parse_args()
     os.environ["FLATOUT_CACHE"] = str(arguments.out.parent / "cache")
     torch.set_num_threads(arguments.threads)

@@ -65,7 +65,6 @@ EXPECTED = [
     ("compute.dropout", "torch", "by_sample", DRAWS, Parity.REDRAWN),
     ("compute.dropout", "torch", "by_sample", KEYED, Parity.REDRAWN),
     ("world.placement", "soft", "strict", NOTHING, Parity.EXACT),
-    ("world.prefetch_rows", "off", "on", NOTHING, Parity.EXACT),
     ("world.strategy", "ddp", "fsdp", NOTHING, Parity.TOLERANT),
     ("world.strategy", "ddp", "staged", NOTHING, Parity.TOLERANT),
     ("world.stages", 0, 2, NOTHING, Parity.TOLERANT),

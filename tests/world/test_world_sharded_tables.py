@@ -23,7 +23,6 @@ MODEL = """
     from torch import nn
 
     import flatout
-    from flatout.optim import rows_ahead
     from flatout.world import place
 
     torch.set_num_threads(1)
@@ -54,15 +53,6 @@ MODEL = """
 
 
     said = []
-    patched, patch = [0], rows_ahead.RowsAhead.patch
-
-
-    def counted(self, come):
-        patched[0] += 1
-        return patch(self, come)
-
-
-    rows_ahead.RowsAhead.patch = counted
 
 
     def trainer_of(
@@ -71,7 +61,7 @@ MODEL = """
     ):
         recipe = flatout.Recipe(
             compute={"touched_rows": "on", "precision": precision},
-            world={"tables": tables, "prefetch_rows": "on", **dict(world)},
+            world={"tables": tables, **dict(world)},
             memory=dict(memory),
         )
         if tables == "sharded":
@@ -128,10 +118,6 @@ JOB = (
         assert "sharded over 2 ranks" in " ".join(lines[-3:]) or rank, lines
     if size == 4:
         found["adam"] = fit("sharded")
-        # Three sets of ids in each step but the first two of an epoch.
-        assert patched[0] == 2 * 3 * 10 - 3, patched
-        found["adam, fetched when asked for"] = fit("sharded", world={"prefetch_rows": "off"})
-        assert patched[0] == 2 * 3 * 10 - 3, patched
         found["adam, resumed"] = fit("sharded", run=copied, resume=True)
     if size == 1:
         found["adam, resumed"] = fit("sharded", run=copied, resume=True)
@@ -160,9 +146,7 @@ def test_ranks_end_as_one_and_as_those_that_have_all_rows(tmp_path):
         first, said = torch.load(tmp_path / f"found-{size}-0.pt")
         assert any(f"sharded over {size} ranks" in line for line in said)
         sharded = {c: f for c, f in first.items() if not c.endswith("replicated")}
-        assert len(sharded) == (4 if size == 2 else 3)
-        if size == 4:
-            assert same(sharded["adam"], sharded.pop("adam, fetched when asked for"))
+        assert len(sharded) == (4 if size == 2 else 2)
         for case, found in sharded.items():
             wanted = f"{case.removesuffix(', resumed')}, replicated"
             assert far(found, alone[wanted]) <= 1e-5, (size, case)
@@ -184,17 +168,14 @@ APART = (
 """
     + MODEL
     + """
-    found = {ahead: fit("sharded", world={"prefetch_rows": ahead}) for ahead in ("on", "off")}
-    assert patched[0] == 2 * 3 * 10 - 3, patched
-    whole = fit("replicated")
-    for name, value in found["on"].items():
-        assert torch.equal(value, found["off"][name]), name
+    found, whole = fit("sharded"), fit("replicated")
+    for name, value in found.items():
         assert (value - whole[name]).norm() <= 1e-5 * whole[name].norm(), name
 """
 )
 
 
-def test_ranks_of_several_nodes_fetch_rows_ahead(tmp_path):
+def test_ranks_of_several_nodes_end_as_those_that_have_all_rows(tmp_path):
     run(APART, 3, tmp_path)
 
 
@@ -236,15 +217,6 @@ ODD = (
             self.seen += self.training
             read = super().forward(x)
             return read if self.seen < 5 else read + self.users.weight.sum() * 1e-9
-
-
-    class Fickle(Clicks):
-        # Not by the calls of torch's alone do ids follow from a batch.
-        seen = 0
-
-        def forward(self, x):
-            self.seen += self.training
-            return super().forward(x.flip(1) if self.seen % 5 == 4 else x)
 
 
     # Two tables are read whole, one by the loss and one by no more than a look.
@@ -341,14 +313,6 @@ ODD = (
         recipe = flatout.Recipe(compute={"touched_rows": "on", "precision": "fp32"},
                                 world={"tables": tables})
         own[tables] = steps_of(flatout.Loop(recipe, allow="exact", say=said.append), Clicks())
-    fickle = []
-    for ahead in ("on", "off"):
-        model = Fickle()
-        trainer_of(model, "sharded", world={"prefetch_rows": ahead}).fit(
-            x, y, batch_size=16, epochs=2, progress=False
-        )
-        fickle.append(model.state_dict())
-    found["fickle"] = all(torch.equal(value, fickle[1][n]) for n, value in fickle[0].items())
     found["own loop"] = torch.equal(own["sharded"], own["replicated"])
 
     (folder / f"odd-{rank}.json").write_text(json.dumps(found))
@@ -391,7 +355,6 @@ def test_what_ranks_cannot_do_with_parts_of_tables_is_said(tmp_path):
         assert "items has scale_grad_by_freq, which would count ids" in found["counted"]
         assert found["stopped alike"]
         assert found["own loop"]
-        assert found["fickle"]
         assert found["tried"]
         assert found["untouched"]
         wanted = ("LostRank: ", "NumbersError: ")[rank]

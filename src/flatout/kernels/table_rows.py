@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -183,7 +182,6 @@ class Steps:
 
     def __init__(self, rule: str, base: int, room: int, widest: int = 512) -> None:
         self.rule, self._room, self._widest = RULES[rule], room, widest
-        self._followed: tuple[tuple[int, int, Step], Steps] | None = None
         self._steps = torch.zeros(room + 1, _COLUMNS, dtype=torch.float64)
         self._missed = torch.zeros(room + 1, _OF_MISSED, dtype=torch.float64)
         self.restart(base)
@@ -223,17 +221,6 @@ class Steps:
         if ratio >= 1:
             return self._room
         return math.ceil(math.log2(_NOTHING) / math.log2(ratio)) if ratio > 0 else 1
-
-    def followed_by(self, step: Step) -> Steps:
-        """These steps and one behind them, of which these take no note; made once."""
-        made = self.base, self.now, step
-        if self._followed is None or self._followed[0] != made:
-            result = copy(self)
-            result._steps, result._missed = self._steps.clone(), self._missed.clone()
-            result.write(step)
-            result.advance()
-            self._followed = made, result
-        return self._followed[1]
 
     def advance(self) -> None:
         """Go on to the step that was written."""

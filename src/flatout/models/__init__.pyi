@@ -64,8 +64,6 @@ from flatout.models.operators import OperatorCount as OperatorCount
 from flatout.models.operators import OperatorTimes as OperatorTimes
 from flatout.models.operators import weights_counted as weights_counted
 from flatout.models.recompute import recompute_activations as recompute_activations
-from flatout.models.replayed import InputRecording as InputRecording
-from flatout.models.replayed import Replayed as Replayed
 from flatout.models.rewrites import Rewrite as Rewrite
 from flatout.models.rewrites import find_pairs as find_pairs
 from flatout.models.sample_dropout import Layout as Layout

@@ -14,11 +14,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from operator import and_
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from flatout.devices import huge_pages
 from flatout.errors import ModelError
 from flatout.kernels import Groups, GroupsByRank, table_rows
 from flatout.models import Lookup, watch_table
-from flatout.optim.rows_ahead import OwnedRows, RowRequest, RowsAhead, TableLookup
 from flatout.words import size_words
 from flatout.world import World, to_eight
 
@@ -45,8 +44,31 @@ _FLOAT = 4
 # As many tables have their own bit in an int64.
 _MOST_TOGETHER = 62
 
-# What a rank says in a lookup that was predicted: that it is that one, or another.
-_AS_PREDICTED, _OTHERWISE = 1, 2
+
+class RowRequest(NamedTuple):
+    """Rows that ranks ask one another for, of tables that are read by the same ids.
+
+    Attributes:
+        dealt: those that this rank asks for.
+        local: int64, where those lie here that all ranks ask this one for, rank after rank.
+        lengths: how many each rank asks this one for.
+        groups: of `local`.
+        rows: int64, the rows of `groups` in the whole table.
+    """
+
+    dealt: GroupsByRank
+    local: torch.Tensor
+    lengths: list[int]
+    groups: Groups
+    rows: torch.Tensor
+
+
+class OwnedRows(Protocol):
+    """Rows of a table that this rank owns."""
+
+    def read(self, local: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Rows that lie here at these places; those of `groups` are brought up to date."""
+        ...
 
 
 class _Table(NamedTuple):
@@ -68,8 +90,6 @@ class RowShards:
 
     Args:
         world: of this rank, of several.
-        following: gives the inputs of the next batch, or None where there is none, so that its rows
-            are prefetched; None where none are.
 
     Attributes:
         spread: of tables of which this rank has nothing but its own rows now, the weights and the
@@ -78,27 +98,18 @@ class RowShards:
         lies: whether rows that lie elsewhere are zeros, for someone who looks only at ids.
     """
 
-    def __init__(
-        self,
-        world: World,
-        following: Callable[[], Sequence[torch.Tensor] | None] | None = None,
-    ) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
         self.is_in_step = self.lies = False
         self._takes_lookups = False
-        self._rates: Callable[[], AbstractContextManager[None]] | None = None
         self._tables: dict[torch.Tensor, _Table] = {}
         self._reads: dict[int, OwnedRows] = {}
-        self.ahead: RowsAhead | None = None
-        if following is not None:
-            self.ahead = RowsAhead(world, self._reads, self._owned_of, following)
         # By a table's number: of this step, rows that have come, and who has asked for which; of
         # earlier ones, a bit for each table that was read by the same ids after it.
         self._ahead: dict[int, tuple[GroupsByRank, torch.Tensor]] = {}
         self._asked: dict[int, RowRequest] = {}
-        self._all_asked: dict[int, list[RowRequest]] = {}
         self._together: dict[int, int] = {}
-        self._read: list[TableLookup] = []
+        self._read: list[tuple[int, GroupsByRank]] = []  # tables by number, and their rows
         # Of this step: groups of rows, and the same by owner.
         self._dealt: dict[int, tuple[Groups, GroupsByRank]] = {}
         # Where the rows of a table's gradient lie here.
@@ -216,20 +227,12 @@ class RowShards:
                 for theirs, values in zip(by_rank, result, strict=True):
                     whole[theirs] = values[: len(theirs)]
         del self.spread[weight]
-        if self.ahead is not None:
-            self.ahead.drop()
 
     def reads(self, weight: nn.Parameter, kept: OwnedRows) -> None:
         """Say what gives rows of a table that lie here."""
         self._reads[self._tables[weight].number] = kept
 
-    def predicted(self, weight: nn.Parameter, ids: torch.Tensor) -> GroupsByRank | None:
-        """What a lookup by these ids needs, where its rows were prefetched."""
-        if self.ahead is None or self.lies or not self._takes_lookups:
-            return None
-        return self.ahead.dealt_of(self._tables[weight].number, ids)
-
-    def fetch(self, weight: nn.Parameter, ids: torch.Tensor, dealt: GroupsByRank) -> torch.Tensor:
+    def fetch(self, weight: nn.Parameter, dealt: GroupsByRank) -> torch.Tensor:
         """Rows of a table from their owners, of shape (rows, width), in the order of `dealt`.
 
         All ranks call it. With the rows come those of other tables that were read by the same ids
@@ -237,8 +240,7 @@ class RowShards:
 
         Args:
             weight: of the table.
-            ids: of any shape.
-            dealt: the rows that this rank needs, those of the ids.
+            dealt: the rows that this rank needs.
 
         Raises:
             ModelError: ranks look up rows of different tables, or not equally often.
@@ -247,43 +249,24 @@ class RowShards:
             return torch.zeros(len(dealt.local), weight.shape[1])
         self._check_step(weight)
         number = self._tables[weight].number
-        self._note(TableLookup(number, ids, dealt))
+        self._note(number, dealt)
         known, ahead = self._ahead.get(number, (None, None))
         if ahead is not None and known is dealt:
             return ahead
-        if self.ahead is not None and self.ahead.is_there and self._fetch_changed(number, dealt):
-            return self._ahead[number][1]
         own = list(torch.split(dealt.local, dealt.counts))
-        together, _, come = self._say(number, self._together.get(number, 0), [[o] for o in own])
+        together, come = self._say(number, self._together.get(number, 0), [[o] for o in own])
         asked = self._owned_of(number, dealt, [item.view(torch.int64) for item in come])
         weights = list(self._tables)
         wanted = [number, *(bit for bit in _bits(together) if weights[bit] in self.spread)]
         for item, rows in zip(wanted, self._rows_for(asked, wanted), strict=True):
-            self._keep_rows(item, rows, asked)
+            self._ahead[item], self._asked[item] = (dealt, rows), asked
         return self._ahead[number][1]
-
-    def _keep_rows(self, number: int, rows: torch.Tensor, asked: RowRequest) -> None:
-        self._ahead[number], self._asked[number] = (asked.dealt, rows), asked
-        self._all_asked.setdefault(number, []).append(asked)
 
     def _owned_of(self, number: int, dealt: GroupsByRank, ids: list[torch.Tensor]) -> RowRequest:
         weight, local = list(self._tables)[number], torch.cat(ids)
         groups = table_rows.group(local, self.owned(weight))
         rows = self.in_whole(weight, groups.rows)
         return RowRequest(dealt, local, [len(item) for item in ids], groups, rows)
-
-    def _fetch_changed(self, number: int, dealt: GroupsByRank) -> bool:
-        assert self.ahead is not None
-        is_so, parts = self.ahead.changed_for(dealt)
-        _, messages, come = self._say(number, 0, parts, _AS_PREDICTED if is_so else _OTHERWISE)
-        if any(item != _AS_PREDICTED for item in messages):
-            self.ahead.drop(wrong=True)
-            return False
-        fetched = self.ahead.patch(come)
-        assert fetched.asked is not None
-        for one in fetched.numbers:
-            self._keep_rows(one, fetched.rows[one], fetched.asked)
-        return True
 
     def _rows_for(self, asked: RowRequest, wanted: list[int]) -> list[torch.Tensor]:
         parts: list[list[torch.Tensor]] = [[] for _ in asked.lengths]
@@ -304,23 +287,21 @@ class RowShards:
                 at += to_eight(size)
         return [torch.cat(rows) for rows in result]
 
-    def _note(self, read: TableLookup) -> None:
-        number = read.number
-        for other, _, theirs in self._read:
-            if theirs is read.dealt and other != number and number < _MOST_TOGETHER:
+    def _note(self, number: int, dealt: GroupsByRank) -> None:
+        for other, theirs in self._read:
+            if theirs is dealt and other != number and number < _MOST_TOGETHER:
                 self._together[other] = self._together.get(other, 0) | 1 << number
-        self._read.append(read)
+        self._read.append((number, dealt))
 
     def _say(
-        self, number: int, together: int, parts: list[list[torch.Tensor]], ahead: int = 0
-    ) -> tuple[int, list[int], list[torch.Tensor]]:
-        note = [number, together, ahead]
-        each, come = self.world.exchange(note, parts, "lookups in sharded tables")
-        if any(theirs != number for theirs, *_ in each):
+        self, number: int, together: int, parts: list[list[torch.Tensor]]
+    ) -> tuple[int, list[torch.Tensor]]:
+        each, come = self.world.exchange([number, together], parts, "lookups in sharded tables")
+        if any(theirs != number for theirs, _ in each):
             names = dict(enumerate(tuple(weight.shape) for weight in self._tables))
             reads = ", ".join(
                 f"rank {rank} reads {names.get(theirs, 'no more')}"
-                for rank, (theirs, *_) in enumerate(each)
+                for rank, (theirs, _) in enumerate(each)
             )
             raise ModelError(
                 "ranks look up rows of tables in different orders or not equally often, which "
@@ -329,7 +310,7 @@ class RowShards:
                 do="look up the same tables in each forward, whatever the samples are, or train "
                 "with world.tables=replicated",
             )
-        return reduce(and_, (theirs for _, theirs, _ in each)), [item for *_, item in each], come
+        return reduce(and_, (theirs for _, theirs in each)), come
 
     # -- gradients -----------------------------------------------------------------------------
 
@@ -357,37 +338,15 @@ class RowShards:
     # -- a step --------------------------------------------------------------------------------
 
     @contextmanager
-    def step(
-        self,
-        inputs: Sequence[torch.Tensor] | None = None,
-        rates: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> Iterator[None]:
-        """Within, all ranks run the same forward and backward.
-
-        Args:
-            inputs: of the one batch that makes the step; None of several, or of micro-batches,
-                whose rows are not prefetched.
-            rates: within what it gives the optimizers have the rates of the step.
-        """
+    def step(self) -> Iterator[None]:
+        """Within, all ranks run the same forward and backward."""
         self.is_in_step = self._takes_lookups = True
-        self._rates = rates if inputs is not None else None
-        if self.ahead is not None and inputs is not None:
-            self.ahead.record(inputs)
         try:
             yield
         finally:
             self.is_in_step = self._takes_lookups = False
-            if self.ahead is not None:
-                self.ahead.end_recording([])
-                self.ahead.wait()
             for known in (self._read, self._ahead, self._asked, self._dealt, self._stepped):
                 known.clear()
-            self._all_asked.clear()
-
-    def wait(self) -> None:
-        """Before rows change: until those are there that are prefetched."""
-        if self.ahead is not None:
-            self.ahead.wait()
 
     def end_forward(self) -> None:
         """No more lookups come in this step; all ranks call it before the last backward.
@@ -395,23 +354,8 @@ class RowShards:
         Raises:
             ModelError: another rank has one more.
         """
-        ahead, order = self.ahead, 0
-        if ahead is not None:
-            ahead.end_recording(self._read)
-            if self._rates is not None:
-                with self._rates():
-                    order = ahead.predict(self._deal_ids)
-        _, messages, _ = self._say(_NO_MORE, 0, [[] for _ in range(self.world.size)], order)
+        self._say(_NO_MORE, 0, [[] for _ in range(self.world.size)])
         self._takes_lookups = False
-        if ahead is not None:
-            ahead.drop()
-            if order and all(item == order for item in messages):
-                ahead.begin(self._all_asked)
-
-    def _deal_ids(self, number: int, ids: torch.Tensor) -> GroupsByRank:
-        weight = list(self._tables)[number]
-        groups = table_rows.group(ids.to(torch.int64), len(weight))
-        return table_rows.group_by_rank(groups, self._tables[weight].first, self.world.size, _SHIFT)
 
     def _check_step(self, weight: nn.Parameter) -> None:
         if not self.is_in_step:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flatout.devices import huge_pages
-from flatout.kernels import Change, Groups, GroupsByRank, LowerBits, Step, Steps, Table, table_rows
+from flatout.kernels import Change, Groups, LowerBits, Steps, Table, table_rows
 from flatout.models import Lookup, table_weight, unwatch_table, watch_table
 from flatout.optim.adapter import name_of, optimizer_adapter, rules_of, why_dense
 from flatout.optim.by_row import ByRow
@@ -89,9 +89,6 @@ class KeptTable:
         self._address = 0  # of the weights
         self._settled = -1  # the step to which all rows were brought
         self._rows: torch.Tensor | None = None  # of the gradient that was made last
-        # What was said of the step to come, and whether it was so.
-        self._foretold: tuple[Steps, int, Step] | None = None
-        self.keeps_word = False
 
     def attach(self) -> None:
         """Bring rows up to date before they are read, and get sparse gradients."""
@@ -126,16 +123,13 @@ class KeptTable:
         """Bring the rows of ids up to date; None of ids that are none: torch says it."""
         if ids.is_floating_point():
             return None
-        dealt: GroupsByRank | None = None
-        if self.shards is not None and self.is_spread:
-            dealt = self.shards.predicted(self.weight, ids)
         try:
-            groups = self._grouped.of(ids.detach(), self._size) if dealt is None else dealt.groups
+            groups = self._grouped.of(ids.detach(), self._size)
         except IndexError:
             return None
         if self.shards is not None and self.is_spread:
-            dealt = dealt or self.shards.dealt(self.weight, groups)
-            block = self.shards.fetch(self.weight, ids, dealt)
+            dealt = self.shards.dealt(self.weight, groups)
+            block = self.shards.fetch(self.weight, dealt)
             return _Lookup(self, ids, dealt.groups, _FetchedRows(block, dealt.numbers))
         self._bring(groups.rows)
         return _Lookup(self, ids, groups, None)
@@ -153,58 +147,11 @@ class KeptTable:
 
     # -- rows that this rank owns, for others --------------------------------------------------
 
-    @property
-    def width(self) -> int:
-        """Of a row."""
-        return self.weight.shape[1]
-
     def read(self, local: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Rows by where they lie here, of which several may be the same; those of groups are
-        brought up to date."""
+        """Rows that lie here at these places; those of `groups` are brought up to date."""
         assert self.shards is not None
         self._bring(groups.rows)
         return self.shards.part(self.weight, self.values).index_select(0, local)
-
-    def predict(self) -> bool:
-        """Note what the step to come is; whether that is known."""
-        self.keeps_word, self._foretold = False, None
-        steps = self.steps
-        if steps is None or not self.holds(self.rule.state(), self.rule.count()):
-            return False
-        self._foretold = steps, steps.now + 1, self.rule.step(steps.now + 1)
-        return True
-
-    def after_step(self, local: torch.Tensor) -> torch.Tensor:
-        """Rows as they are after that step if it has no gradient for them.
-
-        They are brought there apart from the table, which the step may leave as it is.
-        """
-        assert self._foretold is not None
-        steps, _, step = self._foretold
-        return self._apart(local, steps.followed_by(step))
-
-    def now(self, local: torch.Tensor) -> torch.Tensor:
-        """Rows as they are now, which are left as they lie."""
-        assert self.steps is not None
-        return self._apart(local, self.steps)
-
-    def _apart(self, local: torch.Tensor, steps: Steps) -> torch.Tensor:
-        assert self.table is not None
-        whole = self.table[:4]
-        weights, first, second, last = (None if t is None else t[local] for t in whole)
-        assert weights is not None
-        assert last is not None
-        steps.bring(Table(weights, first, second, last, self.table.epsilon), None)
-        return weights
-
-    def bring(self, rows: torch.Tensor) -> None:
-        """Rows that lie here, each once, up to date."""
-        self._bring(rows)
-
-    def count_step(self, steps: Steps, step: Step) -> None:
-        """This was the step behind those that were made."""
-        self.keeps_word = self._foretold == (steps, steps.now + 1, step)
-        self.rule.count_step()
 
     # -- gradients -----------------------------------------------------------------------------
 
@@ -580,8 +527,6 @@ class TouchedRows:
         A table without a gradient is left as it is, as torch's and Keras' optimizers do.
         """
         self._grouped.forget()
-        if self.shards is not None:
-            self.shards.wait()
         if not self.by_optimizer:
             with torch._C.DisableTorchFunctionSubclass():  # no one reads values in it
                 self._step()
@@ -597,14 +542,12 @@ class TouchedRows:
         optimizer_adapter(self._optimizer).clip_rows([kept.weight for kept in used])
         # Tables that are stepped by the same numbers go together.
         changes: dict[Steps, list[Change]] = {}
-        written: dict[Steps, Step] = {}
         for kept in used:
             assert kept.steps is not None
             assert kept.table is not None
             if kept.steps not in changes:
                 changes[kept.steps] = []
-                written[kept.steps] = kept.rule.step(kept.steps.now + 1)
-                kept.steps.write(written[kept.steps])
+                kept.steps.write(kept.rule.step(kept.steps.now + 1))
             gradient = kept.weight.grad
             assert gradient is not None
             rows, values = kept.places_of(gradient._indices()[0]), gradient._values()
@@ -614,8 +557,7 @@ class TouchedRows:
         for kept in used:
             torch.autograd.graph.increment_version(kept.weight)
             kept.weight.grad = None
-            assert kept.steps is not None
-            kept.count_step(kept.steps, written[kept.steps])
+            kept.rule.count_step()
         for steps in changes:
             steps.advance()
             if steps.is_full:

@@ -70,9 +70,6 @@ class Feed:
         device_data: keeps arrays on the device; None where they stay on the host.
         features: keeps what frozen leading layers give; None where nothing is kept.
         claims: the parts of batches that this rank claims; None where it has its own of each.
-        looks_ahead: whether a batch is asked for one step before it is taken.
-        following: the one behind that which was given last, where that is so, as the source gives
-            it; None at the end of an epoch.
         lanes: times of the batches of the present step.
     """
 
@@ -85,8 +82,6 @@ class Feed:
         self.device_data: DeviceData | None = None
         self.features: KeepsFeatures | None = None
         self.claims: Claims | None = None
-        self.looks_ahead = False
-        self.following: Batch | None = None
         self._lanes: Lanes | None = None
         self.lanes: Lanes = (0, 0, 0, 0)
         self._told: set[str] = set()  # of what was skipped
@@ -117,16 +112,14 @@ class Feed:
         features = self.features
         if features is not None and not features.begin(self.source, part, epoch):
             features = None
-        iterator, self.following = self._begun(part, epoch), None
+        iterator = self._begun(part, epoch)
         while True:
             if features is not None and features.must_restart():
                 iterator = self._begun(part, epoch)
             start, before = clock(), log.waited
-            batch, self.following = self.following or next(iterator, None), None
+            batch = next(iterator, None)
             if batch is None:
                 break
-            if self.looks_ahead and features is None and self.claims is None:
-                self.following = next(iterator, None)
             # Where ranks agree on whether all have a batch, the slowest keeps the others waiting.
             fetched, others = clock(), log.waited - before
             if self.claims is None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from flatout.data import Batch, tensors_in
+from flatout.data import Batch
 from flatout.errors import ModelError
 from flatout.models import adapter_of, row_tables, table_weight, unwatch_table, watch_table
 from flatout.optim import ByRow, RowShards, optimizer_adapter, steppable_rows, why_read_whole
@@ -37,15 +37,7 @@ def shards_of(loop: LoopState, resolved: ResolvedRecipe) -> RowShards | None:
             f"world.tables=sharded was asked for, and {why}",
             do="train with world.tables=replicated, or change that",
         )
-    if resolved.world.prefetch_rows == "off":
-        return RowShards(loop.world)
-    feed = loop.feed
-    feed.looks_ahead = True
-
-    def following() -> list[torch.Tensor] | None:
-        return None if feed.following is None else list(tensors_in(feed.following.inputs))
-
-    return RowShards(loop.world, following)
+    return RowShards(loop.world)
 
 
 def _why_not(loop: LoopState, resolved: ResolvedRecipe) -> str:

@@ -37,7 +37,6 @@ from flatout.world.start import POLITE_S as POLITE_S
 from flatout.world.start import end_with_parent as end_with_parent
 from flatout.world.world import ONE as ONE
 from flatout.world.world import TIMEOUT_S as TIMEOUT_S
-from flatout.world.world import Exchange as Exchange
 from flatout.world.world import LostRank as LostRank
 from flatout.world.world import PendingCollective as PendingCollective
 from flatout.world.world import World as World

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from time import perf_counter_ns as clock
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flatout import errors
 from flatout.errors import FlatoutError, WorldError
@@ -55,13 +55,6 @@ class LostRank(WorldError, SystemExit):
     def __init__(self, what: str, *, is_told: bool = False) -> None:
         super().__init__(what)
         self.is_told = is_told
-
-
-Exchange: TypeAlias = Callable[
-    [Sequence[int], Sequence[Sequence["torch.Tensor"]]],
-    tuple[list[list[int]], list["torch.Tensor"]],
-]
-"""`World.exchange`, without words for what it is for."""
 
 
 class PendingCollective(NamedTuple):
@@ -257,26 +250,6 @@ class World:
             if mailbox is not None:
                 return mailbox.exchange(note, parts)
             return messages.exchange(note, parts, lengths)
-
-    def exchange_beside(self) -> Exchange:
-        """An `exchange` for one thread beside the rank's own, on a channel that no other takes.
-
-        All ranks call this. Of what it does no one takes note: the rank's own thread waits for the
-        other by `begun` and `until`.
-        """
-        group = self.among(range(self.size), user="beside")
-        assert group is not None
-        if "beside" not in _shared:
-            _shared["beside"] = None
-            if self._mailbox() is not None:
-                from flatout.world.mailbox import mailbox_of
-
-                with _together(self, self.collectives.begin("memory that ranks share")):
-                    _shared["beside"] = mailbox_of(group, self.timeout_s)
-        mailbox = _shared["beside"]
-        if mailbox is not None:
-            return mailbox.exchange
-        return lambda note, parts: messages.exchange(note, parts, channel=group.channel)
 
     def _mailbox(self) -> Mailbox | None:
         if "mailbox" not in _shared:

@@ -134,15 +134,6 @@ class World(Section):
         parity=Parity.TOLERANT,
         words="{} tables",
     )
-    prefetch_rows: Literal["off", "on"] = setting(
-        "off",
-        "Whether rows of sharded tables for the next batch are fetched while a step computes; "
-        "those that the step changes are sent before they are used, so that the result is the "
-        "same. It is for links on which rows take long and CPUs that are not busy: what it does "
-        "beside a step takes time from the step.",
-        parity=Parity.EXACT,
-        words="rows prefetched {}",
-    )
     reduction: Literal["auto", "all_reduce", "shared", "ring", "to_one", "hierarchical"] = setting(
         "auto",
         "How several ranks add up their gradients: `all_reduce` as gloo or NCCL does it; `shared` "
