@@ -178,15 +178,15 @@ def test_values_and_gradients_are_bit_identical(name, autocast, layout):
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("dimensions", [1, 2, 3])
-def test_pools_of_all_dimensions(dimensions, dtype, autocast):
+@pytest.mark.parametrize(
+    ("dimensions", "dtype"), [(1, torch.float32), (2, torch.float64), (3, torch.bfloat16)]
+)
+def test_pools_of_all_dimensions(dimensions, dtype):
     torch.manual_seed(2)
     model = InADimension(dimensions).to(dtype)
     x = torch.randn(2, 1, *[9] * dimensions, dtype=dtype)
-    plain = outcome(model, x, autocast=autocast)
-    assert_same_bits(outcome(rewritten(model), x, autocast=autocast), plain)
+    plain = outcome(model, x)
+    assert_same_bits(outcome(rewritten(model), x), plain)
 
 
 class Pooled(nn.Module):
@@ -522,7 +522,10 @@ def test_finding_changes_nothing():
     model = InABlock()
     before = {name: dict(vars(m)) for name, m in model.named_modules()}
     random = torch.get_rng_state()
-    assert len(find_rewrites(model)) == 2
+    assert [r.words for r in find_rewrites(model)] == [
+        "1 activation(s) in InABlock moved after max-pooling",
+        "2 activation(s) in inner moved after max-pooling",
+    ]
     assert {name: vars(m) for name, m in model.named_modules()} == before
     assert torch.equal(torch.get_rng_state(), random)
 
@@ -572,13 +575,6 @@ def test_a_pickled_model_has_its_own_forward_again():
     loaded = torch.load(file, weights_only=False)
     assert loaded.forward.__func__ is WithModules.forward
     assert torch.equal(loaded(x), model(x))
-
-
-def test_words_say_where():
-    assert [r.words for r in find_rewrites(InABlock())] == [
-        "1 activation(s) in InABlock moved after max-pooling",
-        "2 activation(s) in inner moved after max-pooling",
-    ]
 
 
 def test_a_pair_is_found_once():

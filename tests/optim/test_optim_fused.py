@@ -74,8 +74,13 @@ def test_what_the_user_chose_is_respected(options):
     assert not is_fused(optimizer)
 
 
-@pytest.mark.parametrize("size", [1, 7, 16, 54, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (1, torch.float32), (100, torch.float32), (7, torch.float64), (54, torch.float64),
+        (16, torch.bfloat16), (54, torch.bfloat16), (7, torch.float16), (100, torch.float16),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_fused_optimizers_give_the_plain_result(kind, options, dtype, size):
     """torch 2.13's fused SGD does not, for half precision on the CPU."""

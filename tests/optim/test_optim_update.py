@@ -93,8 +93,10 @@ def pair(kind, options, *, fused=False, groups=False, dtype=torch.float32):
     return jobs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize(
+    ("groups", "dtype"),
+    [(False, torch.float32), (True, torch.float32), (True, torch.float64), (False, torch.bfloat16)],
+)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_bits_as_step_and_zero_grad(name, fused, groups, dtype):
@@ -288,8 +290,9 @@ def test_several_dtypes():
 # -- the gate --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("when", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("when", "bad"), [(0, float("nan")), (1, float("inf")), (4, -float("inf"))]
+)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "rmsprop"])
 def test_a_bad_step_is_held_back(name, fused, when, bad):

@@ -1,4 +1,6 @@
 from flatout.models.keras.optimizer import KerasOptimizer as KerasOptimizer
+from flatout.optim.adapter import Optimizers as Optimizers
+from flatout.optim.adapter import as_tuple as as_tuple
 from flatout.optim.adapter import name_of as name_of
 from flatout.optim.adapter import optimizer_adapter as optimizer_adapter
 from flatout.optim.adapter import why_dense as why_dense
@@ -20,8 +22,6 @@ from flatout.optim.rates import LrScale as LrScale
 from flatout.optim.rates import rates_of as rates_of
 from flatout.optim.rates import scaled as scaled
 from flatout.optim.row_shards import RowShards as RowShards
-from flatout.optim.several import Optimizers as Optimizers
-from flatout.optim.several import as_tuple as as_tuple
 from flatout.optim.touched_rows import TouchedRows as TouchedRows
 from flatout.optim.touched_rows import steppable_rows as steppable_rows
 from flatout.optim.touched_rows import why_read_whole as why_read_whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,16 @@ from flatout.kernels import table_rows
 from flatout.models import KerasOptimizer
 from flatout.optim.row_rules import RowRule
 from flatout.optim.torch_optimizer import TorchOptimizer
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""One optimizer or several, as a user gives them."""
+
+
+def as_tuple(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers in their order."""
+    if isinstance(optimizers, torch.optim.Optimizer):
+        return (optimizers,)
+    return tuple(optimizers)
 
 
 def optimizer_adapter(optimizer: torch.optim.Optimizer) -> TorchOptimizer | KerasOptimizer:

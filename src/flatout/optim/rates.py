@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flatout.errors import ModelError
-from flatout.optim.adapter import optimizer_adapter
-from flatout.optim.several import Optimizers, as_tuple
+from flatout.optim.adapter import Optimizers, as_tuple, optimizer_adapter
 from flatout.words import counted, rounded
 
 RULES = ("linear", "sqrt", "power", "none")

@@ -24,10 +24,10 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from flatout.errors import ModelError
+from flatout.optim.adapter import Optimizers, as_tuple
 from flatout.optim.fused import align_state, begins_late
 from flatout.optim.row_rules import is_patched
 from flatout.optim.row_shards import RowShards
-from flatout.optim.several import Optimizers, as_tuple
 from flatout.optim.touched_rows import TouchedRows
 
 Tensors = list[torch.Tensor]
@@ -103,7 +103,7 @@ class Update:
     def gated(self) -> bool:
         """Whether a bad step is held back before it reaches the weights."""
         heeded = all(part.heeds_flag for part in self.parts)
-        return self._on_cpu or bool(self._rows) or (heeded and self.flag is not None)
+        return self._on_cpu or (heeded and self.flag is not None)
 
     def was_bad(self) -> bool:
         """Whether some step had gradients that are not finite. Waits for the device."""
@@ -204,9 +204,8 @@ class Update:
                 self._check_and_clip_parts(gradients, self.across)
         if (shards := self._shards_now()) is not None and self.flag is not None:
             shards.share(self.flag)
-        # On a CPU the flag can be read at no cost, and a bad step need not even begin. Reads of
-        # tables by rows have waited for the device already.
-        if not ((self._on_cpu or self._rows) and self.was_bad()):
+        # On a CPU the flag can be read at no cost, and a bad step need not even begin.
+        if not (self._on_cpu and self.was_bad()):
             alone = len(self.parts) == 1 and not self._rows
             for part in self.parts:
                 part.step_rows()

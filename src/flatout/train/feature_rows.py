@@ -7,6 +7,8 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from flatout.cache_folder import kind_folder, private
 from flatout.data import (
     NAMES_VERSION,
     Batch,
@@ -37,7 +40,6 @@ from flatout.data import (
 )
 from flatout.models import Cut, adapter_of
 from flatout.train.feed import batches_of
-from flatout.train.known_cuts import add_place, places_of
 from flatout.train.loop_state import LoopState
 from flatout.train.named_rows import NamedRows, NamedSamples, samples_of
 from flatout.train.settings import LIVE
@@ -78,16 +80,21 @@ class ModelRows:
         """Write down that features are kept at a cut, for evaluations of the same model."""
         if cut.place not in self.known():
             self._known.append(cut.place)
-            add_place(self._marks(), cut.place)
+            with suppress(OSError), open(self._places_file(), "a", opener=private) as file:
+                file.write(f"{json.dumps(cut.place)}\n")
 
     def known(self) -> list[list[int]]:
         """The places of cuts at which features of such a model were kept."""
-        result = [*self._known, *places_of(self._marks())]
+        written: list[list[int]] = []
+        with suppress(OSError, ValueError):
+            written = [json.loads(line) for line in self._places_file().read_text().splitlines()]
+        result = [*self._known, *written]
         return [place for at, place in enumerate(result) if place not in result[:at]]
 
-    def _marks(self) -> str:
+    def _places_file(self) -> Path:
         text = json.dumps(self._facts(_frozen_in(self.model)), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return kind_folder("features") / f"{name}.cuts"
 
     def _facts(self, parts: Sequence[nn.Module]) -> dict[str, Any]:
         now = self._loop.settings_of(self.model)
