@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
-from flatout.data import tensors_in
 from flatout.train.loop_state import LoopState
 from flatout.train.part import Done, Part, Step
 from flatout.train.tuning import report_tables
@@ -24,10 +22,7 @@ class TableRows(Part):
         if shards is None:
             return run(step)
         stepper.switch.spread_rows()
-        is_whole = stepper.pieces == 1 and not isinstance(stepper.micro_batch, int)
-        is_one = is_whole and len(step.batches) == 1
-        inputs = list(tensors_in(step.batches[0].inputs)) if is_one else None
-        with shards.step(inputs, partial(stepper.at_rates_of, step.number)):
+        with shards.step():
             return run(step)
 
     def before_sum(self, step: Step) -> None:
