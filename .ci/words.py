@@ -1,4 +1,4 @@
-"""Counts sentences of docstrings and comments that are hard to read: `words.py [--list] [PATH ...]`.
+"""Counts docstrings and comments that are hard to read: `words.py [--list] [PATH ...]`.
 
 It fails where a kind has more findings than its limit. A change may lower a limit.
 """
