@@ -1,6 +1,6 @@
-"""What was seen of one rank of a script, as plain data: what the checks look at.
+"""Plain data about one rank of a script, as the hooks recorded it: the input of the checks.
 
-Signals that could not be had are None, never zero: a check that lacks its signal says so.
+A signal that could not be recorded is None, never zero: a check that lacks its signal says so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 BECAME = "the script has become another program"
-"""With this begins the note of a script that ends in `os.exec`."""
+"""Prefix of the note on a script that replaces its process by `os.exec`."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Site:
     """A place in the user's code.
 
     Attributes:
-        file: as Python names it; of the user, not of torch or another installed package. A cell of
-            a notebook is "cell 3".
-        line: from 1.
-        code: the line itself, without the space around it; empty where it cannot be read.
+        file: the path as Python names it; a file of the user, never of torch or another installed
+            package. A cell of a notebook is "cell 3".
+        line: line number, from 1.
+        code: text of the line without surrounding space; empty where the file cannot be read.
     """
 
     file: str
@@ -37,19 +37,21 @@ class Site:
 
 @dataclass
 class Scaling:
-    """A normalization whose figures were taken of samples of the validation too.
+    """A normalization whose statistics were computed over validation samples too.
 
     Attributes:
-        by: what has taken them: "StandardScaler", or "mean and standard deviation", "minimum and
-            maximum" or "median".
-        site: where; None where the numbers alone tell it.
-        samples: of how many samples of training and validation the figures are.
-        held_out: how many of these are the validation's.
-        off: the largest mean that a column has over all of these, in standard deviations; None
-            where a scaler was seen.
-        off_training: likewise over the training's alone.
-        misses: where all reach the ends of a range, how far the training stays from one of them.
-        is_held: whether its figures are what a dataset holds to scale by, not those of the samples.
+        by: what computed the statistics: "StandardScaler", or "mean and standard deviation",
+            "minimum and maximum" or "median".
+        site: where they were computed; None where only the normalized numbers reveal it.
+        samples: number of training and validation samples that the statistics cover.
+        held_out: number of validation samples among `samples`.
+        off: largest mean of a column over all of `samples`, in standard deviations; None where the
+            scaler itself was found.
+        off_training: the same over the training samples alone.
+        misses: where all samples together reach both ends of a range, the distance of the training
+            samples from one end.
+        is_held: whether the dataset holds the statistics and scales by them, so that they were not
+            computed from the samples.
     """
 
     by: str
@@ -67,20 +69,20 @@ class Call:
     """Calls of one kind from one place.
 
     Attributes:
-        kind: what was called: "item", "tolist", "cpu", "numpy", "print", "log", "save",
+        kind: the called function: "item", "tolist", "cpu", "numpy", "print", "log", "save",
             "empty_cache", "zero_grad", "backward", "gc", "index" (a batch by advanced indexing),
             "metric", "to_device" (a copy from the host), "device_count" (or torch.cuda.init),
-            "data_parallel", "ddp", "set_epoch",
-            "no_sync", "threads", "setenv" (of an OpenMP library), "round_trip" (back to a device),
-            "optimizer" (one is made), "clip" (gradients), "switch" (something is set for all of
-            torch), "collective" (of torch.distributed), "checkpoint" (a part of forward that
-            backward computes again), "deepcopy".
-        site: the user's line that led to it.
-        count: how often, from the first observed step to the last.
-        seconds: spent in them, all together; None where that is not timed.
-        steps: in how many different steps they happened.
-        detail: whatever else a check needs, such as {"set_to_none": False}; the mean "bytes" of a
-            call.
+            "data_parallel", "ddp", "set_epoch", "no_sync", "threads", "setenv" (a variable of an
+            OpenMP library), "round_trip" (a copy to the host and back to a device), "optimizer"
+            (construction of one), "clip" (gradient clipping), "switch" (a global setting of torch),
+            "collective" (of torch.distributed), "checkpoint" (a part of forward that backward
+            recomputes), "deepcopy".
+        site: the user's line that led to the call.
+        count: number of calls, from the first observed step to the last.
+        seconds: total time of the calls; None where they are not timed.
+        steps: number of different steps with such a call.
+        detail: further data that a check needs, such as {"set_to_none": False}, or the mean "bytes"
+            per call.
     """
 
     kind: str
@@ -93,67 +95,73 @@ class Call:
 
 @dataclass
 class Loader:
-    """A torch DataLoader, or whatever else gave the batches.
+    """A torch DataLoader, or another iterable that gave the batches.
 
     Attributes:
         kind: the class, as module.Name.
         site: where the user iterates over it.
-        made_at: the user's line that made it, or where a library made it, the first one of its
-            dataset.
-        dataset: class of the dataset; with its length and site of `__getitem__`, if it has them.
+        made_at: the user's line that made the loader. Where a library made several loaders of one
+            dataset, the line of the first of them.
+        dataset: class of the dataset. `length` and `dataset_site` (of its `__getitem__`) are set
+            where the dataset has them.
         batch_size, num_workers, persistent_workers, pin_memory, drop_last, prefetch_factor: as in
             torch.
-        shuffles: whether its sampler draws the order.
-        draws_order: whether a sampler of the script's own draws its order: its code asks for a
-            permutation or the like.
-        is_distributed: whether its sampler gives each rank its own part.
-        epochs: how often an iteration over it was begun.
-        first_ms: how long the first batch of each epoch took.
-        wait_ms: median wait for one of the other batches.
-        batches: how many batches were taken.
-        batch_bytes: of one batch.
-        sample_bytes: of one sample as the dataset returns it.
-        hashes: of the indices of the first batches of each epoch, one number per epoch; None
-            where the sampler is out of sight.
-        worker_hashes: a number for each worker: equal ones began with the same random state and
-            have drawn from it; of the generator in which the workers differ least. Empty where
-            they drew nothing, None where that was not seen.
-        worker_draws: the name of that generator: "torch", "random", "numpy", or where the dataset
-            holds it, such as "dataset.rng"; "" where the workers drew nothing.
-        is_iterable: whether it is an IterableDataset, whose samples have no numbers.
-        gives_batches: whether the dataset gives whole batches, and not sample by sample.
-        lanes_ms: per batch, within the loader: "read", "decode", "transform", "collate"; of the
-            worker where there are workers.
-        hot: the user's lines in which the loader's time goes, with their share, largest first.
-        decodes_at: the user's line in which most of the decoding goes.
-        opens_per_sample: files opened for one sample.
-        open_files: files of a MiB or more that stay open for reading between batches, with their
-            bytes; of all workers together.
+        shuffles: whether its sampler draws a random order.
+        draws_order: whether a sampler class of the script draws a random order: its code calls a
+            function such as `randperm`.
+        is_distributed: whether its sampler gives each rank its own part of the samples.
+        epochs: number of iterations that were begun over it.
+        first_ms: duration of the first batch of each epoch.
+        wait_ms: median wait for a batch other than the first of an epoch.
+        batches: number of batches that were taken.
+        batch_bytes: size of one batch.
+        sample_bytes: size of one sample as the dataset returns it.
+        hashes: one hash per epoch over the sample indices of its first batch; None where the
+            sampler is not accessible.
+        worker_hashes: one number per worker. Equal numbers mean that the workers began with the
+            same random state and drew from it. It covers the generator that differs least between
+            workers. Empty where the workers drew nothing, None where this was not recorded.
+        worker_draws: name of that generator: "torch", "random", "numpy", or its place in the
+            dataset, such as "dataset.rng"; "" where the workers drew nothing.
+        is_iterable: whether the dataset is an IterableDataset, whose samples have no indices.
+        gives_batches: whether the dataset returns whole batches instead of single samples.
+        lanes_ms: time per batch within the loader, by "read", "decode", "transform", "collate";
+            measured in a worker where the loader has workers.
+        hot: user's lines that take most of the loader's time, each with its share, largest first.
+        decodes_at: the user's line that takes most of the decoding time.
+        opens_per_sample: number of files opened per sample.
+        open_files: files of at least one MiB that stay open for reading between batches, with
+            their bytes; over all workers.
         stages: what samples pass through, from the source on, such as ["IterableWrapper",
             "Shuffler", "Batcher"]; None where the dataset is no chain of torch's datapipes.
-        kept_per_sample: entries by which the dataset's own lists, dicts and sets grew with each
-            sample that this process read; None where workers read, or too few were.
-        in_training: whether batches of it were trained on, and not only evaluated.
-        is_in_order: whether it gives its samples as they lie.
-        label_runs: of the labels that its dataset holds: how many classes, runs of one class, and
-            samples, and samples of the second largest class; None where they were not seen.
-        shared_rows: of a loader that is only evaluated, how many of its samples equal one of
-            training's to the byte, of how many; None where the samples were not seen.
-        shared_files: whether they are the same because they are read from the same files.
-        shared_windows: how many of its samples are a window of a series that is one of training's,
-            moved by a step.
-        unseen_classes: likewise, the classes of its samples that training has none of, and how many
-            samples these are.
-        scaling: of a loader that is only evaluated, what has normalized it with the training's.
-        worker_batches: a number for the first batch of each worker, and the second of the first;
-            equal ones are equal, in other ranks too. Of an IterableDataset alone.
-        taken: where there are several ranks, a number for each of the first samples of an epoch;
-            None where they are out of sight, or may come twice.
-        parts: where several ranks or workers share samples out, which part its samples are of, in
-            each of the first epochs, or of a stream in each worker: each n-th of `parts_of`, as
-            the remainder by n, and n; None of too few samples, or where that is out of sight.
-        block: likewise, of a Subset of samples that follow one another: the first, how many, and of
-            how many.
+        kept_per_sample: entries that each sample read in this process added to the dataset's own
+            lists, dicts and sets; None where workers read, or too few samples were read.
+        in_training: whether its batches were used for training, not only for evaluation.
+        is_in_order: whether it gives its samples in the order in which the dataset stores them.
+        label_runs: numbers of classes, of runs of one class, of samples, and of samples in the
+            second largest class, from the labels that its dataset holds; None where the labels are
+            unknown.
+        shared_rows: for a loader used only for evaluation, the number of its samples that equal a
+            training sample bit for bit, and the number compared; None where the samples are not
+            accessible.
+        shared_files: whether these samples are equal because they are read from the same files.
+        shared_windows: number of its samples that are a window of a series, and equal a training
+            window shifted by one step.
+        unseen_classes: for a loader used only for evaluation, the classes that no training sample
+            has, and the number of samples of these classes.
+        scaling: for a loader used only for evaluation, the normalization whose statistics cover
+            both its samples and the training samples.
+        worker_batches: for an IterableDataset only, a number for the first batch of each worker,
+            then one for the second batch of the first worker. Equal numbers mean equal batches,
+            also across ranks.
+        taken: with several ranks, a number for each of the first samples of an epoch; None where
+            the samples are not accessible, or may repeat.
+        parts: where several ranks or workers divide the samples, the part that this loader reads,
+            for each of the first epochs, or for each worker of a stream. A part is every n-th
+            sample of `parts_of`, stored as (remainder by n, n); None of too few samples, or where
+            this is unknown.
+        block: in the same case, for a Subset of consecutive samples: the first index, the number
+            of samples, and the number of samples in the whole dataset.
     """
 
     kind: str
@@ -206,15 +214,15 @@ class Loader:
 
 @dataclass
 class Table:
-    """A tensor or array of the script's that batches are rows of, where no DataLoader gives them.
+    """A tensor or array of the script whose rows are the batches, where no DataLoader gives them.
 
     Attributes:
-        name: what the script calls it.
-        site: where the model is called with rows of it.
-        length: how many samples.
-        batch_size: how many the model gets at once.
-        in_training: whether they are trained on, and not only evaluated.
-        shared_rows, shared_files, shared_windows, scaling: as of a Loader.
+        name: the script's name of the variable.
+        site: where the model is called with its rows.
+        length: number of samples.
+        batch_size: number of samples in one call of the model.
+        in_training: whether its rows are used for training, not only for evaluation.
+        shared_rows, shared_files, shared_windows, scaling: as in Loader.
     """
 
     name: str
@@ -236,38 +244,40 @@ class Optimizer:
         kind: the class, as module.Name.
         site: where the user calls step().
         backward_site: where the user calls backward().
-        steps: how often it stepped.
-        step_share: of the time of all optimizers' steps, that of its own.
-        backwards: how many backward passes went into a step, at the median.
-        fused, foreach: as asked for; None where it takes no such option.
-        parameters: how many tensors.
-        elements: how many numbers.
-        local_bytes: of the parts of them that this rank holds.
+        steps: number of its steps.
+        step_share: its share of the time of all optimizers' steps.
+        backwards: median number of backward passes per step.
+        fused, foreach: the options as given; None where the class takes no such option.
+        parameters: number of parameter tensors.
+        elements: number of elements in the parameters.
+        local_bytes: bytes of the parameter parts that this rank holds.
         devices, dtypes: of the parameters.
-        sparse_share: of the rows of embeddings that a step goes through, the share whose gradient
-            is not zero; those of sparse gradients have one.
-        rates: the learning rate of its first group in some of its first steps: [step, rate].
-        first_target: what a scheduler took for the full rate; None without a scheduler.
-        subnormal_share: the largest share that numbers too small for full precision had in one of
-            its moments on a CPU that computes with them.
-        options: the numbers of its groups by name, each the one that is farthest from zero; those
-            of Keras' optimizers by torch's names.
-        kept_gradients: in how many of its first steps the gradients of the step before were still
-            there when backward added to them, and of how many; None where that was not seen.
-        gradient_looks: after how many steps it was seen which of its tensors have a gradient.
-        unreached: names and shapes of its tensors that train and never had one, of models that
-            were called.
-        orphans: shapes of those of them that belong to no model that was called.
-        without_grad: those of layers that were called to train, always where gradients are switched
-            off, by the line no_grad_site.
-        cut: names of the first parameters of a model, of layers that are called with gradients
-            but get none, where all later ones do.
-        steps_without: before how many steps none of its parameters had a gradient, of how many that
-            were looked at.
-        discarded: gradients of how many backward passes were zeroed before a step, of how many, at
-            discarded_site; None where a step has used those of all its batches.
-        first_change: of how many of its matrices the change in the first step was seen, and the
-            median of what it is of their own size, as root mean squares; None of fewer than three.
+        sparse_share: share of the embedding rows updated by a step whose gradient is not zero.
+            Every row of a sparse gradient counts as one with a gradient.
+        rates: learning rate of its first parameter group in some of its first steps: [step, rate].
+        first_target: the full learning rate according to its scheduler; None without a scheduler.
+        subnormal_share: largest share of subnormal numbers in one of its moments, on a CPU that
+            computes with them.
+        options: numeric options of its parameter groups by name, each the value farthest from
+            zero; options of Keras optimizers have torch's names.
+        kept_gradients: number of its first steps in which backward added to gradients left from
+            the step before, and the number of steps checked; None where this was not checked.
+        gradient_looks: number of steps in which its parameters were checked for a gradient.
+        unreached: names and shapes of its trainable parameters that never had a gradient, in
+            models that were called.
+        orphans: shapes of the parameters without a gradient that belong to no called model.
+        without_grad: the unreached parameters of layers that were called during training, but
+            always with gradients disabled, by the line `no_grad_site`.
+        cut: names of the first parameters of a model that are called with gradients enabled and
+            get no gradient, although all later parameters do.
+        steps_without: number of steps before which none of its parameters had a gradient, and the
+            number of steps checked.
+        discarded: number of backward passes whose gradients were zeroed before a step, at
+            `discarded_site`, and the number of passes; None where some step used the gradients of
+            all its batches.
+        first_change: number of weight matrices compared before and after the first step, and the
+            median ratio of the change to the matrix, both as root mean squares; None for fewer than
+            three matrices.
     """
 
     kind: str
@@ -303,23 +313,23 @@ class Optimizer:
 
 @dataclass
 class Schedule:
-    """A scheduler of learning rates.
+    """A learning rate scheduler.
 
     Attributes:
         kind: its class.
         site: where it is made.
         stepped_at: where it was stepped first.
-        first_after: after how many steps of optimizers; None where that was not seen.
-        steps: how often it was stepped.
-        ends_after: after how many of its steps the rate is as good as nothing; None where it never
-            is, or where that is not known.
-        made_for: how many of its steps it is made for, as told or until its rate is zero; None
+        first_after: number of optimizer steps before its first step; None where not recorded.
+        steps: number of its steps.
+        ends_after: number of its steps after which the learning rate is practically zero; None
+            where that never happens, or is unknown.
+        made_for: number of steps that it was configured for, or until its rate is zero; None
             where neither is known.
         is_used: whether its optimizer has stepped.
-        in_lapse: how often it was stepped more in a time-lapse.
-        mode: of one that waits for a plateau: "min" or "max"; "" of others.
-        given: what that was stepped with at stepped_at, as the script writes it.
-        given_kind: "loss" or "score", as far as the script's names tell.
+        in_lapse: number of its steps in a time-lapse.
+        mode: "min" or "max" of a ReduceLROnPlateau; "" for other classes.
+        given: the argument of step() at `stepped_at`, as the script writes it.
+        given_kind: "loss" or "score", guessed from the script's names.
     """
 
     kind: str
@@ -338,17 +348,17 @@ class Schedule:
 
 @dataclass
 class Monitor:
-    """What a trainer's callback, or a comparison of the script's own, looks at, and which way.
+    """A metric that a trainer's callback, or a comparison in the script, monitors.
 
     Attributes:
-        kind: the callback's class, or that of the arguments that ask for it; "if" of a comparison
-            with the best so far.
-        metric: the name of what it looks at.
-        mode: what it takes for better: "min" or "max".
-        metric_kind: "loss" or "score", as far as the metric's name tells.
-        acts: what it does: "stops" the training, "keeps" the best weights, or "lowers" the rate.
-        is_default: whether the mode is the one that it has where none is given.
-        site: where it is made.
+        kind: class of the callback, or of the arguments that request it; "if" for a comparison of
+            the script with the best value so far.
+        metric: name of the monitored metric.
+        mode: direction that counts as better: "min" or "max".
+        metric_kind: "loss" or "score", guessed from the metric's name.
+        acts: the effect: "stops" the training, "keeps" the best weights, or "lowers" the rate.
+        is_default: whether `mode` is the default, not given by the script.
+        site: where the callback is made.
     """
 
     kind: str
@@ -362,20 +372,20 @@ class Monitor:
 
 @dataclass
 class InLoss:
-    """Something that was found in the graph of a loss, in the steps that were looked at.
+    """A finding in the graphs of losses, in the steps that were checked.
 
     Attributes:
-        kind: "twice" (a loss is given what it would compute itself), "pairs" (output and target
-            were broadcast against one another), "nan" (some were replaced), "skipped" (some
-            losses were none, and the script went on without a step), "labels" (of how many
-            classes, and how they lie in the column that they come from), "padding" (is counted as a
-            target), "bounded" (a loss takes scores behind ReLU or tanh), "single" (softmax is
-            taken of a single score), "undivided" (means of several batches were added up for a
-            step), "cut" (a term ends in a tensor that is made in each step).
-        site: the user's line, where torch could note it.
-        count: in how many graphs.
-        steps: up to which step.
-        detail: such as {"outer": "cross_entropy", "inner": "softmax"}.
+        kind: the finding. "twice": the input of a loss already has the function applied that the
+            loss applies. "pairs": output and target were broadcast against one another. "nan": NaN
+            values were replaced. "skipped": some losses were not finite, and the script skipped the
+            step. "labels": the number of classes, and their order in their source column.
+            "padding": padding counts as a target. "bounded": a loss takes scores after ReLU or
+            tanh. "single": softmax over a single score. "undivided": means of several batches were
+            summed for a step. "cut": a term ends in a tensor that is newly made in each step.
+        site: the user's line, where torch could record it.
+        count: number of graphs with the finding.
+        steps: last step with the finding.
+        detail: further data, such as {"outer": "cross_entropy", "inner": "softmax"}.
     """
 
     kind: str
@@ -392,49 +402,50 @@ class Model:
     Attributes:
         kind: the class, as module.Name.
         site: where the user calls it.
-        elements: numbers in its parameters.
-        layers: how many modules of each class; "Dropout in LSTM" of those that drop within.
-        has_convolutions, is_channels_last, is_compiled: what they say.
+        elements: number of elements in its parameters.
+        layers: number of modules of each class; "Dropout in LSTM" for modules with dropout inside.
+        has_convolutions, is_channels_last, is_compiled: properties of the model.
         wrapper: "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel" or "".
         wrapper_options: such as {"find_unused_parameters": True}.
-        unused_parameters: any parameter of it that had no gradient in some step; None if unknown.
-        autocast: dtype of autocast in its training forward, "" without.
-        inputs: shapes and dtypes of its inputs, as seen: [[shape, dtype], count].
-        padding_share: of the places in its inputs, where those are sequences; None where they are
-            not.
-        lengths: how many lengths these sequences had, padding included.
-        is_told: whether each call tells its layers if they train, as with Keras; the mode of the
-            module then says nothing.
-        evaluated_in_train_mode: where it was called without gradients, in train mode, although
-            that changes what it computes (dropout, BatchNorm).
-        trained_in_eval_mode: where it was called with gradients, then stepped, in eval mode.
+        unused_parameters: whether any of its parameters had no gradient in some step; None if
+            unknown.
+        autocast: dtype of autocast in its training forward, "" without autocast.
+        inputs: recorded shapes and dtypes of its inputs: [[shape, dtype], count].
+        padding_share: share of padding in its inputs; None where these are no sequences.
+        lengths: number of different lengths of these sequences, padding included.
+        is_told: whether each call passes the training mode to its layers, as in Keras; the mode
+            of the module then has no meaning.
+        evaluated_in_train_mode: where it was called without gradients in train mode, although
+            train mode changes its output (dropout, BatchNorm).
+        trained_in_eval_mode: where it was called with gradients in eval mode, then stepped.
         evaluated_with_grad: where it was called in eval mode with gradients enabled, and no
-            backward came.
-        evaluated_every: steps from one evaluation to the next, where there were always as many.
-        first_weights, first_gradients: a number for the weights before the first step, and for the
-            gradients that it was made with; equal ones are equal. None with a single rank, where
-            ranks hold parts of the tensors, and where all gradients were zero.
-        not_finite: names of parameters and buffers with NaN or infinity at the end of what was
-            seen, or before an evaluation or a save.
-        moving_norms: names of BatchNorm layers that were in training when an optimizer stepped,
-            though none of their parameters trains.
-        not_stepped: names of parameters that had a gradient when an optimizer stepped, and that
-            none steps; only of a model of which one steps others.
-        moved: likewise, but changed by the script itself, as a moving average is; with moved_share,
-            their share of all numbers that had a gradient.
-        misses_first: those come before all that one steps, as where only a head is meant to train.
-        unregistered: names and shapes of parameters that a loss has reached, and that belong to no
-            module that was called, nor to an optimizer: such as those of layers in a list.
-        repeats: how often it was called as in the call before, with the same weights and random
-            state, of its first `repeats_of` calls.
-        subnormal_share: the largest share that numbers too small for full precision had in one of
-            its parameters, buffers or gradients on a CPU that computes with them.
+            backward followed.
+        evaluated_every: steps between evaluations, where that number is constant.
+        first_weights, first_gradients: a hash of the weights before the first step, and one of the
+            gradients of the first step. None with a single rank, where ranks hold parts of the
+            tensors, and where all gradients were zero.
+        not_finite: names of parameters and buffers with NaN or infinity at the end of the
+            observation, or before an evaluation or a save.
+        moving_norms: names of BatchNorm layers that were in train mode when an optimizer stepped,
+            although none of their parameters is trainable.
+        not_stepped: names of parameters that had a gradient when an optimizer stepped, but belong
+            to no optimizer; only for a model of which an optimizer steps other parameters.
+        moved: names of such parameters that the script itself changes, as in a moving average;
+            with `moved_share`, their share of all elements that had a gradient.
+        misses_first: whether the `not_stepped` parameters come before all stepped ones, as where
+            only a head is meant to train.
+        unregistered: names and shapes of parameters that a loss has reached, but that belong to no
+            called module and no optimizer, such as those of layers in a Python list.
+        repeats: number of its first `repeats_of` calls that had the same input, weights and random
+            state as the call before.
+        subnormal_share: largest share of subnormal numbers in one of its parameters, buffers or
+            gradients, on a CPU that computes with them.
         frozen_share: share of the forward time in leading modules without trainable parameters.
-        pool_after: names of (activation, pooling) pairs that could change places.
-        pool_site: the line of the first of them.
-        pool_parts, pool_ms: names of the modules whose own time they take, and that time of forward
-            and backward, per step; None where it was not seen, as on a GPU.
-        device_type: where its parameters are: "cpu", "cuda".
+        pool_after: names of (activation, pooling) pairs that could swap places.
+        pool_site: the line of the first pair.
+        pool_parts, pool_ms: names of the modules in these pairs, and the time of their own forward
+            and backward per step; None where it was not measured, as on a GPU.
+        device_type: type of the device of its parameters: "cpu", "cuda".
     """
 
     kind: str
@@ -478,12 +489,12 @@ class Model:
 
 @dataclass
 class Backbone:
-    """A module that nothing trains, and that the script calls by itself in each step.
+    """A module that no optimizer steps, and that the script calls by itself in each step.
 
     Attributes:
         kind: its class.
         site: where it was called first.
-        ms: that it takes of a step.
+        ms: its time per step.
     """
 
     kind: str
@@ -497,9 +508,9 @@ class Cell:
 
     Attributes:
         kind: such as "LSTMCell".
-        site: where.
-        length: of the loop.
-        ms: that its calls take in the forward of a step.
+        site: where it is called.
+        length: number of iterations of the loop.
+        ms: time of its calls in the forward of a step.
     """
 
     kind: str
@@ -510,15 +521,16 @@ class Cell:
 
 @dataclass
 class OverBatch:
-    """A layer that takes the sequence first, and got the samples of a shuffled batch there; or a
-    softmax over them.
+    """A sequence-first layer called with the samples of a shuffled batch in the sequence dimension,
+    or a softmax over the samples.
 
     Attributes:
         kind: such as "LSTM", "MultiheadAttention" or "log_softmax".
-        site: where.
-        shape: of what it got.
-        count: of such calls.
-        by_targets: whether it is known by targets that are the inputs one place on, in each row.
+        site: where it is called.
+        shape: shape of its input.
+        count: number of such calls.
+        by_targets: whether the evidence is that the targets are the inputs shifted by one place in
+            each row.
     """
 
     kind: str
@@ -530,14 +542,14 @@ class OverBatch:
 
 @dataclass
 class Unfrozen:
-    """Parameters that train, though the script has set something to False that looks like freezing.
+    """Trainable parameters where the script has set a similar attribute to False, as if to freeze.
 
     Attributes:
-        name: of the attribute, such as "require_grad".
-        kind: the class of a module that has been given `requires_grad`; "" where it is misspelt.
-        site: where it is set, as far as that was found.
-        parameters, elements: how many tensors, and numbers in them.
-        names: of the first of them.
+        name: the attribute, such as "require_grad".
+        kind: class of the module on which `requires_grad` was set; "" where the name is misspelt.
+        site: where it is set; None where that was not found.
+        parameters, elements: number of tensors, and of elements in them.
+        names: names of the first of these parameters.
     """
 
     name: str
@@ -550,13 +562,13 @@ class Unfrozen:
 
 @dataclass
 class HeldOutNodes:
-    """Nodes of a graph that are held out by their name, and that a loss of classes is taken over.
+    """Nodes of a graph that are held out by their name, but enter a classification loss.
 
     Attributes:
-        name: of the mask, or of the numbers of nodes, as the script has it.
-        in_loss: how many of them have a target in the loss.
-        nodes: how many targets it has.
-        site: of the backward pass.
+        name: the script's name of the mask or of the node indices.
+        in_loss: number of held-out nodes that have a target in the loss.
+        nodes: number of targets in the loss.
+        site: the backward pass.
     """
 
     name: str
@@ -570,8 +582,8 @@ class SharedFolds:
     """Folds of cross-validation that one model is trained on, one after another.
 
     Attributes:
-        kind: the class of scikit-learn that splits.
-        folds: how many.
+        kind: the splitter class of scikit-learn.
+        folds: number of folds.
         model: the class of the model.
         site: the loop over the folds.
     """
@@ -584,17 +596,17 @@ class SharedFolds:
 
 @dataclass
 class StateLoad:
-    """A state dict that is loaded, and changes nothing.
+    """A load of a state dict that changes nothing, or nothing that the script can want.
 
     Attributes:
-        kind: "unmatched" where it has no name of the module's, "own" where it has the module's own
-            tensors, which have moved since it was taken, "kept" where those are kept to be loaded
-            later.
+        kind: "unmatched" where no name matches the module, "own" where it holds the module's own
+            tensors, which have changed since it was taken, "kept" where such a state dict is kept
+            to be loaded later.
         model: the class of the module.
-        parameters: how many tensors it has.
+        parameters: number of tensors in it.
         site: where it is loaded.
         taken_at: where it was taken from the module; None where it has other names.
-        steps: taken since then.
+        steps: number of steps since then.
         given, wanted: first names of the state dict and of the module, where none match.
     """
 
@@ -610,18 +622,18 @@ class StateLoad:
 
 @dataclass
 class Growing:
-    """A line that puts together what it has put together before, with more.
+    """A line that concatenates its former result with new data, so that it grows in each step.
 
     Attributes:
         words: the function, such as "torch.cat".
         site: the line.
-        numbers: that the result had when it was last looked at.
-        more: numbers that come with each step.
-        ms: per step, in the steps that were looked at.
-        at: the last of these steps.
-        bytes: of a number.
-        is_list: whether a list of Python's is read as a whole, and not an array put together.
-        pieces: tensors or arrays that come with each step to those which are put together.
+        numbers: elements of the result when it was last measured.
+        more: elements that each step adds.
+        ms: time per step, in the measured steps.
+        at: the last measured step.
+        bytes: size of an element.
+        is_list: whether it reads a whole Python list, instead of concatenating arrays.
+        pieces: tensors or arrays that each step adds to the concatenated ones.
     """
 
     words: str
@@ -637,20 +649,20 @@ class Growing:
 
 @dataclass
 class UnusedGradients:
-    """Gradients that a loss has computed for parameters which its own optimizer does not step.
+    """Gradients that a backward pass computes for parameters that its own optimizer does not step.
 
     Attributes:
-        fate: what became of them: "zeroed" before their optimizer stepped, "added" to its own
+        fate: "zeroed" before the optimizer of these parameters stepped, "added" to its own
             gradients, or "kept", where no optimizer steps these parameters.
-        model: the class of the model that has them; "" where that is not known.
-        called_at: where that is called.
-        backward_at: the backward pass that computes them.
-        stepped_at: the step of the optimizer that this pass was for.
-        passes_on: whether the gradient comes through this model to what is stepped.
-        parameters: tensors of that model, or of its optimizer.
-        elements: numbers in those that were reached.
-        share: of the numbers that all backward passes of a step compute gradients for.
-        count: how often that was seen.
+        model: class of the model with these parameters; "" where it is unknown.
+        called_at: where the model is called.
+        backward_at: the backward pass that computes the gradients.
+        stepped_at: the optimizer step that this pass was for.
+        passes_on: whether the gradient passes through this model to the stepped parameters.
+        parameters: number of tensors of that model, or of its optimizer.
+        elements: number of elements in the tensors that got a gradient.
+        share: their share of the elements that all backward passes of a step compute gradients for.
+        count: number of times that this was recorded.
     """
 
     fate: str
@@ -667,14 +679,14 @@ class UnusedGradients:
 
 @dataclass
 class RepeatedSeed:
-    """A generator that is set back to the same seed while training goes on.
+    """A generator that is reset to the same seed during training.
 
     Attributes:
-        kind: what seeds it, such as "numpy.random.default_rng"; or what has drawn the same again,
-            as "torch.randperm" an order.
-        site: where.
-        steps: that had ended each time.
-        seed: of the torch.Generator that the same numbers were drawn from; None of what seeds.
+        kind: the function that seeds it, such as "numpy.random.default_rng"; or the function that
+            drew the same numbers again, such as "torch.randperm".
+        site: where it is called.
+        steps: number of finished steps at each reset.
+        seed: seed of the torch.Generator that gave the same numbers; None where `kind` seeds.
     """
 
     kind: str
@@ -685,14 +697,14 @@ class RepeatedSeed:
 
 @dataclass
 class Teacher:
-    """A model that is called in each step and never trained, and whose layers are in train mode.
+    """A model that is called in each step and never trained, but has layers in train mode.
 
     Attributes:
         kind: its class, as module.Name.
         site: where it is called.
-        layers: how many of its layers compute otherwise in train mode, by class.
-        moved: BatchNorms of which the running statistics have moved in four steps.
-        dropped: share of the numbers that its first dropout has set to zero; None without one.
+        layers: number of its layers whose output depends on train mode, by class.
+        moved: number of BatchNorms whose running statistics changed in four steps.
+        dropped: share of elements that its first dropout set to zero; None without a dropout.
     """
 
     kind: str
@@ -704,14 +716,14 @@ class Teacher:
 
 @dataclass
 class LeakedTarget:
-    """A column of what the model gets that is the target which its loss compares with.
+    """A column of the model's input that contains the target of the loss.
 
     Attributes:
-        column: its place in a sample whose dimensions are flattened.
-        factor: by which it has to be multiplied to follow the target; 1 for a copy.
-        samples: in how many that is so: in all that were looked at.
-        values: how many different ones the target has in these.
-        shape: of a sample.
+        column: index of the column in a flattened sample.
+        factor: multiplier that turns the column into the target; 1 for a copy.
+        samples: number of compared samples; the column matches in all of them.
+        values: number of different targets among these samples.
+        shape: shape of a sample.
         site: where the model is called.
     """
 
@@ -725,17 +737,17 @@ class LeakedTarget:
 
 @dataclass
 class SeenAhead:
-    """A model that is trained to tell the next token, and whose outputs change with that token.
+    """A model trained to predict the next token, whose output changes with that very token.
 
     Attributes:
         kind: its class, as module.Name.
         site: where it is called.
-        at: the output that was looked at, by its place in the sequence.
-        length: of the sequence, in tokens.
-        targets: how many were compared with the tokens: all were the next one.
-        change: of the output, in terms of its spread over the classes.
-        layer: name of the layer in which the change begins; "" where it is the model itself.
-        layer_kind: its class; "" where none can be told.
+        at: position in the sequence of the checked output.
+        length: length of the sequence in tokens.
+        targets: number of targets compared with the tokens; each equals the next token.
+        change: change of the output, relative to its spread over the classes.
+        layer: name of the layer in which the change begins; "" for the model itself.
+        layer_kind: class of that layer; "" where none could be found.
     """
 
     kind: str
@@ -750,16 +762,16 @@ class SeenAhead:
 
 @dataclass
 class RemadeOptimizer:
-    """An optimizer that is made again and again for parameters which train on.
+    """An optimizer that is constructed repeatedly for parameters that continue to train.
 
     Attributes:
         kind: its class, as module.Name.
-        site: where it is made.
-        parameters: how many tensors train.
-        times: how often it was made again.
-        until: after how many steps of the training that was counted.
-        each: steps that one of them takes, at the median.
-        memory: steps that the longest of its averages spans.
+        site: where it is constructed.
+        parameters: number of trainable tensors.
+        times: number of repeated constructions.
+        until: number of training steps in which they were counted.
+        each: median number of steps that one of these optimizers takes.
+        memory: number of steps that its longest moving average spans.
     """
 
     kind: str
@@ -773,12 +785,12 @@ class RemadeOptimizer:
 
 @dataclass
 class StillTarget:
-    """A copy of a trained model that gives its targets, and is as it was before the first step.
+    """A copy of a trained model that computes targets, with the weights from before the first step.
 
     Attributes:
         kind: its class, as module.Name.
         site: where it is called.
-        steps: after which its weights were still those of the beginning.
+        steps: number of steps after which its weights were still unchanged.
     """
 
     kind: str
@@ -788,14 +800,14 @@ class StillTarget:
 
 @dataclass
 class EqualViews:
-    """Pictures that a trained model gets twice in each step, bitwise the same in other tensors.
+    """Images that a trained model gets twice in each step, as bitwise equal, separate tensors.
 
     Attributes:
         kind: its class, as module.Name.
         site: where it is called.
-        samples: how many pictures are the same.
-        steps: in which that was seen.
-        is_batch: whether they are both halves of one batch, and not two calls.
+        samples: number of equal images.
+        steps: number of steps in which they were equal.
+        is_batch: whether they are the two halves of one batch, instead of two calls.
     """
 
     kind: str
@@ -807,14 +819,14 @@ class EqualViews:
 
 @dataclass
 class KeptGraphs:
-    """A name of the script's that holds on to the graphs of past steps.
+    """A variable of the script that keeps the autograd graphs of past steps alive.
 
     Attributes:
-        name: as the script calls it, such as "losses" or "meter.total".
+        name: the script's name, such as "losses" or "meter.total".
         site: the line that adds to it; None where it was not found.
-        is_list: whether it is a list of tensors; else a sum.
-        steps: of so many steps it has something, when it was last looked at.
-        nodes: of graphs that it held then.
+        is_list: whether it is a list of tensors; otherwise it is a sum.
+        steps: number of steps whose graphs it kept alive at the last check.
+        nodes: number of graph nodes that it kept alive then.
     """
 
     name: str
@@ -826,10 +838,10 @@ class KeptGraphs:
 
 @dataclass
 class Growth:
-    """By how much more a line takes with each step than in the step before.
+    """Increase of a line's time from each step to the next.
 
     Attributes:
-        us: microseconds, with their 95% interval from low to high.
+        us: microseconds; `low` and `high` are the ends of the 95% interval.
     """
 
     us: float
@@ -839,20 +851,19 @@ class Growth:
 
 @dataclass
 class Line:
-    """A line of the user's that steps spend time in, what it calls of libraries included.
+    """A user's line that steps spend time in, including the library code that it calls.
 
     Attributes:
         site: the line.
-        ms: per step.
-        lanes_ms: the same by lane.
-        words: what it calls, as it is written there, such as "torch.quantile".
-        callers: the user's lines that led to it most often, from the inside.
-        within: the module that took most of it, such as "BertLayer"; else, of a trainer's or a
+        ms: time per step.
+        lanes_ms: time per step by lane.
+        words: the call in the line, as it is written there, such as "torch.quantile".
+        callers: user's lines that called it most often, innermost first.
+        within: the module that took most of the time, such as "BertLayer"; for a trainer's or
             DataLoader's own code, the function.
-        trainer: the package that runs under a line that only starts it, such as "lightning"; ""
-            for none.
-        samples: of the script that were taken there: the fewer, the rougher is `ms`.
-        growth: where it takes more and more; None where it does not.
+        trainer: the package whose loop the line only starts, such as "lightning"; "" for none.
+        samples: number of stack samples taken in the line; the fewer, the less exact is `ms`.
+        growth: increase of its time per step; None where it does not increase.
     """
 
     site: Site
@@ -868,16 +879,16 @@ class Line:
 
 @dataclass
 class ModuleTime:
-    """Modules of one class and place in the model, and the time of a step without those in them.
+    """Modules of one class and place in the model, with their time without that of their children.
 
     Attributes:
-        name: of the module, such as "head"; of several with a star for what differs, such as
-            "layers.*.attention". "" for the model itself.
-        kind: their class; "" for what lies in no module, such as a loss that is a function.
-        count: how many.
-        forward_ms, backward_ms: per step.
-        operator: what takes most of their backward, as autograd calls it, such as "Bmm"; "" where
-            none does, and for the layers of torch.
+        name: name of the module, such as "head"; a star stands for the part that differs between
+            several, such as "layers.*.attention". "" for the model itself.
+        kind: their class; "" for code outside of all modules, such as a functional loss.
+        count: number of modules.
+        forward_ms, backward_ms: time per step.
+        operator: autograd's name of the operator that takes most of their backward, such as "Bmm";
+            "" where none dominates, and for torch's own layers.
     """
 
     name: str
@@ -889,7 +900,7 @@ class ModuleTime:
 
     @property
     def words(self) -> str:
-        """Which they are."""
+        """Name, class and number of the modules, as text."""
         if not self.kind:
             return "outside of the model's modules"
         several = f"{self.count} " if self.count > 1 else ""
@@ -898,13 +909,13 @@ class ModuleTime:
 
 @dataclass
 class OtherThread:
-    """A thread of the script's beside the one that steps.
+    """A thread of the script other than the one that steps.
 
     Attributes:
-        name: as Python calls it.
-        site: the user's line that it is at most often, while it does not wait for another thread.
-        busy: share of the looks in which it did not wait.
-        share: of those in which it was at this line.
+        name: its name in Python.
+        site: the user's line that it runs most often, while it does not wait for another thread.
+        busy: share of the stack samples in which it did not wait.
+        share: share of these busy samples that were at `site`.
     """
 
     name: str
@@ -915,14 +926,15 @@ class OtherThread:
 
 @dataclass
 class Ablation:
-    """What a step takes with one lane taken out of it, measured in the running script.
+    """Duration of a step with one lane taken out, measured in the running script.
 
     Attributes:
-        ratio: time as it is over time without the lane, with its 95% interval from low to high.
-        floor: how far from 1 that ratio would lie by noise alone.
-        pairs: quadruples of blocks that were run; 0 where the lane's own time says all.
-        step_ms, without_ms: per step, at the median of the blocks as it is, and without.
-        returns_ms: the most per step that any cure of this lane can return.
+        ratio: time with the lane over time without it; `low` and `high` are the ends of the 95%
+            interval.
+        floor: distance of the ratio from 1 that noise alone would cause.
+        pairs: number of measured quadruples of blocks; 0 where the lane's own time suffices.
+        step_ms, without_ms: median time per step of the blocks with the lane, and without it.
+        returns_ms: most time per step that any cure of this lane can save.
     """
 
     ratio: float
@@ -937,18 +949,18 @@ class Ablation:
 
 @dataclass
 class DeviceTime:
-    """What a GPU did in a step, as torch's profiler has seen it in some.
+    """Work of a GPU per step, from some steps under torch's profiler.
 
     Attributes:
-        steps: that were profiled.
-        busy_ms: per step in which anything ran on it; what ran at the same time counts once.
-        lanes_ms: of kernels, by the lane in which the host has queued them: "forward" (all that is
-            in neither of the others), "backward", "optimizer".
-        to_device_ms, to_host_ms: of copies from and to the host.
-        is_pageable: whether any of those to the device came from memory that is not pinned.
-        kernels: the names of those that take most, with ms per step, the longest first.
+        steps: number of profiled steps.
+        busy_ms: time per step in which the GPU ran anything; overlapping work counts once.
+        lanes_ms: time of kernels, by the lane in which the host launched them: "backward",
+            "optimizer", or "forward" for all others.
+        to_device_ms, to_host_ms: time of copies from and to the host.
+        is_pageable: whether any copy to the device came from memory that is not pinned.
+        kernels: names of the kernels that take most time, with ms per step, longest first.
         launches: kernels and copies per step.
-        step_ms: what a step took while it was profiled, which is longer where the host is slow.
+        step_ms: duration of a profiled step, which is longer on a slow host.
     """
 
     steps: int
@@ -964,13 +976,13 @@ class DeviceTime:
 
 @dataclass
 class LeftOut:
-    """A call whose value is not used and that left the training alone, and a step without it.
+    """A call whose value is unused and that does not affect training, and a step without it.
 
     Attributes:
-        site: where it is made.
-        words: what is called, as it is written there.
-        measured: what steps take without it.
-        first: the line of the first assignment before it that it alone reads, else its own.
+        site: where the call is made.
+        words: the called expression, as it is written there.
+        measured: duration of steps with and without the call.
+        first: line of the first assignment before it that only this call reads, else its own line.
     """
 
     site: Site
@@ -979,7 +991,7 @@ class LeftOut:
     first: int = 0
 
     def ms(self) -> tuple[float, float, float]:
-        """What it costs a step, with the ends of the 95% interval: low, as measured, high."""
+        """Return the call's time per step: low end of the 95% interval, estimate, high end."""
         measured = self.measured
         low, middle, high = (
             measured.step_ms * (1 - 1 / r) for r in (measured.low, measured.ratio, measured.high)
@@ -988,23 +1000,24 @@ class LeftOut:
 
     @property
     def is_proven(self) -> bool:
-        """Whether a step is shorter without it, beyond the noise."""
+        """Whether leaving the call out makes a step shorter beyond the noise."""
         return self.measured.low > 1 + self.measured.floor
 
 
 @dataclass
 class Lapse:
-    """What was seen of a script after its steps were timed, in epochs that ended early.
+    """Findings of the time-lapse after the timed steps, in which epochs are cut short.
 
     Attributes:
-        seconds: that it took.
-        steps: of optimizers in it.
-        epochs: that ended in it.
-        parts: what was seen beside training: "validation", "checkpoint", "schedule".
-        cut: which loaders and loops ended early: the line, how many batches or turns ran in the
-            epoch that was cut first, and how many there would have been; None where no one knows.
-        steps_schedules: whether any line of the script's files steps a schedule, be it in a later
-            epoch.
+        seconds: its duration.
+        steps: number of optimizer steps in it.
+        epochs: number of epochs that ended in it.
+        parts: parts of the script that ran in addition to training: "validation", "checkpoint",
+            "schedule".
+        cut: loaders and loops that were cut short: the line, the number of batches or iterations
+            in the first epoch that was cut, and the full number; None where that is unknown.
+        steps_schedules: whether any line of the script's files steps a scheduler, even if only in a
+            later epoch.
     """
 
     seconds: float
@@ -1022,98 +1035,98 @@ class Observation:
     Attributes:
         command: the script and its arguments.
         framework: "torch", "keras", "lightning", "accelerate", "transformers" or "flatout".
-        versions: of Python and of the packages that matter.
+        versions: of Python and of the relevant packages.
         rank, world_size: of this process.
         device: where the model computes, such as "cpu" or "cuda:0".
-        threads: torch's, and usable_cpus, of this process.
-        steps: optimizer steps that were seen.
-        step_ms: durations of those steps in order, evaluation and saving between them left out.
-        lanes_ms: per step, by the names of measure.LANES; None where a lane could not be seen.
+        threads, usable_cpus: torch's threads, and CPUs that this process may use.
+        steps: number of observed optimizer steps.
+        step_ms: durations of those steps in order, without evaluation and saving between them.
+        lanes_ms: time per step by the names of measure.LANES; None for a lane not measured.
         memory_mb: resident memory at each of `memory_at` steps.
-        own_mb: what of it belongs to no file, at the same steps.
-        graph_nodes: [step, nodes of the graphs that were alive], where memory had grown.
+        own_mb: its part that belongs to no file, at the same steps.
+        graph_nodes: [step, autograd graph nodes alive], where memory had grown.
         graph_site: the line that keeps them.
-        page_faults: minor faults per step.
-        major_faults: per step.
-        runnable: processes and threads of this job that could run, per usable CPU.
-        job_mb: memory that belongs to no file, of this process and its workers together, looked at
-            now and then, at each of `job_at` steps, once a second at most.
-        swapped_mb: how much of this process and its workers had gone to swap, at the most.
-        device_held_mb, device_peak_mb, device_total_mb: of the GPU: held by tensors between steps,
-            at the most, and there is.
-        device_failures: how often it had no memory left.
-        device_time: what the GPU did in a step; None where that was not profiled.
+        page_faults: minor page faults per step.
+        major_faults: major page faults per step.
+        runnable: runnable processes and threads of this job per usable CPU.
+        job_mb: memory that belongs to no file, of this process and its workers together. It is
+            measured at each of `job_at` steps, at most once a second.
+        swapped_mb: largest amount of memory of this process and its workers in swap.
+        device_held_mb, device_peak_mb, device_total_mb: GPU memory that tensors hold between
+            steps, its peak, and the memory that the GPU has.
+        device_failures: number of times that the GPU ran out of memory.
+        device_time: work of the GPU per step; None where it was not profiled.
         backbones: on a CPU, modules that nothing trains and that steps call on samples.
-        tables: that batches are rows of, where no DataLoader gives them.
-        loss_looks: how many graphs of losses were looked at, and what was found in_losses.
-        cells: recurrent ones that a loop in Python calls.
-        over_batch: layers that run over the samples of a batch.
-        softmaxes: those that are taken over the samples of a batch.
-        unfrozen: parameters that the script means to freeze, and that train.
-        held_out_nodes: nodes of a graph that are held out, and enter the loss.
-        shared_folds: loops of cross-validation that train one model on all folds.
-        state_loads: state dicts that are loaded and change nothing.
+        tables: tensors or arrays whose rows are the batches, where no DataLoader gives them.
+        loss_looks: number of loss graphs that were checked; `in_losses` has the findings.
+        cells: recurrent cells that a Python loop calls.
+        over_batch: layers that run over the samples of a batch as if over a sequence.
+        softmaxes: softmaxes over the samples of a batch.
+        unfrozen: parameters that the script means to freeze, but that train.
+        held_out_nodes: held-out nodes of a graph that enter the loss.
+        shared_folds: cross-validation loops that train one model on all folds.
+        state_loads: loads of a state dict that change nothing.
         dropouts: where a model calls torch.nn.functional.dropout without `training=`.
-        growing: what is put together in each step, longer each time.
-        gradient_uses: how many backward passes were followed to the step that uses their gradients,
-            where several optimizers or models take part; unused_gradients: what no step used.
-        teachers: models that are called in each step in train mode, though nothing trains them.
-        remade: optimizers that are made again for the same parameters, their averages lost.
-        leaked_targets: columns of the model's input that are its target.
-        seen_ahead: models that see the token which they are to tell.
-        still_targets: copies of a trained model that give its targets and never move.
-        equal_views: pictures that a model gets twice in a step, bitwise the same.
-        kept_graphs: names of the script's that hold on to the graphs of past steps.
-        repeated_seeds: generators that draw the same numbers again; None where no one looked.
-        schedules: of learning rates.
-        monitors: what callbacks of trainers look at, or the script itself, to keep the best.
-        epoch_loops: loops of the user's own that go through epochs: the line, and how many turns.
-        run_steps: that the script would take, by the lengths of the loops that it is in; None where
-            one of them has none.
-        switched_on: what was on for all of torch at the first backward pass, such as
-            "detect_anomaly"; None without one.
+        growing: data that each step concatenates, and that grow with each step.
+        gradient_uses: number of backward passes that were followed to the step which uses their
+            gradients, where several optimizers or models take part. `unused_gradients` are those
+            that no step used.
+        teachers: models that are called in each step in train mode, although nothing trains them.
+        remade: optimizers constructed again for the same parameters, which loses their moments.
+        leaked_targets: columns of the model's input that contain its target.
+        seen_ahead: models whose input contains the token that they are to predict.
+        still_targets: copies of a trained model that compute its targets and never change.
+        equal_views: images that a model gets twice in a step, bitwise equal.
+        kept_graphs: variables of the script that keep the graphs of past steps alive.
+        repeated_seeds: generators that draw the same numbers again; None where not checked.
+        schedules: learning rate schedulers.
+        monitors: metrics that trainers' callbacks, or the script itself, compare to keep the best.
+        epoch_loops: the script's loops over epochs: the line, and the number of iterations.
+        run_steps: number of steps that the whole script would take, from the lengths of its loops;
+            None where one of them has no length.
+        switched_on: global debugging settings of torch that were on at the first backward pass,
+            such as "detect_anomaly"; None without a backward pass.
         evaluation_site: where a model was called to evaluate.
-        saved: what was written with torch.save: {"path", "step", "keys", "bytes", "is_there"} of
-            each: the absolute path, or "" for no file; its size, None where that was not seen, and
-            whether it was there at the end; with "contents", where there are several ranks, a
-            number for its tensors, None without any.
+        saved: files written with torch.save, each {"path", "step", "keys", "bytes", "is_there"}.
+            "path" is absolute, or "" for no file; "bytes" is None where unknown; "is_there" says
+            whether the file existed at the end. With several ranks, "contents" is a number for its
+            tensors, None without any.
         compiles: [step, graphs that torch.compile had made by then, seconds that took], from the
             second step on; empty if the script compiles nothing. The number of graphs may stay 0.
         openmp: names of the OpenMP libraries that the process has loaded.
-        openmp_settings: environment variables that are meant for one, at the end.
-        gpu_memory_mb: by the GPU's uuid, the most that torch held on each on which this process
+        openmp_settings: environment variables for an OpenMP library, at the end.
+        gpu_memory_mb: by GPU uuid, the peak of torch's memory on each GPU on which this process
             has a context; None where torch computes on no GPU.
-        shm_free_mb: free in /dev/shm, through which workers hand over batches.
-        disk_free_mb: free where `saved` lie; None without any.
+        shm_free_mb: free space in /dev/shm, through which workers pass batches.
+        disk_free_mb: free space where the files of `saved` lie; None without any.
         machine_cpus: CPUs that all ranks of this machine may use together.
-        gpus: names of the GPUs that torch could use here, whether the script does or not.
-        bf16_units: what computes in bf16 on the device at hand, such as "AMX-bf16"; "" for nothing.
-        available_mb: memory that the job could still take.
+        gpus: names of the GPUs that torch could use here, even if the script does not.
+        bf16_units: hardware that computes in bf16 on this device, such as "AMX-bf16"; "" for none.
+        available_mb: memory that the job could still allocate.
         matmul_precision: torch.get_float32_matmul_precision(), at the last step.
         cudnn_benchmark: torch.backends.cudnn.benchmark, at the last step.
-        ended: "done", "stopped" (enough was seen), "failed", "no steps"; "running" in what is
-            written meanwhile, and stays of a script that was killed.
+        ended: "done", "stopped" (the observation was complete), "failed", "no steps". "running" is
+            written meanwhile, and remains if the script was killed.
         error: the script's own error, as Python prints it.
-        added_us_per_step: what observing has cost, counted directly.
-        start_s: from the beginning to the end of its first step; None before that.
-        added_once_ms: beside that, of looks in the first steps and at some later ones; where less
-            than two seconds were watched, of all looks.
-        lines: the user's lines that steps spend most time in, the dearest first; empty where no one
-            looked at them.
-        modules: those in which forward and backward spend most time, on a CPU, the dearest first;
-            empty where they were not looked at.
-        other_threads: of the script, that run code of the user's while it steps, the busiest
-            first.
-        explained: share of the time of steps that one of all lines, or a trainer's function, is
-            known for; None where no one looked, or too seldom.
-        ablations: what steps would take without a lane: "input", "log" (print, logging,
-            summaries), "item" (waiting for a device to read a number), "sync", "evaluation",
-            "saving". Empty where nothing was taken out.
-        left_out: calls that were left out of some steps, and what these took then.
-        checkpointed_mb: what backward computes again, and would else be kept by forward, per
-            backward pass; None where nothing is, or that was not seen.
-        lapse: what a time-lapse has shown beside; None without one.
-        notes: what could not be seen, and why.
+        added_us_per_step: overhead of the observation per step, measured directly.
+        start_s: seconds from the start to the end of the first step; None before that.
+        added_once_ms: further overhead, of checks in the first steps and at some later steps. Where
+            less than two seconds were observed, the overhead of all checks.
+        lines: the user's lines that take most time of steps, longest first; empty where lines
+            were not sampled.
+        modules: modules that take most time of forward and backward on a CPU, longest first; empty
+            where they were not timed.
+        other_threads: threads of the script that run the user's code while it steps, busiest first.
+        explained: share of the steps' time that is attributed to a line or a trainer's function;
+            None where lines were not sampled, or too rarely.
+        ablations: step times without a lane: "input", "log" (print, logging, summaries), "item"
+            (waiting for a device to read a number), "sync", "evaluation", "saving". Empty where no
+            lane was taken out.
+        left_out: calls that were left out of some steps, and the duration of these steps.
+        checkpointed_mb: memory per backward pass that forward would keep if backward did not
+            recompute it; None where nothing is recomputed, or this was not measured.
+        lapse: findings of a time-lapse; None without one.
+        notes: signals that could not be recorded, each with the reason.
     """
 
     command: list[str]
@@ -1206,34 +1219,34 @@ class Observation:
 
     @property
     def became(self) -> str:
-        """The note that the script has become another program; "" where it has not."""
+        """Note that the script has become another program; "" where it has not."""
         return next((note for note in self.notes if note.startswith(BECAME)), "")
 
     @property
     def inputs(self) -> list[Loader | Table]:
-        """What has given batches."""
+        """Loaders and tables that gave batches."""
         return [*self.loaders, *self.tables]
 
     @property
     def workers(self) -> int | None:
-        """Of the loader that is trained on; None where there is none."""
+        """Number of workers of the training loader; None without a training loader."""
         return next((loader.num_workers for loader in self.loaders if loader.in_training), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return asdict(self)
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> Observation:
-        """From plain data.
+        """Build an Observation from plain data.
 
         Raises:
-            pydantic.ValidationError: it does not fit.
+            pydantic.ValidationError: the data do not match the classes.
         """
         return _adapter().validate_python(data)
 
 
 @cache
 def _adapter() -> TypeAdapter[Observation]:
-    # Made once: it takes longer than reading an Observation.
+    # Cached, since building the adapter takes longer than reading an Observation.
     return TypeAdapter(Observation)

@@ -1,4 +1,4 @@
-"""What a dataset holds in memory: which samples, and labels, and in which order these lie."""
+"""Samples and labels that a dataset holds in memory, and their order."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ from flatout.observe.held_items import (
 )
 from flatout.observe.spread import Spread, spread_of
 
-# Of so many samples the bytes are looked at, and so many numbers of each.
+# _ROWS: most samples whose bytes are hashed; _COLUMNS: most numbers hashed of each sample.
 _ROWS, _COLUMNS = 2**16, 128
-# Windows have so many steps at least; of more numbers they are not looked at.
+# _STEPS: fewest steps of a window; _OF_WINDOWS: most numbers of all windows that are hashed.
 _STEPS, _OF_WINDOWS = 8, 2**23
-# Fewer figures may be equal by chance.
+# Fewest columns of a row of statistics: shorter rows may be equal by chance.
 _FIGURES = 2
 _ODD = 0x9E3779B97F4A7C15
-# Labels that are looked at.
+# Most labels of a dataset that are read.
 _LABELS = 2**18
-# More different numbers are no classes.
+# Most different labels that count as classes.
 _CLASSES = 10_000
 _NAMES = ("targets", "labels", "y")
 _LABEL_COLUMNS = (*_NAMES, "target", "label", "class")
 
 
-# Of more numbers no mean is taken, of more than the second no ends, and of so many rows at once.
+# _NUMBERS: most numbers of a table for which means are computed; _OF_SPREAD: most numbers for which
+# ends are computed; _AT_ONCE: rows per chunk of either.
 _NUMBERS, _OF_SPREAD, _AT_ONCE = 2**26, 2**23, 2**13
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Of the columns of a table.
+    """Mean, variance and ends of the columns of a table.
 
     Attributes:
-        count: how many rows.
-        mean, variance: an array in float64 each, by column.
-        spread: between which ends they lie; None of wide rows, and of too many.
+        count: number of rows.
+        mean, variance: one float64 array each, by column.
+        spread: the ends between which columns lie; None for wide rows, and for too many numbers.
     """
 
     count: int
@@ -58,7 +59,7 @@ class Moments:
     spread: Spread | None = None
 
     def is_of_same(self, other: Moments | None) -> bool:
-        """Whether they are of the same rows, as far as moments tell."""
+        """Whether both have equal counts, means and variances, as moments of the same rows have."""
         return (
             other is not None
             and self.count == other.count
@@ -67,7 +68,7 @@ class Moments:
         )
 
     def with_others(self, other: Moments) -> Moments:
-        """Those of the rows of both."""
+        """Return the moments of the rows of both tables together."""
         count = self.count + other.count
         mean = (self.count * self.mean + other.count * other.mean) / count
         squares = [item.count * (item.variance + item.mean**2) for item in (self, other)]
@@ -77,21 +78,22 @@ class Moments:
 
 @dataclass(frozen=True)
 class Samples:
-    """What is known of the samples of a training or a validation.
+    """Fingerprints and statistics of the samples of a training or validation set.
 
     Attributes:
-        rows: a number for the bytes of each of some of them, equal for equal ones; None where they
-            are out of sight.
-        moments: of all of them; None of integers, and of too many.
-        is_named: whether `rows` stand for the files that samples are read from, not their bytes.
-        series: what they are windows of, steps by columns; None where they are not.
-        whole: a longer series of the script's that has this one; None without.
-        windows: of each, where they can be windows of a series, a number for all steps but the last
-            and one for all but the first; None else.
-        bits: at most so many tell samples apart: where these are few, samples may be equal by
-            chance.
-        of_all: moments of all rows of the table of which these are picked; None where none are.
-        figures: short rows of numbers that the dataset reaches, such as a mean by column.
+        rows: a hash of the bytes of each of at most _ROWS samples; None where the samples are not
+            accessible.
+        moments: of all samples; None for integers, and for too many numbers.
+        is_named: whether `rows` are hashes of the files that samples are read from.
+        series: the series that the samples are windows of, steps by columns; None without one.
+        whole: a longer series of the script that contains `series`; None without one.
+        windows: for each sample that can be a window of a series, a hash of all steps but the last
+            and one of all steps but the first; None for other samples.
+        bits: upper limit of the bits that distinguish samples. Where it is small, samples may be
+            equal by chance.
+        of_all: moments of all rows of the table from which the samples are picked; None where the
+            samples are the whole table.
+        figures: short rows of numbers that the dataset refers to, such as means by column.
     """
 
     rows: list[int] | None
@@ -111,8 +113,8 @@ class Samples:
 
 
 def samples_of(dataset: Any) -> Samples | None:
-    """Those that a dataset holds in memory, or of which it holds the files' names; None for any
-    other."""
+    """Return the samples that a dataset holds in memory, or the names of their files; None for any
+    other dataset."""
     inner, picked = behind_subsets(dataset)
     table = _table_in(inner)
     if table is None:
@@ -147,7 +149,7 @@ def _picked_in(dataset: Any, picked: Sequence[int] | None) -> tuple[Any, Sequenc
         rows = numbers.tolist() if hasattr(numbers, "tolist") else numbers
         if not isinstance(rows, list) or not all(type(row) is int for row in rows):
             continue
-        # Each once, as no labels are.
+        # Sample indices are unique, labels are not.
         if len({*rows}) == length and min(rows) >= 0 and max(rows) < len(tables[0]):
             return tables[0], rows if picked is None else [rows[at] for at in picked]
     return None, picked
@@ -164,7 +166,7 @@ def _figures_in(dataset: Any, width: int) -> list[Any]:
 
 
 def samples_in(table: Any, picked: Sequence[int] | None = None) -> Samples:
-    """Those of a tensor or array, or the rows of it that are picked."""
+    """Return the Samples of a tensor or array, or of its picked rows."""
     chosen = range(len(table)) if picked is None else picked
     rows = _rows(table, chosen[:: max(1, -(-len(chosen) // _ROWS))])
     return Samples(
@@ -196,8 +198,10 @@ def _sums(rows: Any) -> Any:
 
 
 def numbers_at(dataset: Any, indices: Sequence[int]) -> list[int] | None:
-    """A number for the bytes of each of these samples, the same in each process; None where they
-    may be equal by chance, or are out of sight."""
+    """Return a hash of the bytes of each of these samples, the same in each process.
+
+    None where samples may be equal by chance, or are not accessible.
+    """
     inner, picked = behind_subsets(dataset)
     table = _table_in(inner)
     if table is None:
@@ -206,18 +210,18 @@ def numbers_at(dataset: Any, indices: Sequence[int]) -> list[int] | None:
 
 
 def number_of_bytes(data: bytes) -> int:
-    """The same for the same bytes in each process, where `hash` is not."""
+    """Return a hash of the bytes that is the same in each process, unlike `hash`."""
     return zlib.crc32(data) << 32 | zlib.adler32(data)
 
 
 def row_numbers(table: Any, chosen: Sequence[int]) -> list[int] | None:
-    """A number for the bytes of each of these rows; None where they may be equal by chance."""
+    """Return a hash of the bytes of each of these rows; None where they may be equal by chance."""
     rows = _rows(table, chosen)
     return _numbers_of(rows) if len(rows) and bits_of(rows) >= RICH else None
 
 
 def numbers_in(batch: Any) -> list[int]:
-    """As `row_numbers` of all rows, whether they may be equal by chance or not."""
+    """Return a hash of each row of a batch, even where rows may be equal by chance."""
     return _numbers_of(_rows(batch, range(len(batch))))
 
 
@@ -251,12 +255,12 @@ def _moments(table: Any, chosen: Sequence[int]) -> Moments | None:
 
 
 def moments_of(rows: Any) -> Moments:
-    """Those of an array of floats, rows by columns."""
+    """Return the moments of an array of floats, rows by columns."""
     return Moments(len(rows), rows.mean(0, dtype="float64"), rows.var(0, dtype="float64"))
 
 
 def labels_of(dataset: Any) -> list[int] | None:
-    """The labels of classes that a dataset holds, in its order; None where it holds none."""
+    """Return the class labels that a dataset holds, in its order; None where it holds none."""
     held, picked = behind_subsets(dataset)
     labels = _labels_in(held)
     if labels is None or len(labels) > _LABELS:
@@ -264,7 +268,7 @@ def labels_of(dataset: Any) -> list[int] | None:
     values = as_array(labels)
     if values.dtype.kind == "f" and prod(values.shape[1:]) == 1:
         column = values.reshape(-1)
-        if ((column == 0) | (column == 1)).all():  # as losses of two classes take them
+        if ((column == 0) | (column == 1)).all():  # the form that losses of two classes take
             values = column.astype("int8")
     if values.dtype.kind not in "iub" or values.ndim != 1:
         return None
@@ -273,8 +277,8 @@ def labels_of(dataset: Any) -> list[int] | None:
 
 
 def label_runs(labels: Sequence[int] | None) -> tuple[int, int, int, int] | None:
-    """How many classes, runs of one class, and samples there are, and samples of the second largest
-    class; None of what can be no classes."""
+    """Return the numbers of classes, of runs of one class, of samples, and of samples in the second
+    largest class; None for numbers that cannot be classes."""
     sizes = Counter(labels or ()).most_common()
     if labels is None or len(sizes) < 2 or len(sizes) > min(_CLASSES, len(labels) // 2):
         return None
@@ -283,7 +287,7 @@ def label_runs(labels: Sequence[int] | None) -> tuple[int, int, int, int] | None
 
 
 def behind_subsets(dataset: Any) -> tuple[Any, Sequence[int] | None]:
-    """The dataset behind Subsets, and which of its samples they pick."""
+    """Return the dataset inside of nested Subsets, and the indices that they pick from it."""
     picked: Sequence[int] | None = None
     for _ in range(8):
         indices = getattr(dataset, "indices", None)
@@ -303,7 +307,7 @@ def _table_in(dataset: Any) -> Any:
         parts = [_first_of_keras(dataset)]
     else:
         parts = _held(dataset)
-    # Of several the first is what the model is given, such as images before their masks.
+    # The first of several is the model's input, such as images before their masks.
     return next((part for part in parts if is_in_memory(part) and part.ndim > 1), None)
 
 
@@ -348,7 +352,7 @@ def _held(dataset: Any) -> list[Any]:
 
 
 def is_in_memory(value: Any) -> bool:
-    """Whether it is a tensor or an array of numbers."""
+    """Whether the value is a dense tensor or numpy array of numbers."""
     import numpy as np
     import torch
 
@@ -358,7 +362,7 @@ def is_in_memory(value: Any) -> bool:
 
 
 def as_array(values: Any) -> Any:
-    """A numpy array of a tensor or array; what has 16 bits as float32."""
+    """Return a tensor or array as numpy array; tensors with 16-bit elements become float32."""
     import numpy as np
 
     if hasattr(values, "detach"):

@@ -1,4 +1,4 @@
-"""All that the hooks of one process fill in."""
+"""Data that all hooks of one process write to."""
 
 from __future__ import annotations
 
@@ -17,37 +17,39 @@ from flatout.observe.calls import Calls
 from flatout.observe.lanes import Lanes
 from flatout.observe.quick import AFTER_STEPS, Quick
 
-# Of the time, that looks may take which can wait.
+# Share of the observed time that deferrable looks may take.
 _LOOKING_SHARE = 0.002
-# What is looked at once, in these steps, is no part of what each step takes longer.
+# First steps of the script. The time of looks in them counts as added once, not per step.
 FIRST_STEPS = 10
-# A training begins where an optimizer is new after so many steps of the one before. So many later
-# ones are looked at: some scripts make an optimizer in each step.
+# _APART: fewest steps between the beginnings of two trainings, each begun by a new optimizer;
+# _LATER: most later trainings that are observed, since some scripts make an optimizer in each step.
 _APART, _LATER = AFTER_STEPS, 4
 FAILED = "a look failed"
-"""The first words of the note of one that did."""
+"""Prefix of the note on a look that raised an exception."""
 
 
 class Enough(BaseException):
-    """Raised into the script at the end of a step, when enough was seen."""
+    """Raised into the script at the end of a step, when the observation is complete."""
 
 
 class Watch:
-    """What was seen so far, and when it is enough.
+    """State of the observation of one process, and the decision when to end it.
+
+    A look is a function that inspects the script between two steps.
 
     Args:
-        steps: after how many steps the script is ended; None means never.
-        seconds: after how many seconds from the end of its first step; None means never.
+        steps: number of steps after which the script is ended; None means never.
+        seconds: seconds from the end of the first step until the script is ended; None means never.
 
     Attributes:
-        rows: which rows of a table the model was called with last, to be trained; None of what is
+        rows: the rows of a table in the last training call of the model; None where its input is
             no table.
-        looking_ns: that looks have taken which go on for as long as is watched.
-        once_ns: that others have taken: in the first steps, or planned before for a step.
-        began: after which step the training began that is looked at.
-        on_number: called with each number that comes to the host, two frames below who reads it.
-        scaled: the node of the loss that a scaler has multiplied last, in the first steps.
-        then: what is done once enough was seen, in place of ending the script.
+        looking_ns: nanoseconds of looks that recur as long as the observation lasts.
+        once_ns: nanoseconds of other looks: in the first steps, or planned beforehand for a step.
+        began: number of steps before the observed training began.
+        on_number: called with each number that is read from a tensor, two frames below the reader.
+        scaled: graph node of the loss that a gradient scaler scaled last, in the first steps.
+        then: called when the observation is complete, instead of ending the script.
     """
 
     def __init__(self, steps: int | None = None, seconds: float | None = None) -> None:
@@ -89,42 +91,44 @@ class Watch:
 
     def _begin(self) -> None:
         self.began = self._trainings = 0
-        self._before: dict[int, int] = {}  # steps of each optimizer when this training began
+        self._before: dict[int, int] = {}  # steps of each optimizer before this training
 
     @property
     def is_beginning(self) -> bool:
-        """Whether a training is in its first steps, which the hooks in Python see."""
+        """Whether a training is in its first steps, which the Python hooks record."""
         return self.lanes.steps < self.began + AFTER_STEPS
 
     @property
     def start_s(self) -> float | None:
-        """Seconds from the beginning to the end of its first step; None before that."""
+        """Seconds from the start to the end of the first step; None before that."""
         return (self._since - self._made) / 1e9 if self._has_begun else None
 
     def at(self, step: int, look: Callable[[], None], *, is_once: bool = False) -> None:
-        """Calls `look` in the thread that steps, once so many steps have ended.
+        """Call `look` in the stepping thread after `step` steps have ended.
 
         Args:
-            step: how many.
-            look: what to do.
-            is_once: whether that comes no oftener where more is watched, though it is not planned
-                from the beginning.
+            step: number of steps.
+            look: the function to call.
+            is_once: whether a longer observation calls it no more often, even if it was not planned
+                before the first optimizer.
         """
         is_planned = not self.optimizers
-        if is_planned:  # from the beginning, so also when that is renewed
+        if is_planned:  # kept, to be planned again after a renewal
             self._planned.append((step, look))
         heapq.heappush(self._looks, (step, next(self._order), look, is_planned or is_once))
         self.lanes.due = min(self.lanes.due, step)
 
     def at_each(self, step: int, look: Callable[[], None]) -> None:
-        """Calls `look` once so many steps of each training have ended; planned from the start."""
+        """Call `look` after `step` steps of each training; to be planned from the start."""
         self._later.append((step, look))
         self.at(step, look)
 
     def training_begins(self) -> None:
-        """An optimizer has stepped that did not before: a later training may have begun, as of
-        another fold, or another part of the model. Its first steps are seen as the very first are,
-        by the hooks in Python."""
+        """Record that an optimizer has stepped for the first time.
+
+        A later training may have begun, such as another fold or another part of the model. The
+        Python hooks record its first steps like those of the first training.
+        """
         steps = self.lanes.steps
         if steps < self.began + _APART or self._trainings == _LATER or is_anything_compiled():
             return
@@ -138,11 +142,11 @@ class Watch:
             self.at(steps + step, look, is_once=True)
 
     def stepping(self) -> list[Any]:
-        """The optimizers of this training: those that have stepped since it began."""
+        """Return the optimizers that have stepped since this training began."""
         return [item for item in self.optimizers if item.steps != self._before.get(id(item))]
 
     def renew(self) -> None:
-        """Forgets all that was seen; in the thread that steps, between steps."""
+        """Forget all recorded data; to be called in the stepping thread, between steps."""
         for kept in (self.optimizers, self.models, self.saved, self.notes, self.frameworks):
             kept.clear()
         self.looking_ns = self.once_ns = self._waited_ns = 0
@@ -159,7 +163,7 @@ class Watch:
             self.at(step, look)
 
     def attend(self) -> None:
-        """A step has ended that was due, or the time is over.
+        """Handle the end of a step that was due, or the end of the observed time.
 
         Raises:
             Enough: the script is to end here.
@@ -168,25 +172,25 @@ class Watch:
         if not self._has_begun:
             self._has_begun = True
             self._since = lanes.last
-            self.calls.forget()  # what came before the first step is no part of what is observed
+            self.calls.forget()  # calls before the first step are not observed
             if self._seconds is not None:
                 lanes.until = perf_counter_ns() + int(self._seconds * 1e9)
         while self._looks and self._looks[0][0] <= lanes.steps:
             *_, look, is_planned = heapq.heappop(self._looks)
             self.aside(look, is_once=is_planned)
         lanes.due = min(self._looks[0][0] if self._looks else self._most, self._most)
-        lanes.skip()  # looking was no part of a step
+        lanes.skip()  # the time of looks is no part of a step
         if lanes.steps >= self._most or lanes.last >= lanes.until:
             self._end()
 
     def aside(self, *looks: Callable[[], None], is_once: bool = False) -> None:
-        """Calls `looks`: what they do is no part of a step, and none of the script's calls.
+        """Call `looks`, without counting their time as a step's or their calls as the script's.
 
-        One that fails is noted: no mistake of ours may end the script.
+        The exception of a failed look becomes a note: no mistake of ours may end the script.
 
         Args:
-            looks: what to do.
-            is_once: whether that comes no oftener where more is watched.
+            looks: the functions to call.
+            is_once: whether a longer observation calls them no more often.
         """
         lanes = self.lanes
         thread, lanes.thread = lanes.thread, 0
@@ -201,7 +205,7 @@ class Watch:
             is_first = lanes.steps <= FIRST_STEPS
             if not is_first:
                 self._waited_ns += took
-            # Other work on the machine makes a look longer, but not what it adds.
+            # Other load on the machine lengthens a look's wall time, but not the CPU time it adds.
             cost = min(took, thread_time_ns() - began_cpu)
             if not (is_first or is_once):
                 self.looking_ns += cost
@@ -209,24 +213,24 @@ class Watch:
                 self.once_ns += cost
 
     def attempt(self, look: Callable[..., None], *args: Any) -> None:
-        """Calls `look`; one that fails is noted, and only what it would have seen is missing."""
+        """Call `look`; if it fails, add a note, so that only its own data are missing."""
         try:
             look(*args)
         except Exception as error:
             self.notes[_failure(error)] = None
 
     def affords(self, ns: int) -> bool:
-        """Whether a look that takes so long is cheap beside all that was watched until now."""
+        """Whether another look of `ns` keeps the total within its share of the observed time."""
         watched = self.lanes.last - self._since
         return self._waited_ns + ns <= _LOOKING_SHARE * watched
 
     def go_on(self, seconds: float) -> None:
-        """Watches for so many seconds more; to be called in `then`."""
+        """Observe for `seconds` more; to be called in `then`."""
         self.lanes.until = perf_counter_ns() + int(seconds * 1e9)
         self.lanes.due = self._looks[0][0] if self._looks else sys.maxsize
 
     def enough(self) -> None:
-        """Ends the script at the end of a step, this one or the next."""
+        """End the script at the end of this step or the next."""
         self._most = self.lanes.due = 0
 
     def _end(self) -> None:
@@ -238,7 +242,7 @@ class Watch:
             lanes.skip()
             return
         if self.is_enough or threading.current_thread() is not threading.main_thread():
-            # The script has caught the first one and goes on, or this would end a thread alone.
+            # The script has caught the first exception, or raising would end only this thread.
             self.is_enough = True
             self.on_enough_again()
         self.is_enough = True
