@@ -1,4 +1,4 @@
-"""What a format has to offer to be read: rows by number, chunks of rows, or a stream of them."""
+"""Interfaces of formats: rows by number, chunks of rows, or a stream of rows."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from flatout.data.block import Block, Numbers
 from flatout.data.buffers import Buffers
 from flatout.data.schema import Schema
 
-# Gives the values of all ranks, by rank, for this rank's own.
+# Returns the values of all ranks, in the order of ranks, for the value of this rank.
 Gather: TypeAlias = Callable[[Any], list[Any]]
 
 
 def alone(value: Any) -> list[Any]:
-    """The values of all ranks where there is one."""
+    """Return the values of all ranks where there is only one rank."""
     return [value]
 
 
 class Origin(Protocol):
-    """What all of them offer.
+    """Members that rows, chunks and streams have in common.
 
     Attributes:
-        schema: of the blocks.
+        schema: schema of the blocks.
     """
 
     schema: Schema
@@ -35,11 +35,11 @@ class Origin(Protocol):
         ...
 
     def describe(self) -> str:
-        """One line for people, such as "19 LibSVM files, 18.4 GB, 41,200,000 rows"."""
+        """Return one line for people, such as "19 LibSVM files, 18.4 GB, 41,200,000 rows"."""
         ...
 
     def notes(self) -> list[str]:
-        """What the user should know, such as how many rows were skipped."""
+        """Return lines that the user should read, such as the number of skipped rows."""
         return []
 
     def skipped(self, gather: Gather = alone) -> list[str]:
@@ -48,11 +48,11 @@ class Origin(Protocol):
 
 
 class Rows(Origin, Protocol):
-    """Rows by number: seekable and counted. All methods may be called by several threads at once.
+    """Rows by number: seekable and counted. Several threads may call all methods at once.
 
     Attributes:
-        rows: how many there are; rows that were skipped for errors are not counted.
-        random: whether rows in any order cost about as much as in sequence.
+        rows: number of rows, without the rows that were skipped for errors.
+        random: whether reading rows in any order costs about as much as in sequence.
     """
 
     rows: int
@@ -63,45 +63,46 @@ class Rows(Origin, Protocol):
         ...
 
     def targets(self) -> npt.NDArray[Any] | None:
-        """The target column of all rows where it is known without decoding them."""
+        """Return the target of every row where targets are known without decoding the rows."""
         return None
 
     def row_stamps(self, numbers: Numbers | None = None) -> Sequence[str] | None:
-        """What rows are read from, in words that stay when other rows come or go.
+        """Return texts that identify what rows are read from; other rows do not change them.
 
-        The first line names it for people; all lines together differ where it was replaced.
+        The first line of a text names the row's data for people. All lines together differ if the
+        data were replaced.
         """
         return None
 
     def input_words(self) -> str:
-        """What decides about the inputs of a row, beside what it is read from."""
+        """Return the settings that, together with the data of a row, decide its inputs."""
         return self.schema.dumps()
 
     def row_keys(self) -> Sequence[str] | None:
-        """What each row is called, the same on any machine and when other rows come or go."""
+        """Return a name of each row, equal on all machines and independent of the other rows."""
         return None
 
     def lengths(self) -> Numbers | None:
-        """How long each row is where rows are ragged and that is known without decoding them."""
+        """Return the length of each ragged row, where it is known without decoding."""
         return None
 
     def where(self, number: int) -> str:
-        """Where a row stands, such as "day.svm:88121"."""
+        """Return the place of a row in the data, such as "day.svm:88121"."""
         ...
 
 
 class Chunks(Origin, Protocol):
-    """Rows that are decoded in chunks, such as Parquet's row groups. Methods as those of Rows."""
+    """Rows that are decoded in chunks, such as Parquet's row groups. Methods as in Rows."""
 
     sizes: Numbers
     """Rows of each chunk, int64 of shape (chunks,)."""
 
     def read(self, chunk: int, buffers: Buffers) -> Block:
-        """Decode one chunk; `numbers` count from 0 over all chunks."""
+        """Decode one chunk. `numbers` of the block count from 0 over all chunks."""
         ...
 
     def where(self, number: int) -> str:
-        """Where a row stands."""
+        """Return the place of a row in the data."""
         ...
 
 
@@ -109,26 +110,26 @@ class Stream(Origin, Protocol):
     """Rows that come one after the other, such as from a pipe: not seekable.
 
     Attributes:
-        rows: how many come in an epoch, where that is known.
+        rows: number of rows in an epoch, or None where it is not known.
     """
 
     rows: int | None
 
     def blocks(self, epoch: int, buffers: Buffers) -> Iterator[Block]:
-        """The rows of an epoch from its begin, in blocks of any size; `numbers` count from 0."""
+        """Yield the rows of an epoch in blocks of any size; `numbers` count from 0."""
         ...
 
 
 def is_rows(origin: Any) -> TypeGuard[Rows]:
-    """Whether it offers rows by number. Looks at the class alone: properties may cost much."""
+    """Return whether an origin offers rows by number. Checks the class: properties may be slow."""
     return hasattr(type(origin), "take")
 
 
 def is_chunks(origin: Any) -> TypeGuard[Chunks]:
-    """Whether it offers chunks of rows."""
+    """Return whether an origin offers chunks of rows."""
     return hasattr(type(origin), "read") and not is_rows(origin)
 
 
 def is_stream(origin: Any) -> TypeGuard[Stream]:
-    """Whether it offers rows one after the other."""
+    """Return whether an origin offers rows one after the other."""
     return hasattr(type(origin), "blocks")

@@ -1,4 +1,4 @@
-"""The input as a user writes it: a source, and stages behind it."""
+"""The input as a user writes it: a source, and the stages applied to it."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ from flatout.data.stages import (
 from flatout.devices import check_count
 from flatout.errors import DataError
 
-# Images that show how long decoding takes.
+# Images that are decoded to measure how long decoding takes.
 _DECODED = 8
 
 
 class Pipeline(Staged["Pipeline"]):
-    """A source of samples and the stages behind it. Every stage gives a new Pipeline.
+    """A source of samples and the stages applied to it. Adding a stage returns a new Pipeline.
 
-    Nothing is read before it is needed. Hand it to `Trainer.fit`, or loop over `batches(epoch)`, or
-    over the pipeline itself, epoch after epoch.
+    Nothing is read before it is needed. Pass the pipeline to `Trainer.fit`, loop over
+    `batches(epoch)`, or loop over the pipeline itself, once for each epoch.
 
     Args:
-        origin: Rows, Chunks or a Stream (origins.py), or what has `begin`, which gives samples.
+        origin: Rows, Chunks or a Stream (origins.py), or an object whose `begin` returns samples.
         stages: in the order in which they were written.
-        options: what it may use.
-        say: gets a line for people.
+        options: resources that the pipeline may use.
+        say: prints a line for the user.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class Pipeline(Staged["Pipeline"]):
         self._epoch = 0
         self._step = 0
         self._ahead: Iterator[Batch] | None = None
-        # Of a pipe: what this rank of several reads, once they have agreed on it (own_pipes.py).
+        # For a pipe that several ranks read: this rank's pipeline, once the ranks have agreed
+        # (own_pipes.py).
         self.of_rank: Pipeline | None = None
         self._renumbered: dict[tuple[str, ...], Pipeline] = {}
         self._looked_up: dict[tuple[str, ...], Pipeline] = {}
@@ -92,7 +93,7 @@ class Pipeline(Staged["Pipeline"]):
         return self.with_stages((*self.stages, stage))
 
     def with_stages(self, stages: Sequence[Stage]) -> Pipeline:
-        """The same source with other stages behind it."""
+        """Return the same source with other stages."""
         return Pipeline(self.origin, stages, self._options, self._say)
 
     def _of_shard(self, shard: Shard | None) -> Pipeline:
@@ -116,7 +117,7 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def maps_batches(self) -> bool:
-        """Presence of a function on whole batches, which may mix their samples."""
+        """Whether a function gets whole batches. Such a function may mix the samples of a batch."""
         batch = only(self.stages, BatchStage)
         behind = () if batch is None else self.stages[self.stages.index(batch) :]
         return only(behind, Map) is not None
@@ -129,14 +130,15 @@ class Pipeline(Staged["Pipeline"]):
         depth: int | None = None,
         memory: int | None = None,
     ) -> Pipeline:
-        """What it may use, in place of what it would find out.
+        """Set resources that the pipeline may use, in place of those it would choose.
 
         Args:
-            threads: that make batches.
-            processes: that make batches, in place of threads. They are spawned, so a script needs
-                `if __name__ == "__main__":`, and functions have to stand at the top of a module.
+            threads: number of threads that make batches.
+            processes: number of processes that make batches, in place of threads. They are
+                spawned, so a script needs `if __name__ == "__main__":`, and functions have to be
+                at the top level of a module.
             depth: batches made ahead.
-            memory: bytes that a cache may take.
+            memory: bytes that a cache may use.
         """
         given = {"threads": threads, "processes": processes, "depth": depth, "memory": memory}
         for name, value in given.items():
@@ -154,7 +156,7 @@ class Pipeline(Staged["Pipeline"]):
         """The columns of the source.
 
         Raises:
-            DataError: the source has none, being made of arrays or of several sources.
+            DataError: the source has no schema, since it is made of arrays or of several sources.
         """
         schema = getattr(self.origin, "schema", None)
         if schema is None:
@@ -164,25 +166,25 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes by number; None where numbers are all that the data have of them."""
+        """Names of the classes by number; None where the data have only the numbers of classes."""
         return classes_of(self.origin)
 
     @property
     def meanings(self) -> dict[str, str]:
-        """Rules by which values become numbers: other rules give other numbers."""
+        """Rules by which values become numbers. Other rules give other numbers."""
         meanings = meanings_of(self.origin)
         if only(self.stages, Map) is not None:  # the user's function selects columns by name
             meanings.pop(COLUMNS, None)
         return meanings
 
     def with_classes(self, names: Sequence[str]) -> Pipeline:
-        """The same samples, whose classes have the numbers that their names have here.
+        """Return the same samples, with classes numbered in the order of `names`.
 
-        Itself where nothing differs, or where the data name no classes.
+        Returns the pipeline itself where the order is the same, or where the data name no classes.
 
         Args:
-            names: of classes by number, such as those of a model; there may be more than the data
-                have.
+            names: names of classes by number, such as those of a model. There may be more classes
+                than the data have.
 
         Raises:
             DataError: the data have other classes, or are split by class.
@@ -208,7 +210,7 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def id_columns(self) -> tuple[Column, ...]:
-        """The columns of which the schema states what becomes of their ids."""
+        """The columns whose schema states how ids become rows of a table."""
         if (parts := getattr(self.origin, "parts", None)) is not None:
             columns: tuple[Column, ...] = parts[0].id_columns
             return columns
@@ -217,13 +219,13 @@ class Pipeline(Staged["Pipeline"]):
         return tuple(column for column in columns if column.ids)
 
     def with_ids(self, maps: Mapping[str, Lookup]) -> Pipeline:
-        """The same samples, with rows of a table in place of ids.
+        """Return the same samples, with rows of a table in place of ids.
 
         Args:
-            maps: rows of ids, by column; they take the place of earlier ones.
+            maps: maps from ids to rows, by column. They replace the maps of earlier calls.
 
         Raises:
-            DataError: there is no such column of int64.
+            DataError: the source has no such column of dtype int64.
         """
         key = tuple(f"{name}={value.digest}" for name, value in sorted(maps.items()))
         if key not in self._looked_up:
@@ -235,16 +237,16 @@ class Pipeline(Staged["Pipeline"]):
     def count_ids(
         self, columns: Sequence[Column], rank: int = 0, ranks: int = 1
     ) -> dict[str, IdCounts] | None:
-        """How often each id stands in the samples, as the source has them; None of a stream.
+        """Count each id in the samples, as the ids are in the source. Returns None for a stream.
 
         Args:
-            columns: whose schema states ids.
-            rank: counts a part of the samples, but all where ranks have their own.
-            ranks: how many there are.
+            columns: columns whose schema states ids.
+            rank: this rank. It counts a part of the samples, or all where each rank has its own.
+            ranks: number of ranks.
 
         Raises:
-            DataError: a row is not as it should be, there are more ids than memory holds, or ids
-                of a stream would have to be counted before it has come.
+            DataError: a row is invalid, memory cannot hold all ids, or the ids of a stream would
+                have to be counted before the stream was read.
         """
         if is_stream(self.origin):
             growing = [c.name for c in columns if any(o.vocabulary != "none" for o in c.ids)]
@@ -265,18 +267,18 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def in_batches(self) -> bool:
-        """Whether `batch` has been written."""
+        """Whether the pipeline has a `batch` stage."""
         return only(self.stages, BatchStage) is not None
 
     @property
     def normalization(self) -> Normalization | None:
-        """What `normalize` makes of its bytes; None where it was not written."""
+        """Scaling that `normalize` applies to bytes; None without a `normalize` stage."""
         stage = only(self.stages, Normalize)
         return None if stage is None else stage.normalization
 
     @cached_property
     def in_bytes(self) -> Pipeline:
-        """The same without `normalize`, for what scales on a device. It shares all caches."""
+        """The same pipeline without `normalize`, for scaling on a device. It shares all caches."""
         if self.normalization is None:
             return self
         if self._of_all is not None and self.sharded is not None:
@@ -304,17 +306,17 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def prefetches(self) -> Prefetch | None:
-        """To which device batches are copied ahead."""
+        """The stage that copies batches to a device ahead of their use, or None."""
         return only(self.stages, Prefetch)
 
     @property
     def sharded(self) -> Shard | None:
-        """Which part it is of what all ranks have; None where it is all of it."""
+        """The part of all ranks' data that this pipeline has; None where it has all data."""
         return only(self.stages, Shard)
 
     @property
     def has_own_rows(self) -> bool:
-        """Whether each rank has its own rows, rather than parts of the same batches."""
+        """Whether each rank has its own rows, instead of a part of each global batch."""
         return self.sharded is not None and self.sharded.has_own_rows
 
     def agreed(self, gather: Callable[[int], list[int]]) -> Pipeline:
@@ -349,7 +351,7 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def counted(self) -> bool:
-        """Whether it is known how many batches an epoch has."""
+        """Whether the number of batches in an epoch is known."""
         return self.steps is not None
 
     @property
@@ -359,10 +361,11 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def rows_to_cut(self) -> int | None:
-        """Samples that batches are cut from, over all ranks, those included that `last` drops.
+        """Samples from which batches are cut, over all ranks, with those that `last` drops.
 
-        Those of an epoch, or of one pass where each pass ends with its own last batch. None
-        where they are not known, as of presharded data before the ranks have agreed.
+        They are the samples of an epoch, or of one pass where each pass ends with its own last
+        batch. None where the number is not known, as for presharded data before the ranks have
+        agreed.
         """
         if self.sharded is not None and self.sharded.presharded:
             return None
@@ -381,8 +384,10 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def last_batch(self) -> int | None:
-        """Rows of an epoch's, or of each pass's, last batch, with what fills it up; None where
-        that is not known."""
+        """Rows in the last batch of an epoch, or of each pass, with the rows that fill it up.
+
+        None where the number is not known.
+        """
         batch = only(self.stages, BatchStage)
         if batch is None or self.has_own_rows:
             return None
@@ -393,8 +398,10 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def direct(self) -> Any:
-        """The source that gives its batches as they are, as of arrays without a function of the
-        user's; None where samples are made one by one."""
+        """The source whose batches are used unchanged, as for arrays without a user's function.
+
+        None where samples are made one by one.
+        """
         if not self.in_batches or self.normalization is not None or self.prefetches is not None:
             return None
         is_made = isinstance(self._built, BuiltStream) or isinstance(self._program, Program)
@@ -402,28 +409,28 @@ class Pipeline(Staged["Pipeline"]):
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over the source, the samples chosen, and the functions."""
+        """16 hex digits over the source, the chosen samples, and the functions."""
         return self._built.digest(self.stages)
 
     @cached_property
     def stage_words(self) -> list[str]:
-        """Stages that decide what a batch holds, with names of their functions, for a resume."""
+        """Stages that decide a batch's content, with function names, which a resume compares."""
         words = [stage.resume_words() for stage in self.stages]
         return [*getattr(self.origin, "stage_words", []), *(line for line in words if line)]
 
     def describe(self) -> str:
-        """One line for people, such as "2 LibSVM files, 0.9 MB, 8,124 rows, shuffled by seed 1"."""
+        """Return one line, such as "2 LibSVM files, 0.9 MB, 8,124 rows, shuffled by seed 1"."""
         shuffle, chosen = only(self.stages, Shuffle), self._built.chosen
         parts = [self.origin.describe(), *([] if chosen is None else [f"{chosen:,} chosen"])]
         order = "in the given order" if shuffle is None else f"shuffled by seed {shuffle.seed}"
         return ", ".join([*parts, order])
 
     def where(self, number: int) -> str | None:
-        """File and line, or whatever shows where a sample comes from; None of a stream."""
+        """Return the place of a sample in the data, such as file and line; None for a stream."""
         return self._built.where(number)
 
     def labels_range(self) -> tuple[int, int] | None:
-        """Smallest and largest target, where they are integers and known in advance."""
+        """Return the smallest and largest target, if they are integers known in advance."""
         if only(self.stages, Map) is not None or only(self.stages, Blended) is not None:
             return None
         if hasattr(self.origin, "labels_range"):
@@ -435,12 +442,13 @@ class Pipeline(Staged["Pipeline"]):
         return int(targets.min()), int(targets.max())
 
     def targets(self) -> npt.NDArray[Any]:
-        """The target of each sample of epoch 0, in its order; shape (samples, ...).
+        """Return the target of each sample of epoch 0, in its order; shape (samples, ...).
 
-        Known to class folders and arrays; elsewhere, and behind `map`, samples are made for it.
+        Class folders and arrays know their targets. Other sources, and pipelines with `map`, make
+        every sample to get its target.
 
         Raises:
-            DataError: of a stream, or samples have no one target.
+            DataError: the data are a stream, or a sample does not have exactly one target.
         """
         return self._built.targets()
 
@@ -453,15 +461,15 @@ class Pipeline(Staged["Pipeline"]):
         return list(self.origin.skipped(gather)) if hasattr(self.origin, "skipped") else []
 
     def notes(self) -> list[str]:
-        """What the user should know: rows skipped, stages moved, order of classes."""
+        """Return lines that the user should read: rows skipped, stages moved, order of classes."""
         return [*getattr(self.origin, "notes", list)(), *self._built.notes()]
 
     # -- batches -----------------------------------------------------------------------------
 
     def numbered(self) -> Numbered | str:
-        """Its samples by number, where each is the same in all epochs or has a few variants.
+        """Return the samples by number, if a sample is equal in all epochs or has a few variants.
 
-        Returns a text where it is not so: why.
+        If not, return a text with the reason.
         """
         built = self._built
         if not isinstance(built, Built):
@@ -469,9 +477,9 @@ class Pipeline(Staged["Pipeline"]):
         return built.numbered()
 
     def cached(self) -> tuple[Pipeline, float] | None:
-        """The same with a cache of its images, and the seconds that decoding one takes.
+        """Return the pipeline with a cache of its images, and the seconds to decode one.
 
-        None for what are no images, and where there is a cache already.
+        Returns None where the samples are no images, and where there is a cache already.
         """
         built = self._built
         if not isinstance(built, Built) or built.caches or self._origin_name != "images":
@@ -485,19 +493,19 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def can_claim(self) -> bool:
-        """Whether a rank may claim parts of its batches: these are made in any order, by rows."""
+        """Whether a rank may claim parts of batches: they can be made in any order, from rows."""
         by_rows = isinstance(self._program, Program) and not self.has_own_rows
         return self.seekable and by_rows and self.prefetches is None
 
     def claimed(
         self, epoch: int, claims: Claims, features: FeatureRows | None = None
     ) -> Iterator[Batch]:
-        """The parts of an epoch's batches that a rank claims; only where it `can_claim`.
+        """Yield the parts of an epoch's batches that a rank claims; requires `can_claim`.
 
         Args:
             epoch: its number.
-            claims: of the rank.
-            features: as of `batches`.
+            claims: claims of the rank.
+            features: see `batches`.
         """
         normalization = self.normalization
         if normalization is not None:
@@ -508,16 +516,16 @@ class Pipeline(Staged["Pipeline"]):
     def batches(
         self, epoch: int, start_step: int = 0, features: FeatureRows | None = None
     ) -> Iterator[Batch]:
-        """The batches of an epoch from `start_step` on.
+        """Return the batches of an epoch from `start_step` on.
 
         Args:
             epoch: its number.
             start_step: the first batch.
-            features: has features of some samples, which then are not made: see `Batch.kept`. Only
+            features: features of some samples, which then are not made: see `Batch.kept`. Only
                 for samples that are `numbered`.
 
         Raises:
-            DataError: the epoch has no such step, or a row is not as it should be.
+            DataError: the epoch has no such step, or a row is invalid.
         """
         normalization = self.normalization
         if normalization is not None:
@@ -526,7 +534,7 @@ class Pipeline(Staged["Pipeline"]):
         if self._ahead is not None and epoch == 0:
             ahead, self._ahead = self._ahead, None
             return islice(ahead, start_step, None)
-        # What is in memory is gathered as quickly as features are.
+        # Samples in memory are gathered as quickly as their features, so they use no features.
         has_rows = isinstance(self._program, Program) and features is not None
         made = self._program.batches(epoch, start_step, *([features] if has_rows else []))
         if self.prefetches is not None:
@@ -534,44 +542,45 @@ class Pipeline(Staged["Pipeline"]):
         return made
 
     def expect_epochs(self, total: int | None) -> None:
-        """Say how many epochs the run has in all: processes that cost more than they save in
-        what is left of it are not started. None where that is not known.
+        """Set the number of epochs of the whole run, or None where it is not known.
+
+        Processes that would cost more time than they save in the rest of the run are not started.
         """
         if isinstance(program := self._program, Program):
             program.repay.epochs = total
 
     def peek(self, count: int) -> list[Batch]:
-        """The first batches of epoch 0, without using anything up."""
+        """Return the first batches of epoch 0, which epoch 0 then still contains."""
         normalization = self.normalization
         if normalization is not None:
             return list(map(normalization.batch, self.in_bytes.peek(count)))
         made = self.batches(0)
         first = list(islice(made, count))
-        if not self.seekable:  # what was read is gone from the pipe: epoch 0 begins with it
+        if not self.seekable:  # a pipe cannot be read again, so epoch 0 begins with these batches
             self._ahead = chain(first, made)
         return first
 
     def __iter__(self) -> Iterator[Batch]:
-        """One epoch, from where `load_state_dict` left off; the next loop is the next epoch."""
+        """Yield the rest of the present epoch's batches; the next loop is the next epoch."""
         for batch in self.batches(self._epoch, self._step):
             self._step += 1
             yield batch
         self._epoch, self._step = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where a loop over the pipeline itself stands; a Trainer keeps that for itself."""
+        """Return the position of a loop over the pipeline. A Trainer keeps its own position."""
         return {"epoch": self._epoch, "step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with any number of threads or ranks."""
+        """Continue where `state_dict` was called, with any number of threads or ranks."""
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
 
     # -- explaining --------------------------------------------------------------------------
 
     def explanation(self) -> Explanation:
-        """What was written, what runs and why that is the same, what each stage costs."""
+        """Return the stages as written, the steps that run, and their costs."""
         if with_rows := [value for maps, value in self._looked_up.items() if maps]:
-            return with_rows[-1].explanation()  # what a training has run
+            return with_rows[-1].explanation()  # the pipeline that the training has run
         written = [self._origin_name, *(stage.name for stage in self.stages)]
         program, runs = self._program, list(self._built.runs)
         if self.normalization is not None:

@@ -1,6 +1,7 @@
-"""What the columns of a source are: names, dtypes, shapes, and what each is to the model.
+"""Columns of a source: name, dtype, shape and role in the training of each.
 
-A source infers its schema; `pipeline.schema.dump(path)` writes it as TOML, to be read and edited:
+A source infers its schema. `pipeline.schema.dump(path)` writes the schema as a TOML file for the
+user to read and edit:
 
     format = "libsvm"
 
@@ -29,33 +30,35 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from flatout.errors import DataError, as_data_error
 from flatout.recipe import parse
 
-# Characters of a wrong value in an error.
+# Most characters of a wrong value that an error shows.
 _SHOWN = 400
 Role = Literal["input", "target", "weight", "unused"]
 DType = Literal[
     "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"
 ]  # fmt: skip
-# What a user may pass as `schema=`.
+# Types that a user may pass as `schema=`.
 Given: TypeAlias = "Schema | str | os.PathLike[str] | dict[str, Any]"
 
 
 class Ids(BaseModel):
-    """What becomes of the ids of a column, or of some places of its rows: rows of a table.
+    """Rows of a table for the ids of a column, or of some places of its rows.
 
-    An id has a row of its own, or else shares `buckets` rows with others. Fields are separate: the
-    same number in two of them is two ids.
+    An id has a row of its own, or it shares `buckets` rows with other ids. Fields are separate: the
+    same number in two fields is two ids.
 
     Attributes:
-        vocabulary: which ids have rows of their own. "grow": those of the training data, and in
-            each later training (a warm start) the new ones too; "fixed": those of the first
-            training; "none": none has.
-        buckets: rows for the ids that have none of their own. 1: one row for all unknown ids; more:
-            they are hashed to so many; 0: such an id is an error.
-        admit: an id gets a row once it was seen so many times, over all trainings.
-        forget: an id that was not seen in so many trainings loses its row; None keeps it.
-        most: rows of single ids at most; the ids seen least often lose theirs. None: no limit.
-        places: the places of a row, from 0, that this is about; None: all that no other entry has.
-        by_place: each place is a field of its own.
+        vocabulary: which ids get rows of their own. "grow": ids of the training data, and new ids
+            of each later training (a warm start); "fixed": ids of the first training; "none": no
+            id.
+        buckets: number of rows for the ids without a row of their own. 1: all these ids use one
+            row; more: they are hashed to these rows; 0: such an id is an error.
+        admit: number of times that an id has to occur, over all trainings, to get a row.
+        forget: number of trainings in a row without an id after which it loses its row; None
+            never removes an id.
+        most: maximum number of rows of single ids. The rarest ids lose their rows. None: no limit.
+        places: places of a row, from 0, to which this entry applies; None: all places that no
+            other entry names.
+        by_place: whether each place is a field of its own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,17 +83,17 @@ class Column(BaseModel):
 
     Attributes:
         name: as the format calls it, or as the source documents it.
-        dtype: numpy's name of it.
-        shape: of one row's values; () is a single number.
-        ragged: rows have different numbers of values; `shape` is then (). In a batch the rows are
-            padded with `pad` to the longest of the batch.
-        role: what the model does with it.
-        default: what a missing value becomes; None makes a missing value an error.
-        pad: what a ragged row is padded with.
-        lengths: name of an input that tells the true lengths of a ragged column's rows, int64 of
-            shape (size,); None leaves it out.
-        ids: what becomes of the column's ids, where they are to be rows of a table; several entries
-            are about different places of a row.
+        dtype: numpy's name of the dtype.
+        shape: shape of one row's values; () is a single number.
+        ragged: whether rows have different numbers of values; `shape` is then (). A batch pads its
+            rows with `pad` to the longest row of the batch.
+        role: how the training uses the column.
+        default: value that replaces a missing value; None makes a missing value an error.
+        pad: value that fills a ragged row up.
+        lengths: name of an additional input with the true length of each ragged row, int64 of
+            shape (size,); None adds no such input.
+        ids: how the column's ids become rows of a table; empty if they do not. Each entry is about
+            other places of a row.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -147,12 +150,12 @@ class Column(BaseModel):
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """As numpy has it."""
+        """The dtype as a numpy object."""
         return np.dtype(self.dtype)
 
     @property
     def words(self) -> str:
-        """In words, such as "ids int64 x39" or "ids int64 ragged"."""
+        """The column in words, such as "ids int64 x39" or "ids int64 ragged"."""
         shape = " ragged" if self.ragged else "".join(f" x{size}" for size in self.shape)
         return f"{self.name} {self.dtype}{shape}"
 
@@ -161,10 +164,9 @@ class Schema(BaseModel):
     """The columns of a source and the options of its format.
 
     Attributes:
-        format: the source that reads it, such as "libsvm".
-        columns: in the order of the format. Without a column in the role "input" there is nothing
-            to train on.
-        options: what the format has to know besides; each source documents its own.
+        format: the source that reads the data, such as "libsvm".
+        columns: in the order of the format. Training needs at least one column of role "input".
+        options: further settings of the format; each source documents its own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -183,26 +185,26 @@ class Schema(BaseModel):
         return self
 
     def __getitem__(self, name: str) -> Column:
-        """The column of that name."""
+        """Return the column of that name."""
         for column in self.columns:
             if column.name == name:
                 return column
         raise KeyError(name)
 
     def of_role(self, role: Role) -> tuple[Column, ...]:
-        """The columns in that role."""
+        """Return the columns in that role."""
         return tuple(column for column in self.columns if column.role == role)
 
     @property
     def embedding_rows(self) -> dict[str, int]:
-        """How many rows an embedding of each input of categories needs, that of 0 included."""
+        """Rows that an embedding of each input of categories needs, including row 0."""
         known, unknown = self.options.get("categories", {}), self.options.get("unknown", ())
         inputs = [column.name for column in self.of_role("input")]
         return {name: len(known[name]) + (name in unknown) for name in inputs if name in known}
 
     @property
     def classes(self) -> list[str] | None:
-        """What the numbers of the target stand for, from 0; None where they are only numbers."""
+        """Names of the target's numbers, from 0; None where the target has only numbers."""
         if "classes" in self.options:
             return list(self.options["classes"])
         targets = [column.name for column in self.of_role("target")]
@@ -212,12 +214,12 @@ class Schema(BaseModel):
         return list(map(str, known[targets[0]]))
 
     def with_target(self, name: str) -> Schema:
-        """The same with this column, and no other, as the target."""
+        """Return the schema with this column as the only target."""
         roles: dict[str, Role] = {column.name: "input" for column in self.of_role("target")}
         return self.with_roles(**{**roles, name: "target"})
 
     def with_roles(self, **roles: Role) -> Schema:
-        """The same with other roles: `schema.with_roles(clicks="target")`.
+        """Return the schema with other roles: `schema.with_roles(clicks="target")`.
 
         Raises:
             DataError: there is no such column.
@@ -243,10 +245,10 @@ class Schema(BaseModel):
                 raise DataError(f"no column {name!r}: the columns are {', '.join(sorted(known))}")
 
     def with_ids(self, **columns: Ids | Sequence[Ids]) -> Schema:
-        """The same with ids stated for columns: `schema.with_ids(ids=Ids(buckets=1000))`.
+        """Return the schema with ids stated for columns: `schema.with_ids(ids=Ids(buckets=1000))`.
 
         Raises:
-            DataError: there is no such column, or it cannot have them.
+            DataError: there is no such column, or it cannot have ids.
         """
         given = {name: (v,) if isinstance(v, Ids) else tuple(v) for name, v in columns.items()}
         self._check_names(given)
@@ -257,7 +259,7 @@ class Schema(BaseModel):
         return _read({**self.model_dump(), "columns": result}, self.format)
 
     def dumps(self) -> str:
-        """As TOML."""
+        """Return the schema as TOML."""
         fields = self.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
         names = ("format", "options", "columns")
         ordered: dict[str, Any] = {name: fields[name] for name in names if name in fields}
@@ -265,30 +267,30 @@ class Schema(BaseModel):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Schema:
-        """From a TOML file, as `dump` and `flatout data inspect --schema` write it.
+        """Read a TOML file, as `dump` and `flatout data inspect --schema` write it.
 
         Raises:
-            DataError: it cannot be read, or is no schema.
+            DataError: the file cannot be read, or is no schema.
         """
         return _read(path, "")
 
     def dump(self, path: str | os.PathLike[str]) -> None:
-        """Write it as a TOML file.
+        """Write the schema as a TOML file.
 
         Raises:
-            DataError: it cannot be written.
+            DataError: the file cannot be written.
         """
         with as_data_error("the schema cannot be written", os.fspath(path)):
             Path(path).write_text(self.dumps(), encoding="utf-8")
 
 
 def as_schema(given: Given, format: str, also: Sequence[str] = ()) -> Schema:
-    """A schema from what a user passes: a Schema, the path of a TOML file, or what is in one.
+    """Return the schema given as a Schema, as the path of a TOML file, or as a dict.
 
     Args:
-        given: by the user.
-        format: that is expected.
-        also: other formats that will do.
+        given: the user's argument.
+        format: the expected format.
+        also: other accepted formats.
 
     Raises:
         DataError: it cannot be read, is no schema, or is one of another format.
@@ -325,7 +327,7 @@ def _shown(value: Any) -> str:
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a schema's TOML file holds, whether it is a schema or not."""
+    """Return the content of a TOML file, which need not be a valid schema."""
     where = os.fspath(path)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):

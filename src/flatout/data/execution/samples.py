@@ -1,4 +1,4 @@
-"""What the rows of a source become, stage by stage, still found by their number."""
+"""The rows of a source after each stage, still found by their number."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from flatout.data.origins import Rows
 from flatout.data.randomness import random_state, same_state, set_random_state
 from flatout.errors import DataError, FlatoutError
 
-# Rows that are made at a time while one is looked for that can be read.
+# Most rows that one call makes during the search for a readable row.
 _MOST_AT_ONCE = 64
 
 
@@ -40,9 +40,9 @@ class Samples(Protocol):
     """Rows by number, as they are after some stages. Several threads may call at once.
 
     Attributes:
-        rows: how many numbers there are.
+        rows: number of row numbers.
         random: whether any order costs about as much as the given one.
-        name: of the stage, for people.
+        name: name of the stage, for people.
     """
 
     rows: int
@@ -51,20 +51,20 @@ class Samples(Protocol):
 
     @property
     def probe(self) -> int:
-        """A number that takes part, to learn from what samples look like."""
+        """Number of a chosen row, which shows the structure of samples."""
         ...
 
     @property
     def draws(self) -> bool:
-        """Whether a user's code was seen to draw from a global generator.
+        """Whether a user's code drew from a global generator in a trial.
 
-        Then it may only run in the thread that iterates, with the generators seeded.
+        Such code may only run in the thread that iterates, with the generators seeded.
         """
         ...
 
     @property
     def form(self) -> Form:
-        """Where inputs, targets and weights are."""
+        """The columns that hold inputs, targets and weights."""
         ...
 
     @property
@@ -73,31 +73,32 @@ class Samples(Protocol):
         ...
 
     def content(self) -> str | None:
-        """16 hex digits that differ for samples that differ in anything; None without such a name.
+        """Return 16 hex digits that differ for any different sample, or None if not possible.
 
-        It may read all of the data. Caches on the disk are found by it.
+        It may read all of the data. Caches on disk are found by these digits.
         """
         ...
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         ...
 
     def where(self, number: int) -> str:
-        """Where a row comes from."""
+        """Return the place of a row in the data."""
         ...
 
 
-# Whether a column, by its name and the values of all rows, is of use as it lies in memory.
+# Returns whether a column can be used directly from memory. Arguments: name and values of all rows.
 IsWanted: TypeAlias = Callable[[str, npt.NDArray[Any]], bool]
 
 
 class LentRows(NamedTuple):
-    """Some rows, of which columns that lie in memory were not copied.
+    """Some rows, whose columns in memory were partly not copied.
 
     Attributes:
+        block: the columns that were copied, of the rows.
         whole: the columns that were not copied, of all rows.
-        places: which of these the rows are, int64 of shape (rows,).
+        places: places of the rows in `whole`, int64 of shape (rows,).
     """
 
     block: Block
@@ -107,17 +108,17 @@ class LentRows(NamedTuple):
 
 @runtime_checkable
 class Lender(Protocol):
-    """Samples that may lie in memory as they are."""
+    """Samples that can lend columns in memory without a copy."""
 
     def lend(
         self, numbers: Numbers, buffers: Buffers, costs: Costs, wanted: IsWanted
     ) -> LentRows | None:
-        """What `make` gives, without copies of the columns that are wanted."""
+        """Return the rows of `make`, without copies of the wanted columns."""
         ...
 
 
 class Costs:
-    """Nanoseconds that each stage has taken, of all threads together."""
+    """Nanoseconds that each stage has taken, summed over all threads."""
 
     def __init__(self) -> None:
         self.ns: dict[str, int] = {}
@@ -125,7 +126,7 @@ class Costs:
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"ns": {}, "batches": 0}  # another process counts for itself
+        return {"ns": {}, "batches": 0}  # another process counts its own costs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -140,7 +141,7 @@ class Costs:
 
 
 class Decoded:
-    """The rows of a format, decoded."""
+    """The decoded rows of a format."""
 
     draws = False
 
@@ -149,7 +150,7 @@ class Decoded:
         self.rows = source.rows
         self.random = source.random
         self.name = "decode"
-        self.probe = 0  # the first that takes part
+        self.probe = 0  # the first row that is used
         self.form: Form = form_of(source.schema)
 
     @property
@@ -157,7 +158,7 @@ class Decoded:
         return self.source.digest
 
     def content(self) -> str | None:
-        """The digest, all bytes of a table in memory, and when files were last changed."""
+        """Return a digest over data, bytes of a table in memory, and times of file changes."""
         files = [file.path for file in getattr(self.source, "files", ())]
         paths = getattr(self.source, "paths", files)
         whole = getattr(self.source, "content", str)
@@ -177,16 +178,16 @@ class Decoded:
 
 
 class Made:
-    """Samples that a user's code makes, one by one. The base of Mapped and Fetched."""
+    """Samples that a user's code makes, one by one. The base class of Mapped and Fetched."""
 
     name: str
     rows: int
-    probe: int = 0  # the first that takes part
+    probe: int = 0  # the first row that is used
 
     def __init__(self) -> None:
         self._form: Form | None = None
         self._draws: bool | None = None
-        # Columns of vectors that were seen to differ in length.
+        # Columns of vectors of which two had different lengths.
         self._ragged: set[str] = set()
         self._lock = Lock()
 
@@ -199,7 +200,7 @@ class Made:
 
     @property
     def form(self) -> Form:
-        """Known once a sample has been made."""
+        """The structure of the samples, known after the first sample was made."""
         if self._form is None:
             self._look()
         if self._form is None:
@@ -208,7 +209,7 @@ class Made:
 
     @property
     def draws(self) -> bool:
-        """Whether the code, or an inner one's, was seen to draw from a global generator."""
+        """Whether the code, or code of an inner stage, drew from a global generator in a trial."""
         if self._draws is None:
             self._look()
         return bool(self._draws)
@@ -222,15 +223,15 @@ class Made:
             set_random_state(before)
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
-        """These samples."""
+        """Return these samples."""
         raise NotImplementedError
 
     def where(self, number: int) -> str:
-        """Where the row comes from."""
+        """Return the place of a row in the data."""
         raise NotImplementedError
 
     def _block(self, made: list[Any], numbers: Numbers) -> Block:
-        if not made:  # all of them were left out
+        if not made:  # all rows were skipped
             return Block({}, numbers)
         try:
             columns, result = columns_of(made, self.name)
@@ -277,7 +278,7 @@ class Fetched(Made):
     def _fetch(self, number: int) -> Any:
         try:
             return self.dataset[number]
-        except StopIteration as error:  # which would end the loop as if nothing were wrong
+        except StopIteration as error:  # StopIteration would end the loop as if nothing were wrong
             what = f"{self.name} raised StopIteration"
             raise DataError(what, where=self.where(number)) from error
         except Exception as error:
@@ -292,8 +293,8 @@ class Mapped(Made):
     """Rows after a user's function of one sample.
 
     The function gets the sample's parts, as a Dataset would give them: `function(inputs)`,
-    `function(inputs, targets)` or with the weight; and `rng=`, a numpy Generator that depends on
-    (seed, epoch, sample) alone, if it has a parameter of that name.
+    `function(inputs, targets)` or also with the weight. If it has a parameter `rng`, it also gets a
+    numpy Generator that depends on (seed, epoch, sample) alone.
     """
 
     def __init__(self, inner: Samples, function: Callable[..., Any], seed: int) -> None:
@@ -334,7 +335,7 @@ class Mapped(Made):
         return made
 
     def apply(self, block: Block, epoch: Turns) -> Block:
-        """The function's results for the rows of a block."""
+        """Return the function's results for the rows of a block."""
         form = self.inner.form
         made = [self._call(form.sample(block, row), block, row, epoch) for row in range(len(block))]
         return self._block(made, block.numbers)
@@ -361,7 +362,7 @@ class Joined:
     """The rows of several sources, numbered one after the other.
 
     Attributes:
-        numbers: which rows of all take part, ascending.
+        numbers: numbers of the chosen rows of all sources, ascending.
     """
 
     def __init__(self, parts: list[Samples], chosen: list[Numbers]) -> None:
@@ -423,7 +424,7 @@ class Joined:
 
 
 def first_good(samples: Samples | Made, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
-    """The row of `probe`, or the first behind it that can be read where rows are skipped.
+    """Return the row of `probe`, or the first row after it that can be read if rows are skipped.
 
     Args are those of `Samples.make`.
     """
@@ -451,9 +452,9 @@ def _kinds(samples: Samples) -> dict[str, str]:
 
 
 def known_targets(samples: Samples) -> npt.NDArray[Any] | None:
-    """The targets of all rows by number, where they are known without making samples.
+    """Return the targets of all rows by number, where they are known without making samples.
 
-    A cache and augmentations leave targets as they are; a user's function may change them.
+    A cache and augmentations do not change targets; a user's function may change them.
     """
     result: Any = samples
     while not hasattr(result, "targets"):
@@ -465,9 +466,10 @@ def known_targets(samples: Samples) -> npt.NDArray[Any] | None:
 
 
 def told_targets(dataset: Any) -> npt.NDArray[Any] | None:
-    """The class numbers in a Dataset's `targets`, as torchvision has them; None without.
+    """Return the class numbers in a Dataset's `targets`, as torchvision has them, or None.
 
-    Those of a Subset are its own part. What a `target_transform` makes of them is not known.
+    For a Subset, these are the targets of its samples. None also where a `target_transform` changes
+    the targets.
     """
     if isinstance(dataset, Subset):
         whole = told_targets(dataset.dataset)
@@ -483,14 +485,14 @@ def told_targets(dataset: Any) -> npt.NDArray[Any] | None:
 
 
 def sample_rng(seed: int, epoch: int, number: int) -> np.random.Generator:
-    """A generator that depends on (seed, epoch, sample) alone; of Philox, as `order` is."""
+    """Return a Philox generator that depends on (seed, epoch, sample) alone."""
     key = np.array([seed % 2**64, epoch % 2**64], dtype=np.uint64)
     counter = np.array([0, number % 2**64, 0, 2], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 def takes_rng(function: Callable[..., Any]) -> bool:
-    """Whether a function has a parameter `rng`."""
+    """Return whether a function has a parameter `rng`."""
     try:
         return "rng" in inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -498,9 +500,7 @@ def takes_rng(function: Callable[..., Any]) -> bool:
 
 
 def check_takes(function: Callable[..., Any], name: str, parts: int, error: Exception) -> None:
-    """Raise if a function failed because it does not accept the number of parts that samples
-    have.
-    """
+    """Raise an error if a function failed because it does not accept the parts of a sample."""
     if not isinstance(error, TypeError):
         return
     try:
@@ -518,7 +518,7 @@ def check_takes(function: Callable[..., Any], name: str, parts: int, error: Exce
 
 
 def name_of(function: Any) -> str:
-    """What a function is called, with its line where it is a lambda."""
+    """Return the name of a function, with its line if it is a lambda."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     code = getattr(function, "__code__", None)
     if "<lambda>" in name and code is not None:

@@ -1,4 +1,4 @@
-"""Counts the ids of training data, before a map of ids grows by them."""
+"""Counts of the ids in training data, by which a map of ids then grows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from flatout.kernels import IdNumbers, Items
 from flatout.measure import available_bytes, usable_cpus
 from flatout.words import size_words
 
-# Rows that are decoded at a time.
+# Rows that one thread decodes at a time.
 _ROWS = 8192
 
 
 class IdCounts:
-    """How many times each id of a column was seen."""
+    """Number of times that each id of a column occurs."""
 
     def __init__(self, column: Column) -> None:
         self.column = column
@@ -48,7 +48,7 @@ class IdCounts:
             )
 
     def merge(self, items: Items) -> None:
-        """Add the counts of other rows."""
+        """Add counts of other rows."""
         for number in np.unique(items.fields):
             own = items.fields == number
             ids = np.ascontiguousarray(items.ids[own])
@@ -56,17 +56,18 @@ class IdCounts:
             self.numbers.add(ids, np.array([number]), items.numbers[own])
 
     def items(self) -> Items:
-        """Fields, ids and counts, by field and id, rising."""
+        """Return fields, ids and counts, in rising order of field, then id."""
         return self.numbers.items()
 
 
 def count_ids(samples: Samples, numbers: Numbers, counts: Mapping[str, IdCounts]) -> None:
-    """Count the ids of rows."""
+    """Count the ids of some rows."""
     numbers = np.sort(numbers)
     parts = [numbers[at : at + _ROWS] for at in range(0, len(numbers), _ROWS)]
     threads, buffers, costs = usable_cpus(), Buffers(), Costs()
     with Pool(threads) as pool:
-        for at in range(0, len(parts), threads):  # some at a time: a block may be large
+        # the blocks of all rows may need too much memory at once
+        for at in range(0, len(parts), threads):
             some = parts[at : at + threads]
             for block in pool.map(lambda part: samples.make(part, buffers, 0, costs), some):
                 for name, value in counts.items():

@@ -1,8 +1,8 @@
-"""Which row of a table each id of a column has: plain data that grows from training to training.
+"""Map from each id of a column to its row of a table: plain data that grows with each training.
 
-Row 0 belongs to no id: ragged rows are padded with it. Then come the rows that ids share which have
-none of their own (`Ids.buckets`), field by field, and then the rows of single ids, in which an id
-keeps its row for as long as it has one.
+Row 0 belongs to no id: ragged rows are padded with row 0. The next rows are shared by ids without
+a row of their own (`Ids.buckets`), field by field. The last rows belong to single ids; an id keeps
+the same row until it loses the row.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from flatout.errors import DataError
 from flatout.kernels import IdNumbers, Items, hash_ids
 from flatout.words import counted
 
-# Of the form in which a map is kept.
+# Version of the stored format of a map.
 FORMAT = 1
 _PARTS = ("fields", "ids", "rows", "counts", "seen")
 
 
 class FieldPlaces(NamedTuple):
-    """What the places of a column's rows are, one for all of them where `fields` has one entry.
+    """Field and shared rows of each place of a column's rows.
+
+    The arrays have one entry for all places if there is only one field.
 
     Attributes:
         fields: the field of each place, int64.
-        firsts: the first row that ids of its field share, int64.
-        buckets: how many rows they share, int64.
-        entries: of each field, its entry of the ladder.
-        shared: rows before the first of a single id.
+        firsts: the first row that ids of the place's field share, int64.
+        buckets: number of rows that these ids share, int64.
+        entries: for each field, the index of its entry in the ladder.
+        shared: number of rows before the first row of a single id.
     """
 
     fields: Numbers
@@ -47,12 +49,12 @@ class FieldPlaces(NamedTuple):
 
 
 def width_of(column: Column) -> int:
-    """The places of a row; 1 of a single number, and where rows differ in length."""
+    """Return the places of a row; 1 for a single number and for rows of different lengths."""
     return column.shape[0] if column.shape else 1
 
 
 def places_of(ladder: Sequence[Ids], width: int) -> FieldPlaces:
-    """The fields of a column whose rows have `width` places."""
+    """Return the fields of a column whose rows have `width` places."""
     fields = np.zeros(width, np.int64)
     entries: list[int] = []
     for number, item in enumerate(ladder):
@@ -65,23 +67,23 @@ def places_of(ladder: Sequence[Ids], width: int) -> FieldPlaces:
     buckets = np.array([ladder[entry].buckets for entry in entries], np.int64)
     firsts = 1 + np.concatenate([[0], np.cumsum(buckets)])
     first, room = firsts[:-1][fields], buckets[fields]
-    if len(entries) == 1:  # whatever shape the values have
+    if len(entries) == 1:  # one entry fits values of any shape
         fields, first, room = fields[:1], first[:1], room[:1]
     return FieldPlaces(fields, first, room, tuple(entries), int(firsts[-1]))
 
 
 class Growth(NamedTuple):
-    """What a training's ids have made of a map.
+    """Changes of a map by the ids of one training.
 
     Attributes:
-        new: ids that have got a row.
-        gone: ids that have lost theirs.
-        waiting: ids seen that have no row yet, since they were seen too seldom or there is no more
-            room.
-        hashed: ids seen that share rows with others, where there is more than one such row.
-        collide: of these, how many more than there are rows that they use.
-        old_rows: of the rows that were there before, int64.
-        new_rows: which rows they are now, int64.
+        new: number of ids that got a row.
+        gone: number of ids that lost their row.
+        waiting: number of ids of this training without a row, since they occurred too seldom or
+            the table has no room.
+        hashed: number of ids of this training that share rows, in fields with several such rows.
+        collide: `hashed` minus the number of shared rows that these ids use.
+        old_rows: earlier row numbers of the rows that are kept, int64.
+        new_rows: present row numbers of the same rows, int64.
     """
 
     new: int = 0
@@ -98,16 +100,16 @@ class IdMap:
     """The rows of a column's ids.
 
     Attributes:
-        column: its name.
-        ladder: what its schema says of ids.
+        column: name of the column.
+        ladder: entries of the schema about ids.
         width: places of a row of the column.
-        items: fields, ids and rows of all ids that are known, by field and id, rising; the row of
-            an id that has none yet is -1.
-        counts: how many times each was seen, int64.
-        seen: in which training it was seen last, from 1, int64.
+        items: fields, ids and rows of all known ids, in rising order of field, then id. The row of
+            an id without a row is -1.
+        counts: number of times that each id occurred, int64.
+        seen: number of the last training in which each id occurred, from 1, int64.
         size: rows of the table.
-        trainings: in which ids were counted.
-        learned_from: digest of the data of the last of them.
+        trainings: number of trainings whose ids were counted.
+        learned_from: digest of the data of the last training.
     """
 
     column: str
@@ -122,23 +124,23 @@ class IdMap:
 
     @classmethod
     def empty(cls, column: Column) -> IdMap:
-        """Of a column without an id yet."""
+        """Return a map without ids."""
         none = np.empty(0, np.int64)
         width = width_of(column)
         size = places_of(column.ids, width).shared
         return cls(column.name, column.ids, width, Items(none, none, none), none, none, size)
 
     def as_column(self) -> Column:
-        """A column of these ids, for data whose schema does not state them."""
+        """Return a column of these ids, for data whose schema does not state them."""
         return Column(name=self.column, dtype="int64", shape=(self.width,), ids=self.ladder)
 
     def of(self, column: Column) -> IdMap:
-        """The same rows for the ids of another column, all of whose places are one field."""
+        """Return the same rows for the ids of another column, all of whose places are one field."""
         return replace(self, column=column.name, width=width_of(column))
 
     @cached_property
     def places(self) -> FieldPlaces:
-        """What the places of a row are."""
+        """Field and shared rows of each place of a row."""
         return places_of(self.ladder, self.width)
 
     @cached_property
@@ -152,14 +154,14 @@ class IdMap:
         return numbers
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process makes its table of slots for itself.
+        # Another process makes its own hash table.
         return {name: value for name, value in vars(self).items() if name != "_numbers"}
 
     def rows_of(self, ids: Numbers, out: Numbers) -> int:
         """Write the rows of ids, C-contiguous int64 of shape (rows, width) or (values,).
 
         Returns:
-            the place in the flat ids of the first that has no row, or -1.
+            place in the flat ids of the first id without a row, or -1.
         """
         fields, firsts, buckets, _, _ = self.places
         if len(fields) == 1:
@@ -168,7 +170,7 @@ class IdMap:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over which id has which row."""
+        """16 hex digits over the row of each id."""
         whole = hashlib.sha256()
         for part in self.items:
             whole.update(np.ascontiguousarray(part).data)
@@ -177,7 +179,7 @@ class IdMap:
     # -- growing ---------------------------------------------------------------------------------
 
     def with_ladder(self, column: Column) -> IdMap:
-        """The same ids under what a schema says now, which may be other numbers.
+        """Return the same ids under the schema's present entries, which may have other numbers.
 
         Raises:
             DataError: the schema has other fields, so that ids are not comparable.
@@ -200,13 +202,13 @@ class IdMap:
         return replace(self, ladder=column.ids, items=items, size=self.size + shift)
 
     def grown(self, column: Column, found: Items, learned_from: str = "") -> tuple[IdMap, Growth]:
-        """The map after a training, of which ids were counted; and what has changed.
+        """Return the map after a training whose ids were counted, and its changes.
 
-        It depends on the counts alone, not on the order in which ids came. New ids get the rows of
-        those that are gone, then new rows, the ids seen most often first.
+        The result depends only on the counts, not on the order of ids. New ids first get the rows
+        of removed ids, then new rows. The most frequent new ids come first.
 
         Args:
-            column: of the schema, with what it says of ids now.
+            column: column of the schema, with its present entries about ids.
             found: fields, ids and counts.
             learned_from: digest of the data.
         """
@@ -255,13 +257,13 @@ class IdMap:
         return after, Growth(*counts, old_rows, new_rows)
 
     def merged(self, other: IdMap) -> IdMap:
-        """The ids of two maps that grew apart, such as those of two days.
+        """Merge two maps that grew separately, such as those of two days.
 
-        Ids keep the rows that they have here; those that have one only in the other get new rows,
-        in the order of the other's. Counts are added up.
+        Ids of this map keep their rows. Ids with a row only in the other map get new rows, in the
+        order of the other's rows. Counts are added up.
 
         Raises:
-            DataError: they are of other columns or fields.
+            DataError: the maps have other columns or fields.
         """
         if (self.column, self.ladder, self.width) != (other.column, other.ladder, other.width):
             raise DataError(
@@ -301,23 +303,23 @@ class IdMap:
             "size": self.size,
             "trainings": self.trainings,
             "learned_from": self.learned_from,
-            # What a reader without Flatout needs besides: see docs/data/ids.md.
+            # Readers without Flatout need these entries: see docs/data/ids.md.
             "fields": self.places.fields.tolist(),
             "firsts": self.places.firsts.tolist(),
             "buckets": self.places.buckets.tolist(),
         }
 
     def as_data(self) -> tuple[dict[str, Any], dict[str, Numbers]]:
-        """What is to be said of it, as JSON, and its arrays, int64 of shape (ids,) each."""
+        """Return the header, as JSON, and the arrays, int64 of shape (ids,) each."""
         arrays = (*self.items, self.counts, self.seen)
         return self._header(), dict(zip(_PARTS, arrays, strict=True))
 
     @classmethod
     def of_data(cls, column: str, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> IdMap:
-        """From what `as_data` gave.
+        """Make a map from the results of `as_data`.
 
         Raises:
-            DataError: it is of a later form, or damaged.
+            DataError: the map has a later format, or is damaged.
         """
         try:
             version = int(header["format"])
@@ -351,7 +353,7 @@ class IdMap:
 
 
 class _KnownIds(NamedTuple):
-    """Ids that a map or a training knows, by field and id, rising; int64 of shape (ids,) each."""
+    """Known ids, in rising order of field, then id; int64 of shape (ids,) each."""
 
     fields: Numbers
     ids: Numbers
@@ -367,7 +369,7 @@ def _merged_ids(before: IdMap, items: Items, now: int) -> _KnownIds:
     fields = np.concatenate([before.items.fields, items.fields])
     ids = np.concatenate([before.items.ids, items.ids])
     old = len(before.counts)
-    order = np.lexsort((ids, fields))  # stable: of equal ones that of the map comes first
+    order = np.lexsort((ids, fields))  # a stable sort: of equal ids, the map's comes first
     fields, ids = fields[order], ids[order]
     is_first = np.ones(len(order), bool)
     is_first[1:] = (np.diff(fields) != 0) | (ids[1:] != ids[:-1])

@@ -1,4 +1,4 @@
-"""Rows of a source whose ids are rows of a table."""
+"""Sources whose ids are replaced by rows of a table."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from flatout.errors import DataError
 
 
 class Lookup(Protocol):
-    """What gives rows for ids: an `IdMap`."""
+    """Returns the row of each id. `IdMap` implements it."""
 
     @property
     def column(self) -> str:
-        """Its name."""
+        """Name of the column."""
         ...
 
     @property
@@ -30,12 +30,12 @@ class Lookup(Protocol):
         ...
 
     def rows_of(self, ids: Numbers, out: Numbers) -> int:
-        """Write the rows of ids; returns the place of the first that has none, or -1."""
+        """Write the rows of ids to `out`; return the place of the first id without one, or -1."""
         ...
 
 
 class _Lookup:
-    """What the rows of all kinds of sources have."""
+    """Members that are common to rows, chunks and streams."""
 
     schema: Schema
 
@@ -97,21 +97,21 @@ class RowsLookup(_Lookup):
     """Rows by number. Follows `flatout.data.origins.Rows`."""
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         return self._looked_up(self.inner.take(numbers, buffers), buffers)
 
     def targets(self) -> npt.NDArray[Any] | None:
-        """Those of the rows as they are."""
+        """Return the targets of the rows, which ids do not change."""
         result: npt.NDArray[Any] | None = self.inner.targets()
         return result
 
     def lengths(self) -> Numbers | None:
-        """Those of the rows as they are."""
+        """Return the lengths of the rows, which ids do not change."""
         result: Numbers | None = self.inner.lengths()
         return result
 
     def where(self, number: int) -> str:
-        """Where a row stands."""
+        """Return the place of a row in the data."""
         return str(self.inner.where(number))
 
 
@@ -119,11 +119,11 @@ class ChunksLookup(_Lookup):
     """Rows in chunks. Follows `flatout.data.origins.Chunks`."""
 
     def read(self, chunk: int, buffers: Buffers) -> Block:
-        """One chunk."""
+        """Return one chunk."""
         return self._looked_up(self.inner.read(chunk, buffers), buffers)
 
     def where(self, number: int) -> str:
-        """Where a row stands."""
+        """Return the place of a row in the data."""
         return str(self.inner.where(number))
 
 
@@ -131,13 +131,13 @@ class StreamLookup(_Lookup):
     """Rows one after the other. Follows `flatout.data.origins.Stream`."""
 
     def blocks(self, epoch: int, buffers: Buffers) -> Iterator[Block]:
-        """The rows of an epoch."""
+        """Yield the rows of an epoch."""
         for block in self.inner.blocks(epoch, buffers):
             yield self._looked_up(block, buffers)
 
 
 def looked_up(origin: Rows | Chunks | Stream, maps: Mapping[str, Lookup]) -> Any:
-    """The same rows, with rows of tables in place of ids."""
+    """Return the same rows, with rows of tables in place of ids."""
     inner = origin.inner if isinstance(origin, _Lookup) else origin
     if is_rows(inner):
         return RowsLookup(inner, maps)

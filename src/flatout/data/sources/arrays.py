@@ -1,4 +1,4 @@
-"""Samples in memory: batches by one gather per tensor, without per-sample Python."""
+"""Samples in memory: batches by one gather per tensor, without Python code per sample."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ from flatout.data.tensors import as_tensor, as_tensors, count_rows
 from flatout.errors import DataError
 from flatout.kernels import gather_rows
 
-# torch gathers no rows of these dtypes, but of their signed counterparts.
+# torch cannot gather rows of these dtypes, but it can gather rows of the signed ones.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _READY_MADE = (
     "give as many of each; data in memory are cut by rows, and inputs that have no row for each "
     "sample (flat ids with offsets, graphs) come in batches, from a DataLoader or as a list"
 )
-# Batches are gathered together up to so many bytes, which stay in the cache until they are used,
-# and up to so many.
+# _TOGETHER: most bytes that one call gathers for several batches; they stay in the CPU's cache
+# until they are used. _MOST_TOGETHER: most batches that one call gathers.
 _TOGETHER, _MOST_TOGETHER = 1 << 18, 32
-# So many views are made with one call.
+# Views, one for each batch, that one call makes.
 _VIEWS_TOGETHER = 64
-# On a GPU what counts is the calls: each takes the host as long as a small kernel takes the GPU.
+# Most bytes that one call gathers on a GPU. The number of calls decides there: the host needs as
+# long for a call as the GPU for a small kernel.
 _TOGETHER_ON_DEVICE = 1 << 25
 
 
 class Arrays(Staged[Pipeline]):
-    """Inputs and targets in memory, not yet cut into batches; stages may be written behind them.
+    """Inputs and targets in memory, not yet cut into batches. Stages can be applied to them.
 
-    Memory is shared with what is handed over, never copied (exceptions: another byte order,
-    negative strides, and uint8 inputs to be scaled that are not contiguous). Dtypes stay as given.
+    Memory is shared with the given arrays, never copied (exceptions: another byte order,
+    negative strides, and uint8 inputs to be scaled that are not contiguous). Dtypes do not change.
 
     Args:
         inputs: a tensor or numpy array with one row per sample, or a tuple, list or dict of them.
@@ -62,8 +63,8 @@ class Arrays(Staged[Pipeline]):
         inputs: tensor, or tuple or dict of tensors.
         targets: as `inputs`, or None.
         weight: tensor or None.
-        samples: how many there are.
-        device: where all the tensors are.
+        samples: number of samples.
+        device: device of all the tensors.
 
     Raises:
         DataError: lengths differ, a part holds no numbers or is empty, the tensors are on several
@@ -108,18 +109,18 @@ class Arrays(Staged[Pipeline]):
         return Pipeline(self, (stage,))
 
     def begin(self, options: Options, say: Callable[[str], None]) -> FirstSamples:
-        """Samples for the stages behind it."""
+        """Return the samples to which the stages are applied."""
         return FirstSamples(ArraySamples(self), direct=partial(ArraySource, self))
 
     def part(self, start: int, stop: int) -> Arrays:
-        """Samples `start` to `stop`, as views."""
+        """Return samples `start` to `stop`, as views."""
         inputs, targets, weight = map_tensors(
             lambda tensor: tensor[start:stop], (self.inputs, self.targets, self.weight)
         )
         return Arrays(inputs, targets, weight, scale=self.scale, shift=self.shift)
 
     def on(self, device: torch.device) -> Arrays:
-        """A copy of all of it on a device."""
+        """Return a copy of all tensors on a device."""
         inputs, targets, weight = map_tensors(
             lambda tensor: tensor.to(device), (self.inputs, self.targets, self.weight)
         )
@@ -127,16 +128,16 @@ class Arrays(Staged[Pipeline]):
 
     @property
     def nbytes(self) -> int:
-        """Of all its tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for _, tensor in self._named())
 
     @property
     def versions(self) -> list[int]:
-        """How often torch has written into each of its tensors."""
+        """Number of times that torch has written into each tensor."""
         return [tensor._version for _, tensor in self._named()]
 
     def describe(self) -> str:
-        """In words, such as "1,437 samples in memory, uint8 1x28x28"."""
+        """Return a line such as "1,437 samples in memory, uint8 1x28x28"."""
         place = "memory" if self.device.type == "cpu" else f"memory of {self.device}"
         shapes = " + ".join(_shape_words(t) for _, t in named_tensors("inputs", self.inputs))
         return f"{self.samples:,} samples in {place}, {shapes}"
@@ -154,16 +155,16 @@ class Arrays(Staged[Pipeline]):
             return None
         if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
             return None
-        # int64, because torch finds no minimum of the wider unsigned dtypes.
+        # int64, because torch has no minimum of the wider unsigned dtypes.
         low, high = labels.long().aminmax()
         return int(low), int(high)
 
     def labels_range(self) -> tuple[int, int] | None:
-        """Smallest and largest target, where the targets are one tensor of integers."""
+        """Return the smallest and largest target, where the targets are one tensor of integers."""
         return self._label_range
 
     def label_array(self) -> npt.NDArray[Any] | None:
-        """The targets, where they are one array."""
+        """Return the targets, where they are one array."""
         targets = self.targets
         return targets.detach().cpu().numpy() if isinstance(targets, Tensor) else None
 
@@ -175,14 +176,14 @@ class Arrays(Staged[Pipeline]):
 class ArraySource:
     """Batches of `Arrays`.
 
-    Shuffled batches are gathered into memory of their own, up to 32 small ones at once, so a batch
-    stays valid as long as it is kept; batches in the given order are views of the data, unless they
-    are scaled or pinned. Data on a GPU is gathered there. The order of an epoch is computed once,
-    when the epoch begins.
+    Shuffled batches are gathered into new memory, up to 32 small batches at once, so a batch stays
+    valid while it is referenced. Batches in the given order are views of the data, unless they are
+    scaled or pinned. Data on a GPU is gathered there. The order of an epoch is computed once, when
+    the epoch begins.
 
     Attributes:
         data: the Arrays.
-        plan: how they are cut.
+        plan: how the data are cut into batches.
     """
 
     seekable = True
@@ -206,32 +207,32 @@ class ArraySource:
             _taker(data.targets, self._tensor_taker),
             _taker(data.weight, self._tensor_taker),
         )
-        # Calls to gather a small batch take longer than its bytes.
+        # For a small batch, the call to gather takes longer than copying the bytes.
         row = data.nbytes // data.samples
         most = _TOGETHER if data.device.type == "cpu" else _TOGETHER_ON_DEVICE
         fitting = most // max(1, row * plan.batch_size)
         self._together = 1 if self._pin else max(1, min(_MOST_TOGETHER, fitting))
 
     def on(self, device: torch.device) -> ArraySource:
-        """The same batches, gathered on a device from a copy of the data there."""
-        # None is a view: who writes into a batch writes into nothing that is read again.
+        """Return the same batches, gathered on a device from a copy of the data there."""
+        # No batch is a view: a write into a batch does not change the data.
         return ArraySource(self.data.on(device), self.plan, views=False)
 
     @property
     def digest(self) -> str:
-        """Of the data alone; see `Arrays.digest`."""
+        """Digest of the data, without the batches; see `Arrays.digest`."""
         return self.data.digest
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         return f"{self.data.describe()}, {self.plan.describe()}"
 
     def labels_range(self) -> tuple[int, int] | None:
-        """Smallest and largest target, where the targets are one tensor of integers."""
+        """Return the smallest and largest target, where the targets are one tensor of integers."""
         return self.data.labels_range()
 
     def peek(self, count: int) -> list[Batch]:
-        """The first batches of epoch 0, without using anything up."""
+        """Return the first batches of epoch 0, which epoch 0 then still contains."""
         order = self._order(0)
         self._peeked = order
         batches = list(islice(self.batches(0), count))
@@ -239,14 +240,14 @@ class ArraySource:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: (epoch, step) says it all."""
+        """Return an empty dict: (epoch, step) is the whole state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load."""
+        """Do nothing: there is no state."""
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from `start_step` on.
+        """Yield the batches of an epoch from `start_step` on.
 
         Raises:
             DataError: the epoch has no such step.
@@ -254,17 +255,18 @@ class ArraySource:
         first = self.plan.first(start_step)
         order = self._order(epoch)
         if not self.plan.shuffle:
-            order = order.clone()  # batches give out views of it, and the one who has one may write
+            # batches contain views of the order, and a user may write into them
+            order = order.clone()
         if not self._views or self._scaled or self._pin:
             return self._gathered(order, first)
         return self._viewed(order, first)
 
     def claimed(self, epoch: int, claims: Claims) -> Iterator[Batch]:
-        """The parts of an epoch's batches that a rank claims, from the first one not used.
+        """Yield the parts of an epoch's batches that a rank claims, from the first unused one.
 
         Args:
             epoch: its number.
-            claims: of the rank.
+            claims: claims of the rank.
         """
         order, cuts = self._order(epoch), cuts_of(self.plan, claims.parts)
         on_device = self._on_device(order)
@@ -275,7 +277,7 @@ class ArraySource:
                 return
             start, stop = cuts[claim.part].bounds(claim.step)
             at = on_device[start:stop]
-            indices = order[start:stop].clone()  # others read the order, too
+            indices = order[start:stop].clone()  # other parts also read the order
             taken = take_inputs(at), take_targets(at), take_weight(at)
             yield Batch(*taken, indices, stop - start)
 
@@ -302,7 +304,8 @@ class ArraySource:
             taken = take_inputs(at), take_targets(at), take_weight(at), indices
             parts = [_cut(part, size, -(-(end - begin) // size)) for part in taken]
             for inputs, targets, weight, own in zip(*parts, strict=True):
-                yield Batch(inputs, targets, weight, own, own.shape[0])  # `len` is in Python
+                # `len` of a tensor runs Python code
+                yield Batch(inputs, targets, weight, own, own.shape[0])
 
     def _viewed(self, order: Tensor, first: int) -> Iterator[Batch]:
         data, size, used = self.data, self.plan.batch_size, self.plan.used
@@ -311,7 +314,7 @@ class ArraySource:
             end = min(begin + together, used)
             count = -(-(end - begin) // size)
             whole = (data.inputs, data.targets, data.weight, order)
-            # Views that are known as such: who writes into one is noticed by `versions`.
+            # `split` makes views that torch tracks, so `versions` counts a write into a view.
             rows = [_rows(part, begin, end) for part in whole]
             parts = [_cut(part, size, count, Tensor.split) for part in rows]
             for inputs, targets, weight, own in zip(*parts, strict=True):
@@ -362,13 +365,13 @@ class ArraySamples:
 
     def __init__(self, data: Arrays) -> None:
         self.data = data
-        self.probe = 0  # the first that takes part
+        self.probe = 0  # the first row that is used
         self.rows = data.samples
         self._columns: dict[str, Tensor] = {}
         trees = {"inputs": data.inputs, "targets": data.targets, "weight": data.weight}
         for name, tree in trees.items():
             self._columns.update(named_tensors(name, tree))
-        # The tensors in the order in which their names come, so that each finds its own again.
+        # Map the leaves in the order of the names, so that each tensor gets its own name.
         names = iter(list(self._columns))
         self.form = Form(
             *(map_tensors(lambda _: Leaf(next(names)), tree) for tree in trees.values())
@@ -433,7 +436,7 @@ class ArraySamples:
             out = buffers.empty((len(numbers), *array.shape[1:]), np.float32)
             return gather_rows(array, numbers, out, self.data.scale, self.data.shift)
         if not array.flags.c_contiguous:
-            # np.take would copy all of the array first.
+            # np.take would first copy the whole array.
             return np.ascontiguousarray(array[numbers])
         out = buffers.empty((len(numbers), *array.shape[1:]), array.dtype)
         return gather_rows(array, np.ascontiguousarray(numbers), out)
@@ -450,7 +453,7 @@ def arrays(
     scale: float | None = None,
     shift: float | None = None,
 ) -> Arrays:
-    """What is in memory, for stages to be written behind: `arrays(x, y).shuffle(1).batch(512)`.
+    """Return data in memory, to which stages can be applied: `arrays(x, y).shuffle(1).batch(512)`.
 
     Args and errors are those of `Arrays`.
     """
@@ -471,7 +474,7 @@ def array_source(
     pin_memory: bool = False,
     clip_batch: bool = False,
 ) -> ArraySource:
-    """Batches of what is in memory.
+    """Return batches of data in memory.
 
     Args:
         inputs: as `Arrays` takes them, or an `Arrays`.
@@ -480,14 +483,14 @@ def array_source(
         scale: as `Arrays` takes it.
         shift: as `Arrays` takes it.
         batch_size: samples per batch; None means 32, or all where there are fewer.
-        shuffle: a new order every epoch, from (seed, epoch).
-        seed: of the orders.
+        shuffle: whether each epoch has a new order, from (seed, epoch).
+        seed: seed of the orders.
         drop_last: leave out a smaller last batch.
         pin_memory: gather into pinned memory, for copies to an accelerator; without one, no effect.
         clip_batch: a batch larger than the data becomes the data instead of an error.
 
     Raises:
-        DataError: what `Arrays` and `batches_of` refuse.
+        DataError: errors of `Arrays` and `batches_of`.
     """
     if isinstance(inputs, Arrays):
         if any(value is not None for value in (targets, weight, scale, shift)):
@@ -521,7 +524,8 @@ def _taker(
 
 
 def _gather_pinned(tensor: Tensor, indices: Tensor) -> Tensor:
-    # From torch's caching host allocator, which reuses a block only after the copies that read it.
+    # Memory of torch's caching host allocator, which reuses a block only after pending copies from
+    # it.
     out = torch.empty((len(indices), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
     return torch.index_select(tensor, 0, indices, out=out)
 
@@ -535,7 +539,7 @@ def _gather_scaled(
 
 
 def _gather_scaled_on_device(tensor: Tensor, scale: float, shift: float, indices: Tensor) -> Tensor:
-    # Two kernels, two roundings: the same values as on the CPU.
+    # Two kernels round twice, as the CPU does, so the values are equal.
     return torch.index_select(tensor, 0, indices).float().mul_(scale).add_(shift)
 
 

@@ -1,8 +1,8 @@
-"""Which number each text of a column becomes: learned from all rows once, and kept in the schema.
+"""Numbers for the texts of a column: learned once from all rows, and kept in the schema.
 
-A column of texts that come again is taken for categories, by the sorted texts. Of an input they
-count from 1, and 0 is every text that was not there, and a missing one; of a target they count from
-0, and nothing else may come.
+A column whose texts repeat is taken for categories, numbered in the sorted order of the texts.
+Numbers of an input start at 1; 0 stands for a missing or an unknown text. Numbers of a target start
+at 0; a missing or an unknown text is an error.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from flatout.data.schema import Schema
 from flatout.data.sources.arrow_schema import ColumnOptions, is_text, listed
 from flatout.errors import DataError
 
-# Texts of which there are more than so many, in more than this share of the rows, are names or
-# prose rather than categories; where some rows alone are looked at, texts may come again later.
+# A column is taken for names or prose, not for categories, if it has more than _FEW different texts
+# and these are more than a share of its rows. _SHARE: this share where all rows were read;
+# _SHARE_OF_SOME: this share where only some rows were read, since texts may repeat in later rows.
 _FEW, _SHARE, _SHARE_OF_SOME = 32, 0.5, 0.95
 _NUMBERISH = re.compile(r"[\s€$£%+-]*\d[\d\s.,'/:%€$£TZ+-]*")
 _WHOLE = re.compile(r"\s*[+-]?\d+\s*")
@@ -29,20 +30,20 @@ _ALIKE = "which look like numbers or dates"
 
 
 class Texts(NamedTuple):
-    """What a column of texts holds."""
+    """Different values of a column of texts, and the number of rows with a value."""
 
     values: frozenset[Any]
     rows: int
 
 
-# Gives what columns hold: (names, whether some rows do).
+# Returns the texts of columns. Arguments: names of columns, and whether some of the rows suffice.
 Count: TypeAlias = "Callable[[Sequence[str], bool], Mapping[str, Texts]]"
 
 
 def with_vocabularies(
     wanted: ColumnOptions, fields: Mapping[str, pa.DataType], count: Count
 ) -> ColumnOptions:
-    """The same, with the categories of the columns that are to be learned."""
+    """Return the options with the learned categories of all columns that need them."""
     roles = wanted.roles(dict.fromkeys(fields, "input"))
     fixed, asked = wanted.fixed_categories(fields), wanted.asked_categories(fields)
     texts = [
@@ -55,7 +56,7 @@ def with_vocabularies(
         and is_text(type)
     ]
     refused: dict[str, str] = {}
-    for few in (True, False):  # prose is not read to its end
+    for few in (True, False):  # the first rows show prose, so prose is not read to its end
         left = [name for name in texts if name not in refused]
         counts = count([*left, *asked], few) if left or (asked and not few) else {}
         share = _SHARE_OF_SOME if few else _SHARE
@@ -83,7 +84,7 @@ def with_vocabularies(
 
 def _no_categories(texts: Texts, share: float) -> str:
     values, rows = texts
-    if not values:  # none could be read: what is no text in its encoding is told with its line
+    if not values:  # no text could be read: an encoding error is reported with its line
         return ""
     alike = [text for text in values if _NUMBERISH.fullmatch(text)]
     if all(map(_WHOLE.fullmatch, values)):
@@ -110,7 +111,7 @@ def _refusal(refused: Mapping[str, str]) -> DataError:
 
 
 def merged(parts: Iterable[Mapping[str, Texts]]) -> dict[str, Texts]:
-    """What all parts of a table hold."""
+    """Return the texts of each column over all parts of a table."""
     values: dict[str, set[Any]] = {}
     rows: dict[str, int] = {}
     for part in parts:
@@ -121,7 +122,7 @@ def merged(parts: Iterable[Mapping[str, Texts]]) -> dict[str, Texts]:
 
 
 def texts_of(table: pa.Table, names: Sequence[str]) -> dict[str, Texts]:
-    """What columns of a table hold."""
+    """Return the texts of some columns of a table."""
     texts = {}
     for name in names:
         column = table[name].drop_null()
@@ -129,14 +130,14 @@ def texts_of(table: pa.Table, names: Sequence[str]) -> dict[str, Texts]:
             column = pc.list_flatten(column).drop_null()
         if pa.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
-        if pa.types.is_floating(column.type):  # NaN is a missing value, and equals no other one
+        if pa.types.is_floating(column.type):  # NaN is a missing value, and no two NaN are equal
             column = column.filter(pc.invert(pc.is_nan(column)))
         texts[name] = Texts(frozenset(column.unique().to_pylist()), len(column))
     return texts
 
 
 def notes_of(options: Mapping[str, Any], numberish: Sequence[str] = ()) -> list[str]:
-    """What is said of the categories that were learned, and of columns that were left out."""
+    """Return lines about the learned categories and the columns of text that were left out."""
     known, notes = options.get("categories", {}), []
     learned = [f"{name} {len(known[name]):,}" for name in options.get("unknown", ())]
     if learned:
@@ -153,7 +154,7 @@ def notes_of(options: Mapping[str, Any], numberish: Sequence[str] = ()) -> list[
 
 
 def left_out_notes(schema: Schema, names: Iterable[str]) -> list[str]:
-    """What is said of a table's columns that a schema leaves out without calling them unused."""
+    """Return lines about columns that a schema leaves out without calling them unused."""
     known = {column.name for column in schema.columns} | set(schema.options.get("stack", ()))
     left_out = schema.options.get("left_out", ())
     notes = notes_of({"left_out": left_out})

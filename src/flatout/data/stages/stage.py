@@ -1,4 +1,4 @@
-"""What a stage may do. A file beside this one for each stage says what it does."""
+"""Base class of all stages of a pipeline. Each other file of this folder holds one stage."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from flatout.errors import DataError
 
 P = TypeVar("P")
 S = TypeVar("S", bound="Stage")
-# What becomes of the blocks of a stream in a pass of that number.
+# A function that makes a stream's blocks of one pass into other blocks. Its arguments are the
+# blocks and the number of the pass.
 Step: TypeAlias = Callable[[Iterator[Block], int], Iterator[Block]]
 
 
 class Writable(Generic[P]):
-    """What a stage can be written behind, which gives a P."""
+    """Base of classes to which a stage can be added; adding one returns a P."""
 
     def _with(self, stage: Stage) -> P:
         raise NotImplementedError
@@ -32,15 +33,15 @@ class Writable(Generic[P]):
 
 @dataclass(frozen=True)
 class Options:
-    """What a pipeline may use.
+    """Resources that a pipeline may use.
 
     Attributes:
-        threads: that make batches; None finds out while running.
-        processes: that make batches, in place of threads; None uses some only where a user's Python
-            holds the threads up.
-        depth: batches made ahead; None means two a thread and one.
-        memory: bytes that a cache may take; None means half of what is free.
-        seed: of functions that draw, where no shuffle gives one.
+        threads: number of threads that make batches; None chooses one while running.
+        processes: number of processes that make batches, in place of threads; None uses processes
+            only where the user's Python code slows the threads down.
+        depth: batches made ahead; None means two for each thread, plus one.
+        memory: bytes that a cache may use; None means half of the free memory.
+        seed: seed of functions that draw random numbers, where no shuffle has a seed.
     """
 
     threads: int | None = None
@@ -52,29 +53,31 @@ class Options:
 
 @dataclass
 class Plan:
-    """What stages have made of a source so far, one after the other.
+    """The work that the stages have added to a source so far, one stage after the other.
 
     Attributes:
-        origin: the source as it was given.
-        base: its samples.
-        stages: all of them, those to come included.
-        seed: of functions that draw.
-        order_seed: of orders; None where nothing shuffles.
-        options: what may be used.
-        say: gets a line for people.
-        numbers: the rows that take part, ascending.
-        everywhere: how many took part before a rank kept only its own; None where all have all.
-        labels: the class of each of `numbers`, where that matters; None elsewhere.
-        samples: what the rows have become.
-        passed: stages that have been gone through.
-        batched: whether `batch` is among them.
-        blends: of whole batches' samples, before functions; each batch gets one of them.
-        functions: of whole batches.
-        steps: of a stream: what becomes of its blocks.
-        runs: names of what runs, in their order.
-        moved: what runs elsewhere than it was written, and why that is the same.
-        notes: what else the user should know.
-        caches: the caches in it.
+        origin: the source as the user gave it.
+        base: samples of the source.
+        stages: all stages, including those that have not been applied yet.
+        seed: seed of functions that draw random numbers.
+        order_seed: seed of the order of rows; None where nothing shuffles.
+        options: resources that the pipeline may use.
+        say: prints a line for the user.
+        numbers: numbers of the chosen rows, ascending.
+        everywhere: number of rows chosen before a rank kept only its own; None where every rank
+            has all rows.
+        labels: the class of each row of `numbers` where a stage needs classes; else None.
+        samples: the samples after the stages applied so far.
+        passed: the stages applied so far.
+        batched: whether `batch` is among `passed`.
+        blends: blends of the samples of a whole batch, which run before `functions`. Each batch
+            gets one of the blends.
+        functions: functions that get whole batches.
+        steps: for a stream, the functions that its blocks go through.
+        runs: names of the steps that run, in their order.
+        moved: lines that name stages which run elsewhere than written, and why the result is equal.
+        notes: other lines that the user should read.
+        caches: the caches of the pipeline.
     """
 
     origin: Any
@@ -103,17 +106,17 @@ class Plan:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether other ranks may have all rows; then `Pipeline.agreed` sees that one has some."""
+        """Whether a rank may have no rows; `Pipeline.agreed` then checks that one has some."""
         return any(getattr(stage, "has_own_rows", False) for stage in self.stages)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What was written behind a source. A stage says here what differs from doing nothing.
+    """One stage of a pipeline. A subclass overrides only the methods in which it has an effect.
 
     Attributes:
-        once: whether it may stand in a pipeline only once.
-        by_number: whether it wants rows that can be found by number.
+        once: whether the stage may be in a pipeline only once.
+        by_number: whether the stage needs rows that can be found by number.
     """
 
     once: ClassVar[bool] = False
@@ -121,11 +124,11 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """Short, for people, such as "shuffle" or "batch"."""
+        """Short name for people, such as "shuffle" or "batch"."""
         return type(self).__name__.lower()
 
     def __str__(self) -> str:
-        """As it was written, but for what it leaves open: "shuffle(seed=1)", "batch(64)"."""
+        """Return the stage as written, without defaults: "shuffle(seed=1)", "batch(64)"."""
         arguments = []
         for each in fields(self):
             value = getattr(self, each.name)
@@ -138,17 +141,17 @@ class Stage:
         return f"{self.name}({', '.join(arguments)})"
 
     def resume_words(self) -> str | None:
-        """What a resume compares; None where batches hold the same without it."""
+        """Return the text that a resume compares; None if the stage does not change batches."""
         return f"{self.name} {', '.join(f'{name}={value}' for name, value in vars(self).items())}"
 
     @property
     def chooses(self) -> bool:
-        """Whether some rows take no part."""
+        """Whether the stage leaves out some rows."""
         return False
 
     @property
     def reorders(self) -> bool:
-        """Whether rows come otherwise than one after the other."""
+        """Whether the stage changes the order of rows."""
         return False
 
     @property
@@ -157,15 +160,15 @@ class Stage:
         return False
 
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
-        """Refuse what makes no sense with the stages before and behind it."""
+        """Refuse a stage that makes no sense with the stages before and after it."""
 
     def check_mixed(self) -> None:
-        """Refuse what makes no sense behind `mix`."""
+        """Refuse a stage that makes no sense after `mix`."""
         if self.chooses:
             raise DataError(f"{self.name} comes after mix", do=f"{self.name} each source before it")
 
     def check_stream(self, stream: Stream, stages: Sequence[Stage]) -> None:
-        """Refuse what cannot be done with rows that come one after the other."""
+        """Refuse a stage that cannot process rows which come one after the other."""
         if self.by_number:
             raise DataError(
                 f"{self.name} wants rows that can be found by number, and a stream has none",
@@ -173,31 +176,31 @@ class Stage:
             )
 
     def check_convert(self) -> None:
-        """Refuse what makes no rows that could be written."""
+        """Refuse a stage whose results are no rows that can be written."""
 
     def choose(self, plan: Plan) -> None:
-        """Choose rows: all stages do so before any of them makes something."""
+        """Choose rows. All stages choose before any stage makes samples."""
 
     def make(self, plan: Plan) -> None:
-        """Add to what becomes of a row, or of a whole batch."""
+        """Add the stage's work on each row, or on each whole batch, to the plan."""
 
     def turn(self, stages: Sequence[Stage]) -> int:
-        """When `order` is called, relative to other stages; 0 where it does nothing."""
+        """Return when `order` is called: lower numbers first; 0 where it does nothing."""
         return 0
 
     def order(self, order: Order, plan: Plan) -> Order:
-        """Change the order of rows."""
+        """Return another order of rows."""
         return order
 
     def share(self, batches: BatchSampler, plan: Plan) -> BatchSampler:
-        """Change which rows form which batch."""
+        """Return other batches of the rows."""
         return batches
 
     def stream(self, plan: Plan) -> None:
-        """Add to what becomes of the rows of a stream."""
+        """Add the stage's work on the rows of a stream to the plan."""
 
     def counted(self, rows: int | None) -> int | None:
-        """How many of a stream's rows are left, where that is known."""
+        """Return the number of a stream's rows that are left, or None where it is not known."""
         return rows
 
 
@@ -217,5 +220,5 @@ class Function(Stage):
 
 
 def only(stages: Sequence[Stage], kind: type[S]) -> S | None:
-    """The first stage of a kind; None where there is none."""
+    """Return the first stage of a kind, or None."""
     return next((stage for stage in stages if isinstance(stage, kind)), None)
