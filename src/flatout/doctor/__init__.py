@@ -1,4 +1,4 @@
-"""What holds a job back, and what to do about it."""
+"""Diagnosis of a training job: what slows or endangers it, and how to fix that."""
 
 from flatout.lazy import attach
 

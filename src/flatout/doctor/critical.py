@@ -1,4 +1,4 @@
-"""What the steps of a job wait for most: the critical lane, in words."""
+"""The critical lane: the part of a step that takes most of the time, explained in words."""
 
 from __future__ import annotations
 
@@ -26,38 +26,41 @@ _TOGETHER = (
     ("idle",),
 )
 """Lanes that are judged as one: forward and backward are the same work."""
-
+"""Lanes whose times are added up before they are compared: forward and backward are one entry."""
 _MUCH = 0.2
 """Share of a lane that a line has to take to stand for it."""
-
+"""Smallest share of a lane's time with which a line is named as its cause."""
 _LIMIT = 0.75
 """Share of a step in which the GPU has to be busy to be the limit."""
-
+"""Share of a step in which the GPU has to be busy so that the GPU counts as the limit."""
 BETWEEN = ("evaluation", "saving")
 """Lanes between the steps."""
-
+"""Lanes whose time lies between the steps."""
 _KERNEL = 32
 """Letters of a kernel's name that are told."""
-
+"""Most letters of a kernel's name that are printed."""
 _OF_TEMPLATE = re.compile(r"[Kk]ernel\d?|device_kernel")
 """Names that all kernels of a library share."""
-
+"""Kernel names that all templates of a library share, and that hence identify no kernel."""
 _ONCE, _ALL_OF_IT, _FEWEST = 0.5, 1.05, 20
-"""Shares of Python's time between which a single step has taken it by something done once, and how
-many steps have to be seen for that. More than all of it was no time of Python's."""
+"""Limits for a single long step, such as one with an import, that is left out of Python's time.
+
+The excess of the step has to lie between the shares _ONCE and _ALL_OF_IT of the time of Python.
+_FEWEST: fewest steps for that comparison. An excess above _ALL_OF_IT was not spent in Python.
+"""
 
 
 @dataclass(frozen=True)
 class Critical:
-    """What takes the largest part.
+    """The part of the steps that takes the most time.
 
     Attributes:
-        lanes: its names in measure.LANES.
-        ms: per step.
-        share: of all lanes, those between steps too.
-        words: what that is, and what steps would take without it where that was measured.
-        where: file:line of the user's code; "" where none is known.
-        rank: the one that the others wait for; None where all are alike.
+        lanes: names of the lanes in measure.LANES.
+        ms: milliseconds per step.
+        share: share of the time of all lanes, including the lanes between steps.
+        words: description of the lanes, and the duration of steps without them if measured.
+        where: file:line of the user's code; "" if unknown.
+        rank: the rank that the other ranks wait for; None if all ranks are alike.
     """
 
     lanes: tuple[str, ...]
@@ -68,12 +71,12 @@ class Critical:
     rank: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return asdict(self)
 
 
 def critical(ranks: Sequence[Observation]) -> Critical | None:
-    """Returns what the steps wait for; None where no lane was seen."""
+    """Return the part that the steps wait for most; None if no lane was measured."""
     if len(ranks) == 1 and (limit := _of_gpu(ranks[0])) is not None:
         return limit
     slowest = _straggler(ranks)
@@ -118,20 +121,20 @@ def _of_gpu(rank: Observation) -> Critical | None:
 
 def _kernel(name: str) -> str:
     plain = re.sub(r"<.*|\(.*", "", name.removeprefix("void ")).rpartition("::")[2]
-    if _OF_TEMPLATE.fullmatch(plain):  # which it is stands in its first type
+    if _OF_TEMPLATE.fullmatch(plain):  # the first template argument tells these kernels apart
         plain = re.split(r"[<>,( ]", name.partition("<")[2])[0].rpartition("::")[2]
     return plain[:_KERNEL] + ("..." if len(plain) > _KERNEL else "")
 
 
 def _once(rank: Observation) -> tuple[float, str]:
-    steps = rank.step_ms[1:]  # the first one sets things up
+    steps = rank.step_ms[1:]  # the first step does one-time setup
     if len(steps) < _FEWEST:
         return 0.0, ""
     longest = max(steps)
     usual = median(steps)
     beyond = (longest - usual) / rank.steps
     others = sum(max(0.0, step - usual) for step in steps) / rank.steps - beyond
-    pythons = _sum(rank, ("host", "gc"))  # an import makes much that is looked through for garbage
+    pythons = _sum(rank, ("host", "gc"))  # gc too: an import creates many objects to traverse
     is_pythons = _ONCE * pythons <= beyond <= _ALL_OF_IT * pythons
     if not (pythons and is_pythons) or beyond < others:
         return 0.0, ""
@@ -241,9 +244,10 @@ def _input(device: str, rank: Observation) -> tuple[str, Site | None]:
 
 
 def dearest_line(rank: Observation, lanes: Sequence[str]) -> Line | None:
-    """The user's line that takes most of these lanes; None where none takes much of them.
+    """Return the user's line that takes most of the first of these lanes.
 
-    Of forward and backward it is one of forward: backward is a single call.
+    None if no line takes much of that lane. Lanes forward and backward give a line of forward,
+    since backward is a single call.
     """
     own = lanes[:1]
 
@@ -267,7 +271,7 @@ def _host(rank: Observation) -> tuple[str, Site | None]:
     if dearest is None:
         return words, None
     cost = 1e3 * (dearest.seconds or 0.0) / max(1, rank.steps)
-    # One of many small calls does not explain the lane.
+    # One of many small calls does not explain the time of the lane.
     if cost < HUNGRY * _ms(rank, "host"):
         return words, None
     return f"{words}: {dearest.kind}, {ms(cost)} of it", dearest.site

@@ -1,4 +1,4 @@
-"""What a check says."""
+"""The results of checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DOCS = "https://flatout.readthedocs.io"
 
 
 def docs_page(check: str) -> str:
-    """Where the documentation describes what this check of a script finds."""
+    """Return the address of the documentation of a check."""
     return f"{_DOCS}/checks/{check}/"
 
 
@@ -20,10 +20,10 @@ class Edit:
     """A change of one place in the user's code.
 
     Attributes:
-        file: as Python names it.
-        line: of its first line, from 1.
-        before: the whole lines as they are, without the last line's end.
-        after: what stands there instead; empty where they go.
+        file: path as Python names it.
+        line: number of the first line, from 1.
+        before: the whole lines before the change, without the end of the last line.
+        after: the whole lines after the change; empty if the lines are removed.
     """
 
     file: str
@@ -34,24 +34,24 @@ class Edit:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that holds jobs back, or endangers them.
+    """One problem that slows a job down or endangers it.
 
     Attributes:
-        kind: "danger" where a job may fail or learn something wrong, "slow" where it costs time,
-            "note" for what is only good to know.
-        what: what was found, with its numbers.
-        do: what to do about it.
-        name: of the check, the same in every run, such as "threads"; the check of a script gets it
-            where it registers.
+        kind: "danger" if a job may fail or learn something wrong, "slow" if the problem costs
+            time, "note" for information.
+        what: the problem, with its numbers.
+        do: what the user should do.
+        name: name of the check, the same in every run, such as "threads". A check of a script
+            gets its name where it is registered.
         where: file:line of the user's code.
-        cost_ms: the most per step that the cure can give back; None where that is not known.
-        is_estimate: `cost_ms` is no bound: a cure can give back more.
-        takes: what it takes beside time, such as "12 GB/h" of a disk, and is told for whatever its
-            time is; "" for nothing.
-        parity: of the cure, in the four words; "" where it changes no result.
-        recipe: the cure as changes of a Recipe, by dotted name; empty where code must change.
-        edits: the cure as changes of the user's code; empty where none can be written down.
-        proven: the measured ratio of time with its interval, [low, mid, high]; None before a trial.
+        cost_ms: most milliseconds per step that the cure can save; None if unknown.
+        is_estimate: `cost_ms` is an estimate, not a bound: a cure can save more.
+        takes: resources other than time that the problem takes, such as "12 GB/h" of a disk.
+            These are reported however little time the problem takes; "" for none.
+        parity: parity of the cure, in the four words; "" if it changes no result.
+        recipe: the cure as changes of a Recipe, by dotted name; empty if code must change.
+        edits: the cure as changes of the user's code; empty if none can be written automatically.
+        proven: the measured ratio of times and its interval, [low, mid, high]; None before a trial.
     """
 
     kind: Kind
@@ -68,5 +68,5 @@ class Finding:
     proven: tuple[float, float, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return asdict(self)

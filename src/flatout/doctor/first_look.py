@@ -1,4 +1,4 @@
-"""Runs a script under observation for some seconds, and leaves no process of it behind."""
+"""Runs a script under observation for some seconds, and ends all its processes afterwards."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ STARTING_S = 60.0
 model. It is ended then, whether it has stepped or not."""
 
 _INTERRUPTED_WITHIN_S = 5.0
-"""How long a script may take to end as by Ctrl-C, so that what was seen is written."""
+"""Seconds that a script may take to end after an interrupt, in which it writes observations."""
 
 _ABLATED = 0.4
-"""Share of the time in which its steps are watched, for which lanes are taken out of it then."""
+"""Seconds in which lanes are taken out of steps, as a share of the seconds of observation."""
 
 _LAPSE = 0.4
-"""Share of it, for which epochs end early then, where the first one takes longer than the look."""
+"""Seconds in which epochs end early, as a share of the seconds of observation.
 
+Epochs end early only if the first epoch takes longer than the observation.
+"""
 _LAST_LINES = 15
 _LAST_BYTES = 2**16
 _LOOKS_EVERY_S = 0.05
@@ -37,20 +39,20 @@ _LOOKS_EVERY_S = 0.05
 
 @dataclass(frozen=True)
 class FirstLook:
-    """What came of it.
+    """The result of an observed run.
 
     Attributes:
-        observations: of each rank that could say something; may be empty.
-        exit_code: the script's; below 0 for the signal that killed it; None where it was ended
-            from here.
-        output: its last lines, empty where they were shown already.
-        seconds: how long it ran.
-        interrupted_by: the signal that ended this process' patience, such as Ctrl-C's; None else.
-        held: what contained it: "overlay", "landlock" or "python"; "" in place.
-        lacks: what of it nothing here could contain, as of trials.process.Process.
-        uncontained: why nothing here could contain it; "" where it was, or was not to be.
-        refused: what it was not allowed to do: {"kind", "what", "where"}.
-        opened: in order how and which path it has opened, where that was asked for: "read",
+        observations: observations of the ranks that reported any; may be empty.
+        exit_code: exit code of the script; below 0 for the signal that killed it; None if this
+            process ended it.
+        output: last lines of the output, empty if they were shown already.
+        seconds: duration of the run.
+        interrupted_by: number of the signal, such as Ctrl-C's, that this process got; None if none.
+        held: how the script was contained: "overlay", "landlock" or "python"; "" in place.
+        lacks: kinds of containment that this machine does not have, as in trials.process.Process.
+        uncontained: why the script could not be contained here; "" if it was, or had not to be.
+        refused: attempts that were not allowed: {"kind", "what", "where"}.
+        opened: mode and path of each opened path, in order, if asked for. The mode is "read",
             "written" or "listed".
     """
 
@@ -67,7 +69,7 @@ class FirstLook:
 
     @property
     def failed(self) -> bool:
-        """Whether the script ended with its own error."""
+        """True if the script ended with its own error."""
         return bool(self.exit_code) or any(rank.ended == "failed" for rank in self.observations)
 
 
@@ -81,17 +83,18 @@ def first_look(
     starting_s: float = STARTING_S,
     opened: bool = False,
 ) -> FirstLook:
-    """Runs a script as `python` would, with its standard input closed, and observes it.
+    """Run a script as `python` would, with its standard input closed, and observe it.
 
-    It is contained as in a trial: what it writes lies in a scratch folder, which is gone
-    afterwards, and it sends nothing elsewhere. Then lanes are taken out of its steps for a while,
-    unless `steps` are given: that shows the most that a cure of each can return. Where its first
-    epoch has not ended by then, epochs are made to end early: that shows what comes after them.
+    The script is contained as in a trial: it writes to a scratch folder that is deleted
+    afterwards, and cannot send anything over the network. Unless `steps` are given, lanes are then
+    taken out of its steps for a while, which shows the most that a cure of each lane can save. If
+    the first epoch has not ended by then, epochs are made to end early, which shows what comes
+    after them.
 
-    To be called from the main thread, which is where signals arrive.
+    Call this from the main thread, in which Python handles signals.
     """
     began = time.monotonic()
-    met: list[int] = []  # signals that would end this process: the one who waits looks there
+    met: list[int] = []  # numbers of signals that would end this process; `_watched` reads them
     with scratch() as folder, asked_to_end(lambda number, _: met.append(number)):
         out = temporary_of(folder) / "seen"
         out.mkdir()
@@ -185,7 +188,7 @@ def _opened(path: Path) -> list[tuple[str, str]]:
 def _ended(rank: Observation, code: int | None) -> Observation:
     if code is None and rank.ended in ("running", "failed"):
         return replace(rank, ended="stopped" if rank.steps else "no steps", error="")
-    if rank.ended == "running":  # it had no time to say how it ends
+    if rank.ended == "running":  # the process ended before it reported its end
         well = "done" if rank.steps else "no steps"
         return replace(rank, ended="failed" if code else well)
     return rank

@@ -1,4 +1,4 @@
-"""What checks need to know of the machine beside what a rank shows of itself."""
+"""Facts about this machine that checks need and observations of ranks lack."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from flatout.devices import Inventory
 from flatout.observe import Observation
 
 _BF16 = {"amx_bf16": "AMX-bf16", "avx512_bf16": "AVX512-bf16", "bf16": "Arm bf16"}
-"""Flags of CPUs with units for bf16, the fastest first."""
+"""CPU flags that mean units for bf16, the fastest first."""
 
 _BF16_GPU = (8, 0)
-"""Compute capability from which on GPUs have them."""
+"""Smallest compute capability of GPUs with units for bf16."""
 
 
 def on_this_machine(
     observation: Observation, machine: Inventory, available_bytes: int
 ) -> Observation:
-    """Returns the Observation with what it leaves open filled in, for a job that runs here."""
+    """Return the Observation with its missing fields filled in from this machine."""
     return replace(
         observation,
         machine_cpus=observation.machine_cpus or machine.cpus.usable,

@@ -1,4 +1,4 @@
-"""Cures as changes of the user's own code: run in memory, shown and written."""
+"""Cures as edits of the user's code: applied in memory, as a diff, or written to the files."""
 
 from flatout.doctor.edits.memory import install
 from flatout.doctor.edits.patch import diff

@@ -1,4 +1,4 @@
-"""Arguments of calls: what zero_grad, optimizers, DataLoaders and DDP are given."""
+"""Edits of the arguments of zero_grad, optimizers, DataLoader and DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _POSITION = {
     "drop_last": 8,
     "persistent_workers": 13,
 }
-"""Of arguments that DataLoader takes without their names too."""
+"""Positions of those arguments that DataLoader also takes by position."""
 
 
 def forget_gradients(at: FoundAt) -> list[Edit]:
-    """zero_grad(set_to_none=False) to zero_grad(), where nothing reads the zeros."""
+    """Change zero_grad(set_to_none=False) to zero_grad(), if nothing reads the zeros."""
     call = at.call("zero_grad")
     keyword = next((word for word in call.keywords if word.arg == "set_to_none"), None)
     if call.args or keyword is None or not _is(keyword.value, False):
@@ -50,7 +50,7 @@ def _must_always_train_all(code: Code) -> None:
 
 
 def fuse(at: FoundAt) -> list[Edit]:
-    """fused=True for the only optimizer of this class."""
+    """Add fused=True to the only optimizer of its class."""
     steps = at.call("step")
     kinds = {
         optimizer.kind.rpartition(".")[2] for optimizer in at.seen.optimizers if not optimizer.fused
@@ -68,7 +68,7 @@ def fuse(at: FoundAt) -> list[Edit]:
 
 
 def no_search(at: FoundAt) -> list[Edit]:
-    """DistributedDataParallel without find_unused_parameters=True."""
+    """Remove find_unused_parameters=True from DistributedDataParallel."""
     code, call = at.only_call(*_WRAPPERS)
     keyword = next((w for w in call.keywords if w.arg == "find_unused_parameters"), None)
     if keyword is None or not _is(keyword.value, True):
@@ -77,7 +77,7 @@ def no_search(at: FoundAt) -> list[Edit]:
 
 
 def threads(at: FoundAt) -> list[Edit]:
-    """torch.set_num_threads, with as many as the finding's Recipe says."""
+    """Set the number of threads in torch.set_num_threads as the finding's Recipe has it."""
     call = at.call("set_num_threads")
     count = at.finding.recipe.get("process.threads")
     if len(call.args) != 1 or not isinstance(call.args[0], ast.Constant) or not count:
@@ -86,7 +86,10 @@ def threads(at: FoundAt) -> list[Edit]:
 
 
 def workers(at: FoundAt) -> list[Edit]:
-    """num_workers, as the finding's Recipe says, workers that stay, and the threads beside them."""
+    """Set num_workers and the number of threads as the finding's Recipe has them.
+
+    The finding "workers_zero" also makes the workers persistent.
+    """
     count = at.finding.recipe.get("input.workers")
     if not isinstance(count, int):
         raise Unsure("how many workers is not known")
@@ -116,22 +119,25 @@ def _threads_before(code: Code, call: ast.Call, count: int) -> Change:
 
 
 def stay(at: FoundAt) -> list[Edit]:
-    """persistent_workers=True."""
+    """Set persistent_workers=True."""
     return _set(at, "persistent_workers")
 
 
 def pin(at: FoundAt) -> list[Edit]:
-    """pin_memory=True."""
+    """Set pin_memory=True."""
     return _set(at, "pin_memory")
 
 
 def drop_last(at: FoundAt) -> list[Edit]:
-    """drop_last=True."""
+    """Set drop_last=True."""
     return _set(at, "drop_last")
 
 
 def loader(at: FoundAt) -> tuple[Code, ast.Call]:
-    """The call that makes a DataLoader in the line, or made that over which it iterates."""
+    """Return the call that makes the DataLoader of the line.
+
+    The call stands on the line itself, or it made the DataLoader that the loop there iterates over.
+    """
     result = [call for call in at.code.calls(at.line) if name_of(call.func) in _LOADERS]
     if not result and isinstance(at.statement, (ast.For, ast.AsyncFor)):
         for name in ast.walk(at.statement.iter):
@@ -144,7 +150,7 @@ def loader(at: FoundAt) -> tuple[Code, ast.Call]:
 
 
 def given(call: ast.Call, name: str) -> ast.Constant | None:
-    """What a call of DataLoader gives for an argument, None where it leaves it away."""
+    """Return the value of an argument of DataLoader; None if the call does not pass it."""
     if any(isinstance(arg, ast.Starred) for arg in call.args):
         raise Unsure("what is passed by * is not known")
     if len(call.args) > _POSITION[name]:

@@ -1,7 +1,7 @@
-"""The user's code with the places of its parts, and edits as changes of these parts alone.
+"""The user's code with positions of its syntax nodes, and edits that change these nodes alone.
 
-Places are offsets into the file's text. A change is (from, to, words); whatever it does not name
-stays as it is: comments, spaces, line ends.
+Positions are offsets into the file's text. A change is (begin, end, new text). All other text
+stays unchanged: comments, spaces, line ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _QUIET = (tokenize.NL, tokenize.COMMENT, tokenize.NEWLINE)
 
 
 class Unsure(Exception):
-    """An edit cannot be written with certainty."""
+    """Raised when an edit cannot be proven right."""
 
 
 class Code:
-    """One file, parsed."""
+    """One parsed file."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -49,23 +49,23 @@ class Code:
 
     @classmethod
     def of(cls, file: str) -> Code:
-        """Reads and parses a file."""
+        """Read and parse a file."""
         try:
             return cls(Source.read(file))
         except FlatoutError as error:
             raise Unsure(str(error)) from None
 
-    # -- places ----------------------------------------------------------------------------------
+    # -- positions -------------------------------------------------------------------------------
 
     def _at(self, line: int, column: int) -> int:
         return self.starts[min(line, len(self.lines) + 1) - 1] + column
 
     def begin(self, node: ast.AST) -> int:
-        """Where a node begins, without parentheses around it."""
+        """Return the offset at which a node begins, without parentheses around the node."""
         return self._of_bytes(node.lineno, node.col_offset)  # type: ignore[attr-defined]
 
     def end(self, node: ast.AST) -> int:
-        """Where a node ends, without parentheses around it."""
+        """Return the offset at which a node ends, without parentheses around the node."""
         return self._of_bytes(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
 
     def _of_bytes(self, line: int, column: int) -> int:
@@ -74,7 +74,7 @@ class Code:
         return self._at(line, len(before))
 
     def outer_end(self, node: ast.AST, within: ast.AST | None = None) -> int:
-        """Where a node ends with the parentheses around it."""
+        """Return the offset at which a node ends, with the parentheses around the node."""
         end = self.end(node)
         last = self.end(within) - 1 if within is not None else len(self.source.text)
         for begin, after, words in self._tokens:
@@ -85,17 +85,17 @@ class Code:
         return end
 
     def next_token(self, at: int) -> tuple[int, str]:
-        """The first token from a place on: where it begins, and its words."""
+        """Return the offset and the text of the first token at or after an offset."""
         return next((begin, words) for begin, _, words in self._tokens if begin >= at)
 
     def line_of(self, at: int) -> int:
-        """The line of a place, from 1."""
+        """Return the line number of an offset, from 1."""
         return min(bisect_right(self.starts, at), len(self.lines))
 
-    # -- parts -----------------------------------------------------------------------------------
+    # -- nodes -----------------------------------------------------------------------------------
 
     def statements(self, line: int) -> list[ast.stmt]:
-        """The innermost statements that a line is part of; of a compound one, its head."""
+        """Return the innermost statements of a line; a compound statement counts by its head."""
         result = [
             node
             for node in ast.walk(self.tree)
@@ -104,19 +104,19 @@ class Code:
         return [item for item in result if not any(self.is_within(other, item) for other in result)]
 
     def is_within(self, node: ast.AST, outer: ast.AST) -> bool:
-        """Whether a node is a part of another."""
+        """Return True if a node is a descendant of another one."""
         above = self.parents.get(node)
         while above is not None and above is not outer:
             above = self.parents.get(above)
         return above is outer
 
     def heads(self, line: int) -> Iterator[ast.AST]:
-        """All nodes of the statements at a line; of compound ones, without their blocks."""
+        """Iterate over all nodes of the statements at a line, without blocks in them."""
         for statement in self.statements(line):
             yield from parts(statement)
 
     def calls(self, line: int) -> list[ast.Call]:
-        """Calls in the statements at a line that are on that line."""
+        """Return the calls on a line."""
         return [
             node
             for node in self.heads(line)
@@ -124,14 +124,14 @@ class Code:
         ]
 
     def above(self, node: ast.AST, *kinds: type[ast.AST]) -> ast.AST | None:
-        """The innermost node of these kinds around one."""
+        """Return the innermost ancestor of these kinds."""
         result = self.parents.get(node)
         while result is not None and not isinstance(result, kinds):
             result = self.parents.get(result)
         return result
 
     def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Module:
-        """The function around a node, else the module."""
+        """Return the function around a node; the module if there is none."""
         result = self.above(node, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
         if isinstance(result, ast.Lambda):
             raise Unsure("it is in a lambda")
@@ -140,13 +140,13 @@ class Code:
         return self.tree
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """The innermost statement around a node, or itself."""
+        """Return the innermost statement around a node, or the node if it is a statement."""
         result = node if isinstance(node, ast.stmt) else self.above(node, ast.stmt)
         assert isinstance(result, ast.stmt)
         return result
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The statements among which one stands."""
+        """Return the list of statements that contains a statement."""
         for _, value in ast.iter_fields(self.parents[statement]):
             if isinstance(value, list) and any(item is statement for item in value):
                 return value
@@ -155,7 +155,7 @@ class Code:
     # -- lines -----------------------------------------------------------------------------------
 
     def indent(self, statement: ast.stmt) -> str:
-        """The space before a statement."""
+        """Return the whitespace before a statement."""
         line = self.lines[first_line(statement) - 1]
         space = line[: len(line) - len(line.lstrip(" \t"))]
         if self.begin(statement) - self.starts[statement.lineno - 1] != len(space):
@@ -163,7 +163,7 @@ class Code:
         return space
 
     def deeper(self, statement: ast.stmt) -> str:
-        """What one more level of indentation adds to a statement's."""
+        """Return the whitespace that one more level of indentation adds to a statement's."""
         inner = self.indent(statement)
         outer = self.parents[statement]
         while not isinstance(outer, (ast.stmt, ast.Module)):
@@ -180,14 +180,14 @@ class Code:
         return not self.lines[statement.lineno - 1].encode()[: statement.col_offset].strip()
 
     def has_own_lines(self, statement: ast.stmt) -> bool:
-        """Whether no other statement stands on a statement's lines."""
+        """Return True if no other statement stands on the lines of a statement."""
         last = statement.end_lineno or statement.lineno
         rest = self.lines[last - 1].encode()[statement.end_col_offset :].decode().strip()
         return self._begins_line(statement) and (not rest or rest.startswith("#"))
 
     @property
     def newline(self) -> str:
-        """How this file ends its lines."""
+        """Line end of this file."""
         return self._ending(1) or "\n"
 
     def _ending(self, line: int) -> str:
@@ -197,7 +197,7 @@ class Code:
     # -- edits -----------------------------------------------------------------------------------
 
     def edit(self, *changes: Change) -> Edit:
-        """These changes as one Edit of whole lines."""
+        """Return these changes as one Edit of whole lines."""
         ordered = sorted(changes, key=lambda change: change[:2])
         first = self.line_of(ordered[0][0])
         last = max(self.line_of(end) for _, end, _ in ordered)
@@ -212,7 +212,7 @@ class Code:
         return Edit(self.file, first, before, "".join(words).removesuffix(ending))
 
     def without(self, statement: ast.stmt) -> Edit:
-        """A statement goes; where its block would be empty, `pass` takes its place."""
+        """Return an Edit that removes a statement, with `pass` if its block would be empty."""
         if len(self.block(statement)) > 1 and self.has_own_lines(statement):
             first, last = statement.lineno, statement.end_lineno or statement.lineno
             words = "".join(self.lines[first - 1 : last])
@@ -220,19 +220,22 @@ class Code:
         return self.edit((self.begin(statement), self.end(statement), "pass"))
 
     def before(self, statement: ast.stmt, *words: str) -> Change:
-        """Lines put before a statement, its decorators included."""
+        """Return the change that inserts lines before a statement and its decorators."""
         self.indent(statement)
         return self.before_line(first_line(statement), *words)
 
     def before_line(self, line: int, *words: str) -> Change:
-        """Lines put before a line that a statement or `def` begins, as far in as that is."""
+        """Return the change that inserts lines, equally indented, before a line.
+
+        A statement or `def` has to begin on that line.
+        """
         text = self.lines[line - 1]
         space = text[: len(text) - len(text.lstrip(" \t"))]
         begin = self.starts[line - 1]
         return begin, begin, "".join(f"{space}{each}{self.newline}" for each in words)
 
     def after(self, statement: ast.stmt, *words: str) -> Change:
-        """Lines put after a statement."""
+        """Return the change that inserts lines after a statement."""
         if not self.has_own_lines(statement):
             raise Unsure("another statement stands on its line")
         last = statement.end_lineno or statement.lineno
@@ -241,11 +244,11 @@ class Code:
         return end, end, "".join(f"{self.newline}{indent}{line}" for line in words)
 
     def under(self, head: str, statements: Sequence[ast.stmt]) -> list[Change]:
-        """Statements that follow one another, put under a head such as `with x:`."""
+        """Return the changes that put consecutive statements under a head such as `with x:`."""
         first, last = statements[0], statements[-1]
         if not all(self.has_own_lines(statement) for statement in statements):
             raise Unsure("another statement stands on its line")
-        # More space at the beginning of a line would become part of such a text.
+        # Indentation would change the value of a string literal of several lines.
         if any(_is_long_text(part) for statement in statements for part in ast.walk(statement)):
             raise Unsure("it has a text of several lines")
         indent, deeper = self.indent(first), self.deeper(first)
@@ -258,7 +261,7 @@ class Code:
         return changes
 
     def with_arguments(self, call: ast.Call, **values: str) -> list[Change]:
-        """Arguments of a call given by name, whether it has them already or not."""
+        """Return the changes that set keyword arguments of a call, present or not."""
         named = {word.arg: word.value for word in call.keywords}
         changes = [
             (self.begin(named[name]), self.end(named[name]), value)
@@ -282,7 +285,7 @@ class Code:
         space = line[: len(line) - len(line.lstrip(" \t"))]
         if self.begin(last) - self.starts[last.lineno - 1] != len(space):
             return [(end, end, "".join(f", {each}" for each in words))]
-        # It begins its line, and so do the new ones; what stands behind it stays with it.
+        # Each argument has its own line, and so have the new ones. A comment stays on its line.
         comma, result = self.next_token(end)
         is_comma = result == ","
         line_ends = self.starts[self.line_of(comma if is_comma else end)]
@@ -293,7 +296,7 @@ class Code:
         return [new] if is_comma else [(end, end, ","), new]
 
     def without_argument(self, call: ast.Call, keyword: ast.keyword) -> list[Change]:
-        """An argument goes, with its comma."""
+        """Return the changes that remove an argument and its comma."""
         given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
         given.sort(key=self.begin)
         number = given.index(keyword)
@@ -315,12 +318,12 @@ class Code:
 
 
 def parts(statement: ast.stmt) -> Iterator[ast.AST]:
-    """The nodes of a statement that belong to it alone, not to a block or function in it."""
+    """Iterate over the nodes of a statement, without statements in its block or function."""
     left: list[ast.AST] = [statement]
     while left:
         node = left.pop()
         yield node
-        # Within f-strings Python before 3.12 knows no places.
+        # Before Python 3.12, nodes within f-strings have wrong positions.
         if isinstance(node, (ast.Lambda, ast.JoinedStr)):
             continue
         left += [
@@ -331,7 +334,7 @@ def parts(statement: ast.stmt) -> Iterator[ast.AST]:
 
 
 def inside(statements: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """All nodes in these, but not those in functions and classes that are defined there."""
+    """Iterate over all nodes in these nodes, without the bodies of nested functions and classes."""
     left = list(statements)
     while left:
         node = left.pop()
@@ -341,13 +344,13 @@ def inside(statements: Sequence[ast.AST]) -> Iterator[ast.AST]:
 
 
 def first_line(statement: ast.stmt) -> int:
-    """The line in which a statement begins, its decorators included."""
+    """Return the line in which a statement begins, including its decorators."""
     decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def name_of(func: ast.AST) -> str:
-    """The last part of what is called: "step" of `a.b.step`; "" where it has no name."""
+    """Return the last part of a dotted name: "step" of `a.b.step`; "" if there is no name."""
     if isinstance(func, ast.Attribute):
         return func.attr
     return func.id if isinstance(func, ast.Name) else ""

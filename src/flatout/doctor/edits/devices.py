@@ -1,4 +1,4 @@
-"""Where tensors are made, and how they are copied to a device."""
+"""Edits of the device on which tensors are made, and of copies to a device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flatout.doctor.finding import Edit
 
 _COPIES = ("to", "cuda")
 _CONSTANT = ("zeros", "ones", "full", "arange", "eye", "empty")
-"""Of torch's functions those that give the same numbers on any device."""
+"""Functions of torch that give the same numbers on any device."""
 
 
 def do_not_block(at: FoundAt) -> list[Edit]:
-    """non_blocking=True in each copy of a line."""
+    """Add non_blocking=True to each copy on a line."""
     result = [call for call in at.code.calls(at.line) if name_of(call.func) in _COPIES]
     if not result:
         raise Unsure("no copy stands on the line")
@@ -25,7 +25,7 @@ def do_not_block(at: FoundAt) -> list[Edit]:
 
 
 def on_device(at: FoundAt) -> list[Edit]:
-    """`torch.ones(3).to(device)` to `torch.ones(3, device=device)`."""
+    """Change `torch.ones(3).to(device)` to `torch.ones(3, device=device)`."""
     code = at.code
     result = [call for call in code.calls(at.line) if name_of(call.func) in _COPIES]
     made = [(call, call.func.value) for call in result if isinstance(call.func, ast.Attribute)]

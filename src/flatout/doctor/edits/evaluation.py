@@ -1,4 +1,4 @@
-"""Evaluation: without gradients, and in eval mode."""
+"""Edits of evaluation: without gradients, and in eval mode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _NO_GRADIENTS = ("no_grad", "inference_mode")
 
 
 def no_grad(at: FoundAt) -> list[Edit]:
-    """`@torch.no_grad()` over a function that evaluates, else `with` around what follows eval()."""
+    """Put evaluation under no_grad.
+
+    A function that only evaluates gets `@torch.no_grad()`. Other code gets a `with` block.
+    """
     code, statement = at.code, at.statement
     if not is_imported(code, "torch"):
         raise Unsure("torch has another name here")
@@ -66,7 +69,7 @@ def _is_eval(node: ast.AST) -> bool:
 
 
 def eval_first(at: FoundAt) -> list[Edit]:
-    """`model.eval()` before an evaluation, and `model.train()` after it."""
+    """Add `model.eval()` before an evaluation, and `model.train()` after it."""
     if at.is_told:
         raise Unsure("Keras' layers are told with each call whether they train")
     code = at.code

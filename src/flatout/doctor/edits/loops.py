@@ -1,4 +1,4 @@
-"""What is put into loops: a condition on what is told, set_epoch, train()."""
+"""Edits within loops: run a call in some steps only, set_epoch, train()."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.doctor.edits.place import FoundAt
 from flatout.doctor.finding import Edit
 
 EVERY = 50
-"""Steps between two lines of a log."""
+"""Steps between two lines of a log, after the edit."""
 
 _TELLS = ("debug", "info", "warning", "log", "add_scalar", "add_scalars", "add_histogram")
 _READS = (
@@ -21,13 +21,13 @@ _READS = (
     *("tolist", "cpu", "numpy", "min", "max", "abs", "sqrt", "size", "join", "time", "dict"),
     *("perf_counter", "get_last_lr", "memory_allocated", "max_memory_allocated"),
 )
-"""What may be called in what is told: it changes nothing."""
+"""Calls that may be part of a logged expression, because they change nothing."""
 
 _MUTATES = ("append", "extend", "insert", "add", "update", "setdefault", "pop", "clear")
 
 
 def tell_less(at: FoundAt) -> list[Edit]:
-    """`if step % 50 == 0:` before a line that prints or logs."""
+    """Put `if step % 50 == 0:` before a line that prints or logs."""
     statement, code = at.statement, at.code
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call) or not _only_tells(at, call):
@@ -36,9 +36,10 @@ def tell_less(at: FoundAt) -> list[Edit]:
 
 
 def call_less(at: FoundAt) -> list[Edit]:
-    """A condition before a call that was seen to leave the training alone.
+    """Put a condition before a call that was observed not to change the training.
 
-    With the assignments that it alone reads, and a counter of its own where no loop has one.
+    Assignments that only this call reads are put under the condition too. A loop without a step
+    number gets a counter.
     """
     call, code = at.statement, at.code
     first = next((item.first for item in at.seen.left_out if str(item.site) == at.finding.where), 0)
@@ -98,7 +99,7 @@ def _methods(code: Code, receiver: ast.expr, name: str) -> list[ast.FunctionDef]
     try:
         made = name_of(made_by(code, receiver, *classes).func)
     except Unsure:
-        return every  # it may be any of them
+        return every  # the receiver may be of any of these classes
     return [method for method in every if code.parents[method] is classes[made]]
 
 
@@ -140,7 +141,7 @@ def _counter(loop: ast.For) -> str:
 
 
 def set_epoch(at: FoundAt) -> list[Edit]:
-    """`sampler.set_epoch(epoch)` at the beginning of each epoch."""
+    """Add `sampler.set_epoch(epoch)` at the beginning of each epoch."""
     code = at.code
     loops = [loader for loader in at.seen.loaders if str(loader.site) == at.finding.where]
     if not any(loop.is_distributed for loop in loops):
@@ -190,7 +191,7 @@ def _iterated(code: Code, loop: ast.For) -> str:
 
 
 def share_samples(at: FoundAt) -> list[Edit]:
-    """A DistributedSampler for the loader, and its set_epoch."""
+    """Give the loader a DistributedSampler, and call set_epoch on it."""
     code, call = loader(at)
     if code is not at.code or not is_imported(code, "torch"):
         raise Unsure("what a sampler is called there is not known")
@@ -221,7 +222,7 @@ def _iterating(at: FoundAt) -> FoundAt:
 
 
 def train_again(at: FoundAt) -> list[Edit]:
-    """`model.train()` before the steps of each epoch."""
+    """Add `model.train()` before the steps of each epoch."""
     if at.is_told:
         raise Unsure("Keras' layers are told with each call whether they train")
     code, model = at.code, ast.unparse(at.model())

@@ -1,4 +1,4 @@
-"""Runs the user's code with edits made in memory; its files stay as they are."""
+"""Runs the user's code with edits that are made in memory, without changing its files."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from flatout.hooks import when_imported
 
 _edits: tuple[Edit, ...] = ()
 _edited: dict[str, Source] = {}
-"""By the real path of the file."""
+"""Edited text of each file, by the file's real path."""
 
 
 def install(edits: Iterable[Edit]) -> None:
-    """Has modules that are imported from now on, and a script that is run, compiled with edits.
+    """Compile the script that is run, and modules that are imported from now on, with edits.
 
-    A script is run by `flatout.observe.run_script.run`, or by `runpy`. The same holds in processes
-    that multiprocessing starts. Compiled files (`__pycache__`) are neither read nor written for
-    what is edited, and tracebacks show the edited lines.
+    A script is run by `flatout.observe.run_script.run`, or by `runpy`. The edits also hold in
+    processes that multiprocessing starts. For edited files, compiled files (`__pycache__`) are
+    neither read nor written, and tracebacks show the edited lines.
 
     Args:
-        edits: to be made beside those installed before.
+        edits: edits to make in addition to those installed before.
 
     Raises:
-        FlatoutError: a line is not as its edit expects it, two edits change the same words, or the
-            result is no Python. Nothing is installed then.
+        FlatoutError: a line differs from what its edit expects, two edits change the same words,
+            or the result is no valid Python. Then no edit is installed.
     """
     global _edits
     every = (*_edits, *(edit for edit in edits if edit not in _edits))
@@ -51,7 +51,7 @@ def _read(path: str) -> bytes | None:
     if source is None:
         return None
     lines = [line.rstrip("\r\n") + "\n" for line in source.lines]
-    # Without a time of change, linecache keeps it.
+    # linecache never drops an entry that has no time of change.
     linecache.cache[path] = (len(source.text), None, lines, path)
     return source.encode()
 
@@ -75,7 +75,7 @@ class _WithEdits(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name in self._searching or name.rpartition(".")[2] not in map(_module, _edited):
             return None
-        self._searching.add(name)  # other finders may ask all finders too
+        self._searching.add(name)  # other finders may ask all finders, and so this one again
         try:
             finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
             specs = (finder.find_spec(name, path, target) for finder in finders)
@@ -124,7 +124,7 @@ def _hand_on(spawn: Any) -> None:
 
 
 class _Installed:
-    """What installs the edits where it is unpickled, which comes before the script's import."""
+    """Object that installs the edits when it is unpickled, before the script is imported."""
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[tuple[Edit, ...]]]:
         return install, (_edits,)

@@ -1,4 +1,4 @@
-"""A metric that is computed in each turn of a loop, and read behind it."""
+"""Edit of a metric that each iteration of a loop computes, but only code after the loop reads."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def after_loop(at: FoundAt) -> list[Edit]:
-    """The statement that computes a metric, moved behind the loop that it stands in.
+    """Move the statement that computes a metric after its loop.
 
-    The last turn's value is the only one that anyone can have read, and all that it is made of is
-    still there behind the loop.
+    Only the value of the last iteration can have been read, and all operands still have their
+    values after the loop.
     """
     code, statement = at.code, at.statement
     loop = code.parents[statement]

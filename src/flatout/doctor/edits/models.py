@@ -1,4 +1,4 @@
-"""Models: their memory format, autocast around them, and their names when they are saved."""
+"""Edits of models: memory format, autocast, and names in saved state dicts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENDS = ("backward", "manual_backward", "zero_grad")
 
 
 def channels_last(at: FoundAt) -> list[Edit]:
-    """A line after the model is made that gives its weights the other format."""
+    """Add a line after the model is made that converts its weights to channels_last."""
     code, model = at.code, at.model()
     made = values(code, model)
     if not is_imported(code, "torch") or len(made) != 1:
@@ -33,7 +33,7 @@ def channels_last(at: FoundAt) -> list[Edit]:
 
 
 def autocast(at: FoundAt) -> list[Edit]:
-    """`with torch.autocast(...)` around forward and loss."""
+    """Put `with torch.autocast(...)` around forward and loss."""
     code, first = at.code, at.statement
     at.model()
     if not is_imported(code, "torch") or "autocast" in code.source.text:
@@ -70,7 +70,7 @@ def _called(statement: ast.stmt) -> set[str]:
 
 
 def save_bare(at: FoundAt) -> list[Edit]:
-    """`model.state_dict()` to `model.module.state_dict()`, where nothing loads it here."""
+    """Change `model.state_dict()` to `model.module.state_dict()`, if the file loads no state."""
     code = at.code
     if any(name_of(call) == "load_state_dict" for call in ast.walk(code.tree)):
         raise Unsure("the file loads what it saves")

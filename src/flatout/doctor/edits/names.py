@@ -1,4 +1,4 @@
-"""What a name in the user's code stands for, as far as one file shows for certain."""
+"""Values of names in the user's code, as far as one file shows them for certain."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _DEEP = 4
 
 
 def values(code: Code, name: ast.expr, depth: int = 0) -> list[ast.expr]:
-    """All that is ever assigned to a name, or to an attribute of `self`, in the order of the file.
+    """Return all values that are assigned to a name or an attribute of `self`, in file order.
 
-    A function's parameter is what the only call of the function passes.
+    The value of a function's parameter is the argument of the only call of that function.
     """
     if depth > _DEEP:
         raise Unsure("it is passed on too often")
@@ -34,7 +34,7 @@ def values(code: Code, name: ast.expr, depth: int = 0) -> list[ast.expr]:
 
 
 def made_by(code: Code, name: ast.expr, *kinds: str) -> ast.Call:
-    """The only call of one of these names by which a value was made, such as DataLoader(...)."""
+    """Return the only call of these names, such as DataLoader(...), that made a value."""
     calls: list[ast.Call] = []
     for value in [name] if isinstance(name, ast.Call) else values(code, name):
         if isinstance(value, ast.Call):
@@ -48,13 +48,13 @@ def made_by(code: Code, name: ast.expr, *kinds: str) -> ast.Call:
 
 
 def calls_of(code: Code, *names: str) -> list[ast.Call]:
-    """All calls of these names in a file."""
+    """Return all calls of these names in a file."""
     every = (node for node in ast.walk(code.tree) if isinstance(node, ast.Call))
     return [call for call in every if name_of(call.func) in names]
 
 
 def is_imported(code: Code, name: str) -> bool:
-    """Whether a module is there under its own name everywhere in a file."""
+    """Return True if a module is imported in a file, and its name means nothing else there."""
     imports = (node for node in code.tree.body if isinstance(node, ast.Import))
     bound = {
         alias.asname or alias.name.partition(".")[0]: alias.name.partition(".")[0]
@@ -113,7 +113,7 @@ def _parameters(scope: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
 
 
 def passed(code: Code, scope: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> ast.expr:
-    """What the only call of a function passes for a parameter, as it stands there."""
+    """Return the argument that the only call of a function passes for a parameter."""
     calls = calls_of(code, scope.name)
     uses = [
         node

@@ -1,4 +1,4 @@
-"""Edits as a unified diff, as `patch -p1` and `git apply` take it."""
+"""Edits as a unified diff for `patch -p1` and `git apply`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _NO_END = "\\ No newline at end of file\n"
 
 
 def diff(edits: Iterable[Edit], root: Path) -> str:
-    """Returns the changes as a unified diff.
+    """Return the edits as a unified diff.
 
-    Bytes that are no UTF-8 are surrogates in it: write it with errors="surrogateescape".
+    Bytes that are not UTF-8 become surrogates: write the diff with errors="surrogateescape".
 
     Args:
-        edits: of files below `root`.
-        root: the folder in which the diff is to be applied.
+        edits: edits of files below `root`.
+        root: the folder in which the diff will be applied.
 
     Raises:
-        FlatoutError: a file has changed, lies elsewhere, or two edits change the same words.
+        FlatoutError: a file has changed or lies outside `root`, or two edits change the same words.
     """
     result = {}
     for file, some in by_file(edits).items():
@@ -35,19 +35,22 @@ def diff(edits: Iterable[Edit], root: Path) -> str:
 
 
 def of_files(files: Mapping[str, tuple[bytes, bytes]], root: Path) -> str:
-    """Returns the diff of files, each before and after."""
+    """Return the diff of files that are each given before and after the change."""
     parts: list[str] = []
     for file in sorted(files):
         name = _below(file, root)
         before, after = (_lines(data) for data in files[file])
-        end = "\t" if " " in name else ""  # else the name ends at the space
+        end = "\t" if " " in name else ""  # without the tab, patch ends the name at its first space
         for line in difflib.unified_diff(before, after, f"a/{name}{end}", f"b/{name}{end}"):
             parts.append(line if line.endswith("\n") else f"{line}\n{_NO_END}")
     return "".join(parts)
 
 
 def folder_of(edits: Iterable[Edit]) -> Path:
-    """The folder for a diff: the current one where all files lie below it, else their own."""
+    """Return the folder for a diff.
+
+    It is the current folder if all files lie below it, otherwise their common folder.
+    """
     files = [os.path.realpath(edit.file) for edit in edits]
     here = os.path.realpath(os.getcwd())
     common = os.path.commonpath([os.path.dirname(file) for file in files] or [here])

@@ -1,4 +1,4 @@
-"""Where in the user's code a finding is, and what stands there."""
+"""Location of a finding in the user's code, and the syntax nodes there."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LOSSES = ("criterion", "loss_fn", "loss_function", "loss_func", "objective")
 
 @dataclass(frozen=True)
 class FoundAt:
-    """A finding at its line.
+    """A finding and its line.
 
     Attributes:
-        finding: what was found.
-        seen: in which rank.
-        line: from 1, of the file.
-        file: as Python names it.
+        finding: the finding.
+        seen: observation of the rank with the finding.
+        file: path as Python names it.
+        line: line number in the file, from 1.
     """
 
     finding: Finding
@@ -34,7 +34,7 @@ class FoundAt:
 
     @classmethod
     def of(cls, finding: Finding, observation: Observation) -> FoundAt:
-        """The line that a finding names, else the one where the optimizer steps."""
+        """Locate a finding at the line that it names, otherwise at the optimizer's step."""
         steps = [str(optimizer.site) for optimizer in observation.optimizers if optimizer.site]
         file, _, line = (finding.where or next(iter(steps), "")).rpartition(":")
         if not (file and line.isdecimal()):
@@ -43,7 +43,7 @@ class FoundAt:
 
     @cached_property
     def code(self) -> Code:
-        """The file."""
+        """Parsed file of the finding."""
         code = Code.of(self.file)
         line = "".join(code.lines[self.line - 1 : self.line]).strip()
         here = [
@@ -55,14 +55,14 @@ class FoundAt:
 
     @cached_property
     def statement(self) -> ast.stmt:
-        """The only statement of the line."""
+        """The only statement on the line."""
         result = self.code.statements(self.line)
         if len(result) != 1:
             raise Unsure(f"{len(result)} statements stand on the line")
         return result[0]
 
     def call(self, *names: str) -> ast.Call:
-        """The only call of these names on the line."""
+        """Return the only call of these names on the line."""
         result = [call for call in self.code.calls(self.line) if name_of(call.func) in names]
         if len(result) != 1:
             raise Unsure(f"{len(result)} calls of {names[0]} stand on the line")
@@ -70,29 +70,29 @@ class FoundAt:
 
     @property
     def is_told(self) -> bool:
-        """Whether models are told with each call if they train, as Keras' are."""
+        """True if a training argument is passed with each call of a model, as in Keras."""
         return any(model.is_told for model in self.seen.models)
 
     def codes(self) -> list[Code]:
-        """This file and all others of the user's that were seen at work."""
+        """Return this file and all other files of the user whose lines were observed."""
         return [self.code, *map(Code.of, sorted(files(self.seen) - {self.file}))]
 
     def only_call(self, *names: str) -> tuple[Code, ast.Call]:
-        """The only call of these names in all files of the user's that were seen at work."""
+        """Return the only call of these names in this file and all other observed files."""
         result = [(code, call) for code in self.codes() for call in calls_of(code, *names)]
         if len(result) != 1:
             raise Unsure(f"there are {len(result)} calls of {names[0]}")
         return result[0]
 
     def seen_call(self, *kinds: str) -> Call:
-        """What was observed of the calls on the line."""
+        """Return the observation of the calls on the line."""
         for call in self.seen.calls:
             if call.kind in kinds and str(call.site) == self.finding.where:
                 return call
         raise Unsure("the calls themselves were not observed")
 
     def model(self) -> ast.expr:
-        """The model that is called on the line, such as `model` or `self.model`."""
+        """Return the model that is called on the line, such as `model` or `self.model`."""
         functions = [call.func for call in self.code.calls(self.line)]
         result = {ast.unparse(func): func for func in functions if self._may_be_model(func)}
         if len(result) != 1:
@@ -129,7 +129,7 @@ class FoundAt:
 
 
 def sites(observation: Observation) -> list[Site]:
-    """The places of the user's code that were seen at work."""
+    """Return the observed locations in the user's code."""
     result = [call.site for call in observation.calls]
     result += [
         one
@@ -143,5 +143,5 @@ def sites(observation: Observation) -> list[Site]:
 
 
 def files(observation: Observation) -> set[str]:
-    """The files of the user's whose lines were seen at work."""
+    """Return the user's files that have observed locations."""
     return {site.file for site in sites(observation) if os.path.isfile(site.file)}

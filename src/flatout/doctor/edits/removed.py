@@ -1,4 +1,4 @@
-"""Calls that go: what is done in each step though no one needs it."""
+"""Edits that remove needless calls from each step."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from flatout.doctor.edits.place import FoundAt
 from flatout.doctor.finding import Edit
 
 _OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
-"""Keywords of `checkpoint`; all others are those of the part that it calls."""
+"""Keywords of `checkpoint`; all other keywords belong to the module that `checkpoint` calls."""
 
 
 def empty_cache(at: FoundAt) -> list[Edit]:
-    """The statement `torch.cuda.empty_cache()` goes."""
+    """Remove the statement `torch.cuda.empty_cache()`."""
     return _without(
         at, "empty_cache", ("torch.cuda.empty_cache", "cuda.empty_cache", "empty_cache")
     )
 
 
 def collect(at: FoundAt) -> list[Edit]:
-    """The statement `gc.collect()` goes."""
+    """Remove the statement `gc.collect()`."""
     return _without(at, "collect", ("gc.collect",))
 
 
 def checkpointing(at: FoundAt) -> list[Edit]:
-    """`checkpoint(part, x, use_reentrant=False)` to `part(x)`."""
+    """Change `checkpoint(part, x, use_reentrant=False)` to `part(x)`."""
     code, call = at.code, at.call("checkpoint")
     if not call.args or not isinstance(call.args[0], (ast.Name, ast.Attribute)):
         raise Unsure("what is checkpointed has no name")

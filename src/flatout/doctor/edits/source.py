@@ -1,4 +1,4 @@
-"""A file of the user's code: its text byte for byte, and the same with edits made in it."""
+"""Exact text of a file of the user's code, and the same text with edits."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from flatout.errors import FlatoutError
 
 @dataclass(frozen=True)
 class Source:
-    """A file as it was read.
+    """A file that was read.
 
     Attributes:
-        file: as Python names it.
-        text: decoded as Python would, with the line ends that it has.
-        encoding: in which it is written, by its mark or its first two lines.
+        file: path as Python names it.
+        text: decoded as Python would, with its original line ends.
+        encoding: encoding of the file, from its byte order mark or its first two lines.
     """
 
     file: str
@@ -32,10 +32,10 @@ class Source:
 
     @classmethod
     def read(cls, file: str) -> Source:
-        """Reads it.
+        """Read a file.
 
         Raises:
-            FlatoutError: it is gone, cannot be read, or is no text in its own encoding.
+            FlatoutError: the file is gone, cannot be read, or does not match its own encoding.
         """
         try:
             data = Path(file).read_bytes()
@@ -50,15 +50,15 @@ class Source:
 
     @property
     def lines(self) -> list[str]:
-        """Each with its end. Python ends lines at newlines and carriage returns only."""
+        """Lines with their ends. As for Python, only newlines and carriage returns end a line."""
         return list(io.StringIO(self.text, newline=""))
 
     def with_edits(self, edits: Iterable[Edit]) -> Source:
-        """The same file with these edits made.
+        """Return the file with these edits made.
 
         Raises:
-            FlatoutError: a line is not as the edit expects it, two edits change the same words, or
-                the result is no Python.
+            FlatoutError: a line differs from what the edit expects, two edits change the same
+                words, or the result is no valid Python.
         """
         parts: list[str] = []
         position = 0
@@ -70,10 +70,10 @@ class Source:
         return changed
 
     def encode(self) -> bytes:
-        """As it is written.
+        """Return the text as bytes in the file's encoding.
 
         Raises:
-            FlatoutError: an edit has letters that the file's encoding lacks.
+            FlatoutError: an edit has characters that the encoding lacks.
         """
         try:
             return self.text.encode(self.encoding)
@@ -83,7 +83,7 @@ class Source:
     def _compile(self) -> None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Python gives them when it runs the code
+                warnings.simplefilter("ignore")  # Python reports them when it runs the code
                 compile(self.encode(), self.file, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             raise FlatoutError(
@@ -146,7 +146,7 @@ def _compete(value: tuple[int, int, str], other: tuple[int, int, str]) -> bool:
 
 
 def by_file(edits: Iterable[Edit]) -> dict[str, list[Edit]]:
-    """The edits of each file, in order; two names of one file are one."""
+    """Return the edits of each file, in order; several paths of one file count as one."""
     names: dict[str, str] = {}
     result: dict[str, list[Edit]] = {}
     for edit in edits:

@@ -1,4 +1,4 @@
-"""Edits as a file, for the processes of a trial."""
+"""Edits in a JSON file, for the processes of a trial."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from flatout.errors import FlatoutError
 
 
 def dump(path: Path, edits: Iterable[Edit]) -> None:
-    """Writes edits as JSON."""
+    """Write edits as JSON."""
     path.write_text(json.dumps([asdict(edit) for edit in edits], indent=1), encoding="utf-8")
 
 
 def load(path: Path) -> tuple[Edit, ...]:
-    """Reads what `dump` wrote.
+    """Read a file that `dump` wrote.
 
     Raises:
-        FlatoutError: it is no such file.
+        FlatoutError: the file cannot be read, or `dump` did not write it.
     """
     try:
         edits = tuple(Edit(**item) for item in json.loads(path.read_text(encoding="utf-8")))

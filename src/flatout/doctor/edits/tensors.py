@@ -1,4 +1,4 @@
-"""What is done with single tensors: detached, read later, picked by index_select."""
+"""Edits of single tensors: detach, a later read by the host, index_select."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flatout.doctor.finding import Edit
 _BACKWARD = ("backward", "manual_backward")
 _KEEPS = (ast.BinOp, ast.Tuple, ast.List, ast.Dict)
 """Through which a tensor passes as it is, or with its graph."""
-
+"""Expressions that pass on a tensor unchanged, or a result with its graph."""
 
 _FILLS = ("append", "extend", "insert", "add", "update", "setdefault", "appendleft")
 
 
 def detach(at: FoundAt) -> list[Edit]:
-    """The losses that are added up or collected in the function around the line, detached."""
+    """Detach the losses that are summed or collected in the function around the line."""
     code = at.code
     function = code.function(at.statement)
     nodes = list(inside(function.body))
@@ -130,9 +130,9 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def read_later(at: FoundAt) -> list[Edit]:
-    """`total += loss.item()` to a sum on the device, where only formatted numbers come of it.
+    """Change `total += loss.item()` to a sum on the device, if only formatted numbers use it.
 
-    In double, as Python adds up: the sum is the same to the last bit.
+    The sum is in double precision, as Python's own, and thus equal to the last bit.
     """
     result = at.seen_call("item")
     if result.detail.get("by") or at.seen.device.partition(":")[0] not in ("cpu", "cuda"):
@@ -210,7 +210,7 @@ def _is_formatted(code: Code, use: ast.AST) -> bool:
 
 
 def index_select(at: FoundAt) -> list[Edit]:
-    """`x[rows]` to `x.index_select(0, rows)`, where rows was seen to be a list of rows."""
+    """Change `x[rows]` to `x.index_select(0, rows)`, if rows was observed to be a list of rows."""
     code = at.code
     places = at.seen_call("index").detail.get("rows") or []
     changes = []

@@ -1,4 +1,4 @@
-"""Loader workers: each with its own random numbers."""
+"""Edit of loader workers: different random numbers in each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.doctor.finding import Edit
 
 
 def seed_each(at: FoundAt) -> list[Edit]:
-    """Constant seeds in worker_init_fn to torch's, which differs in each worker."""
+    """Change constant seeds in worker_init_fn to torch's seed, which differs in each worker."""
     code = at.code
     drawn = {loader.worker_draws for loader in at.seen.loaders if loader.worker_draws}
     if drawn - {"torch", "random", "numpy"}:

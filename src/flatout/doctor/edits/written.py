@@ -1,4 +1,4 @@
-"""Edits written into the user's files: all of them or none, with a way back."""
+"""Writes edits into the user's files, all or none, together with a patch that undoes them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from flatout.errors import FlatoutError
 
 @dataclass(frozen=True)
 class Fixed:
-    """What was written.
+    """The files that were written.
 
     Attributes:
-        files: that have changed.
-        undo: the patch that takes the changes back, in the cache folder.
-        command: that applies it.
+        files: files that have changed.
+        undo: patch in the cache folder that undoes the changes.
+        command: shell command that applies `undo`.
     """
 
     files: tuple[str, ...]
@@ -35,11 +35,11 @@ class Fixed:
 
 
 def fix(edits: Iterable[Edit]) -> Fixed:
-    """Makes edits in the user's files. Each file is replaced at once and keeps its mode.
+    """Make edits in the user's files. Each file is replaced atomically and keeps its mode.
 
     Raises:
         FlatoutError: a file has changed or cannot be written, or two edits change the same words.
-            No file has changed then.
+            Then no file has changed.
     """
     every = list(edits)
     changed: dict[str, tuple[bytes, bytes]] = {}
