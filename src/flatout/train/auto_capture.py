@@ -1,8 +1,9 @@
-"""Has the step of a small model compiled beside the run, where that pays, and counts what it costs.
+"""Compiles the step of a small model during the run, where that pays, and counts the cost.
 
-The child that compiles is held up for short spells, so that steps beside it are compared with steps
-alone while the machine is the same: what they took longer is part of what tuning costs. Steps that
-keep all CPUs busy run on a thread less beside it, so that it comes to its end.
+The compiling child is paused for short spells, so that steps during the compilation are compared
+with steps without it on the same machine state. The time by which steps were slower is part of the
+cost of tuning. Steps that keep all CPUs busy run on one thread less meanwhile, so that the child
+gets a CPU.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from flatout.train.capture import Capture, lends_cpu
 from flatout.words import duration
 
 FIELD = "compute.capture"
-# Why it is left in a run of unknown length, until that has lasted for longer.
+# Reason against compiling in a run of unknown length, until that has lasted for longer.
 NOT_YET = "a run of unknown length repays compiling only once it has lasted some minutes"
-# Longer steps have operators that take longer than the calls of them.
+# Longest step, in seconds, that is compiled: in longer steps operators outweigh the calls of them.
 _SHORT_S = 0.005
-# The time that steps lose to compiling on another CPU, as a share of the time of compiling.
+# Time that steps lose while a child compiles on another CPU, as a share of the compiling time.
 _SLOWED = 0.05
-# What is left of the run has to last so many times as long as compiling.
+# The rest of the run must last at least this multiple of the compiling time.
 _REPAID = 4.0
 
 
 def objection(search: Search) -> str:
-    """Why the step is not worth compiling beside this run; "" where it is."""
+    """Return the reason against compiling the step during this run; "" without one."""
     return _unfit(search) or _too_short(search)
 
 
@@ -79,12 +80,12 @@ class CompilePauses:
     def __init__(self, terms: Terms = TERMS) -> None:
         self.is_alone, self.cost_s = False, 0.0
         self._beside_s, self._alone_s = terms.spells_s
-        # What was made in the present spell, and in the one before it beside the child.
+        # Seconds and number of steps in the present spell; mean and number in the spell before.
         self._took, self._count = 0.0, 0
         self._before: tuple[float, int] | None = None
 
     def count(self, seconds: float) -> bool:
-        """Something was made in so many seconds; returns whether the spell is over."""
+        """Count a step that took this many seconds; return whether the present spell is over."""
         self._took += seconds
         self._count += 1
         if self._took < (self._alone_s if self.is_alone else self._beside_s):
@@ -99,16 +100,16 @@ class CompilePauses:
 
 
 class BackgroundCompile:
-    """The compilation of a step beside the run.
+    """The compilation of a step by a child process during the run.
 
     Attributes:
         is_open: whether the package is still to come.
-        waits: whether it is to be judged again, once a run of unknown length has lasted longer.
-        has_begun: whether a child was asked for it.
-        is_there: whether it came.
-        seconds: that compiling took.
-        traced_s: that the run stood still for tracing.
-        steps: the numbers of the first and the last of them.
+        waits: whether `judge` must be repeated once a run of unknown length has lasted longer.
+        has_begun: whether the step was traced for compiling.
+        is_there: whether the compiled graph is loaded.
+        seconds: seconds that compiling took.
+        traced_s: seconds that the run stood still for tracing.
+        steps: numbers of the first and the last step during the compilation.
     """
 
     def __init__(self, capture: Capture, compute: Any, search: Search) -> None:
@@ -123,14 +124,14 @@ class BackgroundCompile:
 
     @property
     def cost_s(self) -> float:
-        """By which steps beside the child were slower."""
+        """Seconds that steps lost to the compiling child."""
         return self._spells.cost_s
 
     def judge(self) -> None:
-        """Whether to compile, now that all else is decided; never a second time."""
+        """Decide whether to compile, once all other settings are decided; at most once."""
         if self.has_begun or not self._search.captures:
             return
-        # What is settled but for this was fit in an earlier run.
+        # Settled settings come from an earlier run, which already checked that the step fits.
         unfit = "" if self._search.is_settled else _unfit(self._search)
         why = unfit or _too_short(self._search)
         self.is_open = not why
@@ -141,7 +142,7 @@ class BackgroundCompile:
             self._search.dropped.pop(FIELD, None)
 
     def begin(self, batches: Sequence[Batch], number: int) -> None:
-        """Trace the step that was just made, and start the child where it was never compiled."""
+        """Trace the step that was just made, and start the child if no package is kept."""
         self.has_begun, self.steps = True, (number + 1, number + 1)
         began = self._clock()
         self._capture.begin(self._compute, batches)
@@ -150,7 +151,7 @@ class BackgroundCompile:
         self._ask()
 
     def after(self, seconds: float, number: int) -> None:
-        """A step was made."""
+        """Count a step, and poll the child at the end of each spell."""
         self.steps = (self.steps[0], number)
         if not self._spells.count(seconds):
             return
@@ -173,7 +174,7 @@ class BackgroundCompile:
             self._close()
 
     def drop(self, why: str) -> None:
-        """Give it up."""
+        """Give the compilation up, for the given reason."""
         self._search.dropped[FIELD] = why
         self._capture.close()
         self._close()
@@ -184,7 +185,7 @@ class BackgroundCompile:
             self._search.budget.lost_s += max(0.0, self.cost_s)
 
     def record(self) -> dict[str, Any] | None:
-        """What History keeps of it; None where nothing was compiled."""
+        """Return the record for History; None where no compilation has begun."""
         if not self.has_begun:
             return None
         return {

@@ -1,30 +1,31 @@
-"""The order in which `auto` tries settings, and when it knows enough.
+"""The order in which `auto` tries settings, and the rules that end each trial.
 
-    1  plain       a few steps, which show how long the run will take
-    2  together    all options against plain, since they help one another: bf16 alone may be slower
-                   where bf16 with channels_last is three times faster; but for those that a
-                   roofline of this model says will lose, and where steps are long for those
-                   without which a few samples ran faster
-    3  allocator   before the others, because its limits cannot be put back
-    4  one by one  each option against the best settings so far without it; what is not measured
-                   faster goes (where it has won before, or all together have: what surely gives
-                   nothing), and what others have changed since is tried once more
-    5  parts       of a batch that passes through stages: more or fewer of them
-    6  the whole   what is left against plain, where not all together have won; if that does not
-                   win, plain it is
-    7  by length   where batches change in length: other settings for short ones or for long ones,
-                   with all the switching between them
-    8  compile     only where the run is long enough to repay the compilation, and the whole step
-                   is not to be compiled beside it
+    1  plain       a few steps, which show how long the run will take.
+    2  together    all options against plain, since options help one another: bf16 alone may be
+                   slower where bf16 with channels_last is three times faster. Options that the
+                   roofline of this model expects to lose are left out. Where steps are long,
+                   those without which a few samples ran faster are left out too.
+    3  allocator   before other options, because its limits cannot be undone.
+    4  one by one  each option against the best settings without this option; an option that is not
+                   measured faster is dropped. If the option, or all options together, won before,
+                   it is dropped only if it surely gives nothing. After changes, each option is
+                   tried once more.
+    5  parts       of a batch that passes through stages: more or fewer of them.
+    6  the whole   the remaining options against plain, where the trial of all together did not win;
+                   if they do not win either, plain is chosen.
+    7  by length   where batches change in length: other settings for short ones or for long ones.
+                   The switching between settings is measured too.
+    8  compile     only where the run is long enough to repay the compilation, and where the whole
+                   step is not to be compiled in the background.
     9  capture     the whole step as one graph, once that is compiled (auto_capture.py)
 
-Where a roofline knows this machine's rates, what it promises most of comes first, and what cannot
-return more than noise is not tried.
+Where a roofline knows this machine's rates, the options with the largest promise come first, and
+options that cannot save more than noise are not tried.
 
-What is far slower is given up at once, where it takes more CPU time, too: other work on the machine
-makes any step take many times as long by the clock.
+Settings that are far slower are given up at once, if they also take more CPU time. Other work on
+the machine can make any step take many times as long by the clock.
 
-The search is a generator: it yields Blocks of the job's own steps and is sent what they took.
+The search is a generator: it yields Blocks of the job's own steps and is sent their BlockTimes.
 """
 
 from __future__ import annotations
@@ -43,36 +44,41 @@ from flatout.train.auto_marks import Marks
 from flatout.train.lengths import ByLength, Lengths
 from flatout.train.settings import LIVE, Settings
 
-# The most seconds of a block of steps, and the least share of a long run that a block takes.
+# _LONGER_BLOCK_S: most seconds of a block of steps. _BLOCK_SHARE: share of the run's seconds that a
+# block takes, within that limit.
 _LONGER_BLOCK_S, _BLOCK_SHARE = 0.25, 0.002
-# Of batches of changing length a block has at least so many, and the first one under plain so many.
+# Where batches change in length: _MIXED_STEPS: fewest steps in a block. _FIRST_MIXED: steps in the
+# first block under plain.
 _MIXED_STEPS, _FIRST_MIXED = 4, 24
-# The noise floor, as a share of the time of a step, down to which small differences are searched.
+# Noise floor, as a share of a step's time, below which a tie is clear.
 TIE_FLOOR = 0.015
-# A loss below 10% has to be seen in so many: two agree by chance too often.
+# _LOST_PAIRS: fewest pairs that must show a loss smaller than _SMALL, since two pairs agree by
+# chance too often. _SMALL: the loss, as a share, from which fewer pairs suffice.
 _LOST_PAIRS, _SMALL = 4, 0.1
-# A smaller gain is none.
+# Smallest gain that counts, as a share.
 _LEAST_GAIN = 0.005
-# What is said of an option in the place of a measurement begins so.
+# Start of the message for an option without a measurement.
 _NOT_MEASURED = "was not measured"
-# A single round of four blocks tells a loss, and a step is called slow, from so many times on.
+# Ratio of step times from which one round of four blocks shows a loss, and a step is called slow.
 _FAR_SLOWER = 1.5
-# Of an option that was not measured yet a step may take so much longer than it should; where a few
-# samples took less than this share of the time with it, hardly so.
+# Extra time, as a share of a step, that the first pair of an unmeasured option is expected to take.
+# _UNKNOWN: the usual share. _UNLIKELY: the share where a few samples with the option took less than
+# _CLEARLY_FASTER of the time without the option.
 _UNKNOWN, _CLEARLY_FASTER, _UNLIKELY = 0.3, 0.8, 0.1
-# About the seconds that a page fault takes, and the share of a step that is worth looking at.
+# _FAULT_S: approximate seconds that a page fault takes. _WORTH: smallest share of a step's time
+# whose saving is worth a trial.
 _FAULT_S, _WORTH = 2.5e-7, 0.01
-# Thread counts matter for small operators; long steps keep all CPUs busy.
+# Steps shorter than this, in seconds, are tried on one thread; longer steps keep all CPUs busy.
 SHORT_STEP_S = 0.02
 COUNT = "world.micro_batches"
 """The number of parts in which a batch passes through stages."""
 _BUSY = "stays as it was: the machine is too busy to measure"
-# Of a run, what is tried late still pays where it was waited for.
+# Share of the run until which the captured graph may be tried.
 _LATE = 0.9
 
 
 class Failed(Exception):
-    """Raised within the search by what runs its blocks, where one could not be run."""
+    """Raised in the search by the caller, where a block could not be run."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Option:
 
     Attributes:
         field: its dotted name in the Recipe.
-        trial: of another value than the plain one.
+        trial: of a value other than the plain one.
     """
 
     field: str
@@ -89,17 +95,17 @@ class Option:
 
     @property
     def setting(self) -> str:
-        """Its name in Settings."""
+        """Name of the option in Settings."""
         return self.field.partition(".")[2]
 
     @property
     def value(self) -> Any:
-        """What is tried."""
+        """Value that is tried."""
         return self.trial.value
 
 
 class Block(NamedTuple):
-    """Steps that are to run under some settings: `settle` that do not count, then `steps`."""
+    """Steps to run under some settings: first `settle` steps that do not count, then `steps`."""
 
     settings: Settings | ByLength
     steps: int
@@ -107,16 +113,16 @@ class Block(NamedTuple):
 
 
 class BlockTimes(NamedTuple):
-    """What a Block took.
+    """Measured times of a Block.
 
     Attributes:
         seconds: per step that counts.
-        total_s: of all its steps, and of switching to its settings.
-        steps: how many these were.
-        last: the number of the last one.
+        total_s: of all steps of the Block, and of switching to its settings.
+        steps: number of all steps of the Block.
+        last: number of the last step.
         faults: page faults per step that counts.
-        cpu_s: CPU time of this process per step that counts; on a GPU as by the clock.
-        total_cpu_s: of all its steps, likewise.
+        cpu_s: CPU time of this process per step that counts; on a GPU the same as `seconds`.
+        total_cpu_s: CPU time of all steps; on a GPU the same as `total_s`.
     """
 
     seconds: float
@@ -132,12 +138,12 @@ _Steps = Generator[Block, BlockTimes, Any]
 
 
 def is_slow(step_s: float) -> bool:
-    """Whether a single step lasts longer than any block of several, so that each one tells."""
+    """Return whether a step exceeds the longest block, so that one step is a measurement."""
     return step_s > _LONGER_BLOCK_S
 
 
 def is_faster(trial: TrialResult) -> bool:
-    """Whether B won; a difference of half and more shows in a single round of four blocks."""
+    """Return whether B won; a gain of half and more shows in a single round of four blocks."""
     return trial.wins or (trial.pairs == 1 and trial.ratio > _FAR_SLOWER + 3 * trial.floor)
 
 
@@ -154,29 +160,31 @@ def _gives_nothing(trial: TrialResult) -> bool:
 
 @dataclass
 class Search:
-    """What is tried, in which order, and what came of it.
+    """The order of trials, and their results.
 
     Attributes:
-        dropped: fields that are not tried or not measured, and why.
-        kept: fields that stay without a trial, and why.
-        slower: by field, how many times as long a step took under an option in the first check.
-        promises: by field, what a roofline says that an option may save of a step; set before the
-            first block has ended.
+        dropped: fields that are not tried or not measured, with the reason.
+        kept: fields that keep their value without a trial, with the reason.
+        slower: by field, the ratio of a step's time under the option to plain in the first check.
+        promises: by field, the saving per step that a roofline expects; set before the first block
+            has ended.
         splits: whether settings may depend on the length of a step's batches.
-        lengths: what steps took, by the length of their batches.
-        tried_split: what is compared with `best`, on those steps alone that it changes.
-        by_length: the settings that were measured faster than `best` for all batches; or None.
+        lengths: step times by the length of their batches.
+        tried_split: settings by length that are compared with `best`, only on the steps that they
+            change.
+        by_length: settings by length that were measured faster than `best` for all batches, or
+            None.
         varied: whether batches change in length; set before a block has ended.
         best: the settings that were measured fastest so far.
         results: trials by field: B has the option and A has not.
         together: the trial of all options.
         whole: the trial of `best` against plain.
         step_s: seconds per step by settings, as measured last.
-        trials: all of them, as plain data.
-        faults: page faults of a step before and after the allocator was told to keep memory.
-        compile_s: what compiling took.
-        stays: whether a choice made before holds, since the machine was too busy to tell.
-        late: why something was not measured again.
+        trials: all trials, as plain data.
+        faults: page faults of a step before and after the allocator was set to keep memory.
+        compile_s: seconds that compiling took.
+        stays: whether an earlier choice holds because the machine was too busy to measure.
+        late: the reason why an option was not measured again.
     """
 
     plain: Settings
@@ -232,7 +240,7 @@ class Search:
 
     @property
     def measured_nothing(self) -> bool:
-        """Whether settings were to be tried again, and none was."""
+        """Whether settings were to be tried again, and no trial was made."""
         return bool(self.late) and len(self.trials) == self._trials_before
 
     @property
@@ -247,7 +255,7 @@ class Search:
         return any(why.startswith(_NOT_MEASURED) for why in self.dropped.values())
 
     def run(self) -> _Steps:
-        """The blocks in turn; `best` holds whenever it ends."""
+        """Yield the blocks in turn; `best` is valid whenever the search ends."""
         first = yield Block(self.plain, 1, 1 if self._is_slow(self.budget.step_s) else 2)
         self._keep_times(self.plain, first)
         while self.budget.steps is None and self.budget.elapsed_s < self._terms.sure_s:
@@ -275,19 +283,19 @@ class Search:
             yield from self._compiled()
 
     def captured(self) -> _Steps:
-        """The whole step as one graph, which is compiled by now, against the best without."""
+        """Compare the whole step as one compiled graph with the best settings without it."""
         self._until = _LATE
         if self.best not in self.step_s:
             yield from self._run(self.best)
         yield from self._graph("compute.capture", "on", "one compiled graph for the whole step")
         if self.best.capture == "on":
-            self.whole = None  # what was measured against plain had not that
+            self.whole = None  # the trial against plain was made without the graph
 
     def again(self) -> _Steps:
-        """The same later in the run, from the best settings on: what was measured is forgotten.
+        """Search again later in the run, from the best settings on; discard earlier measurements.
 
-        Where steps run as one graph, only whether that still is the fastest: under other settings
-        it would have to be compiled again. What the machine is too busy to tell stays.
+        Where steps run as one graph, check only that the graph is still the fastest: under other
+        settings it would have to be compiled again. A choice stays if the machine is too busy.
         """
         self._is_again, self.stays, self.late = True, False, ""
         self._trials_before = len(self.trials)
@@ -323,12 +331,12 @@ class Search:
         self.lengths, self._now = Lengths(), None
 
     def tells_of(self, field: str) -> bool:
-        """Whether it has measured a field, or holds another value of it than the plain one."""
+        """Return whether a field was measured, or has another value than the plain one."""
         if field == "together" and self.together is not None:
             return True
         return field in self.results or self._is_chosen(field)
 
-    # -- what is tried -----------------------------------------------------------------------
+    # -- trials ------------------------------------------------------------------------------
 
     def _order(self, seconds: float) -> None:
         for option in self._rest:
@@ -426,7 +434,7 @@ class Search:
         if is_faster(self.whole) or self.whole.low > 1:
             return
         if self.whole.floor > self._terms.noise and not _gives_nothing(self.whole):
-            self.whole = None  # noise hides it: what each has proven holds
+            self.whole = None  # noise hides the result: each option's own trial holds
         else:
             self.best = base
 
@@ -458,12 +466,12 @@ class Search:
                 return
 
     def _by_length(self) -> _Steps:
-        # What is captured would be captured again for other settings.
+        # The graph would have to be captured again for other settings.
         may_split = self.splits and self.varied and self.best.capture == "off"
         split = self.lengths.split(self.best) if may_split else None
         if split is None:
             return
-        self.step_s[split] = self.step_s[self.best]  # no more than that, by its parts
+        self.step_s[split] = self.step_s[self.best]  # the expected upper limit
         self.lengths.base = self.best
         self.tried_split = split
         result = yield from self._compare(self.best, split, 1.0, "by length")
@@ -488,7 +496,7 @@ class Search:
         except Failed as failed:
             self.dropped[field] = str(failed)
             return 0.0
-        # Compiling waits for other processes, too, so that CPU time does not tell what it takes.
+        # Compiling also waits for other processes, so CPU time does not show its cost.
         self._account(look._replace(total_cpu_s=math.inf), on)
         self._keep_times(on, look)
         result = yield from self._compare(off, on, 1.0, field)
@@ -503,7 +511,7 @@ class Search:
                 self.best = off
         return look.total_s
 
-    # -- how it is measured ------------------------------------------------------------------
+    # -- measurement -------------------------------------------------------------------------
 
     def _compare(
         self,
@@ -529,7 +537,7 @@ class Search:
             over = steps is not None and self._at > self._until * steps
             is_clear = _is_clear(result)
             if result.pairs == 1 and result.ratio < 1:
-                # Other work may have met both blocks in the middle.
+                # Other work may have slowed both of the two middle blocks.
                 is_clear &= self._times(on, off) > _FAR_SLOWER
             return is_clear or over or not self._affords_pair(challenger)
 
@@ -581,14 +589,14 @@ class Search:
         return bool(chosen) if field == "together" else field in chosen
 
     def _keep_result(self, field: str, result: TrialResult) -> None:
-        """Keep what a trial has told of a field, in the place of why there was none."""
+        """Keep a field's trial, and remove the reason why there was none."""
         self.results[field] = result
         self.dropped.pop(field, None)
 
     def _run(self, settings: Settings | ByLength) -> Generator[Block, BlockTimes, float]:
         if settings not in self.step_s:
-            # The first step may be slow for once, and the second is not made if it was too slow;
-            # where it loads kernels, that says nothing yet.
+            # The first step may be slow just once. The second is skipped if the first was too slow,
+            # unless the first step loads kernels.
             for number in range(1 if self._is_slow(self.budget.step_s) else 2):
                 look = yield Block(settings, 1, 0)
                 self._keep_times(settings, look)
@@ -643,7 +651,7 @@ class Search:
         return max(fewest, min(self._terms.most_steps, round(block_s / self.step_s[settings])))
 
     def _account(self, done: BlockTimes, settings: Settings | ByLength) -> None:
-        """Count what the steps under settings that are tried took beyond those under the best."""
+        """Charge to the budget the time by which these steps were slower than under the best."""
         self._at = done.last
         if settings != self.best:
             times = self._times(settings, self.best, done.total_s, done.total_cpu_s)

@@ -1,11 +1,11 @@
 """Runs steps of a small model as one compiled graph: forward, backward and update.
 
-The graph is traced from the step as it is now (capture_graph.py) and compiled by a child process
-while training goes on (capture_child.py). A step whose batch has another shape, or before which
-something of the model has changed, is made eagerly.
+The graph is traced from the present step (capture_graph.py) and compiled by a child process while
+training continues (capture_child.py). A step runs eagerly if its batch has another shape, or if the
+model has changed.
 
-When the graph is there, and every thousandth time from then on, it runs on copies beside a step
-that is made eagerly, and is not used where the two differ by more than rounding.
+Once the graph is compiled, and after every thousand steps from then on, it runs on copies of the
+tensors next to an eager step. It is not used if the two differ by more than rounding.
 """
 
 from __future__ import annotations
@@ -53,29 +53,30 @@ from flatout.train.step import Stepper
 from flatout.words import duration
 
 KIND = "steps"
-# A compilation that takes longer is given up.
+# Seconds after which a compilation is given up.
 _LONGEST_S = 600.0
-# It runs behind all others where a CPU is left to it, else nearly as one of them.
+# Niceness of the child process. BEHIND: if a CPU is left for it. BESIDE: if it shares the CPUs.
 BEHIND, BESIDE = 19, 5
-# It is told to end, and killed where it has not after so long.
+# Seconds that the child has to end on request before it is killed.
 _END_S = 1.0
-# The graph runs beside an eager step again after so many steps.
+# Steps by the graph between two comparisons with an eager step.
 _CHECK_EVERY = 1000
-# The graph computes the same but for rounding where gradients, or losses, differ by this share; by
-# the other one under autocast. The update is a quotient of two of them.
+# Largest difference, as a share of the change in a step, that counts as rounding. _ROUNDING: of
+# losses, buffers and states. _HALF_ROUNDING: the same under autocast. _OF_UPDATE: of weights if the
+# optimizer has state, since such an update is a quotient of two rounded values.
 _ROUNDING, _HALF_ROUNDING, _OF_UPDATE = 0.01, 0.5, 0.5
-_EPSILON = 1e-6
-# Where settings change, another graph is made, up to so many.
+_EPSILON = 1e-6  # difference, as a share of the values' norm (at least 1), that is always accepted
+# Most graphs that are made in a run, as settings change.
 _MOST_GRAPHS = 3
 
-# What ends the capturing, and never the run.
+# Errors that end capturing, and never the run.
 FAILURES = (Unfit, OSError, RuntimeError)
 
 Tensors = list[torch.Tensor]
 
 
 class Compiling:
-    """A child that compiles a graph."""
+    """A child process that compiles a graph."""
 
     def __init__(self, graph: Graph, digest: str, nice: int = BEHIND) -> None:
         self._target = kind_folder(KIND) / f"{digest}.pt2"
@@ -110,7 +111,7 @@ class Compiling:
             )
 
     def done(self) -> Path | None:
-        """The package, once it is there."""
+        """Return the path of the package once it is compiled, else None."""
         status = self._process.poll()
         if status is None:
             if self.seconds > _LONGEST_S:
@@ -134,11 +135,11 @@ class Compiling:
 
     @property
     def seconds(self) -> float:
-        """For which it was not held up, since it began."""
+        """Seconds since the start, without those in which the child was paused."""
         return self._ran_s + max(0.0, monotonic() - self._since)
 
     def hold(self, holds: bool) -> None:
-        """Hold the compiling up, or let it go on."""
+        """Pause the child, or let it continue."""
         self._ran_s, self._since = self.seconds, math.inf if holds else monotonic()
         self._tell(HOLD if holds else GO_ON)
 
@@ -148,7 +149,7 @@ class Compiling:
             self._process.stdin.write(what)
 
     def close(self) -> None:
-        """End it, and remove what it has written."""
+        """End the child, and remove its files."""
         self._tell(END)
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -161,14 +162,14 @@ class Compiling:
 
 
 def loaded(path: Path) -> Callable[[Tensors], Tensors]:
-    """The function in a package, which takes the graph's inputs."""
-    # torch unpacks it into TMPDIR, and would leave that there if this process were killed.
+    """Load the function in a package; it takes the graph's inputs."""
+    # torch unpacks the package into TMPDIR, and would leave it there if this process were killed.
     folder = kind_folder(KIND) / unfinished.new_name()
     folder.mkdir(mode=0o700)
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(folder)
     try:
-        # torch._inductor does the same, after seconds of imports.
+        # torch._inductor's loader does the same, after seconds of imports.
         run: Callable[[Tensors], Tensors] = torch._C._aoti.AOTIModelPackageLoader(
             str(path), "model", False, 1, -1
         ).boxed_run
@@ -177,7 +178,7 @@ def loaded(path: Path) -> Callable[[Tensors], Tensors]:
             del os.environ["TMPDIR"]
         else:
             os.environ["TMPDIR"] = before
-        remove_made(folder)  # what is loaded stays
+        remove_made(folder)  # the loaded function needs no files
     return run
 
 
@@ -185,8 +186,8 @@ class Program:
     """A compiled step, bound to the tensors of a run.
 
     Attributes:
-        settings: that it computes at.
-        left: steps until it is compared again.
+        settings: the settings that the graph was traced at.
+        left: number of steps until the next comparison with an eager step.
     """
 
     def __init__(self, path: Path, graph: Graph, stepper: Stepper, compute: ModelCompute) -> None:
@@ -199,7 +200,7 @@ class Program:
         self._of_batch = graph.inputs[len(self._held) + len(self._groups) :]
 
     def bind(self) -> None:
-        """Find the tensors."""
+        """Collect the tensors of the model and the optimizer, and check that they fit the graph."""
         model, update = self._stepper.switch.model, self._stepper.joint.update
         self._places = places = places_of(model, update)
         self._held = places.tensors()
@@ -221,7 +222,7 @@ class Program:
         self.left = 0
 
     def is_current(self) -> bool:
-        """Whether the model and the optimizer's options are those of the graph."""
+        """Return whether the model and the optimizer's options are those of the graph."""
         facts = self._places.kind.facts
         return (
             self._watch.holds()
@@ -230,7 +231,7 @@ class Program:
         )
 
     def is_bound(self) -> bool:
-        """Whether the tensors are still the same."""
+        """Return whether the model and the optimizer still have the same tensors."""
         optimizer = self._optimizer
         return (
             optimizer.state is self._state
@@ -240,7 +241,7 @@ class Program:
         )
 
     def takes(self, batches: Sequence[Batch]) -> bool:
-        """Whether the batch is of the graph's shapes."""
+        """Return whether the graph can run on these batches."""
         if len(batches) > 1 or self._stepper.pieces > 1:
             return False
         return self._tensors_of(batches[0]) is not None
@@ -255,12 +256,12 @@ class Program:
         return tensors if len(tensors) == len(self._of_batch) else None
 
     def in_a_row(self, step: int) -> Callable[[Batch], tuple[torch.Tensor, Any] | None]:
-        """Makes steps between which nothing of the model or its optimizer changes."""
+        """Return a function that makes steps, for use while nothing else changes the model."""
         run, graph, flag = self._run, self._graph, self._places.flag
         held, scale, metrics = self._held, self._stepper.lr_scale, self._compute.metrics
         self._set_rates(step)
         numbers, numbered = count(step + 1), self._rates
-        # Behind the loss comes the weight, a number or a tensor; without metrics that is all.
+        # The weight follows the loss, a number or a tensor; without metrics nothing follows it.
         weight_of_all = graph.behind[0]
 
         taken = -1
@@ -288,10 +289,10 @@ class Program:
         return make
 
     def tell(self) -> None:
-        """Let others know that steps were made."""
-        # The versions of weights show the change.
+        """Mark the weights and the optimizer as changed by steps."""
+        # Version counters of the weights show the change.
         torch.autograd.graph.increment_version(self._moved)
-        # torch's schedulers look here to see that the optimizer stepped before them.
+        # torch's schedulers check this to see that the optimizer stepped before them.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
     @torch.no_grad()
@@ -318,7 +319,7 @@ class Program:
         return Done(*made, clock() - start, 0, 0, 0)
 
     def feed(self, batch: Batch) -> None:
-        """Show the metrics what the step before has put out."""
+        """Feed the latest step's output to the metrics."""
         if self._compute.metrics:
             self._compute.feed(self._output, batch)
             self._output = None
@@ -332,7 +333,7 @@ class Program:
         self._rehearsed = (before, ours, loss)
 
     def compare(self, wanted: torch.Tensor) -> None:
-        """Compare it with the same step as it was made meanwhile."""
+        """Compare the rehearsed step with the eager step that was made meanwhile."""
         before, ours, loss = self._rehearsed
         del self._rehearsed
         if self._stepper.joint.update.was_bad():
@@ -355,10 +356,10 @@ class Program:
 
 
 class Capture:
-    """Make steps by a compiled graph, once it is compiled.
+    """Makes steps by a compiled graph, once it is compiled.
 
     Attributes:
-        is_asked: as given.
+        is_asked: whether the user asked for capturing; False where `auto` tries it.
         why: the reason why no step is captured; "" while steps may be captured.
         refused: a batch that the graph is known to refuse.
     """
@@ -386,7 +387,7 @@ class Capture:
     def __call__(
         self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int
     ) -> Done:
-        """Make a step, by the graph where it can."""
+        """Make a step, by the graph if possible."""
         program = self._program
         if program is None:
             done = eager()
@@ -394,7 +395,7 @@ class Capture:
                 with self._giving_up():
                     self._advance(compute, batches, step)
             return done
-        if self.is_asked and self._waits():  # settings are compared without it
+        if self.is_asked and self._waits():  # other settings are being compared
             return eager()
         if program.settings != self._stepper.switch.now or not program.is_current():
             self._program = self._graph = None
@@ -434,14 +435,14 @@ class Capture:
             self.give_up(first_line(error))
 
     def give_up(self, why: str) -> None:
-        """From now on steps run eagerly."""
+        """Run steps eagerly from now on, for the given reason."""
         self.close()
         self.why = why
         if self.is_asked:
             self._note(f"compute.capture: steps run eagerly: {why}")
 
     def at_hand(self) -> Program | None:
-        """The compiled step, where the next step is one that it makes."""
+        """Return the compiled step if it can make the next step, else None."""
         program = self._program
         if program is None or program.left <= 0 or self._stepper.pieces > 1:
             return None
@@ -459,12 +460,12 @@ class Capture:
             self._begin(compute, batches)
 
     def begin(self, compute: Any, batches: Sequence[Batch]) -> None:
-        """Compile the step that was just made; `why` is set where that cannot be."""
+        """Compile the step that was just made; set `why` where that is impossible."""
         with self._giving_up():
             self._begin(compute, batches)
 
     def is_there(self, compute: Any) -> bool:
-        """Whether what `begin` has begun is there; `why` is set where it will not be."""
+        """Return whether the graph is compiled; set `why` where compiling failed."""
         with self._giving_up():
             self._fetch(compute)
         return self._program is not None
@@ -476,7 +477,7 @@ class Capture:
             self._load(path, compute)
 
     def hold(self, holds: bool) -> None:
-        """Hold the child up, or let it go on."""
+        """Pause the child, or let it continue."""
         if self._compiling is not None:
             self._compiling.hold(holds)
             self._lend(not holds)
@@ -488,12 +489,12 @@ class Capture:
 
     @property
     def is_used(self) -> bool:
-        """Whether the graph is there, for all steps that it takes."""
+        """Whether the graph is compiled and used for all steps that it can make."""
         return self._program is not None
 
     @property
     def compiling(self) -> Compiling | None:
-        """The child, while it compiles."""
+        """The child while it compiles, else None."""
         return self._compiling
 
     def _begin(self, compute: Any, batches: Sequence[Batch]) -> None:
@@ -543,7 +544,7 @@ class Capture:
         return ""
 
     def close(self) -> None:
-        """End what goes on beside the training; from now on steps run eagerly."""
+        """End the child and drop the graph; from now on steps run eagerly."""
         self._program = self._graph = None
         if self._compiling is not None:
             self._compiling.close()
@@ -577,7 +578,7 @@ def _checksum(path: Path) -> str:
 
 
 def lends_cpu(threads: int, may_lend: bool) -> bool:
-    """Whether steps run on a thread less while a graph is compiled."""
+    """Return whether steps run on one thread less while a graph is compiled."""
     return may_lend and threads > 1 and threads >= usable_cpus()
 
 

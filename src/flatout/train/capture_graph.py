@@ -1,10 +1,10 @@
-"""A whole step as one graph: forward, backward, clipping, the gate, and the update.
+"""A whole step as one graph: forward, backward, clipping, the check for NaN, and the update.
 
-It is traced on tensors without values, so that nothing is computed or drawn, and nothing that
-depends on values can be in it. What a step changes are its inputs, which the graph writes to:
+The step is traced on fake tensors, so that tracing computes and draws nothing, and no code that
+depends on values can be traced. The graph's inputs, some of which it changes in place, are:
 
-    parameters, other parameters and buffers, the optimizer's state, the gate's flag,
-    the rates of each group, the tensors of the batch
+    parameters, other parameters and buffers, the optimizer's state, the bad-step flag,
+    the rates of each parameter group, the tensors of the batch
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flatout.train.settings import Switch
 Tensors = list[torch.Tensor]
 Shapes = list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
 PLAIN_TYPES = (bool, int, float, str, bytes, type(None))
-# The flag of a step that has changed nothing but it, since an id or label is out of range.
+# The flag of a step that changed nothing else, because an id or label is out of range.
 STRAY = 2.0
 _HOOKS = tuple(
     name for name in vars(nn.Module()) if name.endswith("_hooks") and "state_dict" not in name
@@ -41,22 +41,23 @@ _HOOKS = tuple(
 
 
 class Unfit(Exception):
-    """Raised where a step cannot be one graph; says why."""
+    """Raised where a step cannot be one graph, with the reason."""
 
 
 class Graph(NamedTuple):
-    """A step, or a forward, as code of torch.fx.
+    """A traced step or forward, as code of torch.fx.
 
     Attributes:
         code: of a function `forward(self, *inputs)` that returns a list of tensors.
-        constants: tensors that it takes from `self`, by name.
+        constants: tensors that the function reads from `self`, by name.
         inputs: shape, strides and dtype of each input.
-        reads_ids: whether a flag of 2, or the first tensor of a forward, tells of an id or label
-            that is out of range.
-        behind: what is returned behind the loss or that tensor, with an ellipsis for each tensor.
-        spec: its structure.
-        alike: the parameters that have made equally many steps, as of `Places.alike`; none of a
-            forward.
+        reads_ids: whether the graph reports an id or label that is out of range: a step by
+            flag 2, a forward by its first tensor.
+        behind: the values returned after the first tensor (the loss, or a forward's report), with
+            an ellipsis for each tensor.
+        spec: tree structure of the values in `behind`.
+        alike: names of parameters grouped by an equal number of steps, as from `Places.alike`;
+            empty for a forward.
     """
 
     code: str
@@ -68,13 +69,13 @@ class Graph(NamedTuple):
     alike: list[list[str]]
 
     def restore(self, returned: Tensors) -> Any:
-        """What lies behind the first tensor: a step's weight and output, or a forward's output."""
+        """Return the values after the first tensor: a step's weight and output, or an output."""
         left = iter(returned)
         parts = [next(left) if part is ... else part for part in self.behind]
         return tree_unflatten(parts, self.spec)
 
     def digest(self, *facts: Any) -> str:
-        """24 hex digits that differ where what is compiled may."""
+        """Return 24 hex digits that differ where the compiled code may differ."""
         parts = [
             self.code,
             self.inputs,
@@ -85,15 +86,15 @@ class Graph(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The tensors that a step reads and changes, and how they are told apart.
+    """The tensors that a step reads and changes, with their names.
 
     Attributes:
         parameters: of the optimizer, by their names in the model.
         others: parameters that do not train, and buffers.
-        groups: of the optimizer: its facts, and the names of its parameters that train.
-        states: of each parameter, its state in the order of `Kind.states`; none before its first
-            step.
-        flag: of the gate.
+        groups: the optimizer's parameter groups: facts, and the names of parameters that train.
+        states: optimizer state of each parameter in the order of `Kind.states`; empty before its
+            first step.
+        flag: the flag that a step with a NaN or infinity sets.
     """
 
     kind: Kind
@@ -104,7 +105,7 @@ class Places(NamedTuple):
     flag: torch.Tensor
 
     def alike(self) -> list[list[str]]:
-        """Of each group in turn, the parameters that have made equally many steps."""
+        """Return, for each group in turn, parameters that have made equally many steps."""
         result: dict[tuple[int, float], list[str]] = {}
         for number, (facts, names) in enumerate(self.groups):
             counts = self.kind.states(facts)[:1] == ("step",)
@@ -114,7 +115,7 @@ class Places(NamedTuple):
         return list(result.values())
 
     def tensors(self) -> Tensors:
-        """All of them in the order of the graph's inputs."""
+        """Return all tensors in the order of the graph's inputs."""
         states = [tensor for state in self.states.values() for tensor in state]
         return [*self.parameters.values(), *self.others.values(), *states, self.flag]
 
@@ -130,7 +131,7 @@ class Places(NamedTuple):
 
 
 def places_of(model: nn.Module, update: Update) -> Places:
-    """The places of a step."""
+    """Collect the tensors of a step, and refuse models and optimizers that cannot be captured."""
     check_model(model)
     kind = kind_of(update.parts[0].optimizer) if len(update.parts) == 1 else None
     if kind is None:
@@ -172,7 +173,7 @@ def places_of(model: nn.Module, update: Update) -> Places:
 
 
 def check_model(model: nn.Module, *, compiled: bool = False) -> None:
-    """Refuse a model whose code may do more than its graph would."""
+    """Refuse a model whose code may have effects that its graph would lack."""
     before, after = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
     if not all(hasattr(hook, ONLY_LOOKS) for hook in (*before.values(), *after.values())):
         raise Unfit("modules have hooks")
@@ -187,7 +188,7 @@ def check_model(model: nn.Module, *, compiled: bool = False) -> None:
 
 
 class ModuleWatch:
-    """Tells whether something has changed on which the code of a traced step depends."""
+    """Detects changes of the model that would change a traced step."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._hooks = [getattr(module, name) for module in modules for name in _HOOKS]
@@ -196,14 +197,14 @@ class ModuleWatch:
             own = vars(module)
             self._known += [(own, k, v) for k, v in own.items() if isinstance(v, PLAIN_TYPES)]
             self._known.append((own, "forward", own.get("forward")))
-            # Of a cut behind frozen layers: what is behind another one is another step.
+            # A cut after frozen layers sets this; a cut after another layer is another step.
             self._known.append((own, "_call_impl", own.get("_call_impl")))
             for names in (module._modules, module._parameters, module._buffers):
                 self._known += [(names, k, v) for k, v in names.items()]
         self._trains = [(p, p.requires_grad) for m in modules for p in m.parameters(recurse=False)]
 
     def holds(self) -> bool:
-        """Whether the model is what it was."""
+        """Return whether the model is unchanged."""
         if any(self._hooks):
             return False
         for names, key, value in self._known:
@@ -214,7 +215,7 @@ class ModuleWatch:
 
 
 class _Whole(nn.Module):
-    """The loss as a module, so that the tensors of the model within can be replaced."""
+    """The loss as a module, so that the tensors of the inner model can be replaced."""
 
     def __init__(self, model: nn.Module, compute: ModelCompute) -> None:
         super().__init__()
@@ -227,13 +228,13 @@ class _Whole(nn.Module):
 def trace(
     compute: ModelCompute, batch: Batch, places: Places, update: Update, switch: Switch
 ) -> Graph:
-    """The step on batches like this one; nothing changes."""
+    """Trace the step on batches like this one, without changing anything."""
     whole, held, alike = _Whole(switch.model, compute), places.tensors(), places.alike()
     rates = [
         torch.tensor(places.kind.rates(group), dtype=torch.float64)
         for group in update.parts[0].optimizer.param_groups
     ]
-    # What is no tensor of what is returned behind the loss; an ellipsis stands for a tensor.
+    # The values returned after the loss, with an ellipsis in place of each tensor; and their spec.
     template: list[Any] = []
     strays: Tensors = []
     moved: Tensors = []
@@ -273,7 +274,7 @@ def trace(
 def code_of(
     function: Callable[..., Tensors], arguments: Tensors, moved: Tensors
 ) -> tuple[str, dict[str, torch.Tensor]]:
-    """A function of tensors as code, and the constants in it, as `Graph` has them."""
+    """Return a function of tensors as code, with its constants, as in `Graph`."""
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.graph import CodeGen
 
@@ -283,7 +284,7 @@ def code_of(
         )(*arguments)
     except Unfit:
         raise
-    except Exception as error:  # whatever a model's code raises at tensors without values
+    except Exception as error:  # whatever a model's code raises for fake tensors
         raise Unfit(f"it cannot be traced: {first_line(error)}") from error
     nodes = graph.graph.nodes
     if any(map(_draws, nodes)):
@@ -309,7 +310,7 @@ def _draws(node: torch.fx.Node) -> bool:
 
 
 def tensors_of(batch: Batch) -> Tensors:
-    """What a step reads of a batch."""
+    """Return the tensors of a batch that a step reads."""
     tensors: Tensors = []
     for part in batch[:3]:
         if isinstance(part, torch.Tensor):
@@ -320,7 +321,7 @@ def tensors_of(batch: Batch) -> Tensors:
 
 
 def shapes_of(tensors: Tensors) -> Shapes:
-    """Shape, strides and dtype of each."""
+    """Return shape, strides and dtype of each tensor."""
     return [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors]
 
 

@@ -1,10 +1,10 @@
 """Runs the forward of an evaluation as one compiled graph, where that is measured faster.
 
-Within `EvaluateGraph.over` the model's calls are timed. Where those that are left repay it, the
-forward is traced (forward_graph.py) and compiled by a process beside them, as steps are
-(capture.py). When the graph is there, it is compared with an eager call, and then measured against
-such calls in the order A B B A, on the evaluation's own batches: no sample is computed twice but
-those of the comparison. What was found is kept beside the package, for later processes.
+Within `EvaluateGraph.over` the model's calls are timed. Where the remaining calls repay compiling,
+the forward is traced (forward_graph.py) and compiled by a child process, as steps are (capture.py).
+Once the graph is compiled, it is compared with an eager call. It is then timed against eager calls
+in the order A B B A, on the evaluation's own batches. Only the samples of the comparison are
+computed twice. The result is kept next to the package, for later processes.
 """
 
 from __future__ import annotations
@@ -44,28 +44,30 @@ from flatout.train.evaluate_batch import are_close
 from flatout.train.forward_graph import Attributes, held_by, trace_forward
 from flatout.words import duration
 
-# Calls that have taken less in all, or are fewer, are over before anything could be gained.
+# _WORTH_S: fewest seconds of eager calls before compiling is considered. _FEW: fewest such calls.
 _WORTH_S, _FEW = 0.5, 4
-# What is left has to take so long that tracing, of some tenths of a second, is little of it.
+# Fewest seconds of forward that must remain before the forward is traced.
 _LEAST_S = 10.0
-# About what compiling takes, the share of it that calls beside it pay where a CPU is left to it,
-# and what of the time that is none of a kernel it may save.
+# _COMPILE_S: estimated seconds of a compilation. _SLOWED: share of these seconds that calls lose
+# meanwhile if a CPU is left for the child. _SAVED: share of the time outside kernels that a graph
+# is expected to save.
 _COMPILE_S, _SLOWED, _SAVED = 25.0, 0.05, 0.25
-# What may be saved has to be so many times what it costs.
+# The expected saving in seconds must be at least this multiple of the cost.
 _REPAID = 2.0
-# Forms of calls that are told apart, and those of them that are traced.
+# _MOST_FORMS: most forms of calls that are distinguished. _MOST_GRAPHS: most forms traced.
 _MOST_FORMS, _MOST_GRAPHS = 16, 4
-# The child is asked so many seconds apart.
+# Seconds between two polls of the child.
 _ASK_S = 0.25
-# The graph runs beside an eager call again after so many calls, and in another evaluation after
-# the second number of them.
+# _CHECK_EVERY: calls by the graph between two comparisons with an eager call. _CHECK_AGAIN: calls
+# by the graph after which a new evaluation begins with a comparison.
 _CHECK_EVERY, _CHECK_AGAIN = 1000, 16
-# Of a trial's block; a smaller gain is none, and one that may be larger is measured again.
+# _BLOCK_S: seconds of a trial's block. _LEAST_GAIN: smallest gain that counts. _UNCLEAR: a lost
+# trial whose upper bound of the ratio reaches this is repeated in a later process.
 _BLOCK_S, _LEAST_GAIN, _UNCLEAR = 0.05, 0.02, 1.05
-# Of the free memory, what all weights may take: the child has them too.
+# Largest share of the free memory for the weights' second copy, which the child holds.
 _SHARE = 0.25
 
-# How the arguments of a call with a tensor alone are made up.
+# Tree spec of a call whose only argument is a tensor.
 _OF_ONE = tree_flatten(((None,), {}))[1]
 
 Call = Callable[[], Any]
@@ -76,10 +78,10 @@ class EvaluateGraph:
 
     Attributes:
         passes_left: evaluations like the present one that are planned after it; None where that is
-            not known, so that they are taken to last as long again as they have lasted.
-        is_asked: whether graphs are compiled however little is left to be gained.
-        may_lend: whether calls may run on a thread less while one is compiled.
-        graphs: how many were traced.
+            unknown. Then the calls are expected to last at least as long again as until now.
+        is_asked: whether graphs are compiled even if they do not repay it.
+        may_lend: whether calls may run on one thread less while a graph is compiled.
+        graphs: number of traced graphs.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class EvaluateGraph:
 
     @contextmanager
     def over(self, model: nn.Module, samples: int | None) -> Iterator[None]:
-        """Within, the model's calls may be made by a graph."""
+        """Let compiled graphs make the model's calls within this context."""
         if model is not self._model:
             self.close()
             self._model, self._forms = model, []
@@ -136,7 +138,7 @@ class EvaluateGraph:
         if form is None:
             return call()
         self._seen += form.samples
-        if self.may_begin():  # else sizes are compared
+        if self.may_begin():  # else input sizes are being compared
             form.seen += form.samples
         return form(leaves, call)
 
@@ -160,9 +162,9 @@ class EvaluateGraph:
         return self._forms[-1]
 
     def left_s(self, form: _Form) -> float:
-        """Seconds that calls of a form will take, as they are made now.
+        """Return the seconds that the remaining calls of a form will take if made as now.
 
-        Of the samples that are left it has the share that it had up to now.
+        The form is expected to have the same share of the remaining samples as until now.
         """
         if self._samples is None or not form.samples:
             return form.spent_s
@@ -172,11 +174,11 @@ class EvaluateGraph:
         return known if self.passes_left is not None else max(known, form.spent_s)
 
     def is_free(self) -> bool:
-        """Whether something may be compiled now."""
+        """Return whether a compilation may start now."""
         return self.may_begin() and not any(form.is_compiling for form in self._forms)
 
     def lend(self) -> None:
-        """Leave a CPU to a child that compiles, or take it back: threads that wait spin."""
+        """Leave a CPU to a compiling child, or take it back: OpenMP threads that wait spin."""
         threads = self._context[1]
         lends = self.lends and any(form.is_beside for form in self._forms)
         if self._is_lent != (self._is_within and lends):
@@ -185,21 +187,21 @@ class EvaluateGraph:
 
     @property
     def lends(self) -> bool:
-        """Whether calls run on a thread less beside a child."""
+        """Whether calls run on one thread less while a child compiles."""
         return lends_cpu(self._context[1], self.may_lend)
 
     def records(self) -> list[dict[str, Any]]:
-        """What came of each form of calls that took longer than a moment, as plain data.
+        """Return the outcome of each form of calls that took longer than a moment, as plain data.
 
-        Each has `samples` of a call, `seconds` of those made eagerly, `chosen` ("a" eager, "b"
-        the graph), `why` it is not used, `is_open` where it may still come, `compile_s`, `lost_s`
-        by which tracing held calls up and compiling slowed them, and where it was measured the
-        figures of the trial.
+        Each record has `samples` of a call, `seconds` of the eager calls, and `chosen` ("a" eager,
+        "b" the graph). `why` is the reason why the graph is not used, and `is_open` is True while
+        the graph may still come. `compile_s` and `lost_s` are the seconds of compiling, and those
+        lost to tracing and to slowed calls. Figures of a trial are included if it was made.
         """
         return [form.record() for form in self._forms if form.spent_s >= _WORTH_S]
 
     def close(self) -> None:
-        """End what is compiled; it may be begun again."""
+        """End all compilations; they may begin again."""
         for form in self._forms:
             form.close()
 
@@ -208,11 +210,11 @@ class _Form:
     """Calls whose tensors have the same shapes.
 
     Attributes:
-        key: what they have in common.
-        samples: of a call.
-        seen: samples of all of them, but for those in which sizes were compared.
-        calls, spent_s: made eagerly, and the seconds that they took.
-        why: why they are made eagerly for good; "" while that is open.
+        key: context, shapes and argument structure that the calls share.
+        samples: number of samples of a call.
+        seen: samples of all calls, except those made while input sizes were compared.
+        calls, spent_s: number of eager calls, and their seconds.
+        why: the reason why calls stay eager for good; "" while that is open.
     """
 
     def __init__(
@@ -245,7 +247,7 @@ class _Form:
         return call() if output is ... else output
 
     def _eager(self, leaves: list[Any], call: Call) -> Any:
-        """Make a call, and do what comes next until the graph is there."""
+        """Make an eager call, and take the next action on the way to a compiled graph."""
         if self._is_due:
             return self._looked_at(leaves, call)
         began = self._owner.clock()
@@ -267,7 +269,7 @@ class _Form:
         return output
 
     def _looked_at(self, leaves: list[Any], call: Call) -> Any:
-        """Make a call, and see what it does besides: trace it, and have it compiled if it pays."""
+        """Make a call while timing its kernels; trace it, and have it compiled if that pays."""
         self._is_due = False
         before, times = Attributes(self._model), OperatorTimes()  # type: ignore[no-untyped-call]
         began = self._owner.clock()
@@ -328,7 +330,7 @@ class _Form:
     def _wait(self, took: float) -> None:
         assert self._compiling is not None
         is_over, now = self._spells.count(took), self._owner.clock()
-        if not is_over and now < self._ask_at:  # short calls are a small part of the time
+        if not is_over and now < self._ask_at:  # limits the cost of polling for short calls
             return
         self._ask_at = now + _ASK_S
         with self._giving_up():
@@ -350,7 +352,7 @@ class _Form:
         self._program = _Program(path, self._made.graph, self._model)
         self._left = 0
 
-    # -- by the graph ------------------------------------------------------------------------
+    # -- calls by the graph ------------------------------------------------------------------
 
     def _by_graph(self, leaves: list[Any]) -> Any:
         assert self._program is not None
@@ -359,7 +361,7 @@ class _Form:
         return ...
 
     def _compared(self, leaves: list[Any], call: Call) -> Any:
-        """Make a call both ways, before the graph is used, and now and then."""
+        """Make a call eagerly and by the graph, and compare the outputs."""
         ours, wanted = self._by_graph(leaves), call()
         if self._program is None or ours is ...:
             return wanted
@@ -406,7 +408,7 @@ class _Form:
             f"{result.words} as fast; {how}; result: rounding"
         )
 
-    # -- around the passes -------------------------------------------------------------------
+    # -- between evaluations -----------------------------------------------------------------
 
     def resume(self, context: tuple[Any, int]) -> bool:
         is_current = self._made is None or self._made.is_current()
@@ -471,10 +473,9 @@ class _TracedForward:
     """A traced forward.
 
     Attributes:
-        graph: of it.
         digest: its name in the cache.
-        attributes: of the model that was traced.
-        versions: of the tensors that the graph holds the values of.
+        attributes: of the traced model's modules.
+        versions: version counters of the graph's constants at the time of tracing.
     """
 
     graph: Graph
@@ -494,7 +495,7 @@ class _TracedForward:
             return None
 
     def keep(self, found: dict[str, Any]) -> None:
-        """Keep it for later processes; a cache that cannot be written costs them a trial."""
+        """Keep a trial's result for later processes; failure to write only costs them a trial."""
         with suppress(OSError):
             keep_text(KIND, f"{self.digest}.json", json.dumps(found))
 
@@ -513,7 +514,7 @@ class _Program:
         self.bind()
 
     def bind(self) -> None:
-        """Find the weights and buffers."""
+        """Collect the model's weights and buffers, and check their shapes."""
         self._held = list(held_by(self._model).values())
         if shapes_of(self._held) != self._graph.inputs[: len(self._held)]:
             raise Unfit("weights lie otherwise than before")
@@ -527,10 +528,10 @@ class _Program:
 
 
 class _Trial:
-    """Blocks of eager calls (a) and by the graph (b), in the order A B B A.
+    """Blocks of eager calls (a) and calls by the graph (b), in the order A B B A.
 
     Attributes:
-        side: of the present block.
+        side: "a" or "b", the side of the present block.
     """
 
     def __init__(self) -> None:

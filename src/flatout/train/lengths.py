@@ -1,10 +1,10 @@
-"""Steps of unlike batches compared: sequences may be longer in one batch than in another.
+"""Comparison of steps on batches of different sizes, such as sequences of different lengths.
 
-A batch of so many values takes about as long as others of its kind did: seconds by values are
-learned from the steps of one of the settings, in classes of half an octave, and interpolated
-between their medians. Steps are told as what they would take if they were of the typical mix of
-batches, so that settings are compared within like batches, and long ones weigh as much as they do
-in the run.
+A batch takes about as long as other batches with a similar number of values. Seconds by number of
+values are learned from the steps of one of the settings. Step times are grouped in classes of half
+an octave, and interpolated between the medians of the classes. A step's time is then converted to
+the typical mix of batches. Settings are thus compared on like batches, and long batches weigh as
+much as they do in the run.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from flatout.recipe import phrase
 from flatout.train.settings import LIVE, Settings
 
 Step = tuple[int, float]
-"""The values that the inputs of its batches have, and its seconds."""
+"""Number of values in the inputs of a step's batches, and seconds of the step."""
 
-# Classes of batches in each doubling of their values.
+# Number of classes for each doubling of a batch's values.
 _CLASSES = 2
-# Steps that are remembered of each class, and first steps that tell the typical mix.
+# _LATEST: steps that are kept of each class. _TYPICAL: first steps that define the typical mix.
 _LATEST, _TYPICAL = 32, 32
-# Other settings for a part of the lengths need so many steps of a class, and save this share.
+# _FEWEST: fewest steps of a class before it may get other settings. _WORTH: smallest share of the
+# time of all steps that other settings for a part of the lengths must save.
 _FEWEST, _WORTH = 3, 0.01
 
 
@@ -40,36 +41,36 @@ class ByLength:
     long: Settings
 
     def at(self, values: int) -> Settings:
-        """The settings for a step of so many values."""
+        """Return the settings for a step with this number of values."""
         return self.short if values <= self.most else self.long
 
     def other_than(self, plain: Settings) -> dict[str, Any]:
-        """As of Settings, with a line for the short ones."""
+        """Return the fields that differ from plain, with an entry for short batches."""
         short = _words(self.short, plain)
         return {**self.long.other_than(plain), f"up to {self.most:,} values": short}
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, which `of` reads."""
+        """Return plain data, which `of` reads."""
         return {"most": self.most, "short": asdict(self.short), "long": asdict(self.long)}
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> ByLength:
-        """What `as_dict` has written."""
+        """Read the data that `as_dict` returns."""
         short, long = (Settings(**found[part]) for part in ("short", "long"))
         return cls(int(found["most"]), short, long)
 
     def words(self, plain: Settings) -> str:
-        """What runs under which settings."""
+        """Describe the settings for short and for long steps."""
         short, long = (_words(item, plain) for item in (self.short, self.long))
         return f"{short} for steps of up to {self.most:,} values, {long} for larger ones"
 
 
 class Lengths:
-    """What steps took by how many values their batches have.
+    """Step times by the number of values in a step's batches.
 
     Attributes:
         varied: whether batches have different numbers of values.
-        base: the settings that tell how much longer a step of more values takes; the first to run.
+        base: settings whose steps give the seconds by number of values; the first settings to run.
     """
 
     def __init__(self) -> None:
@@ -80,7 +81,7 @@ class Lengths:
         self._typical: list[int] = []
 
     def add(self, settings: Settings | ByLength, steps: list[Step]) -> None:
-        """Steps under some settings."""
+        """Record steps under some settings."""
         self.base = self.base or settings
         self._seen.update(_class_of(values) for values, _ in steps)
         classes = self._steps.setdefault(settings, {})
@@ -91,15 +92,15 @@ class Lengths:
             self.varied = self.varied or values != self._typical[0]
 
     def typical_s(self, steps: list[Step]) -> float:
-        """Seconds per step, as if they were of the typical mix of batches."""
+        """Return seconds per step, converted to the typical mix of batches."""
         took = sum(seconds for _, seconds in steps)
         usual = sum(self._usual_s([values for values, _ in steps]))
         return took / usual * fmean(self._usual_s(self._typical))
 
     def split(self, best: Settings) -> ByLength | None:
-        """Settings for short and for long steps that seem faster than `best` for all; else None.
+        """Return settings by length that seem faster than `best` for all steps; None without any.
 
-        What they save is what medians of the steps so far say, class by class: no proof.
+        The saving is estimated from each class's median of the steps so far; it is no proof.
         """
         mine = self._medians(best)
         whole = sum(count * mine.get(length, 0.0) for length, count in self._seen.items())
@@ -143,7 +144,7 @@ class Lengths:
             for of in classes.values()
         )
         known, seconds = np.array(middles).T
-        # Beyond what was seen, a step takes as much longer as it has more values.
+        # Outside the measured range, a step's time is proportional to its number of values.
         beyond = logs - np.clip(logs, known[0], known[-1])
         usual: list[float] = np.exp(np.interp(logs, known, seconds) + beyond).tolist()
         return usual

@@ -1,4 +1,4 @@
-"""What a Profile says of a Loop: each part of it from what the Loop knows."""
+"""The parts of a Profile, each read from a Loop."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from flatout.train.loop_state import LoopState
 from flatout.train.resume import source_state
 from flatout.world import RANKS_TRIED, interface_of, servers, source_address
 
-# The latest steps, of which a Profile has quantiles and which it keeps singly.
+# Latest steps that a Profile's quantiles cover, and whose single times it keeps.
 _MOST_STEPS = 2_000
 
 Kind = Literal["Trainer", "Keras", "Loop"]
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
-    """What a Profile says of a model; to be asked before ranks share it out."""
+    """Return a model's name and numbers of parameters; call it before ranks shard the model."""
     parameters = {id(parameter): parameter for parameter in adapter_of(model).parameters()}.values()
     return {
         "name": type(model).__name__,
@@ -49,7 +49,7 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
 
 
 def bytes_per_sample(first: Sequence[Batch]) -> float | None:
-    """What a sample takes in the first batch."""
+    """Return the mean number of bytes per sample in the first batch."""
     if not first or not first[0].samples:
         return None
     return sum(tensor.nbytes for tensor in first[0].tensors()) / first[0].samples
@@ -58,12 +58,13 @@ def bytes_per_sample(first: Sequence[Batch]) -> float | None:
 class Steady(NamedTuple):
     """The steps that show how fast a run is, in order.
 
-    They ran under the settings that the run ended with, and the first tenth of them warmed up.
+    They ran under the settings that the run ended with. The first tenth of such steps is warm-up
+    and left out.
 
     Attributes:
-        steps: how many there are.
-        rows: of the latest of them start and durations in ns, as of `Timeline.rows`.
-        samples: on how many each of these trained.
+        steps: number of steady steps.
+        rows: start and durations in ns of the latest steady steps, as in `Timeline.rows`.
+        samples: number of samples of each step in `rows`.
     """
 
     steps: int
@@ -72,7 +73,7 @@ class Steady(NamedTuple):
 
 
 def steady_steps(loop: LoopState) -> Steady:
-    """Those among the steps that the timeline keeps."""
+    """Return the steady steps among those that the timeline keeps."""
     samples = loop.timeline.step_samples()
     spans = (loop.tuning or {}).get("spans", [])
     ran = np.zeros(len(samples), bool)
@@ -87,7 +88,7 @@ def steady_steps(loop: LoopState) -> Steady:
 
 
 def rank_profile(loop: LoopState, use: Use, waited: int, steady: Steady) -> RankProfile:
-    """What this rank tells."""
+    """Return this rank's part of the Profile."""
     place = loop.world.place
     steps = max(1, loop.timeline.steps)
     return RankProfile(
@@ -115,7 +116,7 @@ def _quantiles(steady: Steady) -> dict[str, list[float]]:
 
 
 def steps(loop: LoopState, before: int, steady: Steady, *, is_over: bool) -> Steps:
-    """Figures of the steps; the intervals, which take a while, only at the end."""
+    """Return figures of the steps; compute the confidence interval, which is slow, at the end."""
     known = Steps(
         first=before + 1,
         last=loop.step_count,
@@ -144,9 +145,10 @@ def steps(loop: LoopState, before: int, steady: Steady, *, is_over: bool) -> Ste
 
 
 def over_periods(ms: npt.NDArray[np.float64], period: int) -> npt.NDArray[np.float64]:
-    """Each step as the mean of the period that ends with it, where there are so many.
+    """Replace each step by the mean of the period that ends with it.
 
-    Where ranks average now and then, the median step says nothing of what that costs.
+    With fewer steps than a period, return `ms` unchanged. Where ranks average only once in each
+    period, the median step does not show the cost of averaging.
     """
     if period == 1 or len(ms) < period:
         return ms
@@ -170,14 +172,14 @@ def _noise(loop: LoopState) -> float | None:
 
 
 def kind_of(loop: LoopState) -> Kind:
-    """What trains."""
+    """Return the API that the loop was started by."""
     if loop.trainer_facts is None:
         return "Loop"
     return "Keras" if adapter_of(loop.model).framework == "Keras" else "Trainer"
 
 
 def job(loop: LoopState) -> dict[str, str]:
-    """What identifies the job, in words; what only its data show stands elsewhere."""
+    """Return the facts that identify the job, in words, except those about its data."""
     facts = {name: words for name, (words, _) in loop.job.get("facts", {}).items()}
     for number, optimizer in enumerate(loop.optimizers, 1):
         own = optimizer_adapter(optimizer).given
@@ -193,7 +195,7 @@ def job(loop: LoopState) -> dict[str, str]:
 
 
 def world(loop: LoopState) -> dict[str, Any]:
-    """The ranks, and what more of them on this node have given."""
+    """Return facts about the ranks, and the steps per second measured with other rank counts."""
     place = loop.world.place
     strategy = "" if loop.resolved is None else loop.asked_strategy
     there = servers.apart()
@@ -211,7 +213,7 @@ def world(loop: LoopState) -> dict[str, Any]:
 
 
 def network(loop: LoopState) -> dict[str, Any] | None:
-    """How this rank reaches others; None where there are none."""
+    """Return this rank's network address and interface; None where there is a single rank."""
     place = loop.world.place
     if place.world_size == 1:
         return None
@@ -223,7 +225,7 @@ def network(loop: LoopState) -> dict[str, Any] | None:
 
 
 def recipe(loop: LoopState) -> dict[str, Any] | None:
-    """How the steps run, and why."""
+    """Return the settings of the steps, with reasons."""
     resolved = loop.resolved
     if resolved is None:
         return None
@@ -237,7 +239,7 @@ def recipe(loop: LoopState) -> dict[str, Any] | None:
 
 
 def data(loop: LoopState) -> dict[str, Any] | None:
-    """What identifies the data."""
+    """Return the facts that identify the data."""
     source = loop.feed.source
     if source is None:
         return None
@@ -256,7 +258,7 @@ def data(loop: LoopState) -> dict[str, Any] | None:
 
 
 def input_facts(loop: LoopState) -> dict[str, Any]:
-    """What the input costs, and how fast it could be."""
+    """Return the cost of the input stages, and the samples per second that they could reach."""
     known: dict[str, Any] = {}
     source = loop.feed.source
     if not isinstance(source, Pipeline) or not source.in_batches:
@@ -276,7 +278,10 @@ def input_facts(loop: LoopState) -> dict[str, Any]:
 
 
 def communication(loop: LoopState) -> dict[str, Any]:
-    """What ranks send each other in a step; of one what local SGD would have it send."""
+    """Return the traffic of each step between ranks.
+
+    For a single rank, return the bytes that local SGD would send per average.
+    """
     if loop.world.size == 1:
         if not all(optimizer_adapter(optimizer).averages_state for optimizer in loop.optimizers):
             return {}
@@ -290,7 +295,7 @@ def communication(loop: LoopState) -> dict[str, Any]:
 
 @cache
 def versions(kind: Kind) -> dict[str, str]:
-    """Of what trains."""
+    """Return the versions of Python and of the packages that train."""
     result = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in ("flatout", "torch", *(["keras"] if kind == "Keras" else [])):
         with suppress(PackageNotFoundError):

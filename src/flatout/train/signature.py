@@ -1,6 +1,7 @@
-"""What a model is to know of its data: names of classes, and how images become its input.
+"""A model's facts about its data: names of classes, and the conversion of images to its input.
 
-It travels with the model, as JSON: in the metadata of model files and checkpoints, in `.keras`.
+The facts are stored with the model as JSON: in the metadata of model files and checkpoints, and in
+`.keras` files.
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ _IMAGES = "images"
 
 @dataclass(frozen=True)
 class Signature:
-    """What a model knows of the data that it was trained on.
+    """Facts about the data that a model was trained on.
 
     Attributes:
-        classes: their names by number; None where the data named none.
-        images: a schema of `flatout.data.images` by which a file becomes an input; None where the
-            data were others, or functions of the user's had a part in it that are not random.
-        pixels: what bytes become before the model gets them; None where it gets them as they are.
+        classes: names of classes by number; None where the data named none.
+        images: a schema of `flatout.data.images` by which a file becomes an input. None for other
+            data, or where the user's own functions without randomness took part.
+        pixels: normalization of bytes before the model; None where the model gets bytes as they
+            are.
         meanings: the rules by which values become numbers, as in `data.Pipeline.meanings`.
-        ids: which rows of its tables the ids of columns have.
+        ids: map from the ids of columns to rows of the model's tables.
     """
 
     classes: tuple[str, ...] | None = None
@@ -59,7 +61,7 @@ class Signature:
     ids: ModelIds | None = None
 
     def metadata(self) -> dict[str, str]:
-        """As text for a model file; empty where there is nothing to know."""
+        """Return the signature as text for a model file; empty where no facts are known."""
         if self == Signature():
             return {}
         result: dict[str, Any] = {}
@@ -79,7 +81,7 @@ class Signature:
     def of(
         cls, metadata: Mapping[str, str], where: str | None = None, ids: ModelIds | None = None
     ) -> Signature | None:
-        """From the text of a model file; None where nothing is said."""
+        """Read a signature from a model file's metadata; None where the metadata have none."""
         text = metadata.get(KEY)
         if text is None:
             return None
@@ -123,7 +125,7 @@ def _check_ids(expected: str | None, ids: ModelIds | None, where: str | None) ->
 
 
 def as_classes(names: Any) -> tuple[str, ...]:
-    """Names of classes by number."""
+    """Check and return names of classes by number."""
     result = tuple(names) if isinstance(names, (list, tuple)) else ()
     if not result or not all(isinstance(name, str) for name in result):
         raise DataError(f"classes: expected a list of names, found {names!r}")
@@ -135,7 +137,7 @@ def as_classes(names: Any) -> tuple[str, ...]:
 def with_room(
     metadata: Mapping[str, str], path: str, model: nn.Module, optimizer: Any
 ) -> Signature | None:
-    """What a model file says of the model's data, whose tables get the rows that it has."""
+    """Read the signature of a model file, and give the model's tables the rows of its ids."""
     result = Signature.of(metadata, path, ModelIds.load(path))
     if result is None or result.ids is None:
         return result
@@ -145,7 +147,7 @@ def with_room(
 def signature_of(
     source: Source, known: Signature | None, takes_bytes: Callable[[Batch], bool]
 ) -> Signature:
-    """What a model is to know that trains on `source`, in addition to what it knows."""
+    """Return the signature of a model after training on `source`, given the earlier one."""
     before = known or Signature()
     if not isinstance(source, Pipeline):
         return replace(before, meanings={**before.meanings, **_meanings_of(source)})
@@ -161,7 +163,7 @@ def _learned(
     schema = schema_of_images(source)
     if written is None and schema is None:
         return Signature(classes, before.images, before.pixels)
-    if is_stream(source.origin):  # not looked into before the ranks share it out
+    if is_stream(source.origin):  # reading it before ranks share the stream would consume samples
         return Signature(classes, pixels=written)
     batch = next(iter(source.in_bytes.peek(1)), None)
     if batch is None or not _has_bytes(batch):
@@ -182,7 +184,7 @@ def _learned(
 
 
 def trained(source: Source, signature: Signature) -> Source:
-    """The same for data to train on, which may be of classes that the model does not know yet."""
+    """Prepare training data as `to_evaluate` does; explain errors about unknown classes."""
     try:
         return to_evaluate(source, signature)
     except DataError as error:
@@ -195,7 +197,7 @@ def trained(source: Source, signature: Signature) -> Source:
 
 
 def to_evaluate(source: Source, signature: Signature) -> Source:
-    """The source with the model's numbers of classes, and bytes where the model normalizes them."""
+    """Return the source with the model's class numbers, and in bytes if the model normalizes."""
     source = with_ids(source, signature.ids)
     _check_meanings(source, signature)
     if not isinstance(source, Pipeline):
@@ -222,7 +224,7 @@ def _meanings_of(source: Source) -> dict[str, str]:
 
 
 def _check_meanings(source: Source, signature: Signature) -> None:
-    """Refuse numbers that mean other things than in training; no other check would find them."""
+    """Refuse numbers with another meaning than in training; no other check would find them."""
     data = "the data that the model was trained on"
     words = unlike_meaning(signature.meanings, _meanings_of(source), data)
     if words is None:
@@ -236,7 +238,7 @@ def _check_meanings(source: Source, signature: Signature) -> None:
 
 
 def check_bytes(source: Source, signature: Signature, takes_bytes: Callable[[Batch], bool]) -> None:
-    """Raise where the model would get bytes, and was trained on what functions made of them."""
+    """Raise where the model would get bytes, but was trained on other inputs."""
     known = signature.images is not None or signature.pixels is not None
     if known or not isinstance(source, Pipeline) or schema_of_images(source) is None:
         return
@@ -251,7 +253,7 @@ def check_bytes(source: Source, signature: Signature, takes_bytes: Callable[[Bat
 
 
 def words_of(signature: Signature, source: Source) -> str | None:
-    """What becomes of a source's images, in one line."""
+    """Describe the conversion of a source's images in one line; None without one."""
     if not isinstance(source, Pipeline) or schema_of_images(source) is None:
         return None
     if signature.pixels is None:
@@ -263,7 +265,7 @@ def words_of(signature: Signature, source: Source) -> str | None:
 
 
 def renumbered_words(asked: Source, got: Source) -> str | None:
-    """That a source's classes have other numbers than its own, in one line."""
+    """Say in one line that a source's classes were renumbered; None if they were not."""
     if not isinstance(asked, Pipeline) or not isinstance(got, Pipeline):
         return None
     if asked.classes == got.classes or asked.classes is None or got.classes is None:
@@ -274,7 +276,7 @@ def renumbered_words(asked: Source, got: Source) -> str | None:
 
 
 def schema_of_images(source: Pipeline) -> Schema | None:
-    """How a file becomes a row of a pipeline over `flatout.data.images`; None over other data."""
+    """Return the schema by which a pipeline reads image files; None over other data."""
     if isinstance(source.origin, Mixture):
         first, *others = [schema_of_images(part) for part in source.origin.parts]
         return first if all(other == first for other in others) else None
@@ -292,7 +294,7 @@ def _is_plain(source: Pipeline) -> bool:
 
 
 def facts_of(signature: Signature | None) -> Facts:
-    """What of it identifies a job, for a resume to compare."""
+    """Return the facts in the signature that identify a job, for a resume to compare."""
     facts: Facts = {}
     if signature is not None and signature.classes is not None:
         facts["classes"] = fact(listed(signature.classes), digest_of(*signature.classes))
@@ -320,7 +322,7 @@ def _check_channels(source: Pipeline, signature: Signature) -> None:
 
 
 def resized_words(signature: Signature, source: Source) -> str | None:
-    """That a source's images come in another size than those of training, in one line."""
+    """Say in one line that images have another size than in training; None if they have not."""
     if not isinstance(source, Pipeline) or signature.images is None:
         return None
     schema = schema_of_images(source)

@@ -1,4 +1,4 @@
-"""Trainer: fit, evaluate, predict, save and load a model, each a file beside this one."""
+"""Trainer: the class that fits, evaluates, predicts with, saves and loads a model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from flatout.train.worst import Worst, worst
 from flatout.words import rounded
 from flatout.world import World, comes_back
 
-# Fits of this process that have come to their end.
+# Number of fits that this process has completed.
 _fits = 0
 
 
@@ -72,24 +72,24 @@ class Trainer:
             loss, or a callable `(output, target)` giving a mean or (sum, weight). Of a model of
             several outputs: a dict of such, by the output's name (or, for a tuple, in its order).
             "cross_entropy" by default.
-        loss_weights: of several losses what each is multiplied by in the total, by name; 1 where
-            none is given.
+        loss_weights: the factor of each loss in the total, by name, for several losses. A loss
+            without a factor counts once.
         optimizer: an optimizer, its class, a callable taking the parameters, or a name (adam,
             adamw, sgd, rmsprop; lars, lamb for very large batches); "adam" by default.
         lr: learning rate, for a class or name; None leaves the class's own default.
-        lr_rule: a `flatout.LrRule`: how the rate follows the global batch, where it was found with
-            another one; None leaves it as it is.
+        lr_rule: a `flatout.LrRule`, which scales a learning rate that was found with another
+            global batch size. None leaves the learning rate unchanged.
         metrics: names (accuracy, auc, confusion, mse, mae), torchmetrics objects or callables; a
             list, or a mapping by name. With several losses: such a list or mapping for each
             output, by name.
-        scheduler: a torch scheduler, or a callable that takes the optimizer and gives one.
-        schedule_every: "step" or "epoch": when the scheduler steps. ReduceLROnPlateau always
-            steps by epoch.
+        scheduler: a torch scheduler, or a callable that takes the optimizer and returns one.
+        schedule_every: "step" or "epoch": the point at which the scheduler steps.
+            ReduceLROnPlateau always steps by epoch.
         monitor: the figure that ReduceLROnPlateau follows, such as "val_accuracy". The default is
             `val_loss`, or `loss` without validation. The scheduler's mode must fit the figure.
         recipe: requested settings, or the path of their TOML file. Settings that are left open are
             decided by measuring.
-        allow: how far the result may differ from the plain job: "exact" (bit-identical),
+        allow: the largest permitted difference from the plain job: "exact" (bit-identical),
             "tolerant" (rounding), "redrawn" (other random draws).
         accumulate: batches whose gradients make one optimizer step.
         clip_norm: largest total 2-norm of the gradients, or None.
@@ -98,26 +98,27 @@ class Trainer:
         seed: decides the sample order, together with epoch and sample number.
         run: folder or fsspec URL for checkpoints and the log; None writes nothing.
         warm_start: a run, checkpoint or model file whose weights and optimizer state to start
-            from; step count and schedule start again. Where the schema states ids, tables of the
-            model get a row for each new one. What the model gives for the validation data before
-            it is trained is told beside what it gives afterwards.
-        devices: ranks that `fit` trains on, in a notebook: processes that are spawned for it, after
-            which this model holds the weights. 1 takes the ranks that `flatout run` has started.
+            from. The step count and the schedule start again. Where the schema states ids, tables
+            of the model get a row for each new id. `fit` reports the model's validation figures
+            before training next to those after training.
+        devices: number of ranks that `fit` trains on, in a notebook. `fit` spawns their processes,
+            and this model holds the weights afterwards. 1 takes the ranks that `flatout run` has
+            started.
         say: prints the decisions made for the user; `lambda line: None` for silence.
 
     Raises:
-        ModelError: for a model, loss, optimizer or metric that cannot be used. Of a Keras model:
+        ModelError: for a model, loss, optimizer or metric that cannot be used. For a Keras model:
             Keras is on another backend than torch, or a layer calls another framework; on several
             ranks, a compiled model has its own `train_step`.
-        WorldError: for devices that are not here, or are for `flatout run` to start.
+        WorldError: for devices that this machine lacks, or that `flatout run` has to start.
     """
 
-    # What the model knows of its data, and what is to be said of these; see `classes`.
+    # Facts about the training data, such as names of classes; None before any are known.
     signature: Signature | None = None
-    # Where a fit goes on that has taken ranks back.
+    # Run folder from which the next fit resumes, after lost ranks have been taken back.
     _folder: str | None = None
     input_lines: Sequence[str] = ()
-    # The clocks, the facts of the machine and the limits of `auto`. A test replaces them.
+    # Clocks, facts of the machine and limits that `auto` uses. A test replaces them.
     terms = TERMS
 
     def __init__(
@@ -183,7 +184,7 @@ class Trainer:
             self._know(self.objective.start_warm(warm_start, say))
 
     def get_ready(self) -> None:
-        """Begin with nothing fitted."""
+        """Drop the state of earlier fits."""
         self.history: History | None = None
         self._fit: Fit | None = None
         self.loop = self._new_loop()
@@ -200,12 +201,12 @@ class Trainer:
 
     @property
     def optimizer(self) -> Any:
-        """What steps; of a compiled Keras model None before its first batch."""
+        """The optimizer; None before the first batch of a compiled Keras model."""
         return self.objective.optimizer
 
     @property
     def scheduler(self) -> Any:
-        """What steps the learning rate, or None."""
+        """The learning rate scheduler, or None."""
         return self.objective.scheduler
 
     def __repr__(self) -> str:
@@ -243,7 +244,7 @@ class Trainer:
     ) -> History:
         """Train until `epochs` epochs are done, and return what happened.
 
-        Of a compiled Keras model all is as of `model.fit`, and `history.history` is as Keras' own.
+        A compiled Keras model trains as by `model.fit`, and `history.history` is as Keras' own.
 
         Args:
             x: inputs (with `y`), an `(x, y)` or `(x, y, sample_weight)` tuple of arrays or
@@ -252,49 +253,51 @@ class Trainer:
                 source; a tuple of arrays is (x, y) if the model is known to have one input.
             y: targets, if they are not part of `x`.
             batch_size: samples per batch, of all ranks, for inputs that are not in batches
-                already; 32 by default. "auto" takes the largest of which a step fits in memory,
-                found by trying some before the first step: it changes what is learned, and leaves
-                the learning rate as it is.
-            epochs: the epoch number to reach; a resumed fit does what is missing.
+                already; 32 by default. "auto" takes the largest batch whose step fits in memory,
+                and finds it by trials before the first step. This changes what the model learns,
+                and leaves the learning rate unchanged.
+            epochs: the epoch number to reach; a resumed fit trains the missing epochs.
             verbose: `progress` in Keras' words: 0 for silence, 1 or "auto" for the bar, 2 for a
                 line after each epoch alone.
-            callbacks: see `flatout.Callback`. Of a compiled Keras model also Keras' own, in any
-                order.
-            validation_split: the share of arrays, from 0 to 1, that is held out to validate on:
-                the last of them as they are given, before any shuffling. `validation_data` wins.
+            callbacks: see `flatout.Callback`. A compiled Keras model also takes Keras callbacks, in
+                any order.
+            validation_split: the share of the samples, from 0 to 1, that is held out to validate
+                on: the last ones in the given order, before any shuffling. It needs arrays.
+                `validation_data` takes precedence.
             validation_data: evaluated after each epoch, as `val_...`.
             shuffle: a new order each epoch, a function of seed and epoch alone.
-            class_weight: weight by class number, 1 where none is named: each sample's weight in
-                the loss of training is multiplied by that of its class. With several losses: by
+            class_weight: weight by class number, 1 where none is named. Each sample's weight in
+                the training loss is multiplied by the weight of its class. With several losses: by
                 output. "balanced" counts the training data: samples / (classes * samples of the
                 class), as in scikit-learn.
-            sample_weight: of arrays, shape (samples,): each sample's weight in the loss, which is
-                divided by the sum of the weights.
-            initial_epoch: the number of the first epoch, which decides the order of its samples
-                and what is left until `epochs`; a resume goes on from its checkpoint instead.
+            sample_weight: each sample's weight in the loss, shape (samples,), for arrays. The loss
+                is divided by the sum of the weights.
+            initial_epoch: the number of the first epoch. It decides the order of the samples, and
+                the number of epochs left until `epochs`. A resume continues from its checkpoint
+                instead.
             steps_per_epoch: number of batches in an epoch. The next epoch continues with the next
-                batch; data that end begin again. With it, an endless loader has epochs.
+                batch; data that end start again. With this number, an endless loader has epochs.
             validation_steps: number of batches in a validation, from the first batch each time.
-            validation_batch_size: for validation; 256 by default, of a compiled Keras model
-                `batch_size`.
-            validation_freq: validate every so many epochs, or after those of a list, counted from
-                1.
+            validation_batch_size: samples per batch of a validation; 256 by default, `batch_size`
+                for a compiled Keras model.
+            validation_freq: number of epochs from one validation to the next, or a list of the
+                epochs to validate after, counted from 1.
             drop_last: leave out a last batch that is not full.
             max_steps: number of optimizer steps after which training ends, also within an epoch.
                 Steps before a resume count. If `epochs` ends training earlier, a line reports it.
             progress: True, False, or None: a bar on a terminal, otherwise a line a minute.
-            resume: True goes on from the newest checkpoint of `run`, if there is one; a name
+            resume: True continues from the newest checkpoint of `run`, if there is one; a name
                 chooses a checkpoint.
 
         Returns:
-            History: figures by epoch, step times, lanes, the settings that ran.
+            History: figures by epoch, step times, lanes, the settings of the steps.
 
         Raises:
             DataError: for data that are empty, corrupt or do not fit the model.
-            NumbersError: for a NaN or infinity; the weights are those from before it.
+            NumbersError: for a NaN or infinity; the model then has its weights from before it.
             OutOfMemory: where no allowed micro-batch fits, or with batch_size="auto" no sample.
             CheckpointError: where a checkpoint cannot be written or does not fit.
-            Interrupted: after Ctrl-C or SIGTERM, when the checkpoint is written (exits 130 or 143).
+            Interrupted: after Ctrl-C or SIGTERM, once the checkpoint is written (exits 130 or 143).
         """
         global _fits
         if _fits == 0 and comes_back():
@@ -315,7 +318,7 @@ class Trainer:
         if written is not None:
             self.history = written
             return written
-        # What small batches drop is among the samples that a larger one may have.
+        # A small batch may drop samples that a larger batch can use.
         drops = drop_last and not is_auto
         folder, self._folder = self._folder, None
         own = {"run": folder, "resume": True} if folder else run_of_command(self._run, resume)
@@ -323,7 +326,7 @@ class Trainer:
         objective.fits_before = objective.count_fits(self.loop, initial_epoch, bool(own["resume"]))
         source, validation = objective.to_fit(data, self.loop, drop_last=drops)
         if self.optimizer is None and isinstance(source, Pipeline) and source.id_columns:
-            self._know(objective.build(source, self.loop))  # there are tables by now
+            self._know(objective.build(source, self.loop))  # creates the model's tables
         before = self._before_training(validation, validation_steps)
         source, validation = self.learn(source, validation)
         self._know(objective.build(source, self.loop))
@@ -343,9 +346,9 @@ class Trainer:
         )  # fmt: skip
         follow = objective.begin(self._fit.state, self._fit.job, theirs, first, verbose)
         self._fit.callbacks[:0] = follow
-        self.history = self._fit.state.history  # what there is of it, should fit end in an error
+        self.history = self._fit.state.history  # partial, should fit end in an error
         self.history.largest_batch = self.loop.largest_batch
-        # A rank that comes back comes to the first fit of its script.
+        # A rank that rejoins starts at the first fit of its script.
         self._fit.may_take_back = _fits == 0
         with device_asserts_explained(self.model):
             try:
@@ -393,7 +396,7 @@ class Trainer:
         if validation is None or self.loop.resume_checkpoint is not None:
             return {}
         loop, random = self.loop, random_state()
-        # What an evaluation decides for itself is not for the fit to know.
+        # The fit must not use settings that this evaluation decides.
         self.loop = self._new_loop(run=None, say=lambda line: None)
         try:
             with self.to_evaluate(validation) as source:
@@ -417,22 +420,22 @@ class Trainer:
         callbacks: Any = None,
         return_dict: bool = True,
     ) -> Any:
-        """Loss and metrics over all samples, each counted once; the model's modes are kept.
+        """Return loss and metrics over all samples, each counted once; keep the model's modes.
 
         Args:
             x: as `fit` takes it.
             y: targets, if they are not part of `x`.
-            batch_size: samples per batch; 256 by default, 32 of a compiled Keras model.
+            batch_size: samples per batch; 256 by default, 32 for a compiled Keras model.
             verbose: for a compiled Keras model, 1 shows Keras' bar and 2 its line. Other values,
                 and all values for other models, show nothing.
             sample_weight: as for `fit`, for the loss.
             steps: number of batches to read, from the first; None reads all.
             callbacks: Keras callbacks, for a compiled Keras model only.
-            return_dict: False returns the figures as a list, the loss first; for a compiled Keras
-                model, in the form that `model.evaluate` returns.
+            return_dict: False returns the figures as a list, the loss first. A compiled Keras model
+                returns them in the form of `model.evaluate`.
 
         Returns:
-            the figures by name, or as `return_dict` asks.
+            the figures by name, or in the form that `return_dict` selects.
 
         Raises:
             NumbersError: if a weight or buffer is not finite.
@@ -459,7 +462,7 @@ class Trainer:
         return figures if return_dict else objective.in_order(figures)
 
     def worst(self, x: Any, y: Any = None, *, n: int = 20, batch_size: int | None = None) -> Worst:
-        """The samples that the model gets most wrong: those with the highest loss.
+        """Return the samples with the highest loss.
 
             print(trainer.worst(val))
             trainer.worst(val).plot("worst.png")
@@ -467,11 +470,11 @@ class Trainer:
         Args:
             x: as `evaluate` takes it.
             y: targets, if they are not part of `x`.
-            n: how many, of all ranks.
+            n: number of samples to return, over all ranks.
             batch_size: samples per batch; 256 by default.
 
         Returns:
-            a list of `WorstSample`, the worst first: loss, number, where it comes from, true and
+            a list of `WorstSample`, the highest loss first: loss, number, origin, true and
             predicted class with its probability. `as_dict()` gives plain data, and `plot(path)`
             draws the images.
 
@@ -493,22 +496,23 @@ class Trainer:
         steps: int | None = None,
         callbacks: Any = None,
     ) -> Any:
-        """The model's outputs for all samples, in order, on the CPU.
+        """Return the model's outputs for all samples, in order, on the CPU.
 
         Args:
-            x: what `evaluate` takes, targets or not; or the path of an image file, a list of them,
-                or a folder of images, where the model was trained on `flatout.data.images`: they
-                become its input as they did in training.
+            x: data as `evaluate` takes them, with or without targets. If the model was trained on
+                `flatout.data.images`, also the path of an image file, a list of paths, or a folder
+                of images. The files become inputs as they did in training.
             batch_size: samples per batch.
             verbose: for a compiled Keras model, 1 shows Keras' bar and 2 its line. Other values,
                 and all values for other models, show nothing.
             steps: number of batches to read, from the first; None reads all.
-            callbacks: Keras callbacks, for a compiled Keras model only. On several ranks their logs
-                have the outputs of this rank's part of each batch.
+            callbacks: Keras callbacks, for a compiled Keras model only. On several ranks, a
+                callback's logs have the outputs of this rank's part of each batch.
 
         Returns:
             a tensor (or tuple or dict of tensors, as the model returns them) with one row per
-            sample. `classes` names the classes by number. Of a compiled Keras model numpy arrays.
+            sample. `classes` names the classes by number. A compiled Keras model returns numpy
+            arrays.
 
         Raises:
             DataError: the data have classes that the model does not know, or the model does not
@@ -541,25 +545,25 @@ class Trainer:
     def save(self, path: str | Path) -> Path:
         """Write the weights under the model's own keys; the name's ending decides the format.
 
-        Where the schema states ids, their rows are written beside it: `day.ids.safetensors` beside
-        `day.safetensors`.
+        Where the schema states ids, their rows are written next to the model file:
+        `day.ids.safetensors` next to `day.safetensors`.
 
         Args:
             path: `.safetensors`, which has checksums, or `.pt` or `.pth`, which
-                `torch.load(path, weights_only=True)` reads as a dict of tensors. Of a Keras model
-                `.keras` (all of it), `.weights.h5` or `.safetensors`.
+                `torch.load(path, weights_only=True)` reads as a dict of tensors. For a Keras model
+                `.keras` (the whole model), `.weights.h5` or `.safetensors`.
 
         Raises:
             NumbersError: if a weight or buffer is not finite.
-            CheckpointError: for another ending, or if it cannot be written; an older file is then
-                still whole.
+            CheckpointError: for another ending, or if the file cannot be written; an older file is
+                then still whole.
         """
         check_ending(path, self.objective.adapter)
         guard.check_state(self.model, "saving")
         ids = None if self.signature is None else self.signature.ids
         if ids is not None:
             self.world().by_first(lambda: ids.save(path))
-        # Put together by all, before the first writes them.
+        # All ranks gather the weights before the first rank writes them.
         weights = None
         if self.loop.meets_in_compute:
             weights = self.loop.weights(kept=self.world().is_first)
@@ -567,14 +571,14 @@ class Trainer:
         return Path(path)
 
     def load(self, path: str | Path) -> None:
-        """Load weights from a file into the model, in place; nothing in it is executed.
+        """Load weights from a file into the model, in place; execute no code from the file.
 
         Args:
-            path: what `save` has written, or, of a torch model, any safetensors file or
+            path: a file that `save` has written. A torch model also takes any safetensors file or
                 torch.save's dict of tensors.
 
         Raises:
-            CheckpointError: if the file is damaged, or of another model.
+            CheckpointError: if the file is damaged, or belongs to another model.
         """
         signatures: list[Signature | None] = []
 
@@ -588,17 +592,17 @@ class Trainer:
         self.signature = signature or self.signature
 
     def load_best(self, run: str | Path | None = None) -> str:
-        """Load a run's best weights into the model, in place; returns a line that names them.
+        """Load a run's best weights into the model, in place, and return a line that names them.
 
-        They are those of the checkpoint with the best score (`BestCheckpoint` gives one), or what
-        `EarlyStopping` holds.
+        The best weights are those of the checkpoint with the best score (`BestCheckpoint` sets
+        scores), or those that `EarlyStopping` holds.
 
         Args:
             run: the run folder; by default this Trainer's own.
 
         Raises:
             CheckpointError: without a run folder, where nothing shows which weights are the best,
-                or they are of another model.
+                or where the weights belong to another model.
         """
         folder = self.loop.run if run is None else run
         if folder is None:
@@ -608,7 +612,7 @@ class Trainer:
             )
         if run is None:
             self.loop.checkpointing.wait()
-        self.world().wait()  # until the first rank has written what it writes
+        self.world().wait()  # until the first rank has written its files
         weights = read_weights_of(folder, "best")
         check_fits(weights_of(self.model), weights.tensors, where=weights.where)
         known = None if self.signature is None else self.signature.ids
@@ -618,12 +622,12 @@ class Trainer:
         return f"best weights: {weights.where}{f', {weights.score}' if weights.score else ''}"
 
     def save_checkpoint(self, score: float | None = None) -> str:
-        """Write a checkpoint of everything into the run folder; returns its path.
+        """Write a checkpoint of everything into the run folder, and return its path.
 
-        A callback may ask for one at any time: it is written once all callbacks had their turn.
+        A callback may ask for one at any time: it is written once all callbacks have run.
 
         Args:
-            score: the checkpoint with the smallest is kept beside the newest.
+            score: the checkpoint with the smallest score is kept in addition to the newest.
 
         Raises:
             CheckpointError: without a run folder, before the first fit, or if it cannot be written.
@@ -639,11 +643,11 @@ class Trainer:
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes by number, as of `predict`'s outputs; None where none are known.
+        """Names of the classes by number, as in `predict`'s outputs; None where none are known.
 
-        They come from the training data or the file that was loaded, and are saved with the model.
-        Data that number them otherwise get these numbers. Set it to name the classes of arrays, or
-        to None to let the next training data name them.
+        The names come from the training data or the loaded file, and are saved with the model.
+        Data that number the classes otherwise are renumbered to match. Set the names for data in
+        arrays, or set None to let the next training data name the classes.
         """
         return None if self.signature is None else self.signature.classes
 
@@ -654,13 +658,13 @@ class Trainer:
 
     @property
     def resolved(self) -> ResolvedRecipe | None:
-        """How the steps of the latest fit ran, with reasons; None before it."""
+        """Settings of the latest fit's steps, with reasons; None before the first fit."""
         return self.loop.resolved
 
-    # -- what the model knows of its data ----------------------------------------------------------
+    # -- the model's facts about its data ----------------------------------------------------------
 
     def learn(self, source: Source, validation: Source | None) -> tuple[Source, Source | None]:
-        """Take from training data what the model is to know, and give what fit is to read."""
+        """Update the signature from training data, and return the sources that fit is to read."""
         source = self._agreed(source)
         before = self.signature
         self.signature = signature_of(source, before, self.objective.takes_bytes)
@@ -696,10 +700,10 @@ class Trainer:
 
     @contextmanager
     def to_evaluate(self, source: Source) -> Iterator[Source]:
-        """Data to evaluate or predict, with what the model knows of those it was trained on.
+        """Yield the source with the model's signature applied, for evaluation or prediction.
 
-        Within, batches become the model's input as these data want it: a callback may evaluate
-        others than those that are trained on.
+        Within the context, batches are prepared as this source needs it: a callback may evaluate
+        other data than the training data.
         """
         source = self._agreed(source)
         signature = self.signature
@@ -722,7 +726,7 @@ class Trainer:
         return source.agreed(world.gather) if isinstance(source, Pipeline) else source
 
     def metadata(self) -> dict[str, str]:
-        """What goes with the weights into a file."""
+        """Return the metadata that is saved in a file with the weights."""
         return {} if self.signature is None else self.signature.metadata()
 
     def _inputs(self, signature: Signature, *sources: Source | None) -> Inputs:
@@ -732,18 +736,18 @@ class Trainer:
         return Inputs(signature.pixels, last, shapes)
 
     def world(self) -> World:
-        """The ranks that this job runs on; joins them where fit has not done so."""
+        """Return the ranks that this job runs on, and join them where fit has not done so."""
         return self.loop.world
 
 
 def figures_words(figures: Mapping[str, float]) -> str:
-    """Of a validation, the metrics first: "val auc 0.7794, loss 0.1214"."""
+    """Format a validation's figures, the metrics first: "val auc 0.7794, loss 0.1214"."""
     named = sorted(figures.items(), key=lambda item: item[0] == "loss")
     return "val " + ", ".join(f"{name} {rounded(value, 4)}" for name, value in named)
 
 
 def compared(before: Mapping[str, float], history: History) -> str:
-    """A fit's last validation beside what the same rows gave before it; "" without one."""
+    """Format a fit's last validation next to the figures before training; "" without one."""
     now = history.epochs[-1] if history.epochs else {}
     names = sorted((n for n in before if f"val_{n}" in now), key=lambda name: name == "loss")
     pairs = [
@@ -754,7 +758,7 @@ def compared(before: Mapping[str, float], history: History) -> str:
 
 
 def progress_of(verbose: int | str) -> bool | Progress | None:
-    """What Keras' `verbose` shows."""
+    """Return the progress display that Keras' `verbose` selects."""
     if verbose not in (0, 1, 2, "auto"):
         raise ModelError(f"verbose is 0, 1, 2 or 'auto', found {verbose!r}")
     if verbose == 2:
@@ -763,10 +767,10 @@ def progress_of(verbose: int | str) -> bool | Progress | None:
 
 
 def first_epoch(number: int) -> int:
-    """The number of a fit's first epoch, checked.
+    """Check and return the number of a fit's first epoch.
 
     Raises:
-        ModelError: it is no number from 0 on.
+        ModelError: the number is no integer from 0 on.
     """
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ModelError(f"initial_epoch is the number of an epoch from 0 on, found {number!r}")
