@@ -301,10 +301,9 @@ def test_scan_finds_the_records_of_any_buffer(tmp_path):
     mapped.close()
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 6, 7])
-def test_scan_takes_more_records_than_fit_at_once(count, monkeypatch):
-    monkeypatch.setattr(example, "_AT_ONCE", 3)
-    data, starts, _ = _file([b"x" * i for i in range(count)])
+@pytest.mark.parametrize("count", [0, 1, 65_535, 65_536, 65_537, 131_073])
+def test_scan_takes_more_records_than_fit_at_once(count):
+    data, starts, _ = _file([b"x" * (i % 3) for i in range(count)])
     found = example.scan(data)
     assert found.starts.tolist() == starts.tolist()
     assert found.end == End.WHOLE

@@ -23,7 +23,7 @@ import flatout
 from flatout.errors import SubmitError
 from flatout.submit import Ledger
 from flatout.submit.code import CodeArchive
-from flatout.submit.ray import _words
+from flatout.submit.ray import Ray, _words
 from flatout.submit.send import send_once, write
 from flatout.submit.target import State, target_of
 
@@ -235,15 +235,13 @@ class JobServer(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("how", ["silent", "dropped", "broken"])
-def test_one_yes_is_one_job_though_the_job_server_does_not_answer(how, tmp_path, monkeypatch):
+def test_one_yes_is_one_job_though_the_job_server_does_not_answer(how, tmp_path):
     pytest.importorskip("ray.job_submission")
-    monkeypatch.setattr("flatout.submit.ray._PATIENCE_S", (5, 0.5))
-    monkeypatch.setattr("flatout.submit.ray._ASK_EVERY_S", 0.0)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), JobServer) as server:
         server.how, server.jobs, server.asked, server.awake = how, [], {}, threading.Event()
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         address = {"address": f"http://127.0.0.1:{server.server_port}"}
-        made, to = a_job(tmp_path, "ray", options=address), target_of("ray")
+        made, to = a_job(tmp_path, "ray", options=address), Ray((5, 0.5), 0.0)
         write(made, to)
         assert to.check(made) == []
         sent = send_once(made, to, Ledger(), wait_s=5.0)

@@ -509,10 +509,8 @@ def test_a_child_that_never_ends_is_ended(monkeypatch, tmp_path):
     asleep.write_text("#!/bin/sh\nread told\n")
     asleep.chmod(0o700)
     monkeypatch.setattr(capture.sys, "executable", str(asleep))
-    monkeypatch.setattr(capture, "_LONGEST_S", -1.0)
-    _, history = fitted(net(), epochs=6)
+    _, history = fitted(net(), epochs=6, terms=Terms(ask_every=1, most_compile_s=-1.0))
     assert any("compiling took longer" in note for note in history.notes)
-    monkeypatch.setattr(capture, "_LONGEST_S", 100.0)
     fitted(net(), epochs=2)  # the run is over before
     assert [path.name for path in (tmp_path / "cache" / "steps").iterdir()] == [".made-by-flatout"]
 
@@ -855,8 +853,8 @@ def test_the_child_gets_a_cpu_of_the_steps(asked, lent, nice, interpreted, monke
     """On all CPUs, a thread less; where the number is asked for, more priority."""
 
     class Told(Later):
-        def __init__(self, graph, digest, nice):
-            super().__init__(graph, digest, nice)
+        def __init__(self, graph, digest, nice, longest_s):
+            super().__init__(graph, digest, nice, longest_s)
             niceness.append(nice)
 
     def compute(self, batch):

@@ -56,7 +56,7 @@ class Interpreted:
 
     graphs: list[Any] = []  # noqa: RUF012
 
-    def __init__(self, graph: Any, digest: str, nice: int) -> None:
+    def __init__(self, graph: Any, digest: str, nice: int, longest_s: float = 600.0) -> None:
         self.graphs.append(graph)
         self.asked = 0
 

@@ -35,9 +35,7 @@ DRIVER, SUBMIT = "driver.py", "submit.sh"
 _KEY = "flatout_key"
 _OPTIONS = ("address", "storage", "python")
 _ADDRESS = "http://127.0.0.1:8265"
-_ASK_EVERY_S = 1.0
-# Seconds to connect, and until an answer comes; and the tries of a question.
-_PATIENCE_S, _TRIES = (5, 30), 3
+_TRIES = 3  # of a question that changes nothing
 # No line of a rank is taken for another rank's, and stdout comes at once.
 _VARIABLES = {"RAY_DEDUP_LOGS": "0", "PYTHONUNBUFFERED": "1"}
 
@@ -62,11 +60,22 @@ _FAILURES = {
 _MOST_WORDS = 160
 
 
-class _Ray:
-    """Sends jobs to a Ray cluster, on whose nodes Flatout is installed."""
+class Ray:
+    """Sends jobs to a Ray cluster, on whose nodes Flatout is installed.
+
+    Args:
+        patience_s: seconds to wait for a connection, and for an answer.
+        ask_every_s: seconds between two questions about a job.
+    """
 
     name = "ray"
     takes_seeds = False
+
+    def __init__(self, patience_s: tuple[float, float] = (5, 30), ask_every_s: float = 1.0) -> None:
+        self._patience_s, self._ask_every_s = patience_s, ask_every_s
+
+    def _cluster(self, options: Any) -> _Cluster:
+        return _Cluster(options, self._patience_s, self._ask_every_s)
 
     def artifacts(self, job: Job) -> list[Artifact]:
         options = options_of(job, _OPTIONS)
@@ -92,14 +101,14 @@ class _Ray:
         return result
 
     def check(self, job: Job) -> list[str]:
-        cluster = _Cluster(job.options)
+        cluster = self._cluster(job.options)
         with cluster.answered():
             names = [job.submission_id for job in cluster.client.list_jobs()]
         return [f"there is a job {job.name} already: choose another --name"] * (job.name in names)
 
     def send(self, job: Job, key: str) -> SentJob:
         try:
-            cluster = _Cluster(job.options)
+            cluster = self._cluster(job.options)
         except SubmitError as error:
             raise NotSent(error.what, where=error.where, do=error.do) from error
         try:
@@ -119,7 +128,7 @@ class _Ray:
         return SentJob(str(id), f"(ray job status {id})")
 
     def find(self, key: str, folder: Path) -> SentJob | None:
-        cluster = _Cluster(facts_in(folder)["options"])
+        cluster = self._cluster(facts_in(folder)["options"])
         with cluster.answered():
             for job in cluster.client.list_jobs():
                 if (job.metadata or {}).get(_KEY) == key:
@@ -127,7 +136,7 @@ class _Ray:
         return None
 
     def state(self, id: str, folder: Path) -> JobState:
-        cluster = _Cluster(facts_in(folder)["options"])
+        cluster = self._cluster(facts_in(folder)["options"])
         with cluster.answered():
             jobs = {job.submission_id: job for job in cluster.client.list_jobs()}
         if id not in jobs:
@@ -146,7 +155,7 @@ class _Ray:
         )
 
     def logs(self, id: str, folder: Path, *, follow: bool) -> Iterator[str]:
-        cluster, at = _Cluster(facts_in(folder)["options"]), 0
+        cluster, at = self._cluster(facts_in(folder)["options"]), 0
         while True:
             # Asked before reading, so that the last output is read.
             goes_on = follow and not self.state(id, folder).state.is_final
@@ -156,7 +165,7 @@ class _Ray:
             at = len(text)
             if not goes_on:
                 return
-            time.sleep(_ASK_EVERY_S)
+            time.sleep(self._ask_every_s)
 
     def top(self, id: str, folder: Path, key: str) -> list[str]:
         raise SubmitError(
@@ -164,22 +173,22 @@ class _Ray:
         )
 
     def cancel(self, id: str, folder: Path) -> None:
-        cluster = _Cluster(facts_in(folder)["options"])
+        cluster = self._cluster(facts_in(folder)["options"])
         with cluster.answered():
             cluster.client.stop_job(id)
 
 
-TARGET = _Ray()
+TARGET = Ray()
 
 
 class _Cluster:
     """The client of the job server."""
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: Any, patience_s: tuple[float, float], ask_every_s: float) -> None:
         given = os.environ.get("RAY_API_SERVER_ADDRESS") or _ADDRESS
         self._address = options.get("address") or given
         try:
-            self.client = _client(self._address)
+            self.client = _client(self._address, patience_s, ask_every_s)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise self._unreached(error) from error
 
@@ -198,7 +207,7 @@ class _Cluster:
         )
 
 
-def _client(address: str) -> Any:
+def _client(address: str, patience_s: tuple[float, float], ask_every_s: float) -> Any:
     submission, http = require("ray.job_submission", "ray"), require("requests", "ray").exceptions
 
     class Client(submission.JobSubmissionClient):  # type: ignore[misc, name-defined]
@@ -209,11 +218,11 @@ def _client(address: str) -> Any:
             self.is_unanswered = does
             for left in reversed(range(1 if does else _TRIES)):
                 try:
-                    answer = super()._do_request(method, endpoint, timeout=_PATIENCE_S, **given)
+                    answer = super()._do_request(method, endpoint, timeout=patience_s, **given)
                 except (http.ConnectionError, http.Timeout):
                     if not left:
                         raise
-                    time.sleep(_ASK_EVERY_S)
+                    time.sleep(ask_every_s)
                 else:
                     self.is_unanswered = does and answer.status_code >= 500
                     return answer

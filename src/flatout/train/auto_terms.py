@@ -77,6 +77,7 @@ class Terms:
         trace_s: the approximate seconds that training waits for the tracing of a step.
         capture_s: the approximate seconds of compiling a step in a child process.
         ask_every: steps between two checks if that child is done.
+        most_compile_s: the most seconds of a compilation in that child.
         worth_s: seconds that an evaluation must last before another batch size is tried in it.
         visit_s: seconds for which steps of one batch size are timed at a time after a fit.
         ranks_s: seconds for which steps of simultaneous ranks are timed after a fit.
@@ -111,6 +112,7 @@ class Terms:
     trace_s: float = 1.0
     capture_s: float = 40.0
     ask_every: int = 20
+    most_compile_s: float = 600.0
     worth_s: float = 0.2
     visit_s: float = 0.15
     ranks_s: float = 1.5

@@ -34,7 +34,7 @@ from flatout.data import NO_ROWS, Batch
 from flatout.measure import fingerprint, usable_cpus
 from flatout.optim import scaled
 from flatout.recipe import SETTINGS
-from flatout.train.auto_terms import TERMS
+from flatout.train.auto_terms import TERMS, Terms
 from flatout.train.capture_child import END, GO_ON, HOLD, OPTIONS
 from flatout.train.capture_graph import (
     STRAY,
@@ -53,8 +53,6 @@ from flatout.train.step import Stepper
 from flatout.words import duration
 
 KIND = "steps"
-# Seconds after which a compilation is given up.
-_LONGEST_S = 600.0
 # Niceness of the child process. BEHIND: if a CPU is left for it. BESIDE: if it shares the CPUs.
 BEHIND, BESIDE = 19, 5
 # Seconds that the child has to end on request before it is killed.
@@ -78,7 +76,10 @@ Tensors = list[torch.Tensor]
 class Compiling:
     """A child process that compiles a graph."""
 
-    def __init__(self, graph: Graph, digest: str, nice: int = BEHIND) -> None:
+    def __init__(
+        self, graph: Graph, digest: str, nice: int = BEHIND, longest_s: float = TERMS.most_compile_s
+    ) -> None:
+        self._longest_s = longest_s
         self._target = kind_folder(KIND) / f"{digest}.pt2"
         self._folder = self._target.with_name(unfinished.new_name())
         self._folder.mkdir(mode=0o700)
@@ -114,9 +115,9 @@ class Compiling:
         """Return the path of the package once it is compiled, else None."""
         status = self._process.poll()
         if status is None:
-            if self.seconds > _LONGEST_S:
+            if self.seconds > self._longest_s:
                 self.close()
-                raise Unfit(f"compiling took longer than {duration(_LONGEST_S)}")
+                raise Unfit(f"compiling took longer than {duration(self._longest_s)}")
             return None
         try:
             if status:
@@ -371,10 +372,10 @@ class Capture:
         waits: Callable[[], bool],
         is_asked: bool = True,
         may_lend: bool = True,
-        ask_every: int = TERMS.ask_every,
+        terms: Terms = TERMS,
     ) -> None:
         self._stepper, self._note, self._waits = stepper, note, waits
-        self._ask_every = ask_every
+        self._terms = terms
         self.is_asked, self._may_lend = is_asked, may_lend
         self.why = ""
         self._graph: Graph | None = None
@@ -452,7 +453,7 @@ class Capture:
 
     def _advance(self, compute: Any, batches: Sequence[Batch], step: int) -> None:
         if self._compiling is not None:
-            if step % self._ask_every == 0:
+            if step % self._terms.ask_every == 0:
                 self._fetch(compute)
         elif not self.is_asked:
             raise Unfit("the model or its settings have changed since it was compiled")
@@ -513,7 +514,8 @@ class Capture:
         else:
             threads = self._stepper.switch.now.threads
             has_cpu = usable_cpus() > threads or lends_cpu(threads, self._may_lend)
-            self._compiling = Compiling(self._graph, digest, BEHIND if has_cpu else BESIDE)
+            nice = BEHIND if has_cpu else BESIDE
+            self._compiling = Compiling(self._graph, digest, nice, self._terms.most_compile_s)
             self._lend(True)
 
     def _load(self, path: Path, compute: Any) -> None:

@@ -67,9 +67,7 @@ def capture_steps(loop: LoopState, compute: Compute | None, search: Search | Non
         graphs.compiled = None
     if is_asked or tries:
         may_lend = loop.requested.process.threads == "auto"
-        capture = Capture(
-            stepper, loop.note, loop.is_tuning, is_asked, may_lend, loop.terms.ask_every
-        )
+        capture = Capture(stepper, loop.note, loop.is_tuning, is_asked, may_lend, loop.terms)
         graphs.compiled = capture
         loop.undo.callback(capture.close)
         if loop.tuner is not None and search is not None and tries:
