@@ -1,4 +1,4 @@
-"""From what the ranks of a script showed to a verdict: what holds it back, before any trial."""
+"""Judges the observations of a script's ranks by all checks, before any trial."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _TUNED = {
     for field, setting in SETTINGS.items()
     if setting.trial and not setting.of_input and Recipe().get(field) == "auto"
 }
-"""Fields that Flatout's own jobs decide by measuring, where the user has left them open."""
+"""Fields that Flatout's own jobs tune by measurement unless the user has set them."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was seen of a script, and what follows.
+    """Observations of a script, and the findings from them.
 
     Attributes:
-        observations: of each rank, in order, with what is known of the machine filled in.
-        environment: name to words: the machine, Python, torch.
-        critical: what the steps wait for most; None where no step was seen.
-        findings: dangers first, notes last, each by the most that it can return, then by name.
-            Nothing in it is proven.
-        passed: checks that found nothing.
-        unknown: checks without their signal, each with the reason.
+        observations: one per rank, in order, with missing facts filled in from this machine.
+        environment: facts by name: the machine, Python, torch.
+        critical: the part that steps wait for most; None if no step was observed.
+        findings: dangers first, notes last, each kind by the most that a cure can save, then by
+            name. None of them is proven.
+        passed: names of checks that found nothing.
+        unknown: names of checks that could not run, each with the reason.
     """
 
     observations: list[Observation]
@@ -49,39 +49,39 @@ class Verdict:
 
     @property
     def dangers(self) -> list[Finding]:
-        """What may make the job fail, or learn something wrong."""
+        """Findings that may make the job fail or learn something wrong."""
         return [finding for finding in self.findings if finding.kind == "danger"]
 
     @property
     def ended(self) -> str:
-        """How the script ended: "failed" where one rank did, else as the first rank did."""
+        """State in which the script ended: "failed" if any rank failed, else the first rank's."""
         states = [rank.ended for rank in self.observations]
         return "failed" if "failed" in states else (states or ["no steps"])[0]
 
     @property
     def error(self) -> str:
-        """The first error of the script's own, as Python prints it."""
+        """First error of the script itself, as Python prints it."""
         return next((rank.error for rank in self.observations if rank.error), "")
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that were seen, of the rank that took most."""
+        """Largest number of observed optimizer steps of any rank."""
         return max((rank.steps for rank in self.observations), default=0)
 
     @property
     def added_us_per_step(self) -> float | None:
-        """What observing has cost each step, of the rank that paid most."""
+        """Largest overhead of observation of any rank, in microseconds per step."""
         known = [rank.added_us_per_step for rank in self.observations]
         return max((added for added in known if added is not None), default=None)
 
     @property
     def explained(self) -> float | None:
-        """Share of the steps' time that a line is known for, of the rank of which least is."""
+        """Smallest share over the ranks of step time that is attributed to a line."""
         known = [rank.explained for rank in self.observations]
         return min((share for share in known if share is not None), default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "command": self.observations[0].command if self.observations else [],
             "environment": self.environment,
@@ -101,7 +101,7 @@ class Verdict:
 
 
 def judge(ranks: Sequence[Observation], machine: Inventory) -> Verdict:
-    """Runs every check over every rank."""
+    """Run every check over every rank."""
     free = available_bytes()
     observations = [on_this_machine(r, machine, free) for r in sorted(ranks, key=lambda r: r.rank)]
     findings: list[Finding] = []
@@ -176,7 +176,7 @@ def _merged(same: list[tuple[int, Finding]], ranks: int) -> Finding:
 
 
 def _place(finding: Finding) -> tuple[int, float, str]:
-    # What has no known bound stands behind what has one.
+    # Findings without a known bound come after those with a bound.
     return _KINDS.index(finding.kind), -(finding.cost_ms or 0.0), finding.name
 
 

@@ -1,4 +1,4 @@
-"""What Flatout keeps in its cache folder, and what of it living processes use."""
+"""Files that Flatout keeps in its cache folder, and which of them living processes use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatout.cache_folder import remove as remove_made
 from flatout.doctor.trials import scratch
 from flatout.unfinished import is_abandoned, is_unfinished
 
-# Folders within it, with what a user loses when they go: time, or what `edits` says.
+# Folders of the cache folder. The words say what a user loses by removing a folder.
 KINDS = {
     "auto": "measured settings of models",
     "looks": "which settings ended runs",
@@ -31,19 +31,19 @@ KINDS = {
     "trials": "trials that were killed",
     "edits": "the way back from flatout doctor --fix",
 }
-# What `flatout top` shows is of one process.
+# Names of files of one process, which `flatout top` shows. The first group is the process ID.
 _OF_PROCESS = re.compile(r"(\d+)(-[0-9a-f]{16})?(\.part|\.json)?")
 
 
 @dataclass(frozen=True)
 class KeptFile:
-    """One file or folder.
+    """One file or folder in the cache folder.
 
     Attributes:
         kind: one of KINDS.
-        path: where it is.
-        bytes: on the disk.
-        is_used: by a living process.
+        path: its path.
+        bytes: size on the disk.
+        is_used: True if a living process uses it.
     """
 
     kind: str
@@ -52,12 +52,12 @@ class KeptFile:
     is_used: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {**asdict(self), "path": str(self.path)}
 
 
 def kept() -> list[KeptFile]:
-    """All of it, in the order of KINDS. What Flatout has not marked is not its own."""
+    """Return all files and folders in the order of KINDS, from folders that Flatout has marked."""
     base = cache_folder()
     used = _used(base)
     return [
@@ -68,10 +68,10 @@ def kept() -> list[KeptFile]:
 
 
 def remove(some: Iterable[KeptFile]) -> list[KeptFile]:
-    """Remove them, but for those that a living process has begun to use since.
+    """Remove files, except those that a living process has begun to use since.
 
     Returns:
-        those that are gone.
+        The removed files.
     """
     used = _used(cache_folder())
     removed = []
@@ -82,7 +82,7 @@ def remove(some: Iterable[KeptFile]) -> list[KeptFile]:
 
 
 def not_marked() -> list[Path]:
-    """Folders of these names that Flatout has not made: they stay as they are."""
+    """Return folders with names of KINDS that Flatout has not made, and hence never removes."""
     folders = [cache_folder() / kind for kind in KINDS]
     return [folder for folder in folders if os.path.lexists(folder) and not is_made(folder)]
 

@@ -1,7 +1,7 @@
-"""Checks of the machine and the environment: what holds back every job here.
+"""Checks of the machine and the environment, which affect every job here.
 
-Each check takes the facts and gives a Finding, or None where all is well or the facts are missing.
-None of them imports torch or touches a device context.
+Each check takes Facts and returns a Finding, or None if it finds nothing or lacks a fact.
+No check imports torch or creates a device context.
 """
 
 from __future__ import annotations
@@ -21,44 +21,45 @@ from flatout.doctor.finding import Finding
 from flatout.kernels import INSTALL
 from flatout.words import counted, memory_words
 
-# What caches, checkpoints and logs of a job take at least.
+# Least free disk space in bytes, for caches, checkpoints and logs of a job.
 _SMALL_DISK = 2 * 2**30
-# Below this share of the memory a job is close to being killed, or to swapping.
+# Least share of free memory. With less, the kernel may kill a job or swap.
 _SMALL_MEMORY = 0.1
-# torch's oldest version that Flatout runs on.
+# Oldest version of torch that Flatout supports.
+# Variables that libraries set for their own use, and users do not set for speed.
 _OLDEST_TORCH = (2, 11)
 # Set by libraries for themselves, and by no one who wants to be faster.
 _NOT_MEANT = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
 
-# What the checks of a script say as well.
+# Advice that the checks of scripts give too.
 KMP_DO = "use OMP_PROC_BIND and OMP_PLACES, or preload libiomp5"
 SHM_DO = "start the container with --shm-size=4g or --ipc=host, or use num_workers=0"
 
 
 def of_intel(environ: Mapping[str, str]) -> list[str]:
-    """Names of the variables by which someone sets up Intel's OpenMP."""
+    """Return the variables that a user has set for Intel's OpenMP."""
     return sorted(n for n in environ if n.startswith("KMP_") and n not in _NOT_MEANT)
 
 
 def kmp_words(names: Sequence[str]) -> str:
-    """Says who reads these variables."""
+    """Return the sentence that only Intel's OpenMP reads these variables."""
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} read by Intel's OpenMP alone"
 
 
 def shm_words(free: float) -> str:
-    """Says what so many free bytes of /dev/shm are for."""
+    """Return the sentence about the free bytes of /dev/shm and their use."""
     return f"/dev/shm has {memory_words(free)} free, through which loader workers hand over batches"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the checks look at.
+    """Input of the checks.
 
     Attributes:
-        machine: what it has.
-        environ: the variables that a job would inherit.
-        root: the folder that holds `proc` and `sys`.
-        cache: where Flatout keeps what can be made again.
+        machine: inventory of the machine.
+        environ: environment variables that a job would inherit.
+        root: the folder that contains `proc` and `sys`.
+        cache: Flatout's cache folder.
     """
 
     machine: Inventory
@@ -76,7 +77,7 @@ def _check(name: str) -> Callable[[_Look], _Look]:
 
 
 def check_machine(facts: Facts | None = None) -> list[Finding]:
-    """Everything that was found here, dangers first."""
+    """Return all findings of this machine, dangers first."""
     known = Facts(inventory()) if facts is None else facts
     looked = ((name, look(known)) for name, look in MACHINE_CHECKS.items())
     result = [replace(each, name=each.name or name) for name, each in looked if each is not None]
@@ -222,7 +223,7 @@ def _governor(facts: Facts) -> Finding | None:
         driver = (path / "scaling_driver").read_text().strip()
     except OSError:
         return None
-    # The drivers of Intel and AMD raise the clock by themselves under that name.
+    # With the drivers intel_pstate and amd_pstate, "powersave" still raises the clock under load.
     if governor != "powersave" or "pstate" in driver:
         return None
     return Finding(

@@ -1,4 +1,4 @@
-"""What was proven of a script's cures: the outcome of trials, as plain data."""
+"""Results of the trials of a script's cures, as plain data."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ Outcome = Literal["prescribed", "left alone", "needs your OK", "not tried"]
 
 @dataclass(frozen=True)
 class Proof:
-    """One cure, or several together, tried against the script as it is.
+    """The result of trials of one cure, or of several together, against the unchanged script.
 
     Attributes:
-        names: of the findings that it cures.
+        names: names of the findings that the cure is for.
         words: the cure in a few words, such as "workers 0 to 6".
-        recipe: changes of a Recipe, by dotted name.
-        edits: changes of the user's code.
-        outcome: what follows.
-        reason: why, where it is not prescribed; with when it would pay.
-        trial: time as it is over time with the cure; None where it was not tried.
-        parity: of the four words.
-        loss: how the losses of the same steps differ, in words; "" where there are none.
-        same_batches: whether both saw the same samples in the same order; None if unknown.
-        setup_s: what the cure takes once, such as compiling.
-        repays_after: steps after which that is made up for; None where it takes nothing, or never.
-        held: what contained the trial: "overlay", "landlock" or "python".
-        rests_on: what it was judged by: "wall time", or "CPU time" where the machine is too busy.
+        recipe: the cure as changes of a Recipe, by dotted name.
+        edits: the cure as changes of the user's code.
+        outcome: the verdict on the cure.
+        reason: why the cure is not prescribed, and when it would pay.
+        trial: ratio of the unchanged script's time to the time with the cure; None if not tried.
+        parity: one of the four words.
+        loss: difference between the losses of the same steps, in words; "" if there are no losses.
+        same_batches: True if both sides read the same samples in the same order; None if unknown.
+        setup_s: one-time seconds of the cure, such as for compiling.
+        repays_after: steps until `setup_s` is saved; None if there is no setup, or never.
+        held: how the trial was contained: "overlay", "landlock" or "python".
+        rests_on: the time that the cure was judged by: "wall time", or "CPU time" on a machine
+            that is too busy for wall time.
     """
 
     names: tuple[str, ...]
@@ -50,21 +51,21 @@ class Proof:
 
 @dataclass(frozen=True)
 class Prescription:
-    """What came of all trials of one script.
+    """Results of all trials of one script.
 
     Attributes:
-        proofs: each cure alone, in the order in which they were tried; also those not tried.
-        together: all that is prescribed at once; None where nothing is.
-        floor: how far from 1 a ratio of the script to itself may lie here.
-        noise: what made the machine so noisy that small wins cannot be told from it; "" where it
-            was calm enough.
-        seconds: that the trials took.
-        run_steps: steps of the user's whole run; None where it is not known.
-        before_s, after_s: of the user's whole run, warm-up and setup included; None likewise.
-        step_before_s, step_after_s: of a step, with its share of evaluation and saving; None where
-            nothing is prescribed.
-        refused: what the trials kept the script from doing: {"kind", "what", "where"}.
-        stopped: why no trial was made, or no more; "" where all were.
+        proofs: one per cure, in the order of the trials; also of cures that were not tried.
+        together: proof of all prescribed cures together; None if none is prescribed.
+        floor: largest distance from 1 that the ratio of the script to itself may have here.
+        noise: cause of noise that hides small wins; "" if the machine was quiet enough.
+        seconds: duration of the trials.
+        run_steps: steps of the user's whole run; None if unknown.
+        before_s, after_s: seconds of the user's whole run without and with the prescribed cures,
+            including warm-up and setup; None if unknown.
+        step_before_s, step_after_s: seconds of a step, with its share of evaluation and saving;
+            None if nothing is prescribed.
+        refused: actions that the trials did not allow the script: {"kind", "what", "where"}.
+        stopped: why no trial was made, or why trials were stopped; "" if all were made.
     """
 
     proofs: list[Proof] = field(default_factory=list)
@@ -82,14 +83,14 @@ class Prescription:
 
     @property
     def prescribed(self) -> list[Proof]:
-        """Those that are worth it, alone."""
+        """Proofs of the cures that each pay alone."""
         return [proof for proof in self.proofs if proof.outcome == "prescribed"]
 
     @property
     def own_edits(self) -> tuple[Edit, ...]:
-        """Changes of code among what is prescribed that no Recipe can say."""
+        """Edits of prescribed cures that a Recipe cannot express."""
         return tuple(edit for item in self.prescribed if not item.recipe for edit in item.edits)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return asdict(self)

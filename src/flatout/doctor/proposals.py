@@ -1,4 +1,4 @@
-"""From a finding to the changes of the user's code that cure it."""
+"""Writes the edits of the user's code that cure a finding."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from flatout.observe import Observation
 _WRITES = {check.name: check.edit for check in CHECKS} | {
     check.name: check.edit for check in RANK_CHECKS
 }
-"""By the name of the finding, what writes its cure as a change of code."""
+"""Function that writes the cure as edits, by the name of the finding."""
 
 
 def propose(finding: Finding, observation: Observation) -> tuple[Edit, ...]:
-    """Returns the edits that cure a finding; none where one cannot be written with certainty."""
+    """Return the edits that cure a finding; none if they cannot be written with certainty."""
     how = _WRITES.get(finding.name)
     if how is None:
         return ()
     try:
         edits = tuple(how(FoundAt.of(finding, observation)))
         for file, some in by_file(edits).items():
-            Source.read(file).with_edits(some)  # it is Python still
+            Source.read(file).with_edits(some)  # raises if the result is no valid Python
     except (Unsure, FlatoutError):
         return ()
     return edits
 
 
 def with_edits(finding: Finding, ranks: Sequence[Observation]) -> Finding:
-    """The finding with the edits that cure it, by what the first of these ranks showed of it."""
+    """Return the finding with the edits that cure it, from the first rank that allows them."""
     result = (edits for observation in ranks if (edits := propose(finding, observation)))
     return replace(finding, edits=finding.edits or next(result, ()))
 
@@ -43,7 +43,7 @@ def with_edits(finding: Finding, ranks: Sequence[Observation]) -> Finding:
 def with_recipe(
     finding: Finding, recipe: Mapping[str, Any], ranks: Sequence[Observation]
 ) -> Finding:
-    """The finding with other values in its Recipe, and with the edits that say them."""
+    """Return the finding with another Recipe and the edits for that Recipe."""
     if recipe == finding.recipe:
         return finding
     return with_edits(replace(finding, recipe=dict(recipe), edits=()), ranks)

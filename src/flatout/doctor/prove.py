@@ -1,19 +1,20 @@
-"""From a verdict to a prescription: each cure is tried on the script itself, then those that win.
+"""From a verdict to a prescription: try each cure on the script itself, then the winners together.
 
-    1  itself     the script against itself: the noise, and whether it repeats its losses. Where the
-                  noise comes of memory that goes back to the system and comes again, in some steps
-                  more than in others, what follows is measured with that memory kept
-    2  alone      each cure against the script as it is; numbers of workers and threads in variants
-    3  beside     what did not win alone is tried on top of what did: bf16 alone may be slower where
-                  bf16 with channels_last is three times faster. So is the cure of what another
-                  brings about, such as memory that comes again in each step. What adds nothing goes
-    4  together   all that is left against the script as it is, measured again, which also keeps a
-                  chance win of step 2 from being prescribed. Where nothing has won, what looked
-                  most like it: this trial is the longest, and sees what noise has hidden. Where
-                  what is left fails it, the best follows of what has won and added nothing to it
+    1  itself     The script against itself, for the noise and to see if its losses repeat. Noise
+                  may come from memory that is returned to the system and allocated again in some
+                  steps. Then later trials are measured with that memory kept.
+    2  alone      Each cure against the unchanged script, with several counts of workers or threads.
+    3  added      Cures that did not win alone, on top of those that did: bf16 alone may be slower
+                  while bf16 with channels_last is three times faster. Also cures of problems that
+                  another cure causes, such as memory allocated again in each step. A cure that
+                  adds nothing is dropped.
+    4  together   All remaining cures against the unchanged script, measured again, so that a chance
+                  win of step 2 is not prescribed. If no cure has won, the most promising one is
+                  tried: this trial is the longest, and detects wins that noise has hidden. If the
+                  remaining cures fail, the best cure that won alone but added nothing is tried.
 
-The script as it is stays alive, stopped, from the first trial to the last but one. For the
-last it is started again, where there is time: both sides are equally old there.
+The process of the unchanged script stays alive, but stopped, from the first trial to the last but
+one. For the last trial it is started again if time allows, so that both sides are equally old.
 """
 
 from __future__ import annotations
@@ -42,32 +43,32 @@ from flatout.errors import FlatoutError
 from flatout.measure import TrialResult
 from flatout.recipe import Parity
 
-# Shares of the budget: for the script against itself, and what is kept for the last trials. Against
-# itself it is measured for so many seconds even where that is more, up to a larger share.
+# Shares of the budget. _ITSELF: for the script against itself; _KEPT: reserved for the last trials.
+# The script against itself gets at least _ITSELF_S seconds, but at most the share _ITSELF_MOST.
 _ITSELF, _KEPT = 0.25, 0.25
 _ITSELF_S, _ITSELF_MOST = 30.0, 1 / 3
-# A/A noise from which on its cause is told, and from which on each win has to lie beyond it, and
-# not only beyond the noise of its own trial.
+# Noise of the script against itself. _NOISY: from this noise on, its cause is reported.
+# _LOUD: from this noise on, each win has to exceed it, not only the noise of its own trial.
 _NOISY, _LOUD = 0.2, 0.4
-# Blocks are so many times as long then, as their noise is larger than this, up to a limit.
+# Noisy scripts get blocks longer by the factor noise / _CALM, at most _LONGEST.
 _CALM, _LONGEST = 0.1, 4.0
-# The trial that has the last word says what is promised: its quadruples at least and at most, where
-# there is time, how far apart the ends of its interval may lie, the seconds in which each side
-# finds its pace before a block counts, and how often both are begun.
+# The last trial, whose result is promised. _LAST_PAIRS, _MOST_LAST_PAIRS: fewest and, if time
+# allows, most quadruples of blocks. _PRECISION: largest width of its interval. _PACE_S: seconds of
+# warm-up of each side before a block counts. _LIVES: number of processes that each side starts.
 _LAST_PAIRS, _MOST_LAST_PAIRS, _PRECISION, _PACE_S, _LIVES = 4, 16, 0.04, 1.0, 5
-# Nearer to 1 no ratio of CPU times is believed.
+# Least distance from 1 with which a ratio of CPU times counts as a win.
 _LEAST_CPU_FLOOR = 0.02
-# A variant that is nearly as fast with fewer workers or threads is as good.
+# A variant with fewer workers or threads is preferred if its ratio is at least this share.
 _AS_GOOD = 0.98
 
 
 class _Stopped(Exception):
-    """No more trials can be made, and why."""
+    """Raised with the reason when no more trials can be made."""
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """A cure, what its trial showed and what follows."""
+    """A cure, its proof, and the measurements of its trial."""
 
     cure: Cure
     proof: Proof
@@ -82,10 +83,10 @@ def prove(
     allow: Parity = Parity.TOLERANT,
     told: Callable[[str], None] = lambda line: None,
 ) -> Prescription:
-    """Tries the cures that a verdict's findings offer, in the current folder.
+    """Try the cures of a verdict's findings, in the current folder.
 
-    Nothing of the user's is changed, and no process is left. Ctrl-C ends it early, with what was
-    proven until then.
+    The trials change no file of the user's, and leave no process running. Ctrl-C stops them early,
+    with the results until then.
     """
     began = time.monotonic()
     cures = cures_of(verdict, allow) if verdict.observations else []
@@ -106,7 +107,7 @@ def prove(
 
 
 class Proving:
-    """The trials of one script, as far as they have come."""
+    """The trials of one script so far."""
 
     def __init__(
         self,
@@ -128,12 +129,12 @@ class Proving:
         self._noise = ""
         self._tried: dict[tuple[str, ...], _Tried] = {}
         self._untried: dict[tuple[str, ...], Proof] = {}
-        self._brought: list[Cure] = []  # of what other cures bring about
-        self._idle: list[_Tried] = []  # what wins alone, but adds nothing to others
+        self._brought: list[Cure] = []  # cures of problems that other cures cause
+        self._idle: list[_Tried] = []  # cures that win alone, but add nothing to other cures
         self._final: _Tried | None = None
 
     def run(self, cures: Sequence[Cure]) -> None:
-        """All trials, as far as the budget reaches."""
+        """Run all trials that the budget allows."""
         with self._bench.against(NOTHING) as plain:
             self._told("the script against itself, for the noise ...")
             left = self._bench.left_s
@@ -193,7 +194,7 @@ class Proving:
             self._told(f"  A/A noise ±{result.floor:.1%}: again in longer blocks ...")
             pair, result = self._with_itself(plain, budget_s)
         self._believe(pair, result)
-        if self._floor > _LOUD:  # what cannot be told apart from that is not prescribed
+        if self._floor > _LOUD:  # a win within this noise is not prescribed
             self._bench.floor = self._floor
         if self._floor > _NOISY:
             self._believe_cpu_time(pair)
@@ -201,7 +202,7 @@ class Proving:
         self._told(f"  A/A noise ±{self._floor:.1%}" + (f": {self._noise}" if self._noise else ""))
 
     def _believe(self, pair: Pair, result: TrialResult) -> None:
-        # Two processes may differ for as long as they live; what varies within them, trials see.
+        # Two processes may differ permanently, which the noise within a trial does not show.
         if not result.low <= 1 <= result.high:
             strayed = math.exp(abs(math.log(result.ratio))) - 1
             self._bench.floor = max(self._bench.floor, strayed)
@@ -230,17 +231,17 @@ class Proving:
         if spare < needed:
             if self._tried or left < needed:
                 self._untried[cure.names] = _untried(cure, "no time was left for it")
-            else:  # room for one trial, which is the last word too
+            else:  # time for one trial only, which has to be the last one too
                 self._tried[cure.names] = self._try(plain, cure, left, min_pairs=_LAST_PAIRS)
             return
         share = spare / (remaining + len(cure.others))
         tried = [self._try(plain, cure, max(share, needed))]
         if tried[0].proof.reason.startswith(LEFT) and cure.edits and self._has_time(2):
-            # What cannot reach into the script can still be written into it.
+            # A cure that cannot be applied from outside can still be edited into the script.
             tried = [self._try(plain, cure.by_edits, max(share, self._bench.needed_s))]
         self._tried[cure.names] = tried[0]
         for other in cure.others:
-            # The other cures come before the other values of this one.
+            # Trials of the other cures come before trials of this cure's other values.
             spare = self._bench.left_s - max(self._kept_s, remaining * self._bench.needed_s)
             if spare > self._bench.needed_s:
                 tried.append(self._try(plain, other, max(share, self._bench.needed_s)))
@@ -292,7 +293,7 @@ class Proving:
         with self._bench.against(together(chosen)) as base:
             self._told(f"trying {cure.words} beside {together(chosen).words} ...")
             pair = self._bench.measure(base, together([*chosen, cure]), self._spare())
-        if cure in self._brought:  # there is no trial of it alone
+        if cure in self._brought:  # no trial of this cure alone exists
             proof = self._judging.proof(cure, pair)
             if proof.outcome == "prescribed":
                 proof = replace(proof, reason=f"beside {together(chosen).words}")
@@ -308,13 +309,13 @@ class Proving:
             return chosen
         left = list(chosen)
         with self._bench.against(together(chosen)) as base:
-            # The least promising first.
+            # Leave out the least promising cure first.
             for cure in sorted(chosen, key=lambda value: self._ratio(value)):
                 fewer = [item for item in left if item is not cure]
                 if not fewer or not self._has_time(2):
                     break
                 self._told(f"trying without {cure.words} ...")
-                # Memory that one process keeps by itself, the next may not.
+                # One process may keep memory by chance, and the next process may not.
                 is_luck = cure.recipe == KEEP
                 lives = _LIVES if is_luck else 1
                 pair = self._bench.measure(base, together(fewer), self._spare(), lives=lives)
@@ -335,7 +336,7 @@ class Proving:
             return []
         left = [tried.cure for tried in self._tried.values() if self._may_help(tried)]
         best = max(left, key=self._ratio, default=None)
-        # Two processes of the script as it is may lie nearly so far apart.
+        # The ratio of two processes of the unchanged script may be nearly that far from 1.
         return [best] if best and self._ratio(best) > 1 + 3 * self._bench.floor else []
 
     def _together(self, plain: Against, chosen: list[Cure]) -> None:
@@ -344,7 +345,7 @@ class Proving:
             final = self._confirmed(plain, everything)
             if final.proof.outcome == "prescribed":
                 self._final = final
-                if len(chosen) == 1:  # what is promised of it is what was measured last
+                if len(chosen) == 1:  # promise the result that was measured last
                     self._tried[everything.names] = final
                 for cure in chosen:
                     self._keep(cure, f"pays with the others: {everything.words}")
@@ -361,7 +362,7 @@ class Proving:
                 continue
             outcome: Outcome = "left alone"
             worst = f"together {worst}"
-            if final.proof.outcome == "not tried":  # for lack of time, which says nothing of it
+            if final.proof.outcome == "not tried":  # for lack of time, no fault of the cure
                 outcome, worst = "not tried", "no time was left to measure it with the others"
             best = max(chosen, key=self._ratio)
             for cure in chosen:
@@ -385,7 +386,7 @@ class Proving:
         pair = measured(
             self._bench.left_s, block_s=1.0, pace_s=_PACE_S, fresh=is_fresh, lives=_LIVES
         )
-        if pair.is_too_short and self._has_time(1):  # with the cure it ends so soon
+        if pair.is_too_short and self._has_time(1):  # the script ends too soon with the cure
             pair = measured(self._bench.left_s, fresh=is_fresh)
         proof = self._judging.proof(cure, pair)
         self._told(f"  {proof.trial.words if proof.trial else proof.reason}")
@@ -393,7 +394,7 @@ class Proving:
             return self._tried[cure.names]
         return _Tried(cure, proof, pair)
 
-    # -- what was tried ---------------------------------------------------------------------------
+    # -- results of the trials --------------------------------------------------------------------
 
     def _ratio(self, cure: Cure) -> float:
         trial = self._tried[cure.names].proof.trial
@@ -420,7 +421,7 @@ class Proving:
     # -- the outcome ------------------------------------------------------------------------------
 
     def prescription(self, cures: Sequence[Cure]) -> Prescription:
-        """What came of all that."""
+        """Return the results of all trials."""
         proofs = []
         for cure in [*cures, *self._brought]:
             if cure.names in self._tried:
@@ -445,11 +446,11 @@ class Proving:
     def _whole_run(self) -> dict[str, float]:
         final, steps = self._final, self._run_steps
         if final is None or final.pair.result is None or final.proof.rests_on == "CPU time":
-            return {}  # what wall time is saved is not known
+            return {}  # the saved wall time is not known
         pair, result = final.pair, final.pair.result
         lanes = self._verdict.observations[0].lanes_ms
         looked = sum((lanes.get(lane) or 0.0) for lane in ("evaluation", "saving")) / 1e3
-        # Where they are what is tried, they are a part of the steps.
+        # If the cure is about evaluation or saving, steps include their time already.
         is_in_steps = counts_between(final.cure)
         a_between, b_between = (0.0, 0.0) if is_in_steps else between_s(pair.blocks, looked)
         a_step, b_step = result.step_s

@@ -1,4 +1,4 @@
-"""Which file a command line runs."""
+"""The Python file that a command line runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from flatout.script_source import file_of
 
 
 def script_file(what: Sequence[str]) -> Path | None:
-    """The Python file that is run, where it lies in the user's own folders; else None."""
-    mark = "-c"  # stands where the script's own part begins
+    """Return the Python file that is run, if it lies in the user's own folders; else None."""
+    mark = "-c"  # marks where the script's own part of the command begins
     ranks = under_torchrun(what, [mark])
     own = ranks[ranks.index(mark) + 1 :] if ranks else list(what)
     is_module = own[0] == "-m"

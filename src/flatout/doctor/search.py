@@ -1,9 +1,9 @@
-"""What could make a script faster though no check found it: settings that only a trial can judge.
+"""Settings that may make a script faster, though no check found them: only a trial can tell.
 
     prove(widened(verdict), what, budget_s=600)
 
-looks for the best Recipe over all of them and what the checks found: each setting alone, then
-beside those that win, then all together, measured again.
+searches for the best Recipe over all these settings and all findings: each setting alone, then
+added to those that win, then all together, measured again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _MARK = "search "
 
 
 def is_searched(name: str) -> bool:
-    """Whether a finding of this name is none of a check's."""
+    """Return True if a finding of this name comes from the search, not from a check."""
+    """Return the verdict with a finding for each setting that could help, after the checks' own."""
     return name.startswith(_MARK)
 
 
@@ -53,9 +54,9 @@ def _settings(job: ScriptFacts) -> Iterator[tuple[str, Any]]:
 
 
 class ScriptFacts:
-    """A script as settings ask about it, by what was observed."""
+    """An observed script, with the facts that settings ask for."""
 
-    # Not observed.
+    # Facts that are not observed.
     has_tf32_units = may_be_slower_in_bf16 = has_fused_norms = has_large_tables = False
     can_graph = has_cudnn_choices = False
 

@@ -1,4 +1,4 @@
-"""The script that is looked at, as a process: contained as in a trial, or in place."""
+"""The observed script as a process, contained as in a trial, or in place."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TERMINATES_WITHIN_S = 3.0
 
 
 class Subject(Protocol):
-    """A script that runs until it ends, or until `end`.
+    """A script that runs until it ends, or until `end` is called.
 
     Attributes:
-        printed: the file that holds what it prints.
-        code: its exit code, -N where signal N ended it; None until that is known.
-        held: what contains its files: "overlay", "landlock" or "python"; "" in place.
-        lacks: what nothing here contains, as of Process; empty in place.
+        printed: the file that holds its output.
+        code: its exit code, -N if signal N ended it; None until known.
+        held: how its file access is contained: "overlay", "landlock" or "python"; "" in place.
+        lacks: kinds of containment that this machine does not have, as in Process; empty in place.
     """
 
     printed: Path
@@ -36,20 +36,20 @@ class Subject(Protocol):
     lacks: list[str]
 
     def has_ended(self, within_s: float) -> bool:
-        """Wait for its end, for so long at most; returns whether it has ended."""
+        """Wait at most `within_s` seconds for the script's end; return True if it has ended."""
 
     def interrupt(self) -> None:
-        """Ask it to end, as Ctrl-C does."""
+        """Ask the script to end, as Ctrl-C does."""
 
     def end(self) -> None:
-        """End it with everything that it has begun."""
+        """End the script and all processes that it has started."""
 
     def refused(self) -> list[dict[str, str]]:
-        """What it was not allowed to do: {"kind", "what", "where"}."""
+        """Return the actions that the script was not allowed to do: {"kind", "what", "where"}."""
 
 
 class Contained:
-    """A script whose writes lie in a scratch folder, and that sends nothing elsewhere."""
+    """A script that writes to a scratch folder, and cannot send anything over the network."""
 
     def __init__(self, command: Sequence[str], folder: Path, temporary: Path, passes: Path) -> None:
         self._process = Process(Command(command), folder, temporary, passes=[passes])
@@ -58,33 +58,33 @@ class Contained:
         self.code: int | None = None
 
     def has_ended(self, within_s: float) -> bool:
-        """Wait for its end, for so long at most; returns whether it has ended."""
+        """Wait at most `within_s` seconds for the script's end; return True if it has ended."""
         if self.code is None and self._process.exit is None:
             ready, _, _ = select.select([self._process.said], [], [], within_s)
             if not ready:
                 return False
             with suppress(Ended):
                 self._process.hear()
-        # Its supervisor can only have been killed, as the system does when memory runs out.
+        # Without an exit code the supervisor was killed, as the kernel does when out of memory.
         self.code = -signal.SIGKILL if self._process.exit is None else self._process.exit
         return True
 
     def interrupt(self) -> None:
-        """Ask it to end, as Ctrl-C does."""
+        """Ask the script to end, as Ctrl-C does."""
         with suppress(Ended):
             self._process.interrupt()
 
     def end(self) -> None:
-        """End it with everything that it has begun."""
+        """End the script and all processes that it has started."""
         self._process.end()
 
     def refused(self) -> list[dict[str, str]]:
-        """What it was not allowed to do: {"kind", "what", "where"}."""
+        """Return the actions that the script was not allowed to do: {"kind", "what", "where"}."""
         return self._process.refused()
 
 
 class InPlace:
-    """A script that writes where it writes."""
+    """A script whose writes are not redirected."""
 
     held = ""
 
@@ -93,7 +93,7 @@ class InPlace:
         self.lacks: list[str] = []
         self.code: int | None = None
         self._before = set(psutil.Process().children(recursive=True))
-        # What the script leaves without a parent becomes a child of this process, so it is found.
+        # Orphans of the script become children of this process, so that it finds them.
         adopt_orphans(True)
         with printed.open("wb") as output:
             self._script = subprocess.Popen(
@@ -106,8 +106,8 @@ class InPlace:
             )
 
     def has_ended(self, within_s: float) -> bool:
-        """Wait for its end, for so long at most; returns whether it has ended."""
-        # Without reaping: as long as it is not reaped, no one else gets its number.
+        """Wait at most `within_s` seconds for the script's end; return True if it has ended."""
+        # Without reaping: the kernel does not reuse the process ID of an unreaped process.
         until = time.monotonic() + within_s
         how = os.WEXITED | os.WNOWAIT | os.WNOHANG
         while (status := os.waitid(os.P_PID, self._script.pid, how)) is None:
@@ -119,17 +119,17 @@ class InPlace:
         return True
 
     def interrupt(self) -> None:
-        """Ask it to end, as Ctrl-C does."""
+        """Ask the script to end, as Ctrl-C does."""
         os.kill(self._script.pid, signal.SIGINT)
 
     def end(self) -> None:
-        """End it: its group by its number, then the one who has left the group."""
+        """End the script's process group, then the processes that have left the group."""
         if self.code is None:
             os.kill(self._script.pid, signal.SIGTERM)
             self.has_ended(_TERMINATES_WITHIN_S)
         os.killpg(self._script.pid, signal.SIGKILL)
         self._script.wait()
-        # Killing one may hand its children over to this process, so look again.
+        # The children of a killed process may become children of this one, so search again.
         while left := [
             item for item in psutil.Process().children(recursive=True) if item not in self._before
         ]:
@@ -140,5 +140,5 @@ class InPlace:
         adopt_orphans(False)
 
     def refused(self) -> list[dict[str, str]]:
-        """Nothing is refused in place."""
+        """Return an empty list: nothing is refused in place."""
         return []

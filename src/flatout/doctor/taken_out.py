@@ -1,4 +1,4 @@
-"""What ablations say of findings: no cure of a lane returns more than taking the lane out."""
+"""Bounds on findings from ablations: a cure saves at most what removing its lane saves."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _WITHOUT = {
     ("evaluation",): "evaluation",
     ("saving",): "saving",
 }
-"""Critical lanes that can be taken out, in words."""
+"""Critical lanes that can be taken out of steps, in words."""
 
 
 def bounded(findings: Sequence[Finding], observation: Observation) -> list[Finding]:
-    """Returns the findings of one rank with what they cost at most, as far as that was measured."""
+    """Return the findings of one rank with the measured bounds of their cost."""
     return [_bounded(finding, observation) for finding in findings]
 
 
@@ -37,7 +37,7 @@ def _bounded(finding: Finding, observation: Observation) -> Finding:
 
 
 def without(lanes: tuple[str, ...], observation: Observation) -> str:
-    """Says what a step takes without the lanes that it waits for most; "" if no one tried."""
+    """Return words for the time of a step without its critical lanes; "" if not measured."""
     measured: Ablation | None = observation.ablations.get(lanes[0]) if len(lanes) == 1 else None
     if measured is None or lanes not in _WITHOUT or measured.low <= 1 + measured.floor:
         return ""

@@ -1,4 +1,4 @@
-"""torchrun's command line, with each rank under observation."""
+"""torchrun's command line, changed so that each rank is observed."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from flatout.errors import FlatoutError
 
 
 def under_torchrun(what: Sequence[str], observe: Sequence[str]) -> list[str] | None:
-    """Returns a command that starts the ranks as asked, each of them observed.
+    """Return a command that starts the ranks as asked, each of them observed.
 
     Args:
         what: torchrun, its options, the script, the script's arguments.
-        observe: the arguments of Python that run a script under observation.
+        observe: arguments of Python that run a script under observation.
 
     Returns:
-        None where `what` is not torchrun's.
+        The command; None if `what` does not run torchrun.
 
     Raises:
-        FlatoutError: it names no script, or one that is not run by Python.
+        FlatoutError: the command line names no script, or one that Python does not run.
     """
     if Path(what[0]).name != "torchrun":
         return None
-    # It knows which of its options take a value, so it says where the script begins.
+    # torchrun's own parser knows which options take a value, and hence where the script begins.
     from torch.distributed.run import get_args_parser
 
     try:

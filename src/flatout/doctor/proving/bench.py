@@ -1,4 +1,4 @@
-"""All trials of one script within one budget: what they cost, and what each is to measure."""
+"""All trials of one script within one budget: their cost, and the terms of each."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from flatout.doctor.trials.pair import Against, Pair
 from flatout.doctor.trials.schedule import Schedule
 from flatout.doctor.trials.scratch import temporary_of
 
-# Processes of the same script differ by so much for as long as they live, whatever their blocks
-# say: nearer to 1 nothing is believed.
+# Two processes of the same script differ permanently by up to this ratio, however small the noise
+# of their blocks. No win below it is believed.
 _LEAST_FLOOR = 0.02
-# A trial takes a start, and warming up and two quadruples of blocks, at least.
+# Least cost of a trial after the start: _BLOCKS blocks of _SHORTEST_S seconds, which are the warm-up
+# and two quadruples. _SLOWER_START: factor by which a start may take longer than the first.
 _BLOCKS, _SHORTEST_S = 10, 0.3
 _SLOWER_START = 1.3
-# What becomes no faster after its first steps is given up where these take so many times as long.
+# A trial is given up if the first steps with the cure take at least this factor longer.
 _HOPELESS = 4.0
 LEFT = "it stays as written"
 
@@ -33,12 +34,12 @@ class Bench:
     """Measures one script against itself with cures.
 
     Attributes:
-        floor: how far from 1 a ratio of the script to itself may lie.
-        epoch_steps: of an epoch; None where it is not known.
-        start_s: what a start takes, as far as is known.
-        longer: blocks are so many times as long as they are asked for.
-        held: what contains the processes.
-        refused: what they were not allowed to do.
+        floor: largest distance from 1 that the ratio of the script to itself may have.
+        epoch_steps: steps of an epoch; None if unknown.
+        start_s: seconds of a start of the script, as far as known.
+        longer: factor by which blocks are longer than asked for.
+        held: how the processes are contained.
+        refused: actions that the processes were not allowed to do.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Bench:
         self.floor = _LEAST_FLOOR
         self.longer = 1.0
         self.epoch_steps = epoch_steps(verdict.observations[0])
-        # A loop without a loader is known by its evaluations at least.
+        # A loop without a loader still has a known number of steps between evaluations.
         self._round = self.epoch_steps or evaluated_every(verdict.observations[0])
         self.start_s = 0.0
         self._block_s = _SHORTEST_S
@@ -61,17 +62,17 @@ class Bench:
 
     @property
     def left_s(self) -> float:
-        """What is left of the budget."""
+        """Seconds left of the budget."""
         return self._until - time.monotonic()
 
     @property
     def needed_s(self) -> float:
-        """What one trial takes at least."""
-        starts = 1 if self._most_steps is None else 3  # short scripts are started again and again
+        """Least seconds of one trial."""
+        starts = 1 if self._most_steps is None else 3  # short scripts are restarted several times
         return starts * _SLOWER_START * self.start_s + _BLOCKS * self._block_s
 
     def against(self, cure: Cure) -> closing[Against]:
-        """The side that others are measured against, to be used in `with`."""
+        """Return the side to measure against, for use in `with`."""
         against = Against(
             self._job(cure), self._folder, self._until, most_steps=self._most_steps, is_renewed=True
         )
@@ -79,7 +80,7 @@ class Bench:
 
     @contextmanager
     def beside(self, cure: Cure) -> Iterator[Against]:
-        """The script with a cure, against which others are measured beside that cure meanwhile."""
+        """Add a cure to both sides of all measurements within this context."""
         self._beside = cure
         try:
             with self.against(NOTHING) as against:
@@ -101,7 +102,7 @@ class Bench:
         fresh: bool = False,
         lives: int = 1,
     ) -> Pair:
-        """Measures the script with a cure, until the answer is clear."""
+        """Measure the script with a cure, until the result is clear."""
         fills = any(setting.fills for setting in cure.settings)
         terms = Schedule(
             max_pairs=max_pairs,
@@ -140,8 +141,8 @@ class Bench:
 
 
 def why_left(cure: Cure, b: Showed) -> str:
-    """Why the script with a cure stays as it is; "" where the cure has taken hold, or may yet."""
-    # Threads go with what takes them: that they are fewer is not a cure by itself.
+    """Return why the cure was not applied; "" if it was applied, or may be later."""
+    # The number of threads is part of another cure: a change of it alone does not count.
     names = [name for name in cure.recipe if name != "process.threads"] or list(cure.recipe)
     if not names or cure.own_edits or any(name not in b.left for name in names):
         return ""
@@ -149,5 +150,5 @@ def why_left(cure: Cure, b: Showed) -> str:
 
 
 def counts_between(cure: Cure) -> bool:
-    """Whether what it saves lies between steps, so that this is measured too."""
+    """Return True if the cure saves time between steps, so that this time has to be measured."""
     return any(setting.between_steps for setting in cure.settings)

@@ -1,4 +1,4 @@
-"""What may be tried: the cures that a verdict's findings offer."""
+"""Cures that a verdict's findings offer for trials."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _MOST_VALUES = 4
 
 @dataclass(frozen=True)
 class Cure:
-    """Something to be done differently; several together are one, too.
+    """A change of the script's settings or code; several cures together are one Cure too.
 
     Attributes:
-        names: of the findings that it cures.
-        words: in a few words, such as "workers 0 to 2".
-        recipe: changes of a Recipe, by dotted name.
-        edits: changes of the user's code; made in trials only where there is no Recipe for it.
-        parity: the most that it may change, by its kind.
-        same_input: likewise, where the input is seen to be the same numbers.
-        others: other values of its fields that are worth a try.
-        own_edits: those that a trial makes.
+        names: names of the findings that the cure is for.
+        words: the cure in a few words, such as "workers 0 to 2".
+        recipe: the cure as changes of a Recipe, by dotted name.
+        edits: changes of the user's code; a trial makes them only if there is no Recipe.
+        parity: the largest change of results that this kind of cure may cause.
+        same_input: the same limit if both sides are observed to read identical input.
+        others: the same cure with other values that are worth a trial.
+        own_edits: edits that a trial makes.
     """
 
     names: tuple[str, ...]
@@ -43,17 +43,17 @@ class Cure:
 
     @property
     def fields(self) -> frozenset[str]:
-        """Of the Recipe."""
+        """Names of the Recipe's fields."""
         return frozenset(self.recipe)
 
     @property
     def settings(self) -> list[Setting]:
-        """What is known of these fields."""
+        """Settings of the Recipe's fields."""
         return [SETTINGS[field] for field in self.recipe]
 
     @property
     def by_edits(self) -> Cure:
-        """The same by changes of the code alone."""
+        """The same cure by edits of the code alone."""
         words = _edit_words(self.names, self.edits)
         return replace(self, words=words, recipe={}, others=(), own_edits=self.edits)
 
@@ -62,7 +62,7 @@ NOTHING = Cure((), "the script as it is")
 
 
 def together(cures: Iterable[Cure]) -> Cure:
-    """All of them at once."""
+    """Return all cures as one."""
     joined = NOTHING
     for cure in cures:
         joined = Cure(
@@ -78,10 +78,10 @@ def together(cures: Iterable[Cure]) -> Cure:
 
 
 def cures_of(verdict: Verdict, allow: Parity) -> list[Cure]:
-    """Cures in the order in which they are to be tried.
+    """Return the cures in the order of their trials.
 
-    Those that need the user's OK come behind those that do not, and compiling, which takes longest,
-    at the end; else the order is that of the findings: by the most that each can return.
+    Cures that need the user's OK come after the others, and compiling, which takes longest, comes
+    last. Otherwise the order is that of the findings: by the most that each cure can save.
     """
     observation = verdict.observations[0]
     result: dict[Any, Cure] = {}
@@ -148,7 +148,7 @@ def _facts(observation: Observation) -> ModelFacts:
         batch_coupled=any("BatchNorm" in layer for layer in layers),
         draws_random=any("Drop" in layer for layer in layers),
         device=observation.device.partition(":")[0],
-        # No one knows: what both sides of a trial show counts later.
+        # Unknown before a trial. `same_input` applies later if both sides read identical input.
         draws_random_in_input=True,
     )
 

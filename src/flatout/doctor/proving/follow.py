@@ -1,7 +1,8 @@
-"""What a cure brings about, and the first look could not see: a pitfall that comes with it.
+"""Problems that a cure causes, which the first look could not observe.
 
-What zero_grad drops, the allocator may give back to the system, and then each step faults it in
-again; so may what a faster model lets go of. Steps of a trial show it.
+If zero_grad frees gradients, the allocator may return their memory to the system, and each step
+causes page faults again. The same may happen to memory that a faster model frees. The steps of a
+trial show these page faults.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from flatout.doctor.trials.pair import Pair
 
 
 def brought_about(verdict: Verdict, pair: Pair) -> list[Finding]:
-    """What a check finds in the steps with a cure."""
+    """Return what the check of page faults finds in the steps with a cure."""
     observation = verdict.observations[0]
     blocks = [block for block in pair.blocks if block.side == "b"]
-    # A job that trains with Flatout decides about its memory itself.
+    # A job that trains with Flatout manages its memory itself.
     if not blocks or observation.framework == "flatout":
         return []
     faults = sum(block.faults for block in blocks) / sum(block.steps for block in blocks)
     steps_ms = [block.step_s * 1e3 for block in blocks]
     try:
-        # Its lanes are those of a slower step.
+        # Without lanes, since those of the observation belong to slower steps.
         return look(replace(observation, page_faults=faults, step_ms=steps_ms, lanes_ms={}))
     except NoSignal:
         return []

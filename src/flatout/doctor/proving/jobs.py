@@ -21,9 +21,9 @@ _START = ("-m", "flatout.doctor.trials.start")
 
 
 def job(what: Sequence[str], cure: Cure, folder: Path) -> Command:
-    """How a script is run with a cure."""
+    """Return the command that runs a script with a cure."""
     command = under_torchrun(what, _START) or [sys.executable, *_START, *what]
-    # Two runs of the same script then draw the same, and iterate over sets in the same order.
+    # Two runs of the script then draw the same numbers and iterate over sets in the same order.
     variables = {SEED: "0", "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
     settings = [f"{name}={_text(value)}" for name, value in cure.recipe.items()]
     if settings:

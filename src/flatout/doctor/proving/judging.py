@@ -1,4 +1,4 @@
-"""From a trial to a Proof: whether a cure is prescribed, and why not."""
+"""Makes a Proof from a trial: whether a cure is prescribed, and why not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flatout.doctor.trials.pair import Pair
 from flatout.recipe import Parity
 
 CHANGES = "changes what is learned"
-# What takes less once needs no words.
+# Setup of fewer seconds is not reported.
 _LEAST_SETUP_S = 0.5
 
 
@@ -23,21 +23,21 @@ class Judging:
     """Judges the trials of one script.
 
     Attributes:
-        is_repeatable: whether the script as it is repeats its losses from one run to the next.
-        cpu_floor: how far from 1 the ratio of the script's CPU time to itself may lie; None where
-            wall time alone is to be believed, as on a calm machine.
+        is_repeatable: True if the unchanged script repeats its losses in each run.
+        cpu_floor: largest distance from 1 that the ratio of the script's CPU time to itself may
+            have; None if only wall time counts, as on a quiet machine.
     """
 
     def __init__(self, verdict: Verdict, allow: Parity, run_steps: int | None) -> None:
         self.is_repeatable = False
         self.cpu_floor: float | None = None
-        # A Trainer or Loop takes a Recipe itself, and tells no one here.
+        # A Trainer or Loop takes a Recipe itself, and does not report that to this process.
         self._tells_what_applied = verdict.observations[0].framework != "flatout"
         self._allow = allow
         self._run_steps = run_steps
 
     def proof(self, cure: Cure, pair: Pair) -> Proof:
-        """What a trial says of a cure."""
+        """Return the proof of a cure from its trial."""
         compared = self.compared(cure, pair)
         proof = Proof(
             names=cure.names,
@@ -71,7 +71,7 @@ class Judging:
             return replace(proof, outcome="left alone", reason=f"{CHANGES}: {compared.words}")
         if not result.wins:
             given_up = why_left(cure, pair.b)
-            if given_up:  # which it could not know in its first steps
+            if given_up:  # the script could not know this in its first steps
                 return replace(proof, outcome="left alone", reason=given_up)
             by_cpu = self._by_cpu(proof, pair)
             if by_cpu and compared.parity <= self._allow:
@@ -84,7 +84,7 @@ class Judging:
         return replace(proof, outcome="left alone" if late else "prescribed", reason=late)
 
     def compared(self, cure: Cure, pair: Pair) -> Compared:
-        """Whether the script learns the same with a cure."""
+        """Return whether the script learns the same with a cure."""
         return compare(
             pair.a,
             pair.b,

@@ -1,21 +1,21 @@
-"""Whether a script learns the same with a cure, by the losses of the same steps of both.
+"""Compares losses of the same steps, to check that a script learns the same with a cure.
 
-What a cure may do to them depends on its parity:
+Changes that a cure may make depend on its parity:
 
-- bit-identical: every loss is the same number, where the script as it is repeats its own losses
-  from one run to the next; where it does not, as for "redrawn".
+- bit-identical: every loss is the same number, if the unchanged script repeats its own losses
+  in each run; otherwise the rule of "redrawn" applies.
 - rounding: over the first 50 steps the mean of |b - a| is at most 5% of the mean of |a|. Rounding
-  grows from step to step, so later steps are judged as for "redrawn".
+  errors grow from step to step, so the rule of "redrawn" applies to later steps.
 - redrawn: the mean of b - a over all steps lies within three standard errors, but never beyond 10%
-  of the mean of |a|; 2% always pass. The error comes from the means of up to eight
-  stretches of steps, since neighboring losses are not independent (batch means; Law and Carson
-  1979, "A sequential procedure for determining the length of a steady-state simulation").
+  of the mean of |a|; 2% always pass. The standard error comes from the means of up to eight
+  stretches of steps, since neighboring losses are not independent. (Batch means: Law and Carson
+  1979, "A sequential procedure for determining the length of a steady-state simulation".)
 
-Where the first batches of both sides hold the same numbers, the input has drawn nothing new: then
-a cure is judged by what else it may do, and as for "rounding" at least. What a model draws, as
-dropout does, is not seen in them.
+If the first batches of both sides contain the same numbers, the cure has not changed the input.
+Then it is judged by the other changes that it may make, with "rounding" as the strictest rule.
+Random draws within a model, such as dropout's, are not visible in batches.
 
-Equal losses over some steps say nothing of the accuracy of a whole run.
+Equal losses over some steps do not show the accuracy of a whole run.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _Array = npt.NDArray[np.float64]
 _ROUNDING_STEPS, _ROUNDING = 50, 0.05
 _ERRORS, _LEVEL, _MOST_LEVEL = 3.0, 0.02, 0.10
 _STRETCHES = 8
-# Fewer steps say nothing of levels.
+# Fewest steps for a comparison of loss levels.
 _FEWEST = 8
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What the losses of both sides say.
+    """Result of the comparison of the losses of both sides.
 
     Attributes:
-        holds: whether the cure does no more to them than its parity allows.
-        parity: of the cure, after what was seen.
-        words: how the losses differ; "" where there are none.
-        same_batches: whether both saw the same samples in the same order; None if unknown.
-        is_equal: whether all losses are the same numbers; None where there are none.
+        holds: True if the losses differ no more than the parity of the cure allows.
+        parity: parity of the cure, after the comparison.
+        words: difference between the losses; "" if there are none.
+        same_batches: True if both sides read the same samples in the same order; None if unknown.
+        is_equal: True if all losses are the same numbers; None if there are no losses.
     """
 
     holds: bool
@@ -60,7 +60,7 @@ class Compared:
 def compare(
     a: Showed, b: Showed, parity: Parity, *, is_repeatable: bool, same_input: Parity | None = None
 ) -> Compared:
-    """Judges the losses of a script with a cure (B) beside those without (A)."""
+    """Judge the losses of a script with a cure (B) against those without it (A)."""
     batches = same_batches(a, b)
     steps = min(len(a.losses), len(b.losses))
     curve, other = np.array(a.losses[:steps]), np.array(b.losses[:steps])
@@ -68,7 +68,7 @@ def compare(
         return Compared(True, parity, "", batches, None)
     is_equal = np.array_equal(curve, other, equal_nan=True)
     if is_equal:
-        # What would be drawn again, if it were drawn, was not.
+        # Equal losses show that the cure has not changed any random draw.
         reached = Parity.EXACT if parity is Parity.REDRAWN and batches is not False else parity
         words = f"the same in all {steps} steps"
         return Compared(True, reached if is_repeatable else parity, words, batches, True)
@@ -89,7 +89,7 @@ def compare(
 
 
 def same_batches(a: Showed, b: Showed) -> bool | None:
-    """Whether both saw the same samples in the same order; None if unknown."""
+    """Return True if both sides read the same samples in the same order; None if unknown."""
     pairs = [
         (value, b.batches[loader]) for loader, value in a.batches.items() if loader in b.batches
     ]
@@ -99,7 +99,7 @@ def same_batches(a: Showed, b: Showed) -> bool | None:
 
 
 def is_same_data(a: Showed, b: Showed) -> bool:
-    """Whether the first batches of every loader hold the same numbers on both sides."""
+    """Return True if the first batches of every loader contain the same numbers on both sides."""
     if same_batches(a, b) is False or not a.contents or a.contents.keys() != b.contents.keys():
         return False
     pairs = [list(zip(a.contents[name], b.contents[name], strict=False)) for name in a.contents]

@@ -1,4 +1,4 @@
-"""Why a script cannot be tried here."""
+"""Reasons why a script cannot be tried here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.words import memory_words
 
 
 def why_no_trial(verdict: Verdict) -> str:
-    """Why no trial can be made of this script on this machine, in words; "" where one can."""
+    """Return why no trial of this script can be made on this machine; "" if one can."""
     if not verdict.observations or not verdict.steps:
         return "the script took no optimizer step, so there is nothing to measure"
     if verdict.ended == "failed":

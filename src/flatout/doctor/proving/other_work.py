@@ -1,4 +1,4 @@
-"""What other processes take of the CPUs while something is measured: why times vary."""
+"""CPU time that other processes take during measurements, a cause of noise."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import psutil
 from flatout.words import rounded
 
 _WORTH = 0.1
-"""CPUs from which on other work is told."""
+"""Fewest CPUs taken by other processes that are reported."""
 
 
 class OtherWork:
-    """Counts CPU time of all processes but this one and those that it has started, from now on."""
+    """Counts CPU time of all processes except this one and its children, from now on."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._before = _seconds()
 
     def words(self) -> str:
-        """Who has taken most since then, and how much all have; "" where that is nothing."""
+        """Return which process took most CPU time, and the total; "" if that is negligible."""
         wall = max(time.monotonic() - self._began, 1e-3)
         ours = {process.pid for process in psutil.Process().children(recursive=True)}
         took = {
@@ -45,7 +45,7 @@ def _seconds() -> dict[tuple[int, float], float]:
             times = process.cpu_times()
             result[process.pid, process.create_time()] = times.user + times.system
         except psutil.Error:
-            continue  # it has ended, or may not be looked at
+            continue  # the process has ended, or this one may not inspect it
     return result
 
 

@@ -1,4 +1,4 @@
-"""Steps and time of the user's whole run, from what a first look and a trial have shown."""
+"""Steps and time of the user's whole run, derived from a first look and a trial."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from flatout.observe import Loader, Observation
 
 _EPOCHS = ("--epochs", "--num-epochs", "--num_epochs", "--max-epochs", "--max_epochs")
 _STEPS = ("--max-steps", "--max_steps")
-# With an evaluation in each; in fewer of them one more or less would decide.
+# Fewest blocks with evaluation or saving. Of fewer, one more or less would change the result much.
 _FEWEST_BLOCKS = 4
-# So many on each side tell how much longer one takes than the other.
+# Fewest such blocks of each side to compare the duration of one evaluation on both.
 _FEWEST_COMPARED = 2
 
 
 def steps_at_all(verdict: Verdict) -> int | None:
-    """Steps that the script took until it ended by itself; None where it was ended."""
+    """Return the steps that the script took until its own end; None if it was stopped."""
     return verdict.steps if verdict.ended == "done" and verdict.steps else None
 
 
 def epoch_steps(observation: Observation) -> int | None:
-    """Steps of an epoch, where one loader of known length gives all batches that are trained on."""
+    """Return the steps of an epoch, if one loader of known length supplies all training batches."""
     loaders = [loader for loader in observation.loaders if loader.in_training and loader.batches]
     # A script may make a new loader for each epoch.
     if (
@@ -41,7 +41,7 @@ def epoch_steps(observation: Observation) -> int | None:
         sum(loader.epochs for loader in loaders),
         sum(loader.batches for loader in loaders),
     )
-    # A loop may break off before the end of an epoch.
+    # A loop may break before the end of an epoch.
     if not (epochs - 1) * batches <= taken <= epochs * batches:
         return None
     backwards = max(1.0, max(optimizer.backwards for optimizer in observation.optimizers))
@@ -51,7 +51,7 @@ def epoch_steps(observation: Observation) -> int | None:
 
 
 def evaluated_every(observation: Observation) -> int | None:
-    """Steps from one evaluation to the next; None if not known, or they are not as many."""
+    """Return the steps between evaluations; None if unknown or not constant."""
     every = {model.evaluated_every for model in observation.models if model.evaluated_every}
     return every.pop() if len(every) == 1 else None
 
@@ -65,10 +65,10 @@ def _batches(loader: Loader, ranks: int) -> int | None:
 
 
 def run_steps(verdict: Verdict, what: Sequence[str]) -> int | None:
-    """Steps of the whole run; None where it is not known.
+    """Return the steps of the whole run; None if unknown.
 
-    Known where the script has ended by itself, or by an option of its command line for epochs or
-    steps, with the default that argparse gives it.
+    They are known if the script has ended by itself, or if its command line has an option for
+    epochs or steps. The option may also be missing if argparse gives it a default.
     """
     steps = steps_at_all(verdict) or _number_asked(what, _STEPS)
     if steps:
@@ -105,7 +105,7 @@ def _default(script: Path, names: Sequence[str]) -> int | None:
 
 
 def setup_s(a: Showed, b: Showed, a_step: float, b_step: float) -> float:
-    """Seconds that B takes once and A does not, such as compiling or filling a cache."""
+    """Return the one-time seconds that B takes and A does not, such as for compiling."""
     return max(0.0, _beyond(b, b_step) - _beyond(a, a_step))
 
 
@@ -114,11 +114,11 @@ def _beyond(side: Showed, step_s: float) -> float:
 
 
 def between_s(blocks: Sequence[Block], looked_s: float) -> tuple[float, float]:
-    """Seconds of evaluation and saving per step of A and of B.
+    """Return the seconds of evaluation and saving per step, of A and of B.
 
-    They are those of the trial, under which the steps were measured, where it saw enough of them: a
-    cure of the model shortens its evaluation too, and a first look may fall into a busy moment.
-    Fewer of them tell how much shorter one is, but not how often it comes.
+    With enough of them in the trial, its times are used, since a cure of the model shortens its
+    evaluation too, and the first look may fall into a busy moment. A few of them only show the
+    ratio of their durations, not how often they occur.
     """
     sides = [[block for block in blocks if block.side == side] for side in "ab"]
     a, b = ([block.between for block in side if block.between > 0] for side in sides)
@@ -127,11 +127,11 @@ def between_s(blocks: Sequence[Block], looked_s: float) -> tuple[float, float]:
         return a_s, b_s
     if min(len(a), len(b)) < _FEWEST_COMPARED:
         return looked_s, looked_s
-    # The shortest time of a side is that of a single one, and least disturbed.
+    # The shortest time of a side is that of a single evaluation, with the least disturbance.
     return looked_s, looked_s * min(b) / min(a)
 
 
 def whole_s(plain: Showed, side: Showed, steps: int, step_s: float, between_s: float) -> float:
-    """Seconds of a run: start, set-up, all steps, and what lies between them."""
+    """Return the seconds of a run: start, setup, all steps, and the time between steps."""
     start = plain.started_s - plain.first_s
     return start + max(0.0, _beyond(side, step_s)) + steps * (step_s + between_s)

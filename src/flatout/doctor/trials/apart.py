@@ -1,11 +1,11 @@
-"""The script with its own processes and network, or with one of both.
+"""Runs a script with its own process and network namespaces, or with one of both.
 
-    supervisor           outside: sees all below by the numbers that everybody sees
-      init           the first process inside: takes orphans, and ends with the script
-        script       sees and can signal only what is inside
+    supervisor           outside: knows all processes below by their IDs on this machine
+      init           the first process inside: adopts orphans, and ends with the script
+        script       sees and can signal only processes that are inside
 
-When init ends, however it does, the kernel kills everything inside at once, where the processes
-are of their own; else the script only.
+With its own process namespace, the kernel kills everything inside at once when init ends, for any
+reason. Without that namespace, only the script is killed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _MESSAGE, _MOST_DESCRIPTORS = 65536, 250
 
 @dataclass
 class Apart:
-    """A script that runs so.
+    """A running script with its own namespaces.
 
     Attributes:
-        init: the first process inside, a child of the one that called `start`.
-        script: its number outside.
-        descriptor: of the script, for pidfd_send_signal.
-        said: what `begin` said.
-        services: sockets inside that listen where services of this machine do outside.
+        init: process ID of init, a child of the process that called `start`.
+        script: process ID of the script, as seen from outside.
+        descriptor: pidfd of the script, for pidfd_send_signal.
+        said: the message that `begin` returned.
+        services: sockets inside that listen on addresses of this machine's services outside.
     """
 
     init: int
@@ -46,15 +46,15 @@ class Apart:
     _line: socket.socket
 
     def status(self) -> int:
-        """The script's exit code, -N where signal N ended it; once init has ended."""
-        data = b""  # without a word init itself was killed, maybe before it has heard the last one
+        """Return the script's exit code, -N if signal N ended it; call it once init has ended."""
+        data = b""  # without a message, init itself was killed, maybe with a message of ours unread
         with self._line, suppress(ConnectionResetError):
             data = self._line.recv(_MESSAGE)
         return int(json.loads(data)["exit"]) if data else -signal.SIGKILL
 
 
 def start(begin: Callable[[], tuple[int, Any]], kinds: int, folder: Path) -> Apart:
-    """Starts a script so. The caller has one thread, and adopts orphans."""
+    """Start a script with its own namespaces; the caller has one thread and adopts orphans."""
     machine = own_network.of_this_machine(folder) if kinds & namespaces.NETWORK else None
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     maker = os.fork()
@@ -62,7 +62,7 @@ def start(begin: Callable[[], tuple[int, Any]], kinds: int, folder: Path) -> Apa
         here.close()
         _make(there, begin, kinds, machine)
     there.close()
-    os.waitpid(maker, 0)  # now init is this process' child: before, it would have died with that
+    os.waitpid(maker, 0)  # from now on init is a child of this process, and does not die with maker
     init = 0
     try:
         init = int(_understood(here.recv(_MESSAGE))["init"])
@@ -119,12 +119,12 @@ def _be_init(
     machine: own_network.Machine | None,
 ) -> NoReturn:
     try:
-        # It ends with the script, which does not inherit handlers.
+        # Init ends with the script. The script does not inherit these handlers.
         for number in not_ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
         if not line.recv(_MESSAGE):
             os._exit(1)
-        die_with_parent()  # where that has ended already, saying something fails
+        die_with_parent()  # if the parent has ended already, sending a message fails
         if kinds & namespaces.PROCESSES:
             namespaces.mount_own_proc()
         services = own_network.begin(machine) if machine is not None else []
@@ -134,7 +134,7 @@ def _be_init(
         os.close(descriptors[0])
         for service in services:
             service.close()
-        if line.recv(_MESSAGE):  # until this process reaps it, its number is its own
+        if line.recv(_MESSAGE):  # the script's process ID is not reused until this process reaps it
             _tell(line, {"exit": _ended(script)})
     except BaseException as error:
         _tell(line, {"cannot": f"{error}"})

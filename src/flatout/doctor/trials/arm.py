@@ -1,4 +1,4 @@
-"""One of the two processes of a trial, at a step boundary between its blocks, stopped."""
+"""One of the two processes of a trial, which stays stopped at a step boundary between blocks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from flatout.doctor.trials.scratch import remove_tree, temporary_of
 
 FEWEST_STEPS, WARM_STEPS = 3, 2
 _SEED = "PYTHONHASHSEED"
-_WHO = struct.Struct("3i")  # pid, user and group of a socket's other end
-# Of a block's expected time, before it counts as stuck.
+_WHO = struct.Struct("3i")  # process ID, user and group of the peer of a socket
+# A block is stuck after _PATIENCE times its expected time, but not before _PATIENCE_S seconds.
 _PATIENCE = 20.0
 _PATIENCE_S = 15.0
 
@@ -37,15 +37,15 @@ def _too_few(steps: int) -> Ended:
 
 @dataclass(frozen=True)
 class Block:
-    """Steps that were counted.
+    """Counted steps of one side.
 
     Attributes:
         side: "a" or "b".
-        steps: how many.
-        began, ended: of their time, on the clock that all processes share, in nanoseconds.
-        between: how much of it was evaluation or saving, in nanoseconds.
+        steps: number of steps.
+        began, ended: begin and end on the clock that all processes share, in nanoseconds.
+        between: time of evaluation and saving within the block, in nanoseconds.
         faults: minor page faults of the process that trains.
-        cpu: CPU time of the script and all that it has started, in nanoseconds.
+        cpu: CPU time of the script and all its children, in nanoseconds.
     """
 
     side: str
@@ -58,34 +58,36 @@ class Block:
 
     @property
     def cpu_step_s(self) -> float:
-        """Seconds of CPUs per step."""
+        """CPU seconds per step."""
         return max(self.cpu, 1) / self.steps / 1e9
 
     @property
     def step_s(self) -> float:
-        """Seconds per step, without what lies between steps."""
+        """Seconds per step, without the time between steps."""
         return max(self.ended - self.began - self.between, 1) / self.steps / 1e9
 
     @property
     def whole_step_s(self) -> float:
-        """Seconds per step, with that."""
+        """Seconds per step, with the time between steps."""
         return (self.ended - self.began) / self.steps / 1e9
 
 
 @dataclass
 class Showed:
-    """What one side has shown beside the time of its blocks.
+    """Results of one side, except for the times of its blocks.
 
     Attributes:
-        losses: of its first steps; NaN for a step without one.
-        batches: by loader: a number for the indices of each of its first batches.
-        contents: by loader: a number for what is in each of its first batches; None where no one
-            can tell.
-        started_s: from the start of its process to the end of its first step.
-        applied, left: fields of a Recipe that took hold in it, and those that did not, with why.
-        first_s: its first step alone, from the first batch on.
-        warm_s, warm_steps: the steps from there to the first counted block, in which caches are
-            filled; how many those are.
+        losses: losses of the first steps; NaN for a step without a loss.
+        batches: for each loader, a hash of the indices of each of the first batches.
+        contents: for each loader, a hash of the data of each of the first batches; None if the
+            data cannot be hashed.
+        applied: fields of a Recipe that were applied.
+        left: fields of a Recipe that were not applied, with the reasons.
+        started_s: seconds from the start of the process to the end of its first step.
+        first_s: seconds of the first step, from its first batch on.
+        warm_s: seconds of the steps from the second to the first counted block, in which caches
+            are filled.
+        warm_steps: number of those steps.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -99,7 +101,7 @@ class Showed:
     warm_steps: int = 0
 
     def add(self, message: dict[str, Any]) -> None:
-        """What a message of the process says of it."""
+        """Add the results in a message from the process."""
         self.losses += message.get("losses", [])
         self.applied = message.get("applied", self.applied)
         self.left = message.get("left", self.left)
@@ -113,11 +115,11 @@ class Arm:
     """A script that is run for some steps at a time.
 
     Attributes:
-        queue: batches that it makes ahead.
-        step_s: seconds per step of its latest block.
-        is_full: whether all is kept that later epochs will find, as far as it says.
-        has_ended: whether it has failed, or did not come in time.
-        showed: what else it has shown.
+        queue: number of batches that the script prefetches.
+        step_s: seconds per step of the latest block.
+        is_full: True if the script reports that its caches hold all that later epochs read.
+        has_ended: True if the script has failed, or did not answer in time.
+        showed: the other results of the script.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class Arm:
         self._stop()
 
     def warm_up(self, dropped: int) -> None:
-        """Past the first steps, which set things up."""
+        """Run the first steps, which do one-time setup, and do not count them."""
         if self._life and 1 + dropped + self._warm + FEWEST_STEPS > self._life:
             raise _too_few(self._life)
         block, resumed = self._block(dropped + self._warm, FEWEST_STEPS)
@@ -200,10 +202,10 @@ class Arm:
         self._seen.warm_steps = dropped + self._warm + FEWEST_STEPS
 
     def block(self, dropped: int, steps: int, *, dropped_again: int = 0, unit: int = 1) -> Block:
-        """Let it run for `dropped` steps, and then for `steps` more that are counted.
+        """Run `dropped` uncounted steps, then `steps` counted ones.
 
-        Where it is started again for that, it leaves out `dropped_again` if those are more. A
-        script that ends before all of that counts fewer, a multiple of `unit`.
+        If the script has to be restarted for that, `dropped_again` steps are dropped if that is
+        more than `dropped`. If the script ends earlier, fewer steps count: a multiple of `unit`.
         """
         would_end = self._life and self._done + dropped + steps > self._life
         if self._is_renewed and would_end and self._blocks:
@@ -235,14 +237,14 @@ class Arm:
         return block
 
     def warm_on(self, dropped: int, steps: int) -> None:
-        """More steps that fill caches and are not counted; from now on at each start of it."""
+        """Run more uncounted steps to fill caches, now and after each restart."""
         block, resumed = self._block(dropped, steps)
         self._seen.warm_s += (block.ended - resumed - block.between) / 1e9
         self._seen.warm_steps += dropped + steps
         self._warm += dropped + steps
 
     def renew(self, dropped: int) -> None:
-        """The same script from its beginning, past its first steps."""
+        """Restart the script and run its first steps."""
         self.close()
         self._start()
         self.meet()
@@ -250,7 +252,7 @@ class Arm:
 
     @property
     def renewal_s(self) -> float:
-        """What beginning it again takes, up to the first step that can be counted."""
+        """Seconds of a restart, up to the first step that can count."""
         return self.showed.started_s + self.showed.warm_s
 
     def _block(self, dropped: int, steps: int) -> tuple[Block, int]:
@@ -279,12 +281,12 @@ class Arm:
             self.showed = self._seen
 
     def refused(self) -> list[dict[str, str]]:
-        """What the script was not allowed to do: {"kind", "what", "where"}."""
+        """Return the actions that the script was not allowed to do: {"kind", "what", "where"}."""
         result = [*self._refused, *self.process.refused()]
         return [json.loads(line) for line in dict.fromkeys(json.dumps(item) for item in result)]
 
     def close(self) -> None:
-        """End it, and remove what it has written."""
+        """End the script, and remove the files that it has written."""
         self.process.end()
         self._refused = self.refused()
         self._listener.close()
@@ -322,7 +324,7 @@ class Arm:
                 self._read()
         line, _, self._waiting = self._waiting.partition(b"\n")
         message = dict(json.loads(line))
-        if "steps_at_all" in message:  # it ends now
+        if "steps_at_all" in message:  # the script is about to end
             self._life = int(message["steps_at_all"])
             return self._heard(what)
         return message
@@ -343,7 +345,7 @@ class Arm:
         except ConnectionResetError:
             read = b""
         self._waiting += read
-        if not read:  # the process that trains is gone; the script itself is soon
+        if not read:  # the process that trains has ended, and the script itself will end soon
             ready, _, _ = select.select([self.process.said], [], [], _PATIENCE_S)
             self.has_ended = True
             if ready:

@@ -1,7 +1,7 @@
-"""What every Python process of a trial does first: see what it must not do, and end in time.
+"""First actions of every Python process of a trial: redirect and guard writes, end with its parent.
 
-Called by at_start/sitecustomize.py, which is on PYTHONPATH: also in spawned workers, and in ranks
-that torchrun starts. The supervisor says in the environment how.
+at_start/sitecustomize.py, which is on PYTHONPATH, calls this module: also in spawned workers, and
+in ranks that torchrun starts. The supervisor passes the settings in the environment.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from flatout.processes import die_with_parent
 
-# JSON: folder, temporary, passes and whether files are redirected.
+# Variable with JSON: folder, temporary, passes and whether files are redirected.
 VARIABLE = "FLATOUT_TRIAL"
-# JSON lines: what was refused, in the folder for temporary files.
+# Name of the file in the folder for temporary files with JSON lines: the refused actions.
 REFUSED = "refused"
 
 
@@ -57,7 +57,7 @@ def _move_folders_by_copy() -> None:
                 if error.errno != errno.EXDEV or not os.path.isdir(src):
                     raise
                 with suppress(FileNotFoundError):
-                    os.rmdir(dst)  # an empty folder may be there
+                    os.rmdir(dst)  # an empty folder may exist there
                 shutil.copytree(src, dst, symlinks=True)
                 shutil.rmtree(src)
 
@@ -70,7 +70,7 @@ def _end_forks_too() -> None:
     by_main = [False]
 
     def before() -> None:
-        # The signal comes when the thread ends that has forked.
+        # The signal comes when the forking thread ends, not only when its process ends.
         by_main[0] = threading.current_thread() is threading.main_thread()
 
     def in_child() -> None:

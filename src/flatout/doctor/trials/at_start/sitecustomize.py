@@ -1,6 +1,6 @@
-"""Python imports this at its start, where this folder is on PYTHONPATH: in each process of a trial.
+"""Contains each Python process of a trial: Python imports this file at start, through PYTHONPATH.
 
-The next sitecustomize on the path, which this one hides, is run too.
+It also runs the next sitecustomize on the path, which it hides.
 """
 
 import importlib.machinery
@@ -13,7 +13,7 @@ try:
 
     begin()
 except Exception as error:
-    # Another Python, without Flatout, is harmless where the kernel contains it.
+    # A Python without Flatout may go on if the kernel itself contains the process.
     if '"is_redirected": true' in os.environ.get("FLATOUT_TRIAL", ""):
         print(f"flatout: this process cannot be contained: {error!r}", file=sys.stderr, flush=True)
         os._exit(70)
