@@ -23,12 +23,11 @@ _MARK = "search "
 
 def is_searched(name: str) -> bool:
     """Return True if a finding of this name comes from the search, not from a check."""
-    """Return the verdict with a finding for each setting that could help, after the checks' own."""
     return name.startswith(_MARK)
 
 
 def widened(verdict: Verdict) -> Verdict:
-    """The verdict with a finding for each setting that could matter, behind those of the checks."""
+    """Return the verdict with a finding for each setting that could help, after the checks' own."""
     known = {
         field for finding in verdict.findings if finding.kind == "slow" for field in finding.recipe
     }

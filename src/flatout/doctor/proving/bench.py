@@ -21,8 +21,8 @@ from flatout.doctor.trials.scratch import temporary_of
 # Two processes of the same script differ permanently by up to this ratio, however small the noise
 # of their blocks. No win below it is believed.
 _LEAST_FLOOR = 0.02
-# Least cost of a trial after the start: _BLOCKS blocks of _SHORTEST_S seconds, which are the warm-up
-# and two quadruples. _SLOWER_START: factor by which a start may take longer than the first.
+# Least cost of a trial after the start: _BLOCKS blocks of _SHORTEST_S seconds, for the warm-up and
+# two quadruples. _SLOWER_START: factor by which a start may take longer than the first.
 _BLOCKS, _SHORTEST_S = 10, 0.3
 _SLOWER_START = 1.3
 # A trial is given up if the first steps with the cure take at least this factor longer.
