@@ -1,4 +1,4 @@
-"""One batch, and what can be done to it as a whole."""
+"""One batch, and operations on a whole batch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.nn.utils.rnn import PackedSequence
 from flatout.data.objects import mapped_object, tensors_of_object
 from flatout.errors import DataError
 
-# One tensor, or a tuple or dict of them; nesting is allowed. mypy knows no recursive form that
-# `isinstance` can take apart, hence Any.
+# One tensor, or a tuple or dict of tensors; nesting is allowed. mypy has no recursive type that
+# `isinstance` can narrow, hence Any.
 Tensors: TypeAlias = Tensor | tuple[Any, ...] | dict[str, Any]
-# What may stand beside tensors in the inputs of a jagged batch.
+# Types that the inputs of a jagged batch may hold in addition to tensors.
 _PLAIN = (bool, int, float, str, bytes)
 
 
 class Features(tuple[Tensor, ...]):
-    """What the frozen part of a model gives for a batch, in place of its inputs.
+    """Output of the frozen part of a model for a batch, in place of the batch's inputs.
 
-    Each tensor has one row per sample. A model on which a cut was put takes it as one argument.
+    Each tensor has one row per sample. A model that was cut takes Features as its one argument.
     """
 
     __slots__ = ()
@@ -33,6 +33,7 @@ class KeptFeatures(NamedTuple):
     """Samples of a batch whose features are kept.
 
     Attributes:
+        values: features of these samples.
         rows: their places in the batch, int64 of shape (samples,), ascending.
     """
 
@@ -41,27 +42,28 @@ class KeptFeatures(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The samples of one step. Tensors have one row per sample, but for inputs of jagged batches.
+    """The samples of one step. Tensors have one row per sample, except inputs of jagged batches.
 
     Attributes:
-        inputs: what the model takes: a tensor, a tuple or dict of tensors, or an object that holds
-            some.
-        targets: what the loss compares with: as `inputs`, or None.
+        inputs: input of the model: a tensor, a tuple or dict of tensors, or an object that holds
+            tensors.
+        targets: the loss's targets: as `inputs`, or None.
         weight: weight of each sample, of shape (size,), or None.
         indices: number of each sample in the data, int64 of shape (size,) on the CPU; None where
             the source does not know it.
-        size: how many samples.
-        copies: how many ranks have this very batch; 1 where each has its own samples.
-        is_copy: of such a batch, whether another rank's counts.
-        start: where among the samples of all ranks the first of these stands.
-        whole: how many samples all ranks have together; 0 where that is not known.
-        padding: how many of the last rows only fill the batch up and are no samples.
-        kept: samples whose features a store had. `inputs` then has rows for the others alone, in
-            their order, and is () where there are none; a step completes it (train/features.py).
-        turns: of samples that may come several times in an epoch, which time it is, as
-            `execution/turns.py` numbers them: int64 of shape (size,) on the CPU; else None.
-        is_jagged: whether the inputs have no row for each sample, as flat ids with offsets, packed
-            sequences and graphs. Such a batch is taken whole.
+        size: number of rows.
+        copies: number of ranks that have this same batch; 1 where each has its own samples.
+        is_copy: whether another rank's copy of the batch counts, so that this one does not.
+        start: place of the batch's first sample among the samples of all ranks.
+        whole: number of samples of all ranks together; 0 where it is not known.
+        padding: number of the last rows that only fill the batch up and are no samples.
+        kept: samples whose features a store had. `inputs` then has rows only for the other samples,
+            in their order, and is () where there are none; a step completes it
+            (train/features.py).
+        turns: for samples that may come several times in an epoch, the turn of each, as
+            `execution/turns.py` numbers turns: int64 of shape (size,) on the CPU; else None.
+        is_jagged: whether the inputs lack a row for each sample, as flat ids with offsets, packed
+            sequences and graphs do. Such a batch is never cut.
     """
 
     inputs: Tensors
@@ -80,17 +82,17 @@ class Batch(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """How many samples, without the rows that only fill the batch up."""
+        """Number of samples, without the rows that only fill the batch up."""
         return self.size - self.padding
 
     def split(self, n: int) -> list[Batch]:
-        """The batch in `n` micro-batches whose sizes differ by at most one; the larger come first.
+        """Return `n` micro-batches whose sizes differ by at most one; the larger come first.
 
         They are views: nothing is copied. A batch of fewer than `n` samples gives one micro-batch
         per sample, so that none is empty.
 
         Raises:
-            DataError: a jagged batch is to be cut.
+            DataError: a jagged batch would have to be cut.
         """
         if n == 1:
             return [self]
@@ -104,10 +106,10 @@ class Batch(NamedTuple):
         return pieces
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Samples `start` to `stop` of the batch, as views.
+        """Return samples `start` to `stop` of the batch, as views.
 
         Raises:
-            DataError: a jagged batch is to be cut.
+            DataError: a jagged batch would have to be cut.
         """
         if self.is_jagged:
             if start == 0 and stop >= self.size:
@@ -132,11 +134,11 @@ class Batch(NamedTuple):
         )
 
     def first(self, count: int) -> Batch:
-        """At most so many samples to look at, as views; a jagged batch stays whole."""
+        """Return the first `count` samples, or fewer, as views; a jagged batch stays whole."""
         return self if self.is_jagged else self.rows(0, count)
 
     def repeated(self, size: int) -> Batch:
-        """So many samples: those of this batch again and again, to try what a batch takes.
+        """Return `size` samples that repeat those of this batch, to measure the memory of a batch.
 
         A jagged batch stays as it is.
         """
@@ -150,9 +152,9 @@ class Batch(NamedTuple):
         return Batch(inputs, targets, weight, None, size)
 
     def without_padding(self) -> Batch:
-        """The batch without the rows that only fill it up; the same object if there are none.
+        """Return the batch without the rows that only fill it up, or itself if there are none.
 
-        Weights of one are left out: filling up has added them.
+        Weights are left out if all are one, since they were added with those rows.
         """
         if not self.padding:
             return self
@@ -161,21 +163,22 @@ class Batch(NamedTuple):
         return own._replace(weight=None) if is_even else own
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """The batch with inputs, targets and weight on `device`; the same object if they are there.
+        """Return the batch with inputs, targets and weight on `device`.
 
-        `indices` stay on the CPU: they are read to name samples, not to compute.
+        Returns the same object if all are there already. `indices` stay on the CPU: they name
+        samples and take no part in the computation.
         """
         if all(_is_on(tensor, device) for tensor in self.tensors()):
             return self
         return self.with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is computed with: of inputs, targets, weight and features."""
+        """Return all tensors to compute with: inputs, targets, weight and features."""
         features = None if self.kept is None else self.kept.values
         return (tensor for _, tensor in named_tensors("", (*self[:3], features)))
 
     def with_tensors(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """The batch with `function` applied to each of these tensors."""
+        """Return the batch with `function` applied to each of these tensors."""
         inputs, targets, weight = map_tensors(function, self[:3])
         kept = self.kept
         if kept is not None:
@@ -183,9 +186,9 @@ class Batch(NamedTuple):
         return self._replace(inputs=inputs, targets=targets, weight=weight, kept=kept)
 
     def to_memory_format(self, memory_format: torch.memory_format) -> Batch:
-        """The batch with floating inputs of four dimensions laid out in `memory_format`.
+        """Return the batch with floating inputs of four dimensions laid out in `memory_format`.
 
-        The same object if nothing has to move.
+        Returns the same object if nothing has to move.
         """
 
         def lay_out(tensor: Tensor) -> Tensor:
@@ -202,10 +205,10 @@ class Batch(NamedTuple):
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same structure, lists as tuples, with `function` applied to each tensor or whatever else
-    is no dict, tuple, list, number, text or None.
+    """Return the same structure, lists as tuples, with `function` applied to each leaf.
 
-    Objects that hold tensors are copied.
+    A leaf is a tensor, or any object that is no dict, tuple, list, number, text or None. Objects
+    that hold tensors are copied.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -222,7 +225,7 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a structure with its name, such as `inputs['image']` or `inputs.x`."""
+    """Yield each tensor of a structure with its name, such as `inputs['image']` or `inputs.x`."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, (dict, tuple, list)) and not isinstance(value, PackedSequence):
@@ -238,14 +241,14 @@ def named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a structure, whatever else is in it."""
+    """Return the tensors of a structure, without all other leaves."""
     return [part for _, part in named_tensors("", value) if isinstance(part, Tensor)]
 
 
 def rows_of_samples(value: Any, batch: Batch) -> Any:
-    """What a model returned for the batch, without the rows that only fill it up.
+    """Return a model's output for the batch, without the rows that only fill the batch up.
 
-    What has no row for each of the batch's rows stays as it is.
+    A tensor stays as it is if it has no row for each row of the batch.
     """
     if not batch.padding:
         return value

@@ -1,10 +1,10 @@
-"""From what was written to what runs.
+"""Build the program that runs from the stages that the user wrote.
 
 Only Flatout's own stages move, and only where the batches stay the same:
 
 - The order of rows is a function of (seed, epoch, place), and a row is found by its number. So a
-  split, a filter or a shard before or behind a shuffle chooses the same rows, and what is made of
-  one row does not depend on when it is made.
+  split, a filter or a shard chooses the same rows before and after a shuffle. The result of a
+  stage for one row does not depend on the time when it runs.
 - A cache keeps samples, never their order. So it goes before shuffles and batches.
 - A user's function stays where it was written, relative to other functions and to the batch.
 """
@@ -62,11 +62,12 @@ from flatout.measure import usable_cpus
 
 @dataclass
 class FirstSamples:
-    """Samples where stages begin.
+    """Samples to which the first stage is applied.
 
     Attributes:
-        order: their own; None where it is that of their numbers.
-        direct: gives batches of them as they are, in a quicker way than by samples.
+        samples: the samples.
+        order: order of the samples; None where it is the order of their numbers.
+        direct: returns unchanged batches of the samples, faster than sample by sample.
     """
 
     samples: Samples
@@ -76,10 +77,10 @@ class FirstSamples:
 
 @dataclass
 class Built:
-    """What runs over rows by number, and why.
+    """Program over rows by number, and the plan it was made from.
 
     Attributes:
-        rows_to_cut: the rows of all ranks that batches are cut from: of an epoch, or of one pass
+        rows_to_cut: rows of all ranks from which batches are cut: rows of an epoch, or of one pass
             where each pass ends with its own last batch.
     """
 
@@ -107,18 +108,19 @@ class Built:
 
     @property
     def last_rows(self) -> int:
-        """From how many rows the batch is cut that comes last."""
+        """Rows from which the last batch is cut."""
         return self.cut.samples // self.cut.passes
 
     @property
     def chosen(self) -> int | None:
-        """How many rows take part; None where all do."""
+        """Number of chosen rows; None where all rows are chosen."""
         rows = len(self.plan.numbers)
         return rows if rows < self.plan.samples.rows else None
 
     def digest(self, stages: Sequence[Stage]) -> str:
         base, shard = self.plan.samples.digest, only(stages, Shard)
-        if shard is not None and shard.has_own_rows:  # the same on all ranks, of other rows
+        # the digest is the same on all ranks, which have different rows
+        if shard is not None and shard.has_own_rows:
             return digest_of("" if shard.presharded else base, shard.by, str(self.steps))
         return digest_of(base, "" if self.chosen is None else self.plan.numbers.tobytes().hex())
 
@@ -126,7 +128,7 @@ class Built:
         return self.plan.samples.where(number)
 
     def numbered(self) -> Numbered | str:
-        """The samples by number, or why they are others each time."""
+        """Return the samples by number, or the reason why they differ each time."""
         plan = self.plan
         if plan.blends:
             return f"{plan.blends[0].kind} makes others of whole batches"
@@ -140,14 +142,14 @@ class Built:
         if any(isinstance(values, Ragged) for values in block.columns.values()):
             return "samples differ in length"
         which = None if count == 1 else partial(variant, samples)
-        if not isinstance(self.program, Program):  # straight from memory
+        if not isinstance(self.program, Program):  # the program gives batches directly from memory
             return Numbered(samples.rows, plan.base.inputs_content, comes_whole=True)
         named = partial(named_slots, samples, count)
         files = files_of(samples)
         return Numbered(samples.rows, samples.content, count, which, named, files=files)
 
     def targets(self) -> npt.NDArray[Any]:
-        """The target of each sample of epoch 0, in its order, without those that cannot be read."""
+        """Return the target of each readable sample of epoch 0, in its order."""
         numbers, targets = targets_of(self.plan.samples, self.plan.numbers, "counting classes")
         order = self.cut.order(0)
         return targets[np.searchsorted(numbers, order[np.isin(order, numbers)])]
@@ -183,7 +185,7 @@ class Built:
         return values if isinstance(values, np.ndarray) else None
 
     def padding(self, epoch: int) -> float | None:
-        """Which part of the batches' values is padding."""
+        """Return the share of padding among the batches' values."""
         lengths = self.plan.origin.lengths() if is_rows(self.plan.origin) else None
         if lengths is None:
             return None
@@ -192,7 +194,7 @@ class Built:
 
 @dataclass
 class BuiltStream:
-    """What runs over rows that come one after the other. Attributes are those of Built."""
+    """Program over rows that come one after the other. Attributes are those of Built."""
 
     stream: Stream
     stages: Sequence[Stage]
@@ -225,7 +227,7 @@ class BuiltStream:
 
     @property
     def used(self) -> int | None:
-        """Samples of a pass, where that is known."""
+        """Samples of a pass, where the number is known."""
         rows = self.stream.rows
         for stage in self.stages:
             rows = stage.counted(rows)
@@ -239,10 +241,10 @@ class BuiltStream:
 
     @property
     def steps(self) -> int | None:
-        """Batches of an epoch, where that is known."""
+        """Batches of an epoch, where the number is known."""
         batch, shard, rows = only(self.stages, Batch), only(self.stages, Shard), self.rows_to_cut
         if shard is not None and shard.world_size > 1:
-            return shard.steps  # those of all ranks
+            return shard.steps  # steps of all ranks
         if rows is None or batch is None:
             return None
         whole = rows // batch.size if batch.last == "drop" else -(-rows // batch.size)
@@ -254,7 +256,7 @@ class BuiltStream:
 
     def digest(self, stages: Sequence[Stage]) -> str:
         shard = only(stages, Shard)
-        own = shard is not None and shard.has_own_rows  # the same on all ranks
+        own = shard is not None and shard.has_own_rows  # the digest is the same on all ranks
         base = self.stream.schema.dumps() if own else self.stream.digest
         return digest_of(base, *(stage.name for stage in stages))
 
@@ -267,19 +269,19 @@ class BuiltStream:
         )
 
     def where(self, number: int) -> None:
-        """Rows have no place."""
+        """Return None: the rows of a stream have no place."""
 
     def notes(self) -> list[str]:
         return []
 
     def padding(self, epoch: int) -> None:
-        """It is not known before."""
+        """Return None: the lengths of a stream's rows are not known in advance."""
 
 
 def build(
     origin: Any, stages: Sequence[Stage], options: Options, say: Callable[[str], None]
 ) -> Built | BuiltStream:
-    """What runs for these stages."""
+    """Build the program of these stages."""
     if is_stream(origin):
         return BuiltStream(origin, stages, options, say)
     return build_rows(origin, stages, options, say)
@@ -288,7 +290,7 @@ def build(
 def build_rows(
     origin: Any, stages: Sequence[Stage], options: Options, say: Callable[[str], None]
 ) -> Built:
-    """What runs for these stages over rows by number."""
+    """Build the program of these stages over rows by number."""
     begun = _begun(origin, options, say)
     chosen = _plan(origin, begun.samples, stages, options, say)
     for stage in stages:

@@ -53,7 +53,7 @@ class Ids(BaseModel):
         buckets: number of rows for the ids without a row of their own. 1: all these ids use one
             row; more: they are hashed to these rows; 0: such an id is an error.
         admit: number of times that an id has to occur, over all trainings, to get a row.
-        forget: number of trainings in a row without an id after which it loses its row; None
+        forget: number of consecutive trainings without an id after which it loses its row; None
             never removes an id.
         most: maximum number of rows of single ids. The rarest ids lose their rows. None: no limit.
         places: places of a row, from 0, to which this entry applies; None: all places that no

@@ -1,4 +1,4 @@
-"""Which rows form which batch: order, batches, and the part of each that a rank works on."""
+"""Assignment of rows to batches: the order, the batches, and the part of each batch for a rank."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from flatout.devices import check_count
 from flatout.errors import DataError
 
 Last = Literal["keep", "drop", "pad"]
-# What a user who names no batch size gets, as in Keras.
+# Batch size where the user names none, as in Keras.
 DEFAULT_BATCH_SIZE = 32
-# The row numbers of an epoch, in their order.
+# Returns the row numbers of an epoch, in their order, for the number of the epoch.
 Order: TypeAlias = Callable[[int], Numbers]
 
 
 @dataclass(frozen=True)
 class BatchSampler:
-    """An epoch cut into batches. Everything in it is a function of the epoch's number alone.
+    """An epoch cut into batches. All results depend only on the attributes and the epoch's number.
 
     Attributes:
         samples: rows in an epoch, of all ranks.
-        order: gives the row numbers of an epoch.
-        last: what becomes of a smaller last batch; "pad" fills it with its own first rows, which
-            then weigh nothing.
-        rank: whose part of each batch this is.
-        even_steps: where `samples` are this rank's own rows: over how many steps they are spread,
-            so that all ranks, whose rows may be more or fewer, make equally many.
-        shuffle: whether rows come otherwise than 0, 1, 2, ...
+        batch_size: rows of a global batch.
+        order: returns the row numbers of an epoch.
+        last: what happens to a smaller last batch; "pad" fills it up with its own first rows, whose
+            weight is then 0.
+        rank: the rank whose part of each batch this is.
+        even_steps: number of steps into which this rank's own rows are cut, where `samples` are
+            only this rank's rows. All ranks then make equally many steps from different numbers of
+            rows.
+        shuffle: whether the order differs from 0, 1, 2, ...
         passes: equal parts of the epoch that each end with a separate last batch.
     """
 
@@ -55,7 +57,7 @@ class BatchSampler:
 
     @property
     def used(self) -> int:
-        """Rows in an epoch that count, of all ranks."""
+        """Rows in an epoch that batches use, of all ranks."""
         return self.passes * self._pass_used
 
     @property
@@ -77,10 +79,10 @@ class BatchSampler:
         return min(self._pass_rows, self._pass_steps * self.batch_size)
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """Where in the order this rank's part of batch `step` begins and ends.
+        """Return the start and end, in the order, of this rank's part of batch `step`.
 
-        A batch of fewer rows than ranks goes whole to every rank, so that none is left without;
-        where it is filled up, some ranks have filling alone.
+        A batch of fewer rows than ranks goes whole to every rank, so that no rank is without rows.
+        Where such a batch is filled up, some ranks have only rows that fill it up.
         """
         turn, step = divmod(step, self._pass_steps)
         begin, rows = turn * self._pass_rows, self._pass_rows
@@ -99,15 +101,15 @@ class BatchSampler:
         )
 
     def places(self) -> Numbers:
-        """Where in the order the rows stand that this rank works on in an epoch."""
+        """Return the places, in the order, of all rows that this rank uses in an epoch."""
         parts = [np.arange(*self.bounds(step)) for step in range(self.steps)]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def before(self, step: int) -> int:
-        """Where in the order the row stands that comes before this rank's part of batch `step`.
+        """Return the place, in the order, of the row before this rank's part of batch `step`.
 
-        Before the first row of a global batch comes its last one; where ranks have their own rows,
-        each goes round in its own part.
+        The row before the first row of a global batch is the batch's last row. Where ranks have
+        their own rows, it is the last row of this rank's part.
         """
         start, stop = self.bounds(step)
         if self.even_steps is not None:
@@ -118,9 +120,9 @@ class BatchSampler:
         return start - 1 if start > first else first + size - 1
 
     def padding(self, step: int) -> int:
-        """How many rows fill up this rank's part of the batch, where `last` is "pad"."""
+        """Return the number of rows that fill up this rank's part of a batch, for `last` "pad"."""
         if self.last != "pad" or self.even_steps is not None:
-            return 0  # of an empty part, the one who makes the batch takes care
+            return 0  # the maker of the batch fills up an empty part
         start, stop = self.bounds(step)
         full = self.batch_size * (self.rank + 1) // self.world_size
         full -= self.batch_size * self.rank // self.world_size
@@ -130,7 +132,7 @@ class BatchSampler:
         return f"shuffled by seed {self.seed}" if self.shuffle else "in the given order"
 
     def first(self, step: int) -> int:
-        """Where in the order batch `step` begins; refuses a step that the epoch does not have."""
+        """Return the start, in the order, of batch `step`; refuse a step that does not exist."""
         check_start(step, self.steps)
         if step == self.steps:
             return self.samples
@@ -138,7 +140,7 @@ class BatchSampler:
         return turn * self._pass_rows + step * self.batch_size
 
     def starts(self) -> Numbers:
-        """Where in the order the global batches begin, those that `last` drops too."""
+        """Return the starts, in the order, of all global batches, with those that `last` drops."""
         turns = np.arange(self.passes) * self._pass_rows
         return (turns[:, None] + np.arange(0, self._pass_rows, self.batch_size)).ravel()
 
@@ -152,7 +154,7 @@ def batches_of(
     drop_last: bool,
     clip_batch: bool = False,
 ) -> BatchSampler:
-    """Batches of all of `samples` samples."""
+    """Return batches of all of `samples` samples."""
     if samples < 1:
         raise DataError("the data is empty: expected at least 1 sample, found 0")
     if batch_size is None:
@@ -171,35 +173,35 @@ def batches_of(
 
 
 def last_batch(samples: int, batch_size: int, drop_last: bool) -> int:
-    """Samples in the last of the batches that so many samples are cut into."""
+    """Return the number of samples in the last batch of `samples` samples."""
     return batch_size if drop_last else samples % batch_size or batch_size
 
 
 def check_batch_size(batch_size: int) -> int:
-    """Refuse what is no positive int."""
+    """Refuse a batch size that is no positive int."""
     return whole_number("batch_size", batch_size, 1)
 
 
 def check_workers(workers: int) -> int:
-    """Refuse what is no int from 0, and more processes than any job here can use."""
+    """Refuse a number of workers below 0, or larger than any job on this host can use."""
     check_count("input.workers", whole_number("workers", workers, 0))
     return workers
 
 
 def check_steps(steps: int) -> int:
-    """Refuse what is no positive int."""
+    """Refuse a number of steps that is no positive int."""
     return whole_number("steps", steps, 1)
 
 
 def whole_number(name: str, value: int, least: int) -> int:
-    """Refuse what is no int of at least `least`."""
+    """Refuse a value that is no int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise DataError(f"{name}: expected an int of at least {least}, found {value!r}")
     return value
 
 
 def check_start(start_step: int, steps: int | None) -> None:
-    """Refuse a first step before an epoch's begin or past its end."""
+    """Refuse a first step before the start or after the end of an epoch."""
     if start_step < 0 or (steps is not None and start_step > steps):
         raise DataError(
             f"an epoch has no step {start_step:,} to start from: it has "
@@ -208,7 +210,7 @@ def check_start(start_step: int, steps: int | None) -> None:
 
 
 def padding_share(numbers: Numbers, lengths: Numbers, starts: Numbers) -> float:
-    """Which part of the batches' values is padding: 0 where all rows of each are equally long."""
+    """Return the share of padding among the batches' values; 0 where no row is padded."""
     result = lengths[numbers]
     widest = np.maximum.reduceat(result, starts)
     sizes = np.diff(np.append(starts, len(result)))

@@ -1,4 +1,4 @@
-"""Rows that come several times in an epoch: each time is a turn, with random numbers of its own."""
+"""Rows that come several times in an epoch. Each time is a turn, with its own random numbers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy.typing as npt
 from flatout.data.block import Numbers
 
 Turns: TypeAlias = int | Numbers
-"""The number of the epoch; or for each of some rows one that tells its turns apart, int64 of shape
-(rows,), which is the epoch's for the first."""
+"""The number of the epoch; or one number per row that differs between its turns, int64 of shape
+(rows,). The number of a row's first turn is the number of the epoch."""
 
-# Between the turns of a row; epochs are fewer.
+# Difference between the numbers of two turns of a row. A run has fewer epochs than this.
 _APART = 1 << 32
 
 
 def turns_of(order: Numbers, epoch: int) -> Numbers | None:
-    """The turn of each row of an epoch; None where none comes twice."""
+    """Return the turn of each row of an epoch, or None where no row comes twice."""
     by_row = np.argsort(order, kind="stable")
     rows = order[by_row]
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
@@ -31,17 +31,17 @@ def turns_of(order: Numbers, epoch: int) -> Numbers | None:
 
 
 def turns_at(turns: Turns, chosen: slice | npt.NDArray[Any]) -> Turns:
-    """Those of some of the rows, by their places or by a bool for each."""
+    """Return the turns of some rows, chosen by places or by a bool for each row."""
     return turns if isinstance(turns, int) else turns[chosen]
 
 
 def turns_left(turns: Turns, numbers: Numbers, left: Numbers) -> Turns:
-    """Those of the rows that could be read."""
+    """Return the turns of the rows that could be read."""
     return turns if isinstance(turns, int) else turns[places_left(numbers, left)]
 
 
 def places_left(numbers: Numbers, left: Numbers) -> Numbers:
-    """Where among some rows those are that could be read, in the same order."""
+    """Return the places, in `numbers`, of the rows that could be read, in the same order."""
     if len(left) == len(numbers):
         return np.arange(len(numbers))
     places: list[int] = []

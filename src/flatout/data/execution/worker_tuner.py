@@ -1,7 +1,7 @@
-"""Which `input.workers` makes batches fastest, found while they are used.
+"""Finds the value of `input.workers` that makes batches fastest, while batches are used.
 
-Where batches are waited for, a candidate takes over for a window of batches; then what made them
-before does once more. The candidate is kept where it was faster than both (A B A).
+If training waits for batches, a candidate makes the batches of one window. Then the earlier maker
+makes those of another window. The candidate is kept if it was faster than both (A B A).
 """
 
 from __future__ import annotations
@@ -14,33 +14,39 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from flatout.words import counted, rounded
 
-# As `input.workers` of a Recipe: 0 makes a batch when it is asked for, "thread" makes batches ahead
-# in a thread of the process, and a number in so many worker processes.
+# As `input.workers` of a Recipe: 0 makes a batch when it is needed, "thread" makes batches ahead in
+# a thread of the process, and a number is the number of worker processes.
 Workers: TypeAlias = int | Literal["thread"]
 
-# From this share of waiting for batches on, candidates are tried.
+# Share of time spent waiting for batches from which on candidates are tried.
 WAIT = 0.1
-# How much faster a candidate must be to be kept.
+# Smallest speedup for which a candidate is kept.
 WORTH = 1.05
-# A window has at least so many batches, or seconds where they are slow; and seconds in any case.
+# A window ends after _SECONDS or more, and after _BATCHES batches or, where batches are slow,
+# _LONG_S seconds.
 _BATCHES, _LONG_S, _SECONDS = 16, 4.0, 0.25
-# Where a candidate is so many times faster, the window after it takes so many batches.
+# If a candidate's speedup is at least _CLEARLY, the window after it needs only _FEW_BATCHES
+# batches.
 _CLEARLY, _FEW_BATCHES = 1.5, 4
-# What starting worker processes costs at most, and how many times that they must be able to save.
+# START_S: most seconds that the start of worker processes takes. CERTAIN: workers are tried only if
+# they can save this many times START_S.
 START_S, CERTAIN = 2.0, 2.0
-# A trial takes two windows; it must be repaid by what comes behind it.
+# Fewest windows of batches left in the run for which a trial starts. The trial itself takes two
+# windows, and the batches after it must repay it.
 _TRIALS_WINDOWS = 4
-# A candidate that makes steps so many times slower is given up within its window.
+# A candidate is given up within its window if it makes steps this many times slower.
 _HOPELESS = 3.0
-# Windows in which what is kept is slower than no workers were, until these are tried again.
+# Consecutive windows slower than without workers, after which 0 workers are tried again.
 _PATIENCE = 2
 
 
 class WorkerTrial(NamedTuple):
-    """What was measured of the workers that are kept: seconds from one batch to the next.
+    """Seconds from one batch to the next, before and with the workers that are kept.
 
     Attributes:
-        floor: by which share the windows before and after the trial differed.
+        before_s: seconds before the trial.
+        after_s: seconds in the trial.
+        floor: share by which the windows before and after the trial differed.
     """
 
     before_s: float
@@ -61,7 +67,17 @@ class WorkerTrial(NamedTuple):
 
 @dataclass
 class _Window:
-    """Batches that are judged together; the first ones only fill what is made ahead."""
+    """Batches that are measured together.
+
+    Attributes:
+        skip: number of first batches that are not measured, since batches made ahead fill up.
+        needed: fewest batches to measure.
+        batches: batches measured so far.
+        seconds: seconds of these batches.
+        waited: seconds of waiting for these batches.
+        in_all: batches so far, with the skipped ones.
+        in_all_s: seconds of all these batches.
+    """
 
     skip: int
     needed: int = _BATCHES
@@ -87,7 +103,7 @@ class _Window:
 
 @dataclass
 class _Trial:
-    """A candidate against what made batches before."""
+    """Trial of a candidate against the earlier maker of batches."""
 
     candidate: Workers
     before_s: float
@@ -95,15 +111,17 @@ class _Trial:
 
 
 class WorkerTuner:
-    """Decides between windows of batches who makes the next ones.
+    """Decides after each window of batches how the next batches are made.
 
     Attributes:
-        kept: what was measured of them; None where they are 0.
-        plain_s: seconds from one batch to the next without workers, when that was last measured.
+        workers: workers that make the next batches.
+        settled: workers that are kept outside trials.
+        kept: measurement of the kept workers; None where these are 0.
+        plain_s: seconds from one batch to the next without workers, at the latest measurement.
         left: batches of the run that are still to come.
-        waited: share of the time that was waited in the latest window; None before the first.
-        trials: what was tried, and what came of it.
-        notes: what the user should know of; the caller that shows them empties the list.
+        waited: share of time spent waiting in the latest window; None before the first window.
+        trials: lines about each trial and its outcome.
+        notes: lines for the user; the caller that shows them empties the list.
     """
 
     def __init__(
@@ -124,7 +142,8 @@ class WorkerTuner:
         self._clock = clock
         self._last = clock()
         self._is_fixed = fixed is not None
-        self._threads, self._processes = True, most > 0  # what is still to be tried
+        # kinds of candidates that are still to be tried
+        self._threads, self._processes = True, most > 0
         self._trial: _Trial | None = None
         self.plain_s = 0.0
         self._slower, self._patience = 0, _PATIENCE
@@ -132,15 +151,15 @@ class WorkerTuner:
 
     @property
     def is_trying(self) -> bool:
-        """Whether the next batches are those of a candidate."""
+        """Whether a candidate makes the next batches."""
         return self.workers != self.settled
 
     def begin(self) -> None:
-        """A pass over batches begins: the time before it does not count."""
+        """Start timing, as a pass over batches begins."""
         self._last = self._clock()
 
     def used(self, waited_s: float) -> bool:
-        """Count a batch that was used; True where others are to make the next ones."""
+        """Count a used batch; return whether other workers make the next batches."""
         now = self._clock()
         self._window.add(now - self._last, waited_s)
         self._last = now
@@ -152,7 +171,7 @@ class WorkerTuner:
         return self._judge(self._window.seconds / self._window.batches)
 
     def refuse(self, workers: Workers, why: str) -> None:
-        """Neither these nor others of their kind can make the batches: a thread, or processes."""
+        """Stop using workers of this kind (thread or processes): they cannot make batches."""
         is_thread = workers == "thread"
         self._threads, self._processes = (
             self._threads and not is_thread,
@@ -166,7 +185,7 @@ class WorkerTuner:
         self._go_on_with(self.settled)
 
     def not_counted(self) -> None:
-        """A batch was used whose time says nothing."""
+        """Count a used batch whose time is not measured."""
         self._last = self._clock()
         self.left -= 1
 
@@ -208,7 +227,7 @@ class WorkerTuner:
     def _next(self, step_s: float, waited: float) -> Workers | None:
         if self.left < _TRIALS_WINDOWS * self._window.batches:
             return None
-        # A thread makes one batch while another is used: the longer of the two remains.
+        # While a thread makes a batch, another is used: a step takes the longer of the two times.
         longer = max(waited, 1 - waited)
         if self._threads and self.settled == 0 and longer * WORTH <= 1:
             self._threads = False
@@ -217,7 +236,7 @@ class WorkerTuner:
         saves_s = self.left * step_s * min(waited, 1 - 1 / (needed + 1))
         if not self._processes or saves_s < CERTAIN * START_S:
             return None
-        # More of them are tried where these win and are still waited for.
+        # A larger number is tried later, if these workers win and training still waits.
         self._processes = needed < self._most
         return needed
 
@@ -241,7 +260,8 @@ class WorkerTuner:
     def _put_back(self, step_s: float) -> bool:
         assert self._trial is not None
         self._tell_trial(self.workers, self._trial.before_s / step_s, "put back")
-        if self.workers == 0:  # still the fastest, though all has become slower
+        # 0 workers are still the fastest, though all workers have become slower
+        if self.workers == 0:
             self._patience *= 2
         elif self.workers != "thread":
             self._processes = False
@@ -278,7 +298,7 @@ class WorkerTuner:
 
 
 def words_of(workers: Workers) -> str:
-    """Who makes batches, for people."""
+    """Return how batches are made, in words."""
     if workers == "thread":
         return "a thread makes batches ahead"
     if workers == 0:

@@ -1,4 +1,4 @@
-"""Rows that are kept while there is room, whatever they are known by."""
+"""Rows that are kept while there is room. Subclasses define how rows are named."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from flatout.data.features.row_log import Files, Names, RowLog, RowPart
 from flatout.words import counted, size_words
 
 Where = Literal["auto", "memory", "disk"]
-# Whether there is room is looked at once in so many bytes that are put.
+# Bytes written between two checks of the free room.
 _LOOK_EVERY = 64 << 20
 
 
 class Opened(NamedTuple):
-    """What a store begins with.
+    """Rows of a store when it is opened.
 
     Attributes:
-        log: its rows.
-        name: of its files in the cache folder.
-        free: bytes that are free where it is, within the budget.
-        reason: why it is there, for people.
+        log: the rows.
+        name: name of the files in the cache folder.
+        free: bytes that are free on disk or in memory, within the budget.
+        reason: why rows are kept on disk or in memory, for people.
     """
 
     log: RowLog
@@ -44,20 +44,20 @@ class Opened(NamedTuple):
 
 
 class KeptRows:
-    """Rows of tensors, shared by all processes of a host that open the same.
+    """Rows of tensors, shared by all processes of a host that open the same rows.
 
-    What is kept on the disk stays for later runs; memory holds rows while a process lives that has
-    them, and finds them while the first one does. Several threads and processes may call at once:
-    each finds what the others have put.
+    Rows on disk stay for later runs. Rows in memory stay while a process lives that has them, and
+    can be opened while the first process lives. Several threads and processes may call at once:
+    each finds the rows that others have written.
 
     Attributes:
-        name: of its files: the same for the same key and form of rows, on any host.
+        name: name of the files: the same for the same key and form of rows, on any host.
         where: "memory" or "disk".
-        free: bytes that were free there when it was opened, within the budget.
-        reason: why it is there, for people.
-        say: gets a line for people, such as that a row is damaged.
-        say_full: gets the line that nothing more is kept; None means `say`.
-        is_full: whether nothing more is kept.
+        free: bytes that were free there when the rows were opened, within the budget.
+        reason: why rows are kept there, for people.
+        say: prints a line for people, such as that a row is damaged.
+        say_full: prints the line that no more rows are kept; None means `say`.
+        is_full: whether no more rows are kept.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -73,24 +73,24 @@ class KeptRows:
         self._lock = RLock()
         self._later = DeferredWriter()
         self._on_device: DeviceRows | None = None
-        self._parts_there = 0  # so many parts of a row, the first ones, lie on the device too
+        self._parts_there = 0  # number of first tensors of each row that are on the device, too
         self._take_over(self._log.kept())
         self._most = len(self._log) + opened.free // self._log.stride
 
     @property
     def kept(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         raise NotImplementedError
 
     @property
     def bytes(self) -> int:
-        """What these rows take."""
+        """Bytes of these rows."""
         return self.kept * self._log.stride
 
     def lie_on(
         self, device: torch.device, parts: int, expected: int, share: float = DEVICE_SHARE
     ) -> None:
-        """Have rows on a device too, as far as its memory goes: there a batch of them is read."""
+        """Also keep rows on a device, while its memory has room; batches of them are read there."""
         if self._on_device is None:
             self._on_device = DeviceRows(self._log.parts[:parts], device, expected, share)
             self._parts_there = parts
@@ -117,9 +117,9 @@ class KeptRows:
         places_now: Callable[[], Numbers],
         keys: Sequence[Hashable],
     ) -> None:
-        """Keep rows while there is room; those that are there already stay as they are.
+        """Keep rows while there is room; rows that are kept already do not change.
 
-        What comes from a device is written by a thread.
+        A thread writes rows that come from a device.
         """
         if self.is_full or not len(names):
             return
@@ -128,7 +128,7 @@ class KeptRows:
             return
         chosen, every = [_rows_of(value, at) for value in values], np.arange(len(at))
         there = [] if self._on_device is None else chosen[: self._parts_there]
-        # What the model does with them next may be done in place.
+        # The model may next change these tensors in place.
         there = [value.clone() for value in there]
         self._later.write(
             keys, chosen, lambda copies: self._write(names, copies, every, places_now, there)
@@ -142,7 +142,7 @@ class KeptRows:
         places_now: Callable[[], Numbers],
         there: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Write what `_keep` is given, with the same on the device where it is to lie there."""
+        """Write the rows of `_keep`, and also put the tensors of `there` on the device."""
         try:
             with self._log.alone():
                 self._take_over(self._log.refresh())
@@ -182,22 +182,22 @@ class KeptRows:
         self.say(f"features: {counted(count, 'row')}{place} {differ} computed again{which}")
 
     def leave_device(self) -> None:
-        """Free what rows take on the device, until they are asked for again."""
+        """Free the memory of rows on the device, until rows are read again."""
         if self._on_device is not None:
             self._on_device.release()
 
     def wait(self) -> None:
-        """Wait until all that was put is written."""
+        """Wait until all rows are written."""
         self._later.wait()
 
     def flush(self) -> None:
-        """Make what is kept on the disk last through a power cut; a kill loses nothing of it."""
+        """Make rows on disk last through a power cut; they survive a kill without this."""
         self.wait()
         if self.where == "disk":
             self._log.flush()
 
     def close(self) -> None:
-        """Let go of it; what was given stays valid."""
+        """Close the files; tensors that were returned stay valid."""
         self.wait()
         self._log.close()
 
@@ -209,7 +209,7 @@ def opened(
     budget: int | None = None,
     expected: int | None = None,
 ) -> Opened:
-    """The rows of what `key` names, with what was kept of it before."""
+    """Open the rows that `key` names, with rows that were kept earlier."""
     stride = RowLog.stride_of(row)
     form = repr([VERSION, key, *map(tuple, row)])
     name = hashlib.sha256(form.encode()).hexdigest()[:16]

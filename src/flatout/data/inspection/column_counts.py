@@ -1,4 +1,4 @@
-"""What is in the columns of rows, counted block by block."""
+"""Facts about the columns of rows, counted block by block."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import numpy.typing as npt
 from flatout.data.block import Block, Ragged, Values
 from flatout.data.execution.row_store import row_bytes
 
-# More different labels than this are no classes.
+# Most different labels that are taken for classes.
 _MOST_CLASSES = 10_000
 _PERCENTILES = (0, 50, 90, 99, 100)
 
 
 class ColumnRange(NamedTuple):
-    """What is in one column of one block.
+    """Facts about one column of one block.
 
     Attributes:
-        low: the smallest value; NaN counts as none.
-        lengths: how many rows are how long, where they are ragged.
+        low: the smallest value that is not NaN.
+        high: the largest value that is not NaN.
+        lengths: number of rows of each length, where rows are ragged.
     """
 
     low: float
@@ -34,7 +35,12 @@ class Labels(NamedTuple):
     """The targets of one block.
 
     Attributes:
-        changes: how often one row's differs from the row's before.
+        rows: number of targets.
+        counts: number of times that each target occurs.
+        first: target of the first row.
+        last: target of the last row.
+        changes: number of rows whose target differs from the row before.
+        sum: sum of the targets.
     """
 
     rows: int
@@ -46,7 +52,7 @@ class Labels(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What is in one block."""
+    """Facts about one block."""
 
     rows: int
     bytes: float
@@ -55,7 +61,7 @@ class Counted(NamedTuple):
 
 
 def count(block: Block, target: str | None) -> Counted | None:
-    """Look at a block; several threads may. None where it has no rows."""
+    """Return facts about a block, or None where it has no rows. Several threads may call this."""
     if not len(block):
         return None
     columns = {name: _part(values) for name, values in block.columns.items()}
@@ -75,7 +81,7 @@ def _part(values: Values) -> ColumnRange:
         lengths.update(dict(zip(result.tolist(), counts.tolist(), strict=True)))
     if not flat.size:
         return ColumnRange(np.inf, -np.inf, lengths)
-    # Python's integers: an int64 as a float would lose its last digits.
+    # Python's int, since float64 cannot hold all digits of an int64.
     low, high = np.fmin.reduce(flat, axis=None), np.fmax.reduce(flat, axis=None)
     return ColumnRange(low.item(), high.item(), lengths)
 
@@ -95,10 +101,11 @@ def _labels(values: npt.NDArray[Any]) -> Labels:
 
 @dataclass
 class ColumnCounts:
-    """What is in all blocks, which come in their order.
+    """Facts about all blocks, which are added in their order.
 
     Attributes:
-        labels: how often each comes; None where there is no target, or too many different ones.
+        labels: number of times that each target occurs; None where there is no target, or more
+            than _MOST_CLASSES different ones.
     """
 
     rows: int = 0
@@ -136,14 +143,14 @@ class ColumnCounts:
                 self.labels = None
 
     def only_labels(self, targets: npt.NDArray[Any] | None) -> None:
-        """Take these for the targets of all rows, in place of those that were counted."""
+        """Count these as the targets of all rows, in place of the targets counted so far."""
         self.labels, self._changes, self._last, self.target_sum = Counter(), 0, None, 0.0
         self._labeled = 0
         self._add_labels(None if targets is None else _labels(targets))
 
     @property
     def mean(self) -> float | None:
-        """Of the targets, where they are numbers and no classes."""
+        """Mean of the targets, where they are numbers and no classes."""
         return (
             None
             if self.classes is not None or not self._labeled
@@ -152,7 +159,7 @@ class ColumnCounts:
 
     @property
     def classes(self) -> dict[int, int] | None:
-        """How many rows there are of each class; None where the target is no whole number."""
+        """Number of rows of each class; None where a target is no whole number."""
         if not self.labels or any(label != int(label) for label in _finite(self.labels)):
             return None
         return {int(label): self.labels[label] for label in sorted(self.labels)}
@@ -168,7 +175,7 @@ def _finite(labels: Counter[float]) -> list[float]:
 
 
 def percentiles(lengths: Counter[int]) -> dict[int, int]:
-    """The shortest, the longest, and those in between that 50, 90 and 99 of 100 do not exceed."""
+    """Return the lengths that 0, 50, 90, 99 and 100 percent of the rows do not exceed."""
     sizes = np.array(sorted(lengths))
     upto = np.cumsum([lengths[int(size)] for size in sizes])
     return {

@@ -1,4 +1,4 @@
-"""What is to be said of a folder of images, without decoding all of them."""
+"""Facts about a folder of images, without decoding all images."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from flatout.data.files import Paths
 from flatout.data.pipeline import Pipeline
 from flatout.data.sources.image_bytes import ImageBytes
 
-# What images of several sizes are resized to where no one says otherwise.
+# Height and width to which images of several sizes are resized, where the user names none.
 USUAL_SIZE = 224
 
 
 def open_images_of_any_size(paths: Paths, on_error: OnError, max_errors: int) -> Pipeline:
-    """Decoded images, with a label where there are class folders, resized where sizes differ."""
+    """Return decoded images, with labels if there are class folders, resized if sizes differ."""
     return open_found(
         ImageBytes(paths, ErrorPolicy(on_error, max_errors)), paths, on_error, max_errors
     )
 
 
 def open_found(images: ImageBytes, paths: Paths, on_error: OnError, max_errors: int) -> Pipeline:
-    """The same, once the files were looked at."""
+    """Return decoded images of files whose headers were read."""
     import flatout.data
 
     return flatout.data.images(
@@ -34,7 +34,7 @@ def open_found(images: ImageBytes, paths: Paths, on_error: OnError, max_errors: 
 
 
 def sizes_of(images: ImageBytes) -> dict[tuple[int, int], int]:
-    """How many images there are of each height and width, the most frequent first."""
+    """Return the number of images of each height and width, the most frequent size first."""
     pairs = np.stack([images.headers["height"], images.headers["width"]], axis=1)
     sizes, counts = np.unique(pairs, axis=0, return_counts=True)
     turn = np.argsort(-counts, kind="stable")
@@ -42,7 +42,7 @@ def sizes_of(images: ImageBytes) -> dict[tuple[int, int], int]:
 
 
 def size_note(images: ImageBytes) -> str:
-    """How large images are, in words."""
+    """Return a line about the sizes of images."""
     sizes = sizes_of(images)
     (height, width), count = next(iter(sizes.items()))
     if len(sizes) == 1:

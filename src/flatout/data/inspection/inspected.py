@@ -1,4 +1,4 @@
-"""What was found in files, as data and for people."""
+"""Report on the contents of files, as data and as text for people."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from flatout.data.schema import Schema
 from flatout.errors import DataError, as_data_error
 from flatout.words import counted, rounded, size_words
 
-# Classes that are named one by one.
+# Most classes that the headline names one by one.
 _TOLD = 6
 
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """What is in a column.
+    """Facts about one column.
 
     Attributes:
-        low: the smallest value in it; None where it holds none.
-        lengths: percentiles of the rows' lengths, where they are ragged.
+        name: its name.
+        kind: dtype and shape, in words.
+        role: its role in the schema.
+        low: the smallest value in it; None where it has no values.
+        high: the largest value in it; None where it has no values.
+        lengths: percentiles of the rows' lengths, where rows are ragged.
     """
 
     name: str
@@ -40,7 +44,7 @@ class ColumnFacts:
 
     @property
     def spread(self) -> str:
-        """Of the lengths, such as "1 to 70 (50% ≤ 38, 90% ≤ 39, 99% ≤ 52)"."""
+        """Range and percentiles of lengths, such as "1 to 70 (50% ≤ 38, 90% ≤ 39, 99% ≤ 52)"."""
         if self.lengths is None:
             return ""
         low, *middle, high = self.lengths.items()
@@ -50,27 +54,27 @@ class ColumnFacts:
 
 @dataclass(frozen=True)
 class Report:
-    """What is in files. Its text is for people.
+    """Contents of files. `str` returns a text for people.
 
     Attributes:
         format: one of `formats.FORMATS`.
-        files: how many.
-        bytes: of them, as they are stored.
-        packed: how many of them are packed by gzip or the like.
-        unpacked_bytes: of them all, as they are read.
-        rows: that are good.
-        looked_at: of these, how many were decoded for this report.
-        columns: what is in them.
+        files: number of files.
+        bytes: size of the files as stored.
+        packed: number of files that are compressed by gzip or the like.
+        unpacked_bytes: size of all files after decompression.
+        rows: number of good rows.
+        looked_at: number of good rows that were decoded for this report.
+        columns: facts about each column.
         values_a_row: fewest and most index:value pairs of a LibSVM row; else None.
         max_id: the largest index of LibSVM, or id of an int64 column; None where there is none.
-        target: the target's name; None where there is none, or several.
-        classes: how many rows there are of each, by name or number; None where the target is no
+        target: name of the target; None where there is no target, or several.
+        classes: number of rows of each class, by name or number; None where the target is no
             class.
-        target_mean: of the target, where it is a number and no class.
-        bad_rows: how many rows were left out.
-        bad: the first of them, with file and line, in words.
-        schema: that reads the files.
-        notes: what else there is to know.
+        target_mean: mean of the target, where it is a number and no class.
+        bad_rows: number of rows that were left out.
+        bad: description of the first bad row, with file and line.
+        schema: schema that reads the files.
+        notes: further lines for the user.
         fields: the ids in int64 inputs, field by field.
     """
 
@@ -94,13 +98,13 @@ class Report:
     fields: list[FieldFacts] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data; the schema as in TOML."""
+        """Return the report as plain data, with the schema as in TOML."""
         words = asdict(self)
         words["schema"] = None if self.schema is None else self.schema.model_dump(mode="json")
         return words
 
     def headline(self) -> str:
-        """Such as "19 files 18.4 GB 41.2M rows · clicks 3.1% · 39 fields · max id 1,048,570"."""
+        """Return a line such as "19 files 18.4 GB 41.2M rows · clicks 3.1% · 39 fields"."""
         files = counted(self.files, "file")
         first = f"{files} {size_words(self.bytes)} {counted(self.rows, 'row')}"
         if self.packed:
@@ -134,14 +138,14 @@ class Report:
         return counted(len(inputs), "input column")
 
     def write_schema(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the schema as a TOML file, to be read and edited.
+        """Write the schema as a TOML file, for the user to read and edit.
 
         Args:
-            path: of the file.
-            overwrite: replace a file that holds something else, such as a schema that was edited.
+            path: path of the file.
+            overwrite: replace a file with other contents, such as a schema that was edited.
 
         Raises:
-            DataError: there is no schema, the path holds something else already, or the file cannot
+            DataError: there is no schema, the file exists with other contents, or the file cannot
                 be written.
         """
         if self.schema is None:
@@ -162,7 +166,7 @@ class Report:
         return Path(path).read_bytes() == self.schema.dumps().encode()
 
     def bad_line(self) -> str:
-        """How many rows are bad, and the first of them; "" where none is."""
+        """Return the number of bad rows and the first of them, or "" where no row is bad."""
         if not self.bad_rows:
             return ""
         if not self.looked_at:
@@ -170,15 +174,15 @@ class Report:
         return f"{counted(self.bad_rows, 'bad row')}: {self.bad}"
 
     def table(self) -> list[tuple[str, str, str, str, str]]:
-        """Name, kind, role, range and lengths of each column."""
+        """Return name, kind, role, range and lengths of each column."""
         return [(c.name, c.kind, c.role, c.range, c.spread) for c in self.columns]
 
     def field_table(self) -> list[tuple[str, ...]]:
-        """Of each field of ids, as `FieldFacts.words`."""
+        """Return the words of each field of ids, as in `FieldFacts.words`."""
         return [field.words for field in self.fields]
 
     def field_note(self) -> str:
-        """What stands for more than its word in `field_table`; "" where nothing does."""
+        """Return the meaning of an abbreviation in `field_table`, or "" where it has none."""
         is_hashed = any(field.todo.startswith(HASH) for field in self.fields)
         return f"{HASH} and these buckets in the schema" if is_hashed else ""
 

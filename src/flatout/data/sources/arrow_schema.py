@@ -1,10 +1,10 @@
-"""Schemas of Arrow tables: what each column is to the model.
+"""Schemas of Arrow tables: dtype, shape and role of each column.
 
-How Arrow's types are taken when no schema says otherwise: integers, bool, float16 and float32 stay
-(unsigned ones of 16 and 32 bits become the next wider signed ones, uint64 becomes int64); float64
-and decimals become float32; integers that are a target become int64. Dates become days since
-1970-01-01, times of the day a part of one, as float32. Lists become ragged columns, lists of a
-fixed size and fixed-shape tensors become columns with a shape.
+Without a schema, Arrow's types become these dtypes: integers, bool, float16 and float32 stay
+(unsigned integers of 16 and 32 bits become the next wider signed type, uint64 becomes int64);
+float64 and decimals become float32; integer targets become int64. Dates become days since
+1970-01-01, as float32, and times of the day become fractions of a day. Lists become ragged columns.
+Lists of a fixed size and fixed-shape tensors become columns with a shape.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from flatout.errors import DataError
 
 Names: TypeAlias = "str | Sequence[str] | None"
 Defaults: TypeAlias = "int | float | Mapping[str, int | float] | None"
-# Columns whose texts are to be learned; or the texts of each, None where they are to be learned.
+# Names of columns whose categories are learned; or the categories of each column, by name, with
+# None where they are learned.
 Categories: TypeAlias = "str | Sequence[str] | Mapping[str, Sequence[Any] | None] | None"
-# Columns of dates; or how those of each are written, as strptime has it.
+# Names of columns of dates; or the strptime format of each column, by name.
 Dates: TypeAlias = "str | Sequence[str] | Mapping[str, str] | None"
 
-# How dates are written where nothing else is said.
+# Formats of dates that are used where the user names none.
 ISO, ISO_WITH_ZONE, TIME = "ISO 8601", "ISO 8601 with zone", "ISO 8601 time"
 ISO_TYPES = {
     ISO: pa.timestamp("us"),
@@ -34,9 +35,9 @@ ISO_TYPES = {
     TIME: pa.time64("us"),
 }
 
-# The one input that several columns are put into.
+# Name of the one input into which several columns are stacked.
 STACKED = "inputs"
-# Columns that a message names, and letters of a name.
+# _TOLD: most columns that a message names. _LONGEST: most characters of a column's name.
 _TOLD, _LONGEST = 8, 40
 _DTYPES = {
     "bool": "bool",
@@ -55,25 +56,29 @@ _DTYPES = {
 
 
 def listed(names: Names) -> list[str]:
-    """One name, several, or none, as a list."""
+    """Return names as a list, where one name, several names or None are given."""
     return [names] if isinstance(names, str) else list(names or ())
 
 
 @dataclass(frozen=True)
 class ColumnOptions:
-    """What a user says about columns beside or instead of a schema.
+    """A user's settings about columns, in addition to a schema or instead of one.
 
     Attributes:
+        target: names of targets.
         inputs: names of inputs; None means all columns without another role.
-        default: what a missing value becomes, in all columns or by name; None is an error.
-        categories: values of a column in the order of their numbers, by the column's name; None,
-            or a column's name alone, where they are to be learned.
-        stack: put all numeric input columns into one.
-        dates: how columns of dates are written, by name; or their names.
-        unknown: columns whose categories count from 1, and 0 is any other value.
-        left_out: columns of text that nothing was made of.
-        numberish: those of them whose texts look like numbers or dates.
-        leave_out: leave such columns out, instead of refusing them.
+        weight: name of the column with the weights of samples.
+        unused: names of columns to leave out.
+        default: value that replaces a missing value, in all columns or by name; with None, a
+            missing value is an error.
+        categories: values of a column in the order of their numbers, by the column's name. They are
+            learned for a column that has None instead, or whose name alone is given.
+        stack: whether all numeric input columns become one input.
+        dates: formats of columns of dates, by name; or the names of the columns.
+        unknown: columns whose categories are numbered from 1, with 0 for any other value.
+        left_out: columns of text that are left out, since they hold no categories.
+        numberish: columns of `left_out` whose texts look like numbers or dates.
+        leave_out: whether columns of text without categories are left out instead of refused.
     """
 
     target: Names = None
@@ -97,7 +102,7 @@ class ColumnOptions:
         return {name: _values(name, values) for name, values in given if values is not None}
 
     def asked_categories(self, known: Iterable[str]) -> list[str]:
-        """Those whose values are to be learned, whatever they are."""
+        """Return the columns whose categories are to be learned, even if they look like prose."""
         asked = self.categories
         if isinstance(asked, Mapping):
             return [name for name, values in asked.items() if values is None]
@@ -116,14 +121,14 @@ class ColumnOptions:
         return replace(self, dates=dict(formats))
 
     def without(self, names: Iterable[str]) -> ColumnOptions:
-        """The same, which leaves out these columns as well unless they are named in a role."""
+        """Return the options with these columns also unused, unless they are named in a role."""
         roles = (self.target, self.inputs, self.weight, self.unused)
         named = {name for role in roles for name in listed(role)}
         more = [name for name in names if name not in named]
         return replace(self, unused=[*listed(self.unused), *more])
 
     def roles(self, before: Mapping[str, Role]) -> dict[str, Role]:
-        """The roles of columns that had these before."""
+        """Return the new roles of columns, given their roles before."""
         given: dict[Role, list[str]] = {"unused": listed(self.unused)}
         named: dict[Role, Names] = {
             "input": self.inputs,
@@ -134,7 +139,7 @@ class ColumnOptions:
         for role, names in named.items():
             if names is not None:
                 given[role] = listed(names)
-                # Who names the columns of a role names all of them.
+                # A user who names columns of a role names all of them.
                 roles = {name: "unused" if had == role else had for name, had in roles.items()}
         named_so_far: set[str] = set()
         for role, own in given.items():
@@ -150,7 +155,7 @@ class ColumnOptions:
 
 
 class _Kind(NamedTuple):
-    """What a type holds: numpy's name of the values, or None; and the shape of a row."""
+    """Contents of an Arrow type: numpy's dtype of the values, or None, and the shape of a row."""
 
     dtype: str | None
     shape: tuple[int, ...] = ()
@@ -163,7 +168,7 @@ def infer_schema(
     wanted: ColumnOptions,
     options: Mapping[str, Any],
 ) -> Schema:
-    """The schema of a table with these columns; see the module for dtypes."""
+    """Return the schema of a table with these columns; the module docstring states the dtypes."""
     if not fields or "" in fields:
         raise DataError("expected columns with names, found one without, or no columns")
     roles = wanted.roles(dict.fromkeys(fields, "input"))
@@ -214,7 +219,7 @@ def _column(
     if isinstance(default, Mapping):
         default = default.get(name)
     elif name in categories:
-        default = None  # what fills in numbers is no category
+        default = None  # a default replaces missing numbers, and is no category
     if name in categories:
         dtype: Any = "int64"
     elif name in dates:
@@ -298,12 +303,12 @@ def _kind(type: pa.DataType) -> _Kind:
 
 
 def is_date(type: pa.DataType) -> bool:
-    """Whether it holds dates or times, which become days."""
+    """Return whether a type holds dates or times, which become days."""
     return bool(pa.types.is_date(type) or pa.types.is_timestamp(type) or pa.types.is_time(type))
 
 
 def is_text(type: pa.DataType) -> bool:
-    """Whether it holds texts."""
+    """Return whether a type holds texts."""
     if pa.types.is_dictionary(type):
         type = type.value_type
     return bool(
@@ -318,7 +323,7 @@ def given_schema(
     options: Mapping[str, Any],
     also: Sequence[str] = (),
 ) -> Schema:
-    """A user's schema, with the roles and options that were given beside it."""
+    """Return a user's schema, with the roles and options that were given in addition."""
     schema = as_schema(given, format, also)
     if wanted.default is not None or wanted.categories or wanted.dates or wanted.stack:
         raise DataError(
@@ -331,7 +336,7 @@ def given_schema(
 
 
 def check_schema(schema: Schema, fields: Mapping[str, pa.DataType], where: str) -> None:
-    """Raise unless a table with these columns can be read with that schema."""
+    """Raise an error unless a table with these columns can be read with the schema."""
     for column in schema.columns:
         _check_default(column)
         if column.role == "unused":
@@ -367,7 +372,8 @@ def check_schema(schema: Schema, fields: Mapping[str, pa.DataType], where: str) 
 def _fits(type: pa.DataType, column: Column, shape: tuple[int, ...], coded: bool) -> bool:
     kind = _kind(type)
     if column.ragged or (kind.ragged and len(shape) == 1):
-        in_shape = kind.ragged  # where all have to be of one length, each row is looked at
+        # if all rows must have one length, each row is checked when it is read
+        in_shape = kind.ragged
     else:
         in_shape = kind.shape == shape and not kind.ragged
     if coded:
@@ -380,7 +386,7 @@ def _fits(type: pa.DataType, column: Column, shape: tuple[int, ...], coded: bool
 
 
 def _check_categories(name: str, values: Any, type: pa.DataType, where: str) -> None:
-    if pa.types.is_null(type):  # of missing values alone
+    if pa.types.is_null(type):  # the column has only missing values
         return
     try:
         known = pa.array(values, values_type(type))
@@ -397,7 +403,7 @@ def _check_categories(name: str, values: Any, type: pa.DataType, where: str) -> 
 
 
 def values_type(type: pa.DataType) -> pa.DataType:
-    """The type of the values in lists, tensors and dictionaries; else the type itself."""
+    """Return the type of the values in lists, tensors and dictionaries; else the type itself."""
     while (
         isinstance(type, pa.FixedShapeTensorType)
         or pa.types.is_dictionary(type)
@@ -410,7 +416,7 @@ def values_type(type: pa.DataType) -> pa.DataType:
 
 
 def check_options(schema: Schema, also: Sequence[str] = ()) -> None:
-    """Raise where a schema has an option that no one reads."""
+    """Raise an error if a schema has an option that no code reads."""
     known = {"allow_nan", "stack", "categories", "unknown", "dates", "left_out", "defaults", *also}
     for name in schema.options:
         if name not in known:
@@ -432,17 +438,17 @@ def _check_default(column: Column) -> None:
 
 
 def is_stacked(schema: Schema, column: Column) -> bool:
-    """Whether a column is made of several of the table's."""
+    """Return whether a column is made of several columns of the table."""
     return column.name == STACKED and "stack" in schema.options
 
 
 def source_names(schema: Schema, column: Column) -> list[str]:
-    """The names in the table of what becomes a column."""
+    """Return the names of the table's columns that a column is made of."""
     return list(schema.options["stack"]) if is_stacked(schema, column) else [column.name]
 
 
 def used_names(schema: Schema) -> list[str]:
-    """The names in the table of all that is read."""
+    """Return the names of all columns of the table that are read."""
     return [
         name
         for column in schema.columns

@@ -1,12 +1,14 @@
 """A torch Dataset whose batches are made in the way that is measured to be fastest.
 
-    asked for     in the main process, sample by sample: where each run begins
-    whole         at once, where the Dataset gives the same for an array of numbers
-    thread        ahead, in a thread of the process
+The ways are:
+
+    asked for     in the main process, sample by sample; each run begins with this;
+    whole         a batch at once, if the Dataset gives the same for an array of numbers;
+    thread        ahead, in a thread of the process;
     processes     ahead, in worker processes
 
-All make the same batches; the first one that a candidate makes is compared with that of the main
-process. A Dataset that is not the same at any time and in any process is read as it is written.
+All ways make the same batches: the first batch of a candidate is compared with the batch of the
+main process. A Dataset whose samples depend on time or process is only read by the main process.
 """
 
 from __future__ import annotations
@@ -35,25 +37,27 @@ from flatout.devices import read_shm
 from flatout.measure import usable_cpus
 from flatout.words import memory_words
 
-# So many batches are watched for random draws before a thread may make them.
+# Batches that are checked for random draws before a thread may make batches.
 _WATCHED = 32
-# Each worker process has so many batches on their way through /dev/shm; and what is to stay free.
+# _ON_THEIR_WAY: batches that each worker process has in /dev/shm at once. _SHM_LEAST: bytes of
+# /dev/shm that must stay free.
 _ON_THEIR_WAY, _SHM_LEAST = 4, 100e6
-# A worker process that gives nothing for so many seconds, and so many batches' time, hangs.
+# A worker process hangs if it returns nothing for SILENT_S seconds, and for the time of
+# _SILENT_BATCHES batches.
 SILENT_S, _SILENT_BATCHES = 30.0, 50.0
 OTHER_VALUES = "workers made other values of the same samples"
 """Why worker processes are not used."""
 
 
 class TunedDatasetSource(DatasetSource):
-    """As its base; who makes the batches is found while they are used.
+    """A `DatasetSource` that finds, while batches are used, how to make them fastest.
 
     Args:
-        workers: "auto", or "thread" to have a thread make them from the start where it can.
+        workers: "auto", or "thread" to let a thread make batches from the start where it can.
         clock: returns seconds.
 
     Attributes:
-        tuner: what is tried, and what came of it.
+        tuner: the trials and their outcomes.
     """
 
     def __init__(
@@ -78,22 +82,22 @@ class TunedDatasetSource(DatasetSource):
         self._batch_bytes = 0
 
     def expect_epochs(self, total: int | None) -> None:
-        """Say how many epochs the run has in all: what they do not repay is not tried."""
+        """Set the number of epochs of the run: trials that it cannot repay are not started."""
         self._epochs = total
 
     def readers(self) -> str:
-        """Who reads the samples, for people."""
+        """Return how samples are read, in words."""
         kept = self.tuner.settled
         if kept == 0:
             return "read by the main process"
         return "read ahead by a thread" if kept == "thread" else f"read by {kept} worker(s)"
 
     def peek(self, count: int) -> list[Batch]:
-        """The first batches of epoch 0, without using anything up."""
+        """Return the first batches of epoch 0, which epoch 0 then still contains."""
         return list(islice(self.made(self._loader, 0, 0), count))
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from `start_step` on; one pass at a time.
+        """Yield the batches of an epoch from `start_step` on. Only one pass may run at a time.
 
         Raises:
             DataError: the epoch has no such step; a sample cannot be read (its number is named), or
@@ -104,7 +108,7 @@ class TunedDatasetSource(DatasetSource):
 
     @property
     def report(self) -> WorkerTuner:
-        """Who makes the batches, and how that was found."""
+        """The trials of how to make batches, and their outcomes."""
         return self.tuner
 
     def _tuned(self, epoch: int, step: int) -> Iterator[Batch]:
@@ -128,7 +132,7 @@ class TunedDatasetSource(DatasetSource):
         return self.plan.steps - step + max(0, more) * self.plan.steps
 
     def _counted(self, waited: float) -> bool:
-        """Count a batch that was used; True where others are to make the next ones."""
+        """Count a used batch; return whether other workers make the next batches."""
         if not self.fetch.compares:
             return self.tuner.used(waited)
         self.tuner.not_counted()
@@ -138,7 +142,7 @@ class TunedDatasetSource(DatasetSource):
     # -- whole batches ---------------------------------------------------------------------------
 
     def _look_at_whole_batches(self) -> None:
-        """Compare them in this pass, where others come that they can make faster."""
+        """Compare whole batches in this pass, if later passes can use them."""
         whole = self.fetch.whole
         if whole is None or whole.why_not:
             return
@@ -167,7 +171,7 @@ class TunedDatasetSource(DatasetSource):
     def _made_by(
         self, workers: Workers, epoch: int, step: int
     ) -> Generator[tuple[Batch, float], None, None]:
-        # Made before a thread begins, which would use the Dataset at the same time.
+        # Made before a thread starts, which would use the Dataset at the same time.
         expected = self._asked_for(epoch, step) if self.tuner.is_trying and workers != 0 else None
         with closing(self._started(workers, epoch, step)) as made:
             while step < self.plan.steps:
@@ -193,9 +197,9 @@ class TunedDatasetSource(DatasetSource):
         if workers == 0:
             return self.made(self._loader, epoch, step)
         if workers == "thread":
-            # The global generators are left alone: they are those of the thread that trains, too.
+            # Not seeded: the global generators belong to the training thread, too.
             return read_ahead(self.made(self.loader(0), epoch, step, seeded=False))
-        # New ones in each pass see a Dataset that was changed in between.
+        # Each pass starts new workers, which see changes of the Dataset between passes.
         timeout = max(SILENT_S, _SILENT_BATCHES * self.tuner.plain_s)
         loader = self.loader(workers, kind=_Loader, multiprocessing_context="fork", timeout=timeout)
         return self.made(loader, epoch, step)
@@ -231,10 +235,10 @@ class TunedDatasetSource(DatasetSource):
 
 
 class _Loader(DataLoader[Any]):
-    """More workers than CPUs are tried on purpose, for samples that wait for something."""
+    """A DataLoader that gives no warning about more workers than CPUs, for slow I/O."""
 
     def check_worker_number_rationality(self) -> None:
-        """Warn of nothing."""
+        """Give no warning."""
 
 
 def _most_workers() -> int:
