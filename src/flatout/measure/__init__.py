@@ -2,6 +2,10 @@
 
 What needs numpy loads lazily: a job's CPU and memory limits are read before it starts, when the
 import of numpy would only delay it.
+
+timeline.py records a step in nanoseconds, device_lanes.py on a GPU. trial.py compares in
+interleaved blocks. machine.py measures the best rates of this machine, roofline.py what a step
+takes at least. live.py writes what flatout top reads, profile.py what a run leaves.
 """
 
 from flatout.lazy import attach

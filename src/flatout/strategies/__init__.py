@@ -1,4 +1,11 @@
-"""Layouts of parameters, gradients and samples over the World: a file or folder per strategy."""
+"""Layouts of parameters, gradients and samples over the World: a file or folder per strategy.
+
+strategy.py is what a strategy is asked around a step. ddp.py sums gradients in buckets
+(buckets.py). fsdp/ shards model and states (blocks.py: by which modules; fully_shard.py: what is
+sent). staged/ is a pipeline of layers, local_sgd.py averages weights now and then, servers/ steps
+weights on parameter servers, which are threads of ranks or processes. reductions/ has the ways to
+sum a bucket: gloo or NCCL, shared memory, a ring, PowerSGD.
+"""
 
 from flatout.lazy import attach
 
