@@ -1,4 +1,4 @@
-"""DataLoaders: how long their batches let the script wait, and how they are set up."""
+"""DataLoaders: their settings, and how long the script waits for their batches."""
 
 from __future__ import annotations
 
@@ -41,28 +41,29 @@ from flatout.observe.tables import longer_series
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import LOADER, Looker, Probe, first_tensor, size_of, watch_fetch
 
-# Waits that are kept of each loader, and epochs.
+# _WAITS: waits that are kept of each loader; _EPOCHS: epochs whose first batch is recorded.
 _WAITS, _EPOCHS = 20_000, 1000
-# Samples of an epoch that are compared with those of other ranks.
+# Most samples of the first epoch that are compared with those of other ranks.
 _TAKEN = 512
-# Epochs whose first samples are looked at; and after how many batches those of the first one are.
+# _FIRSTS: epochs whose first samples are recorded; _COMPARED: batches of an epoch after which the
+# loader's samples are compared with those of others.
 _FIRSTS, _COMPARED = 8, 16
-# Once in so many batches it is counted what the dataset keeps, and old waits go.
+# Batches between two counts of the dataset's entries; old waits are then dropped.
 _LOOK_EVERY = 16
-# So many numbers of a batch are compared with those of another.
+# Most numbers of a batch that are hashed to compare it with another batch.
 _NUMBERS = 4096
-# By these functions of torch, numpy and random an order is drawn.
+# Functions of torch, numpy and random that draw an order.
 _DRAWS = frozenset(
     ("choice", "choices", "multinomial", "permutation", "randint", "randperm", "sample", "shuffle")
 )
-# Datapipes of a chain that are named.
+# Most datapipes of a chain that are named.
 _STAGES = 64
-# Facts by which a loader that is made again in each epoch is known again.
+# Settings that identify a loader that is made again in each epoch.
 _SET_UP = ("kind", "dataset", "length", "batch_size", "num_workers", "shuffles", "drop_last")
 
 
 class SeenLoader(Loaded):
-    """One DataLoader, while it is watched."""
+    """An observed DataLoader."""
 
     def __init__(self, loader: Any, site: Site | None, number: int) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class SeenLoader(Loaded):
         self.count()
 
     def count(self) -> None:
-        """Begins to count."""
+        """Begin to count."""
         self.in_training = False
         self.waits = array("q")
         self.keep = self.waits.append
@@ -84,26 +85,26 @@ class SeenLoader(Loaded):
         self.is_hashed = True
         self.has_peers = self.is_taking_down = has_peers()
         self.indices: list[int] = []
-        self.compared_at = 0  # so many batches
-        self.firsts: list[list[int]] = []  # of each of the first epochs
-        self.rows: list[list[int]] = []  # of each worker
+        self.compared_at = 0  # number of batches
+        self.firsts: list[list[int]] = []  # first indices of each of the first epochs
+        self.rows: list[list[int]] = []  # hashes of the samples of each worker
         self.looker: Looker | None = None
         self._kept_at_first: int | None = None
 
     def is_like(self, loader: Any) -> bool:
-        """Whether a loader is set up as this one is."""
+        """Whether a loader has the same settings."""
         facts = facts_of(loader, self.facts.site)
         return all(getattr(facts, name) == getattr(self.facts, name) for name in _SET_UP)
 
     def renew(self) -> None:
-        """Begins to count again; what was seen within its batches still holds."""
+        """Begin to count again, but keep the measurements within its batches."""
         looker = self.looker
         self.count()
         self.looker = looker
         self.facts = replace(self.facts, epochs=0, first_ms=[], hashes=None)
 
     def look_at_samples(self, loader: Any) -> None:
-        """What its dataset holds in memory."""
+        """Record the samples and labels that its dataset holds in memory."""
         self.samples = samples_of(loader.dataset)
         series = series_of(loader.dataset)
         if series is not None:
@@ -114,13 +115,13 @@ class SeenLoader(Loaded):
         self.label_sizes = Counter(labels or ())
 
     def begin_epoch(self, began: int) -> None:
-        """An iteration over it begins."""
+        """Begin an iteration over the loader."""
         self.facts.epochs += 1
         self.began, self.due = began, self.batches + 1
         self.compared_at = self._numbered if self.facts.is_iterable else _COMPARED
 
     def hash(self, index: Any) -> None:
-        """The first batch of an epoch is made of these samples."""
+        """Record the sample indices of the first batch of an epoch."""
         self.is_hashed = True
         if self.has_peers and len(self.firsts) < _FIRSTS:
             self.firsts.append([])
@@ -132,11 +133,11 @@ class SeenLoader(Loaded):
                 result.append(zlib.crc32(repr(list(index)).encode()))
 
     def take_down(self, index: Any) -> None:
-        """A batch is made of these samples: the first ones are known by their numbers."""
+        """Record the sample indices of a batch, unless enough are known."""
         if not isinstance(index, (list, tuple)) or not all(isinstance(i, int) for i in index):
             self.is_taking_down = False
             return
-        if not self.firsts:  # of an iteration that was not seen to begin
+        if not self.firsts:  # the iteration began before the observation
             self.firsts.append([])
         if len(self.firsts) == 1 and len(self.indices) < _TAKEN:
             self.indices += index
@@ -146,9 +147,10 @@ class SeenLoader(Loaded):
         self.is_taking_down = not has_all or len(self.firsts[-1]) < ENOUGH
 
     def compare_with_others(self) -> None:
-        """What ranks and workers are asked for together: the first samples, and of which part.
+        """Record the facts that ranks and workers are compared by: first samples, and their part.
 
-        Early, as the dataset of a script that has ended is gone; and once more where it is not.
+        This happens early, since the dataset may be gone when the script ends, and again at the end
+        if the dataset is still there.
         """
         loader, facts = self.ref(), self.facts
         if loader is None or not (self.has_peers or any(self.rows)):
@@ -162,7 +164,7 @@ class SeenLoader(Loaded):
             facts.parts_of, facts.parts = parts_of_rows(loader.dataset, self.rows) or (None, None)
 
     def probe(self) -> tuple[Probe, Looker] | None:
-        """What looks at its batches while this process makes them, until enough was seen."""
+        """Return the probe of batches made in this process, and its looker; None once complete."""
         if self.looker is None:
             self.looker = Looker(Probe())
             self.looker.start()
@@ -170,7 +172,7 @@ class SeenLoader(Loaded):
         return (self.looker.probe, self.looker) if self.wants_within else None
 
     def took(self, batch: Any, waited_ns: int) -> None:
-        """A batch was handed over."""
+        """Record a batch that was handed to the script."""
         self.batches += 1
         if self.began is None:
             self.waits.append(waited_ns)
@@ -229,7 +231,7 @@ class SeenLoader(Loaded):
         facts.kept_per_sample = (kept - self._kept_at_first) / read
 
     def result(self) -> Loader:
-        """What was seen of it."""
+        """Return the facts about the loader."""
         facts = self.facts
         facts.batches = self.batches
         facts.in_training = self.in_training
@@ -239,13 +241,13 @@ class SeenLoader(Loaded):
 
 
 def facts_of(loader: Any, site: Site | None) -> Loader:
-    """How a DataLoader is set up."""
+    """Return the settings of a DataLoader."""
     from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
     from torch.utils.data.distributed import DistributedSampler
 
     dataset = loader.dataset
     sampler = loader.sampler
-    if type(loader.batch_sampler) is BatchSampler:  # the script's own: torch names another beside
+    if type(loader.batch_sampler) is BatchSampler:  # given by the script: torch then adds a sampler
         sampler = loader.batch_sampler.sampler
     keras_workers = _keras_workers(dataset)
     facts = Loader(
@@ -324,13 +326,16 @@ def _entries(dataset: Any) -> int:
 
 
 def stages_of(dataset: Any) -> list[str] | None:
-    """The datapipes of torch's from the source on, up to one that joins several; else None."""
+    """Return the names of torch's datapipes, from the source up to one that joins several.
+
+    None where the dataset is no datapipe.
+    """
     from torch.utils.data import IterDataPipe
 
     result: list[str] = []
     while isinstance(dataset, IterDataPipe) and len(result) < _STAGES:
         inside = vars(dataset).get("_datapipe")
-        if inside is None:  # else it is the loader's own, around all of them
+        if inside is None:  # otherwise it is the loader's own wrapper around all of them
             result.append(type(dataset).__name__.removesuffix("IterDataPipe"))
             inside = vars(dataset).get("datapipe", vars(dataset).get("source_datapipe"))
         dataset = inside
@@ -338,7 +343,7 @@ def stages_of(dataset: Any) -> list[str] | None:
 
 
 def _keras_workers(dataset: Any) -> int:
-    # It hands a generator to torch, which knows the adapter that has them.
+    # Keras passes a generator to torch. The generator's adapter has the number of workers.
     frame = getattr(getattr(dataset, "iterable", None), "gi_frame", None)
     adapter = None if frame is None else frame.f_locals.get("self")
     return int(getattr(getattr(adapter, "enqueuer", None), "workers", 0))
@@ -354,10 +359,10 @@ def _gives_batches(dataset: Any) -> bool:
 
 
 def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> None:
-    """Hooks into torch.utils.data.dataloader.
+    """Hook into torch.utils.data.dataloader.
 
     Args:
-        looks_within: also what the time of the first batches goes to.
+        looks_within: whether to measure also what the first batches spend their time on.
     """
     known: dict[int, SeenLoader] = {}
 
@@ -382,7 +387,7 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
 
     def _remade(loader: Any, site: Site | None) -> SeenLoader | None:
         for item in watch.loaders if site is not None else ():
-            # Who tells of a site has read its line too.
+            # Compared as text, since recording the site's line of code changes a Site.
             if item.ref() is None and str(item.facts.site) == str(site) and item.is_like(loader):
                 item.ref = ref(loader)
                 return cast(SeenLoader, item)
@@ -406,15 +411,18 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
 
 
 class MadeAt:
-    """Which lines of the user's have made DataLoaders."""
+    """User's lines that have made DataLoaders."""
 
     def __init__(self) -> None:
         self._of_loaders: WeakKeyDictionary[Any, Site] = WeakKeyDictionary()
         self._of_datasets: dict[int, tuple[ref[Any], Site]] = {}
 
     def note(self, loader: Any, frame: FrameType) -> None:
-        """A loader was made by what this frame runs. What a library makes again, as Accelerate does
-        for ranks, is that which the user has made of the same dataset."""
+        """Record that the code of this frame has made a loader.
+
+        A loader that a library makes again, as Accelerate does for ranks, keeps the line where the
+        user made a loader of the same dataset.
+        """
         site, dataset = site_of(frame), loader.dataset
         known, first = self._of_datasets.get(id(dataset), (None, None))
         if not is_users(frame.f_code.co_filename) and known is not None and known() is dataset:
@@ -422,11 +430,11 @@ class MadeAt:
         if site is None:
             return
         self._of_loaders[loader] = site
-        with suppress(TypeError):  # of a list there is no weak reference
+        with suppress(TypeError):  # a list has no weak references
             self._of_datasets[id(dataset)] = ref(dataset), site
 
     def of(self, loader: Any) -> Site | None:
-        """The line that has made this one."""
+        """Return the user's line that has made this loader."""
         return self._of_loaders.get(loader)
 
 
@@ -451,7 +459,7 @@ def _timed_iteration(original: Any, watch: Watch, seen_of: Any) -> Any:
             began = perf_counter_ns()
         result.is_hashed, result.wants_samples = False, True
         if result.facts.num_workers:
-            os.environ[LOADER] = str(result.number)  # for them
+            os.environ[LOADER] = str(result.number)  # read by the workers
         try:
             iterator = original(self)
         finally:
@@ -464,8 +472,8 @@ def _timed_iteration(original: Any, watch: Watch, seen_of: Any) -> Any:
 
 
 def watch_batches(owner: Any, watch: Watch, seen_of: Any) -> None:
-    """Times every batch that an iterator of this class hands over."""
-    owner._flatout_seen = None  # of one that was begun before anyone looked
+    """Time every batch that an iterator of this class hands over."""
+    owner._flatout_seen = None  # default for iterators that began before the observation
     wrap(owner, "__init__", "observe", _met, seen_of)
     watch.quick.hooks += [
         wrap(owner, "_next_index", "observe", _hashed, watch.quick.samples),
@@ -476,7 +484,7 @@ def watch_batches(owner: Any, watch: Watch, seen_of: Any) -> None:
 def _met(original: Any, seen_of: Any) -> Any:
     def init(self: Any, loader: Any) -> None:
         original(self, loader)
-        self._flatout_seen = seen_of(loader, None)  # where a subclass has its own __iter__
+        self._flatout_seen = seen_of(loader, None)  # for subclasses with their own __iter__
 
     return init
 

@@ -1,4 +1,4 @@
-"""Models: the outermost modules that are called, and whether that was to train or to evaluate."""
+"""Calls of the outermost modules, each classified as training or as evaluation."""
 
 from __future__ import annotations
 
@@ -24,30 +24,33 @@ from flatout.observe.replicas import look_at_replica, number_of, random_bytes
 from flatout.observe.sites import here, is_users, line_of
 from flatout.observe.watch import Watch
 
-# Shapes of inputs that are told apart. They are looked at in each of the first calls, and then the
-# less often the more calls there were: a look takes as long as a tenth of a very short step. Where
-# shapes vary it is in each of some more.
+# _SHAPES: most different input shapes that are recorded. _FIRST_CALLS: first calls of a model whose
+# input is always inspected. _VARIED_CALLS: the same where shapes vary. _SHARE: a later call is
+# inspected once the number of calls has grown by 1/_SHARE. An inspection takes as long as a tenth
+# of a very short step.
 _SHAPES, _FIRST_CALLS, _VARIED_CALLS, _SHARE = 64, 32, 256, 8
-# So many calls are shown to those who ask what models get: of those that train and that evaluate.
+# _SHOWN: training calls of a model whose batches are passed to `watch.on_batch`; _EVALUATIONS: the
+# same for evaluation calls.
 _SHOWN, _EVALUATIONS = 16, 8
-# So many calls are compared with the one before.
+# First training calls of a model that are compared with the call before.
 _REPEATS = 32
-# After so many steps it is looked again who steps what, and then after twice as many each time: in
-# the end all may be gone.
+# Steps before the first repeated description of all models. Each interval is twice the one before,
+# since the models may be gone at the end.
 _AGAIN = 8
-# A model that is called no oftener may be a part of another one that is being built.
+# Most calls of a model that may be a submodule of another model under construction.
 _BUILDING = 2
-# A model acts, where that came in most steps, once there were so many.
+# Fewest steps before a model can count as acting: it is then called in train mode without gradients
+# in most steps.
 _ACTS_AFTER = 8
-_ACTING = 1 << 1  # of modes that are open: train mode without gradients
-# Lanes that a call of a model ends.
+_ACTING = 1 << 1  # bit of `opened`: train mode without gradients
+# Lanes that end when a model is called.
 _BEFORE_FORWARD = frozenset((HOST, AFTER))
 
 Mode = tuple[bool, bool]  # in train mode, with gradients
 
 
 class SeenModel(Called):
-    """One outermost module, while it is watched."""
+    """An observed outermost module."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -57,20 +60,20 @@ class SeenModel(Called):
         self.facts = Model(f"{type(module).__module__}.{type(module).__qualname__}")
         self.facts.is_told = is_layer(module)
         self.is_stepped = self.was_described = False
-        self.alone_ms: float | None = None  # of a step, where nothing trains it
+        self.alone_ms: float | None = None  # per step, where nothing trains it
         self.tensors: set[int] = set()
         self.with_gradient: set[str] = set()
-        self.kept: list[tuple[str, Any]] = []  # parameters that are read where it is gone
+        self.kept: list[tuple[str, Any]] = []  # parameters to read after the module is gone
         self.due = self.padding_due = 1
         self.padding = Padding()
         self.inner = self.evaluations = 0
         self.shapes: Counter[tuple[Any, Any]] = Counter()
         self.site: Site | None = None
-        self.later_site: Site | None = None  # of a call after it was asked for
+        self.later_site: Site | None = None  # of the first call after `ask_site`
         self._is_asked = False
         self._last: tuple[Any, list[ref[Any]]] | None = None
         self._open: dict[Mode, Site | None] = {}
-        # Of the latest of those calls without gradients: whether in train mode, and its line.
+        # Latest open call without gradients: whether in train mode, code object and line.
         self._caller: tuple[bool, CodeType | None, int] | None = None
         self._evaluated: dict[Mode, Site | None] = {}
         self._evaluated_in: set[int] = set()
@@ -79,20 +82,20 @@ class SeenModel(Called):
         self._gradients: dict[str, int] = {}
 
     def in_training(self, module: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether its layers compute as in training in a call with these arguments.
+        """Whether the layers compute as in training in a call with these arguments.
 
-        The mode of its module says nothing about a Keras model: `predict` leaves it in evaluation.
-        Where a call does not tell layers that compute otherwise in training, they do not.
+        The mode of a Keras model's module has no meaning: `predict` leaves it in evaluation. If a
+        call without `training=` reaches layers that compute otherwise in training, they evaluate.
         """
         if not self.facts.is_told:
-            # A script may switch the mode of the model inside a DistributedDataParallel only.
+            # A script may switch only the mode of the model inside a DistributedDataParallel.
             innermost = self._innermost()
             return bool((module if innermost is None else innermost).training)
         told = kwargs.get("training")
         return not two_mode_layers(module) if told is None else bool(told)
 
     def look_at_repeat(self, torch: Any, lanes: Lanes, given: list[Any]) -> None:
-        """Whether this call gives what the last one has given."""
+        """Count the call as repeated if inputs, weights and random state equal the last call's."""
         tensors = [item for item in given if torch.is_tensor(item)]
         is_known = len(tensors) == len(given) > 0
         state = hash(random_bytes(torch))
@@ -107,14 +110,14 @@ class SeenModel(Called):
             self.facts.repeats += is_same
 
     def moved(self, module: Any, names: list[str]) -> set[str]:
-        """Which of these parameters have changed since they were asked for first."""
+        """Return the names of the parameters that have changed since the first such request."""
         wanted = set(names)
         now = {name: number_of([t]) for name, t in module.named_parameters() if name in wanted}
         self._first_numbers = now | self._first_numbers
         return {name for name, number in now.items() if number != self._first_numbers[name]}
 
     def fresh(self, module: Any, names: set[str]) -> set[str]:
-        """Which of these parameters have another gradient than when they were asked for last."""
+        """Return the names of the parameters whose gradient has changed since the last request."""
         now = {
             name: number_of([tensor.grad])
             for name, tensor in module.named_parameters()
@@ -124,9 +127,10 @@ class SeenModel(Called):
         return {name for name, number in now.items() if before.get(name, number) != number}
 
     def frozen_norms(self, module: Any) -> list[str]:
-        """BatchNorms that are frozen and still learn.
+        """Return the names of frozen BatchNorms whose running statistics still move.
 
-        One whose weights the script itself moves, as the average of another model's, is none.
+        A BatchNorm is left out if the script itself changes its weights, as in a moving average of
+        another model.
         """
         own = {
             f"{norm}.{name}".removeprefix("."): norm
@@ -137,31 +141,31 @@ class SeenModel(Called):
         return [norm for norm in dict.fromkeys(own.values()) if norm not in moved]
 
     def ask_site(self) -> None:
-        """The next call says where it comes from: a later training may have other lines."""
+        """Make the next call record its line: a later training may have other lines."""
         self._is_asked, self.due = True, 0
 
     def is_called(self) -> None:
-        """Notes the line of the call that is looked at, where that is wanted."""
+        """Record the line of the current call if none is known, or after `ask_site`."""
         if self.site is None:
             self.site = here(3)
         if self._is_asked:
             self._is_asked, self.later_site = False, here(3)
 
     def is_evaluated_in_most(self, steps: int) -> bool:
-        """Whether calls in most of so many steps were taken for an evaluation."""
+        """Whether calls in most of `steps` steps were classified as evaluation."""
         return 2 * len(self._evaluated_in) > steps
 
     def was_not_evaluated(self) -> None:
-        """They were none."""
+        """Withdraw the classification of all calls so far as evaluation."""
         self._evaluated.clear()
         self._evaluated_in.clear()
 
     def is_open(self, mode: Mode) -> bool:
-        """Whether it was called so, and it is not yet known what for."""
+        """Whether it was called in this mode for a purpose that is still unknown."""
         return mode in self._open
 
     def evaluates(self, mode: Mode) -> None:
-        """Is called without gradients or in eval mode: whether to evaluate is not yet known."""
+        """Record a call without gradients or in eval mode, whose purpose is still unknown."""
         is_known = mode in self._evaluated and mode in self._trained
         self._open[mode] = None if is_known else here(3)
         in_training, has_grad = mode
@@ -169,17 +173,17 @@ class SeenModel(Called):
         self._caller = None if has_grad else (in_training, *_line_of_users(sys._getframe(3)))
 
     def was_evaluated(self, step: int) -> None:
-        """The open calls have been an evaluation after this step."""
+        """Classify the open calls as an evaluation after step `step`."""
         if self.opened & self.is_part and self.code is not None:
             mode = self.is_part > 1, False
             self._open.setdefault(mode, Site(self.code.co_filename, self.line))
-        self.is_part = 0  # of the next one the line is asked again
+        self.is_part = 0  # the next open call records its line again
         self._evaluated = self._open | self._evaluated
         self._evaluated_in.add(step)
         self._end()
 
     def was_trained(self) -> None:
-        """A backward pass has followed the open calls."""
+        """Classify the open calls as training, since a backward pass followed."""
         self._trained = self._open | self._trained
         if self._caller is not None and self.evaluations >= _EVALUATIONS:
             in_training, self.code, self.line = self._caller
@@ -193,22 +197,22 @@ class SeenModel(Called):
 
     @property
     def evaluated_at(self) -> Site | None:
-        """Where it was called to evaluate."""
+        """The user's line that called it to evaluate; None without an evaluation."""
         return next((site for site in self._evaluated.values() if site is not None), None)
 
     def is_evaluated(self, steps: int) -> bool:
-        """Whether it was called to evaluate, in so many steps.
+        """Whether it was called to evaluate during `steps` steps.
 
-        What is called so in most steps is a part of the step, such as a target network.
+        Evaluation calls in most steps are a part of the step, as those of a target network are.
         """
         return len(self._evaluated_in) > 0 and not self.is_evaluated_in_most(max(2, steps))
 
     def is_part_of(self, other: SeenModel) -> bool:
-        """Whether it was called on the way only, as Keras does while it builds the other."""
+        """Whether it is a submodule called only while the other was built, as by Keras."""
         return self.calls <= _BUILDING < other.calls and self.tensors <= other.tensors
 
     def result(self, steps: int) -> Model:
-        """What was seen of it in so many steps."""
+        """Return the facts about the model after `steps` steps."""
         facts = self.facts
         facts.site = self.site
         facts.inputs = [
@@ -234,7 +238,7 @@ def _share(module: Any, some: set[str], of: set[str]) -> float:
 
 
 def changes_in_training(facts: Model) -> bool:
-    """Whether train mode computes something else: dropout, normalization by batch."""
+    """Whether the output depends on train mode, as with dropout or normalization by batch."""
     return any(
         "Dropout" in layer or "BatchNorm" in layer or "DropPath" in layer for layer in facts.layers
     )
@@ -246,7 +250,7 @@ def _line_of_users(frame: FrameType) -> tuple[CodeType | None, int]:
 
 
 class Models:
-    """Watches calls of modules: all of them at first, then those of the outermost ones' classes."""
+    """Observes calls of all modules at first, later only of the outermost modules' classes."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -263,7 +267,7 @@ class Models:
         self._watch.at(2 * self._watch.lanes.steps, self._describe_again, is_once=True)
 
     def search(self) -> None:
-        """Watches every module for some steps, from now and whenever an optimizer is new."""
+        """Observe every module for some steps, now and whenever an optimizer is new."""
         if self.search not in self._watch.on_new_optimizer:
             self._watch.on_new_optimizer.append(self.search)
             self._watch.with_gradients.append(self.look_at_gradients)
@@ -284,7 +288,7 @@ class Models:
                 value.inner = sum(isinstance(item, watched) for item in module.modules()) - 1
 
     def watch_class(self, owner: Any) -> None:
-        """Notices the models of this class."""
+        """Observe the models of this class."""
         self._calls.watch(owner)
 
     def _watched(self, original: Any) -> Any:
@@ -313,7 +317,7 @@ class Models:
                             lanes.begin_training()
                 result = original(module, *args, **kwargs)
                 if is_act:
-                    lanes.switch(current)  # what follows is the host's again
+                    lanes.switch(current)  # the host's time continues
                 return result
             finally:
                 lanes.is_inside = False
@@ -336,7 +340,7 @@ class Models:
                 lanes.judge()
         elif lanes.is_open and model.is_open(mode) and model.evaluations >= _EVALUATIONS:
             if not has_grad:
-                model.goes_on |= 1 << in_training  # one more of it, or of an episode
+                model.goes_on |= 1 << in_training  # one more of an evaluation, or an episode
                 return
         else:
             if not lanes.evaluations:
@@ -366,7 +370,7 @@ class Models:
             return False
         if not model.acts and steps >= _ACTS_AFTER and model.is_evaluated_in_most(steps):
             model.acts = True
-            for other in self._watch.models:  # as its target network
+            for other in self._watch.models:  # such as its target network
                 if other.is_evaluated_in_most(steps):
                     other.was_not_evaluated()
         return model.acts
@@ -376,7 +380,7 @@ class Models:
     ) -> None:
         batch = args[0] if args else next(iter(kwargs.values()), None)
         if getattr(batch, "is_meta", False):
-            return  # there are no numbers in it: Keras finds shapes so
+            return  # a meta tensor without numbers, by which Keras infers shapes
         watch = self._watch
         looks = [partial(look, model, batch, is_trained) for look in watch.on_batch]
         watch.aside(*looks, is_once=True)
@@ -401,7 +405,7 @@ class Models:
                     model.facts.autocast = str(dtype).removeprefix("torch.")
 
     def look_at_gradients(self) -> None:
-        """Before an optimizer steps: who has no gradient, and which rows of tables have one."""
+        """Record, before an optimizer steps, the parameters and table rows without a gradient."""
         for model in self._watch.models:
             module = model.ref()
             if module is None or not model.has_parameters or not self._is_trained_here(module):
@@ -441,7 +445,7 @@ class Models:
         return any(tensor.grad is not None for tensor in module.parameters())
 
     def describe(self, *, whole: bool) -> None:
-        """Looks at the modules, in the thread that steps; with `whole` at all their numbers."""
+        """Describe all models, in the stepping thread; with `whole` also check all numbers."""
         stepped = {
             id(tensor) for optimizer in self._watch.optimizers for tensor in optimizer.tensors()
         }
@@ -459,7 +463,8 @@ class Models:
                     model.facts.moving_norms = model.frozen_norms(module)
                 model.tensors = {id(tensor) for tensor in module.parameters() if not tensor.is_meta}
                 model.is_stepped |= not model.tensors.isdisjoint(stepped)
-                is_told = self._watch.began and not model.with_gradient  # of an earlier training
+                # The gradients of an earlier training were recorded before.
+                is_told = self._watch.began and not model.with_gradient
                 if not (is_told or model.tensors.isdisjoint(stepped)):
                     missed = not_stepped(module, stepped)
                     having = [name for name in missed if name in model.with_gradient]

@@ -69,14 +69,14 @@ class Call:
     """Calls of one kind from one place.
 
     Attributes:
-        kind: the called function: "item", "tolist", "cpu", "numpy", "print", "log", "save",
-            "empty_cache", "zero_grad", "backward", "gc", "index" (a batch by advanced indexing),
-            "metric", "to_device" (a copy from the host), "device_count" (or torch.cuda.init),
-            "data_parallel", "ddp", "set_epoch", "no_sync", "threads", "setenv" (a variable of an
-            OpenMP library), "round_trip" (a copy to the host and back to a device), "optimizer"
-            (construction of one), "clip" (gradient clipping), "switch" (a global setting of torch),
-            "collective" (of torch.distributed), "checkpoint" (a part of forward that backward
-            recomputes), "deepcopy".
+        kind: the called function. With plain names: "item", "tolist", "cpu", "numpy", "print",
+            "log", "save", "empty_cache", "zero_grad", "backward", "gc", "metric", "data_parallel",
+            "ddp", "set_epoch", "no_sync", "threads", "deepcopy". Further kinds: "index" (a batch by
+            advanced indexing), "to_device" (a copy from the host), "device_count" (or
+            torch.cuda.init), "setenv" (a variable of an OpenMP library). Also "round_trip" (a copy
+            to the host and back to a device), "optimizer" (construction of one), "clip" (gradient
+            clipping), "switch" (a global setting of torch). Also "collective" (of
+            torch.distributed), "checkpoint" (a part of forward that backward recomputes).
         site: the user's line that led to the call.
         count: number of calls, from the first observed step to the last.
         seconds: total time of the calls; None where they are not timed.
@@ -599,8 +599,8 @@ class StateLoad:
     """A load of a state dict that changes nothing, or nothing that the script can want.
 
     Attributes:
-        kind: "unmatched" where no name matches the module, "own" where it holds the module's own
-            tensors, which have changed since it was taken, "kept" where such a state dict is kept
+        kind: "unmatched" where no name matches the module. "own" where it holds the module's own
+            tensors, which have changed since it was taken. "kept" where such a state dict is kept
             to be loaded later.
         model: the class of the module.
         parameters: number of tensors in it.

@@ -1,4 +1,4 @@
-"""Optimizer steps: they are what steps are found by."""
+"""Optimizer steps, which define the steps of the script."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from flatout.observe.watch import Watch
 if TYPE_CHECKING:
     from flatout.kernels import StepHook
 
-# An optimizer that steps so often before the last one of its round has its own round.
+# Most steps of an optimizer within one round of all optimizers. One that steps more often before
+# the last one has a round of its own.
 _LONGEST_ROUND = 20
 _ELSEWHERE = "an optimizer stepped in a thread beside the main one: those steps were not watched"
-# Learning rates are looked at after so many of an optimizer's steps.
+# Numbers of an optimizer's steps after which its learning rate is recorded.
 _RATE_STEPS = (1, 5, 20, 100)
-# So many that follow each other for the same parameters are told apart: some scripts make one in
-# each step.
+# Most successive optimizers of the same parameters that are recorded apart: some scripts make one
+# in each step.
 _FOLLOWING = 4
-# Gradients that are zeroed are timed in so many steps.
+# Number of first steps in which zero_grad is timed.
 _NOTED_STEPS = 50
 _OPTIONS = ("lr", "momentum", "weight_decay", "beta1", "beta2")
 _OPTIONS_OF_KERAS = {
@@ -39,44 +40,44 @@ _OPTIONS_OF_KERAS = {
 
 
 class SeenOptimizer:
-    """One optimizer, while it is watched."""
+    """An observed optimizer."""
 
     def __init__(self, optimizer: Any, facts: Optimizer) -> None:
         self.ref = ref(optimizer)
         self.facts = facts
-        self.counts: dict[int, int] = {}  # backward passes into a step, and how often
-        self.count: Callable[[], None] = lambda: None  # brings them up to date
-        self.ns = 0  # in its steps, where it is not the only one
+        self.counts: dict[int, int] = {}  # steps, by number of backward passes before the step
+        self.count: Callable[[], None] = lambda: None  # updates `counts`
+        self.ns = 0  # time of its steps, where several optimizers step
         self.since_round = 0
         self.ends_round = True
-        self.followed = 0  # how many came one after the other before it, for the same parameters
+        self.followed = 0  # number of optimizers of the same parameters before it
         first = next(iter(tensors_of(optimizer)), None)
         self._first: Callable[[], Any] = (lambda: None) if first is None else ref(first)
 
     def has_same(self, optimizer: Any) -> bool:
-        """Whether another one is of its kind and begins with the same parameter."""
+        """Whether the other optimizer has the same class and the same first parameter."""
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         first = next(iter(tensors_of(optimizer)), None)
         return first is not None and self.facts.kind == name and self._first() is first
 
     @property
     def backwards(self) -> dict[int, int]:
-        """How many backward passes went into a step, and how often."""
+        """Numbers of steps, by the number of backward passes before the step."""
         self.count()
         return self.counts
 
     @property
     def steps(self) -> int:
-        """How often it has stepped."""
+        """Number of its steps."""
         return sum(self.backwards.values())
 
     def tensors(self) -> list[Any]:
-        """Those that it steps; none once it is gone."""
+        """Return the tensors that it steps; none once it is garbage-collected."""
         optimizer = self.ref()
         return [] if optimizer is None else tensors_of(optimizer)
 
     def look_at_tables(self, tables: list[Any]) -> None:
-        """Which share of the rows that a step goes through, of these tables, has a gradient now."""
+        """Record the share of the updated rows of these embedding tables that have a gradient."""
         mine = {id(tensor) for tensor in self.tensors()}
         rows = touched = 0
         for table in tables:
@@ -88,7 +89,7 @@ class SeenOptimizer:
             self.facts.sparse_share = touched / rows
 
     def look_at_rate(self) -> None:
-        """The learning rate of the step that has just ended."""
+        """Record the learning rate of the step that has just ended."""
         optimizer = self.ref()
         groups = getattr(optimizer, "param_groups", None)
         if hasattr(optimizer, "_learning_rate"):
@@ -101,7 +102,7 @@ class SeenOptimizer:
             self.facts.first_target = None if target is None else float(target)
 
     def result(self) -> Optimizer:
-        """What was seen of it."""
+        """Return the facts about the optimizer."""
         counts = Counter(self.backwards)
         self.facts.steps = counts.total()
         if self.facts.steps:
@@ -122,10 +123,10 @@ def _options(groups: list[dict[str, Any]]) -> dict[str, float]:
 
 def _options_of_keras(optimizer: Any) -> dict[str, float]:
     rate = optimizer._learning_rate
-    if type(rate).__module__.startswith("keras."):  # a variable, or a schedule of Keras'
+    if type(rate).__module__.startswith("keras."):  # a variable, or a Keras schedule
         result = {"lr": float(getattr(optimizer.learning_rate, "value", optimizer.learning_rate))}
     else:
-        result = {}  # a function of the script's is its own to call
+        result = {}  # a function of the script, which only the script may call
     for name, own in _OPTIONS_OF_KERAS.items():
         if isinstance(value := getattr(optimizer, own, None), float | int):
             result[name] = float(value)
@@ -133,18 +134,20 @@ def _options_of_keras(optimizer: Any) -> dict[str, float]:
 
 
 def _rows(gradient: Any) -> tuple[int, int]:
-    if gradient.is_sparse:  # through no others
+    if gradient.is_sparse:  # a step updates only the rows in the gradient
         having = int(gradient.coalesce().indices().shape[1])
         return having, having
     return int(gradient.shape[0]), int((gradient != 0).any(dim=1).sum())
 
 
 class StepFinder:
-    """Finds steps: one round of all optimizers that take turns, each after its backward passes.
+    """Finds the steps of the script.
+
+    A step is one round of all optimizers that take turns, each after its backward passes.
 
     Attributes:
         backward_site: the user's line of the first backward pass.
-        known_ns: of the optimizers' lane, what is known whose it was.
+        known_ns: time of the optimizers' lane that is attributed to an optimizer.
     """
 
     __slots__ = (
@@ -163,8 +166,8 @@ class StepFinder:
         self._watch = watch
         self._lanes = watch.lanes
         self._seen: dict[int, SeenOptimizer] = {}
-        self._sole: SeenOptimizer | None = None  # where there is one alone
-        self._counted = 0  # backward passes of this round before the latest optimizer's step
+        self._sole: SeenOptimizer | None = None  # set where it is the only one
+        self._counted = 0  # backward passes of this round before the latest optimizer step
         self._is_traced: Callable[[], bool] = lambda: False
         self._quick: StepHook | None = None
         self.backward_site: Site | None = None
@@ -172,14 +175,14 @@ class StepFinder:
         watch.on_renewal.append(self.renew)
 
     def renew(self) -> None:
-        """Begins to count: who steps is met again."""
+        """Begin to count again, with no known optimizers."""
         self._seen.clear()
         self._let_alone(None)
         self._counted = self.known_ns = 0
         self.backward_site = None
 
     def hook_into(self, torch: Any, module: Any) -> None:
-        """Hooks into torch.optim.optimizer."""
+        """Hook into torch.optim.optimizer."""
         self._is_traced = torch.compiler.is_dynamo_compiling
         begin, end = self.begin, self.end
         handles = (
@@ -189,18 +192,18 @@ class StepFinder:
         self._quick = self._watch.quick.stand_for_steps(handles, begin, end, self._watch.attend)
 
     def begin(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
-        """An optimizer's step begins; the arguments are those of torch's hooks."""
+        """Begin an optimizer step; the arguments are those of torch's hooks."""
         lanes = self._lanes
         if self._is_traced() or lanes.enter(OPTIMIZER) < 0:
             return
         lanes.is_counted = False
         watch = self._watch
-        # A later training is known by its first step.
+        # The first step of a later training is what reveals it, so one more step is inspected.
         if lanes.steps < watch.began + (3 if watch.began else 2):
             watch.aside(*watch.with_gradients, is_once=True)
 
     def end(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
-        """It has stepped. One that hands its step on to another, as wrappers do, is not counted.
+        """End an optimizer step. The outer step of a wrapper around another optimizer is ignored.
 
         Raises:
             Enough: the script is to end here.
@@ -242,9 +245,9 @@ class StepFinder:
     def _end_of_several(self, optimizer: Any) -> bool:
         lanes, known_optimizer = self._lanes, self._seen.get(id(optimizer))
         is_new = known_optimizer is None or known_optimizer.ref() is not optimizer
-        # The first step of each sets things up, and counts for none.
+        # The first step of each optimizer sets things up, so its time is not counted.
         is_first_round = self._sole is None or sum(self._sole.backwards.values()) < 2
-        before = None if is_first_round else self._sole  # which stepped alone until now
+        before = None if is_first_round else self._sole  # the only optimizer until now
         self._took(before if is_new else known_optimizer)
         if known_optimizer is None or is_new:
             known_optimizer = self._meet(optimizer)
@@ -303,7 +306,7 @@ class StepFinder:
 
 
 def results_of(optimizers: list[SeenOptimizer]) -> list[Optimizer]:
-    """What was seen of them, and of each its share of the time of all their steps."""
+    """Return the facts about each optimizer, with its share of the time of all their steps."""
     whole = sum(optimizer.ns for optimizer in optimizers)
     for optimizer in optimizers:
         optimizer.facts.step_share = optimizer.ns / whole if whole > 0 else 1 / len(optimizers)
@@ -311,7 +314,7 @@ def results_of(optimizers: list[SeenOptimizer]) -> list[Optimizer]:
 
 
 def facts_of(optimizer: Any, site: Site | None) -> Optimizer:
-    """What is known of an optimizer of torch's or Keras' before its steps are counted."""
+    """Return the facts about a torch or Keras optimizer that are known before it steps."""
     facts = Optimizer(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", site)
     options = getattr(optimizer, "defaults", {})
     facts.fused, facts.foreach = options.get("fused"), options.get("foreach")
@@ -325,7 +328,7 @@ def facts_of(optimizer: Any, site: Site | None) -> Optimizer:
 
 
 def tensors_of(optimizer: Any) -> list[Any]:
-    """The tensors that it steps."""
+    """Return the tensors that an optimizer steps."""
     if hasattr(optimizer, "param_groups"):
         return [tensor for group in optimizer.param_groups for tensor in group["params"]]
     variables = getattr(optimizer, "_trainable_variables", [])
@@ -333,7 +336,7 @@ def tensors_of(optimizer: Any) -> list[Any]:
 
 
 def watch_optimizers(torch: Any, watch: Watch, steps: StepFinder) -> None:
-    """Hooks into the steps of torch's optimizers, and into zero_grad."""
+    """Hook into the steps of torch's optimizers, and into zero_grad."""
     steps.hook_into(torch, sys.modules["torch.optim.optimizer"])
     for owner in (torch.optim.Optimizer, torch.nn.Module):
         _watch_zero_grad(owner, watch, steps)
@@ -354,7 +357,7 @@ def _watch_zero_grad(owner: Any, watch: Watch, steps: StepFinder) -> None:
         nonlocal hook
         watch.calls.spread("zero_grad", _NOTED_STEPS)
         if is_anything_compiled():
-            return  # something is compiled, and would be compiled again
+            return  # removing the hook would make torch.compile compile again
         if hook is not None and hook.remove():
             hook = None
             for lane, ns in taken.items():

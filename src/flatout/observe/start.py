@@ -1,15 +1,15 @@
-"""Observes a script: `python -m flatout.observe.start FOLDER [options] [-m] script.py args`.
+"""Observe a script: `python -m flatout.observe.start FOLDER [options] [-m] script.py args`.
 
-    --steps N       ends the script after so many steps
-    --seconds S     ends it so many seconds after its first step
-    --ablate S      does not end it then, but takes lanes out of it for so many seconds more: what
-                    it learns and tells is its own no longer
-    --lapse S       where its first epoch takes longer than it is watched, lets epochs end early for
-                    so many seconds at the end
-    --opened FILE   notes there what it opens
+    --steps N       end the script after N steps;
+    --seconds S     end the script S seconds after its first step;
+    --ablate S      instead of ending the script then, take lanes out of its steps for S seconds:
+                    the training result is no longer that of the script;
+    --lapse S       if the first epoch takes longer than the observation, spend the last S seconds
+                    on epochs that end early;
+    --opened FILE   write the names of the files that the script opens to FILE.
 
-The script runs as it is. What was seen of this rank is in FOLDER/rank-R.json, an Observation, which
-is written once a second while it runs ("running") and at its end.
+The script runs unchanged otherwise. The observation of this rank is in FOLDER/rank-R.json, as an
+Observation. The file is written once a second while the script runs ("running"), and at its end.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ from flatout.observe.within_loader import watch_workers
 from flatout.observe.writing import Writer, write
 from flatout.world import place
 
-# What is left of a script that was ended has so long to go, then the process ends.
+# Seconds that other threads of an ended script may still run, before the process ends.
 _GRACE_S = 5.0
-# Share of the seconds that a script is watched less, where a time-lapse shows more than they would.
+# Share of the observed seconds that is left out where a time-lapse reveals more than they would.
 _EARLIER = 0.3
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for: where to write, when to end, and what to run."""
+    """Options of the command line, and the command to run."""
 
     folder: Path
     steps: int | None
@@ -88,7 +88,7 @@ class Asked:
 
 
 def parse(arguments: list[str]) -> Asked:
-    """Reads our own options; from the script on everything is the script's."""
+    """Parse our own options; everything from the script's name on belongs to the script."""
     parser = argparse.ArgumentParser(prog="python -m flatout.observe.start", allow_abbrev=False)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int)
@@ -118,7 +118,7 @@ def _up_to_script(arguments: list[str]) -> int:
 
 
 class Observer:
-    """One process that is observed."""
+    """Observation of this process."""
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
@@ -127,7 +127,7 @@ class Observer:
         self._is_finished = False
         self._path = asked.folder.absolute() / f"rank-{self._place.rank}.json"
         seconds = asked.seconds
-        if seconds is not None and asked.lapse:  # or longer, where an epoch has ended by then
+        if seconds is not None and asked.lapse:  # the rest is added if no time-lapse is needed
             seconds *= 1 - _EARLIER
         self.watch = Watch(asked.steps, seconds)
         self.watch.on_enough_again = self._leave
@@ -173,7 +173,7 @@ class Observer:
         return rewriting
 
     def begin_writing(self) -> None:
-        """Writes what was seen now and then, from now on."""
+        """Begin to write the observation at regular intervals."""
         self._writer = Writer(self._path, self._look_early, self._live, self._place)
 
     def _note_first(self) -> None:
@@ -217,7 +217,7 @@ class Observer:
             self._profiled = DeviceSteps(torch, self.watch)
 
     def _in_child(self) -> None:
-        self.watch.lanes.thread = 0  # of no thread: what a forked process does is not this rank's
+        self.watch.lanes.thread = 0  # a forked process is not this rank, so no thread is observed
 
     def _look_early(self) -> bool:
         if any((loader.facts.num_workers or 0) > 1 for loader in self.watch.loaders):
@@ -280,7 +280,7 @@ class Observer:
                 del notes[note]
 
     def so_far(self) -> Observation:
-        """All that was seen until now; to be called where no one steps."""
+        """Return all that was observed until now; to be called between steps."""
         if self._models is not None and self.watch.lanes.steps:
             self.watch.attempt(partial(self._models.describe, whole=True))
         observed = self._seen(is_live=False)
@@ -292,7 +292,7 @@ class Observer:
             self._add_notes(observed)
             aside_s = self._writer.cpu_seconds + self._lines.seconds + self._threads.seconds
             first_s = self._writer.first_seconds
-            # On a busy machine counting takes long, and this process may be ended meanwhile.
+            # Measuring the overhead takes long on a busy machine, and the process may be ended.
             write(self._path, observed)
             observed.added_us_per_step, observed.added_once_ms = added(
                 self.watch, aside_s, first_s, self._first_ran
@@ -300,13 +300,13 @@ class Observer:
         return observed
 
     def forget(self) -> None:
-        """Begins again, as if nothing had been seen."""
+        """Begin again, as if nothing had been observed."""
         self.watch.renew()
         self._first_ran = None
         self._writer.cpu_seconds = self._writer.first_seconds = 0.0
 
     def stop_writing(self) -> None:
-        """Ends that, and takes away what `flatout top` is shown."""
+        """Stop the regular writing, and remove the data for `flatout top`."""
         self._writer.stop()
 
     def _look_further(self) -> None:
@@ -350,7 +350,7 @@ class Observer:
         self._lapse.begin()
 
     def finish(self, ended: str, error: str = "") -> None:
-        """Writes the last state: how the script ended, and its error."""
+        """Write the final observation: how the script ended, and its error."""
         if os.getpid() != self._pid or self._is_finished:
             return
         self._is_finished = True
@@ -408,7 +408,7 @@ class Observer:
         return observed
 
     def _leave(self) -> None:
-        if self._is_finished:  # it is about to
+        if self._is_finished:  # the process is about to end
             return
         self.finish("stopped")
         end_workers()
@@ -416,7 +416,7 @@ class Observer:
         os._exit(0)
 
     def observe(self) -> int:
-        """Runs the script; returns the exit code where it was ended from here."""
+        """Run the script; return the exit code if the observation ended it."""
         try:
             run(self._asked.command, self._compiled)
         except BaseException as error:
@@ -424,7 +424,7 @@ class Observer:
                 return self._stopped()
             is_fine = isinstance(error, SystemExit) and error.code in (None, 0)
             words = "" if is_fine else traceback_of(error)
-            if self._observed is not None:  # it was observed to the end
+            if self._observed is not None:  # the observation itself was complete
                 return self._stopped("" if isinstance(error, KeyboardInterrupt) else words)
             self.finish("done" if is_fine else "failed", words)
             raise
@@ -441,7 +441,7 @@ class Observer:
 
 
 def end_workers() -> None:
-    """Ends the processes that the script has started through multiprocessing."""
+    """End the processes that the script has started through multiprocessing."""
     children = multiprocessing.active_children()
     for child in children:
         child.terminate()
@@ -470,7 +470,7 @@ def _flush() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Observes a script."""
+    """Observe a script, and return the exit code."""
     asked = parse(arguments)
     show_as_python_does()
     if asked.opened is not None:
