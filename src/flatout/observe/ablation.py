@@ -1,10 +1,10 @@
-"""Ablation in place: what a step of a running script takes once a lane is taken out of it.
+"""Ablation in place: duration of a running script's steps with one lane taken out.
 
-After the ordinary observation, blocks of steps run in the order A B B A, B without the lane. The
-ratio of their times is the most that a cure of this lane can give. Blocks begin and end by the
-number of steps, not by the clock, so that all ranks change at the same step; those of one machine
-agree on it through files in the observer's folder. The first steps of a block are not counted: as
-many as loaders make ahead, and two more.
+After the ordinary observation, blocks of steps run in the order A B B A; B lacks the lane. The
+ratio of their times is the most that a cure of this lane can gain. Blocks begin and end at step
+numbers, not by the clock, so that all ranks change at the same step. The ranks of one machine agree
+on these numbers through files in the observer's folder. The first steps of a block are not counted:
+the number of batches that loaders prefetch, and two more.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from flatout.world import Place
 _WARM_STEPS, _FEWEST_STEPS = 2, 3
 _SHORTEST_S, _LONGEST_S = 0.1, 1.0
 _PAIRS = 8
-# Steps in which calls are watched at most.
+# Most steps in which calls are checked for side effects.
 _WATCHED = 12
-# Shares of a step from which on taking a lane out is worth its time.
+# Smallest share of a step that makes it worthwhile to take out a lane.
 _WORTH = 0.01
-# A rank alone stops after so many times the budget: evaluations between the steps take time too.
+# Factor of the budget after which a single rank stops: evaluations between steps take time too.
 _OVERDUE = 2.0
-# The ranks begin so many steps after the first one has said so; it waits so long for the others.
+# _AHEAD: steps between the plan of rank 0 and the first block; _PATIENCE_S: most seconds that ranks
+# wait for one another.
 _AHEAD, _PATIENCE_S = 4, 20.0
 _LANES: dict[str, Callable[[Watch], Any]] = {
     "input": Input,
@@ -51,12 +52,12 @@ _LANES: dict[str, Callable[[Watch], Any]] = {
 
 @dataclass(frozen=True)
 class Planned:
-    """Blocks without one lane.
+    """Plan of the blocks without one lane.
 
     Attributes:
-        lane: which; of a call, its number.
-        dropped, steps: of each block, not counted and counted.
-        pairs: quadruples of blocks.
+        lane: name of the lane, or number of a call.
+        dropped, steps: uncounted and counted steps of each block.
+        pairs: number of A B B A quadruples of blocks.
     """
 
     lane: str
@@ -67,7 +68,7 @@ class Planned:
 
 @dataclass
 class _Blocks:
-    """What the blocks without one lane took, as far as they have run."""
+    """Times of the blocks with and without one lane, as far as they have run."""
 
     planned: Planned
     lane: Any
@@ -77,11 +78,11 @@ class _Blocks:
 
 
 class Ablations:
-    """What is tried in this process, once its ordinary observation is over.
+    """Ablations in this process, after its ordinary observation.
 
     Attributes:
-        notes: what was not tried, and why.
-        left_out: calls, once `results` were asked for.
+        notes: lanes and calls that were not taken out, with the reason.
+        left_out: results for calls; filled by `results`.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Ablations:
         self._plan = folder / ".ablations"
         self._ready = [folder / f".ready-{rank}" for rank in range(place.world_size)]
         self._blocks: list[_Blocks] = []
-        self._until = math.inf  # when to wait or try no longer
+        self._until = math.inf  # deadline for waiting or for the blocks
         self._seen: Observation | None = None
         self.notes: list[str] = []
         self.left_out: list[LeftOut] = []
@@ -111,7 +112,7 @@ class Ablations:
         self._ready[place.rank].unlink(missing_ok=True)
 
     def begin(self, observation: Observation) -> None:
-        """The ordinary observation has ended with this; to be called at the end of a step."""
+        """Begin after the ordinary observation; to be called at the end of a step."""
         self._seen = observation
         if self._place.world_size > self._place.local_world_size:
             self.notes.append("ablations: none where the ranks lie on several machines")
@@ -181,7 +182,7 @@ class Ablations:
         if self._place.world_size == 1:
             self._until = monotonic() + _OVERDUE * self._budget_s
         else:
-            self._until = math.inf  # the ranks must do the same
+            self._until = math.inf  # all ranks must run the same blocks
         call_at, step = self._watch.at, start
         for item in planned:
             blocks = _Blocks(item, self._lane(item.lane))
@@ -217,21 +218,21 @@ class Ablations:
         return spent[EVALUATION] + (spent[SAVING] if blocks.planned.lane in _LANES else 0)
 
     def put_back(self) -> None:
-        """Every lane."""
+        """Put every lane back."""
         if self._effects is not None:
             self._effects.end()
         for blocks in self._blocks:
             blocks.lane.put_back()
 
     def end(self) -> None:
-        """Puts everything back, wherever the script has ended."""
+        """Put everything back, wherever the script has ended."""
         self.put_back()
         self._ready[self._place.rank].unlink(missing_ok=True)
         if self._place.rank == 0:
             self._plan.unlink(missing_ok=True)
 
     def results(self) -> dict[str, Ablation]:
-        """What came of it."""
+        """Return the results by lane, and fill `left_out`."""
         if self._seen is None:
             return {}
         self.left_out.clear()
@@ -259,7 +260,7 @@ def _read(path: Path) -> tuple[int, list[Planned]] | None:
 
 
 def worth_trying(observation: Observation, watch: Watch) -> list[str]:
-    """The lanes without which steps could be shorter."""
+    """Return the lanes without which steps could be shorter."""
     trained = [loader for loader in observation.loaders if loader.in_training]
     step_ms = median(observation.step_ms)
     told = sum(call.seconds or 0 for call in observation.calls if call.kind in ("print", "log"))
@@ -280,7 +281,7 @@ def worth_trying(observation: Observation, watch: Watch) -> list[str]:
 
 
 def plan(lane: str, observation: Observation, budget_s: float) -> Planned | None:
-    """How many steps to try without a lane, in so many seconds; None where they are too long."""
+    """Return the blocks to run within `budget_s` without a lane; None where steps are too long."""
     step_s = usual_step_s(observation)
     queue = 0
     if lane == "input":
@@ -300,9 +301,9 @@ def plan(lane: str, observation: Observation, budget_s: float) -> Planned | None
 
 
 def usual_step_s(observation: Observation) -> float:
-    """Seconds of a step.
+    """Return the usual duration of a step in seconds.
 
-    On a GPU most steps may only queue work, for which a few wait: there it is their mean.
+    On a GPU most steps may only queue work, and a few wait for it, so there it is the mean.
     """
     usual = median(observation.step_ms)
     if observation.device.startswith("cuda"):
@@ -311,7 +312,7 @@ def usual_step_s(observation: Observation) -> float:
 
 
 def judged(a: Sequence[float], b: Sequence[float]) -> Ablation | None:
-    """What blocks in the order A B B A say, in seconds per step; None below two quadruples."""
+    """Compare blocks in the order A B B A, in seconds per step; None below two quadruples."""
     from flatout.measure import run_trial
 
     whole = min(len(a), len(b)) // 2
@@ -334,7 +335,7 @@ def judged(a: Sequence[float], b: Sequence[float]) -> Ablation | None:
 
 
 def from_lanes(observation: Observation) -> dict[str, Ablation]:
-    """Evaluation and saving lie between the steps: what falls away without them is known."""
+    """Return ablations of evaluation and saving, whose times lie between steps and are known."""
     whole = sum(ms or 0.0 for ms in observation.lanes_ms.values())
     result = {}
     for lane in ("evaluation", "saving"):

@@ -1,4 +1,4 @@
-"""Calls of one kind from one place, counted at the price of a dictionary look-up."""
+"""Counts of calls by kind and place, at the cost of a dictionary look-up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe.lanes import Lanes
 from flatout.observe.observation import Call, Site
 from flatout.observe.sites import is_users, site_of, users_frame
 
-# What belongs to the set-up, and counts although no step has begun.
+# Kinds of calls that belong to the set-up, and count even before the first step.
 _OF_SETUP = (
     "data_parallel",
     "ddp",
@@ -24,12 +24,13 @@ _OF_SETUP = (
 )
 
 
-# What is told by the loop's own line.
+# Kinds of calls that are attributed to the line of the training loop.
 _OF_LOOP = ("print", "log", "metric")
 
 
-# A library's instruction that the user's same line has reached so often is asked for its line only
-# once in so many calls: finding it takes several times as long as counting.
+# _STEADY_AFTER: successive calls from one user's line through the same library instruction, after
+# which the line is searched less often; _STEADY_FOR: calls per search from then on. A search takes
+# several times as long as counting.
 _STEADY_AFTER, _STEADY_FOR = 100, 16
 
 
@@ -48,7 +49,7 @@ class _Entry:
 
 
 class _Steady:
-    """An instruction of a library, and the user's line that reaches it."""
+    """An instruction of a library, with the user's line that last reached it."""
 
     __slots__ = ("entry", "same", "spared")
 
@@ -58,13 +59,14 @@ class _Steady:
 
 
 class Calls:
-    """What was called, by kind and instruction.
+    """Counts of calls by kind and instruction.
 
     Attributes:
-        noted: how many calls, of all kinds.
-        passed: how many that could have copied to another device, and have not.
-        sought: for how many of those noted the user's line had to be looked for.
-        steady_after: after how many calls in a row from the same line it is looked for less often.
+        loops: code objects that call an optimizer's step.
+        noted: number of counted calls of all kinds.
+        passed: number of calls that could have copied to another device, but did not.
+        sought: number of counted calls for which the user's line was searched.
+        steady_after: successive calls from one line after which the line is searched less often.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -74,7 +76,6 @@ class Calls:
         self._of_lines: dict[tuple[str, Site | None], _Entry] = {}
         self._codes: list[CodeType] = []
         self._windows: dict[str, tuple[int, int | None]] = {}
-        # Functions that call an optimizer's step.
         self.loops: set[CodeType] = set()
         self.steady_after = _STEADY_AFTER
         self.noted = self.passed = self.sought = 0
@@ -87,7 +88,7 @@ class Calls:
         detail: dict[str, Any] | None = None,
         size: int = 0,
     ) -> None:
-        """Counts a call of `ns`, on `size` bytes, that the frame `depth` above this has made."""
+        """Count a call of `ns` on `size` bytes, made by the frame `depth` above this one."""
         frame = sys._getframe(depth)
         key = (kind, id(frame.f_code), frame.f_lasti)
         entry = self._entries.get(key)
@@ -124,7 +125,7 @@ class Calls:
             if steady.same >= self.steady_after:
                 steady.spared = _STEADY_FOR - 1
             return entry
-        self._codes.append(frame.f_code)  # held, so that its id stays its own
+        self._codes.append(frame.f_code)  # kept alive, so that no other object gets its id
         return entry
 
     def _entry_of(self, kind: str, frame: FrameType | None, detail: dict[str, Any]) -> _Entry:
@@ -143,16 +144,16 @@ class Calls:
         return entry
 
     def count(self, kind: str, line: Site | None = None) -> int:
-        """How many of this kind were noted, by all lines or this one."""
+        """Return the number of counted calls of this kind, by all lines or by one."""
         if line is not None:
             entry = self._of_lines.get((kind, line))
             return 0 if entry is None else entry.count
         return sum(entry.count for entry in self._of_lines.values() if entry.kind == kind)
 
     def forget(self) -> None:
-        """Drops the counts: what came before the first step is no part of what is observed.
+        """Drop the counts from before the first step, which is where the observation begins.
 
-        Of the set-up the counts stay, but its time is that of no step.
+        The counts of the set-up stay, but its time belongs to no step.
         """
         for entry in self._of_lines.values():
             if entry.kind in _OF_SETUP:
@@ -162,28 +163,34 @@ class Calls:
         self.noted = self.passed = self.sought = 0
 
     def renew(self) -> None:
-        """Begins to count."""
+        """Begin to count again."""
         Calls.__init__(self, self._lanes)
 
     def spread(self, kind: str, window: int, since: int | None = None) -> None:
-        """Calls of this kind were watched in so many steps only; they are told as if in all."""
+        """Extrapolate the counts of this kind to all steps.
+
+        Args:
+            kind: of the calls.
+            window: number of steps in which they were counted.
+            since: step from which on they are counted again, in addition to `window`.
+        """
         self._windows[kind] = window, since
 
     @property
     def noted_once(self) -> int:
-        """How many were noted of kinds that are no longer watched."""
+        """Number of counted calls of kinds that are no longer counted."""
         return sum(entry.count for entry in self._no_longer_watched())
 
     @property
     def sought_once(self) -> int:
-        """For how many of these the user's line had to be looked for."""
+        """Number of these calls for which the user's line was searched."""
         return sum(entry.sought for entry in self._no_longer_watched())
 
     def _no_longer_watched(self) -> list[_Entry]:
         return [entry for entry in self._of_lines.values() if entry.kind in self._windows]
 
     def all(self) -> list[Call]:
-        """One Call for each kind and user's line, most time first."""
+        """Return one Call for each kind and user's line, most time first."""
         steps = self._lanes.steps
         result = []
         for entry in list(self._of_lines.values()):

@@ -1,8 +1,8 @@
-"""Labels of the batches that are trained on, by the tensor that enters the loss, whatever its name.
+"""Labels of the training batches, found as the tensor that enters the loss, whatever its name.
 
-In the first steps they are taken down, and compared with the columns that the script holds: one of
-which they are the beginning, and in which each class lies in one piece, is gone through sorted.
-Where all batches were of one class, later ones are looked at now and then, if no column says more.
+The labels of the first steps are recorded, and compared with the columns that the script holds. A
+column was read in sorted order if the labels are its beginning and each class lies in one piece. If
+all batches had a single class and no column explains it, later batches are inspected now and then.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from flatout.observe.sites import here
 from flatout.observe.tables import named_here
 from flatout.observe.watch import Watch
 
-# Steps in which the hook for the first ones is gone, and the one in which it is decided.
+# _FROM: step after which the hook for the first steps is gone; _UNTIL: step of the decision.
 _FROM, _UNTIL = AFTER_STEPS, AFTER_STEPS + 4
-# Nodes of a graph that are looked at, from the loss on; losses that are told apart.
+# _NODES: most graph nodes that are searched from the loss on; _LOSSES: most losses recorded.
 _NODES, _LOSSES = 256, 8
 _OF_CLASSES = ("NllLossBackward0", "NllLoss2DBackward0")
 _OF_TWO = ("BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0")
-# Fewer labels in a batch say nothing of their order, nor do fewer batches.
+# _LEAST: fewest labels in a batch that show an order; _BATCHES: fewest such batches.
 _LEAST, _BATCHES = 8, 6
-# Share of the batches of one class from which on later ones are looked at; each so much later.
+# _PURE: share of batches with a single class from which on later batches are inspected; _LATER:
+# factor from one inspected step to the next.
 _PURE, _LATER = 0.75, 1.3
-# Of two classes that a loss is told as 0 and 1, such as by the two halves of a GAN, the class may
-# change once in so many batches.
+# Largest share of batches at which the class may change, for labels of 0 and 1. A GAN that trains
+# on real and generated halves changes it more often.
 _CHANGES = 1 / 3
-# Steps by which one window of a series may follow another, and steps of training that are asked.
+# _STRIDES: most steps between successive windows of a series; _ASKED: training steps checked.
 _STRIDES, _ASKED = 64, 3
 
 
@@ -48,13 +49,13 @@ class _Seen:
 
     Attributes:
         site: the line of the backward pass.
-        classes: how many there can be.
-        batches, of_one: how many were looked at, and of these hold a single class.
-        alone: the classes that were alone.
-        changes: how often the next batch of one class had another one.
-        is_of_two: whether they came as 0 and 1, not as numbers of classes.
-        first: those of the first batches, one after the other.
-        lies: the column of which they are the beginning.
+        classes: number of possible classes.
+        is_of_two: whether the labels were 0 and 1 for a binary loss, not class indices.
+        batches, of_one: number of inspected batches, and of those with a single class.
+        alone: the classes of the batches with a single class.
+        changes: how often the class differed between successive batches with a single class.
+        first: the labels of the first batches, concatenated.
+        lies: the column whose beginning they are.
     """
 
     site: Site | None
@@ -99,7 +100,7 @@ class _Seen:
 
 
 class Labels:
-    """Looks at the labels of some batches."""
+    """Inspects the labels of some batches."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -114,9 +115,9 @@ class Labels:
 
     def _renew(self) -> None:
         self._seen: dict[tuple[str, int, str], _Seen] = {}
-        self._at = (-1, 0)  # a step, and how many losses of it were seen
-        # By line: the step and the class of the latest batch of one class; where a step has two
-        # such losses of different classes, as of what is real and of what is made.
+        self._at = (-1, 0)  # a step, and the index of its latest loss
+        # By line: step and class of the latest batch with a single class. `_halves`: lines where
+        # one step has two such losses of different classes, such as for real and generated samples.
         self._latest: dict[str, tuple[int, int]] = {}
         self._halves: set[str] = set()
         self._is_series = False
@@ -129,12 +130,12 @@ class Labels:
             try:
                 found = root.grad_fn and _labels_under(root.grad_fn)
             except (RuntimeError, NotImplementedError):
-                continue  # numbers that were freed, or tensors of a kind without them
+                continue  # saved tensors that were freed, or tensors of a kind without them
             if not found:
                 continue
             labels, classes, name = found
             site = here()
-            key = str(site), self._at[1], name  # of a GAN's losses each has labels of its own
+            key = str(site), self._at[1], name  # each loss of a GAN has its own labels
             if key not in self._seen and len(self._seen) >= _LOSSES:
                 return
             seen = self._seen.setdefault(key, _Seen(site, classes, name in _OF_TWO))
@@ -179,7 +180,7 @@ class Labels:
         self._watch.at(later + 1, self._await, is_once=True)
 
     def results(self) -> list[InLoss]:
-        """What was seen of each loss, the one that tells most first."""
+        """Return a finding for each loss, the one with most single classes first."""
         facts = [seen.result(line in self._halves) for (line, *_), seen in self._seen.items()]
         return sorted(facts, key=lambda fact: -len(fact.detail["alone"]))
 

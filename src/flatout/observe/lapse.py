@@ -1,10 +1,10 @@
-"""Time-lapse: loaders and loops end early, so that a look sees what comes after an epoch.
+"""Time-lapse: end loaders and loops early, to observe what follows an epoch.
 
-An epoch that takes an hour hides validation, checkpoints, schedules and the second epoch from a
-look of seconds. Where nothing of a run is kept, each loader gives a few batches more and then its
-last one, which may be smaller; a loop of the user's own that steps ends likewise. `len(loader)`
-stays, and with it what scripts make of it. What is seen then shows what the script does, and
-nothing of how long it takes: `with_lapse` adds that to an Observation that ended before.
+A short observation of a script with long epochs sees no validation, checkpoint, scheduler or second
+epoch. Where nothing of a run is kept, each loader gives a few more batches and then its last one,
+which may be smaller. Stepping loops of the user end in the same way. `len(loader)` is unchanged,
+and so are numbers that scripts compute from it. These epochs show the actions of the script, but
+nothing about their duration. `with_lapse` adds the findings to an earlier Observation.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from flatout.observe.sites import read
 from flatout.observe.taken_out import batches_in
 from flatout.observe.watch import Watch
 
-# Epochs after which enough was seen, and the steps that each of them has at least.
+# _EPOCHS: epochs after which the time-lapse is complete; _STEPS: fewest steps of each of them.
 _EPOCHS, _STEPS = 2, 2
-# Finding the last batch of an epoch may take so long: samplers give all the others first.
+# Most seconds to find the last batch of an epoch, since samplers yield all others before it.
 _SEEKING_S = 1.0
-# What the script still does when its time is over has so long to end.
+# Seconds that the script has to end after the interrupt.
 _GRACE_S = 3.0
 _DATALOADER = "torch.utils.data.dataloader"
 
 
 class TimeLapse:
-    """Lets the loaders and loops of a running script end early."""
+    """Ends the loaders and loops of a running script early."""
 
     def __init__(self, watch: Watch, loops: Loops, code: Rewriting, seconds: float) -> None:
         self._watch, self._lanes = watch, watch.lanes
@@ -56,15 +56,18 @@ class TimeLapse:
         self._hook: Hook | None = None
         self._timer: threading.Timer | None = None
         self._is_over = False
-        self._cut: dict[int, tuple[int, int | None]] = {}  # by the number of a loader
+        self._cut: dict[int, tuple[int, int | None]] = {}  # by loader number
         self._began_s = 0.0
         self._began_at = 0
-        self._begun: dict[int, int] = {}  # epochs of a loader before
+        self._begun: dict[int, int] = {}  # epochs of each loader before the time-lapse
         self._saved = 0
         self._schedules: dict[int, int] = {}
 
     def why_not(self) -> str | None:
-        """Why nothing ends early: "" where an epoch was seen; None where it is to be done."""
+        """Return the reason against a time-lapse.
+
+        "" where the observation already had a whole epoch; None where a time-lapse should run.
+        """
         has_more = any(item.facts.epochs > 1 for item in self._trained())
         if self._loops.had_epoch or (has_more and not self._loops.is_counting):
             return ""
@@ -75,7 +78,7 @@ class TimeLapse:
         return [loader for loader in self._watch.loaders if loader.in_training]
 
     def begin(self) -> None:
-        """From now on; at the end of a step."""
+        """Begin the time-lapse; to be called at the end of a step."""
         self._began_s, self._began_at = monotonic(), self._lanes.steps
         self._begun = {loader.number: loader.facts.epochs for loader in self._watch.loaders}
         self._saved = len(self._watch.saved)
@@ -92,7 +95,7 @@ class TimeLapse:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything ends early."""
+        """Whether the time-lapse has begun."""
         return bool(self._began_s)
 
     def _interrupt(self, process: int) -> None:
@@ -141,17 +144,17 @@ class TimeLapse:
         number = iterator._num_yielded
         length = batches_in(iterator)
         if length is not None and number >= length - 1:
-            return  # it ends by itself
+            return  # the epoch ends by itself
         self._cut.setdefault(seen.number, (number + (length is not None), length))
-        if iterator._dataset_kind == 0:  # of a dataset whose samples have numbers
+        if iterator._dataset_kind == 0:  # a map-style dataset
             iterator._sampler_iter = _last_of(iterator._sampler_iter)
         else:
             raise StopIteration
 
-    # -- what was seen ----------------------------------------------------------------------------
+    # -- findings ---------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Nothing ends early any more."""
+        """End the time-lapse: nothing ends early any more."""
         self._loops.ends_early = False
         if self._timer is not None:
             self._timer.cancel()
@@ -159,7 +162,7 @@ class TimeLapse:
             self._hook.remove()
 
     def result(self, before: Observation, later: Observation) -> Lapse:
-        """What was seen of a cycle, in an Observation that ended before and in a later one."""
+        """Return the findings, from the Observation before the time-lapse and one after it."""
         parts = []
         if later.evaluation_site is not None:
             parts.append("validation")
@@ -202,11 +205,11 @@ def _last_of(indices: Iterator[Any]) -> Iterator[Any]:
 
 
 def with_lapse(observation: Observation, later: Observation, lapse: Lapse) -> Observation:
-    """An Observation with what a time-lapse has shown beside.
+    """Return an Observation with the findings of a time-lapse added.
 
-    Times, counts and numbers stay those of before: epochs that end early say nothing of them. What
-    is taken are facts of what the script does: how models are called, which samples epochs begin
-    with, whether schedules are stepped, what is saved.
+    Times and counts stay those of the earlier Observation, since shortened epochs distort them. The
+    findings describe actions of the script: how it calls models, which samples begin an epoch,
+    whether it steps schedulers, and what it saves.
     """
     result = replace(observation, lapse=lapse)
     result.evaluation_site = observation.evaluation_site or later.evaluation_site

@@ -1,7 +1,6 @@
-"""Which of the user's lines the steps' time goes to: looked at by a native thread.
+"""User's lines that the steps' time is spent on, sampled by a native thread (`kernels/_stacks.c`).
 
-That is `kernels/_stacks.c`. Where no DataLoader gives the batches, the time of the lines that make
-them is the lane of input.
+Where no DataLoader gives the batches, the time of the lines that make them is the input lane.
 """
 
 from __future__ import annotations
@@ -23,17 +22,14 @@ from flatout.observe.record import NO_LOADER
 from flatout.observe.stacks import Places, Stack, codes, stacks_in
 from flatout.observe.watch import Watch
 
-# From so many samples on lines are told.
+# Fewest samples from which lines are reported.
 _FEWEST = 50
-# A line that was seen for so many times the time of evaluation does more than evaluate.
+# A line with more than this multiple of the evaluation lane's time does more than evaluate.
 _LARGEST = 2.0
 
 
 class LineSampler:
-    """Looks at the stepping thread's stacks from its first step on.
-
-    To be made in that thread.
-    """
+    """Samples the stepping thread's stacks from its first step on; to be made in that thread."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -61,7 +57,7 @@ class LineSampler:
 
     def _begin(self) -> None:
         assert self._stacks is not None
-        # That of a script that has ended is gone: no function has it.
+        # Keep these code objects: no function holds those of a script after it has ended.
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             self._outer.append(frame.f_code)
@@ -69,17 +65,17 @@ class LineSampler:
         self._stacks.start()
 
     def stop(self) -> None:
-        """Ends that; what was seen stays."""
+        """Stop sampling; the samples are kept."""
         if self._stacks is not None:
             self._stacks.stop()
 
     @property
     def seconds(self) -> float:
-        """Of a CPU, that looking has taken."""
+        """CPU seconds that sampling has taken."""
         return 0.0 if self._stacks is None else self._stacks.cpu_ns / 1e9
 
     def fill(self, observation: Observation) -> None:
-        """Puts what was seen, told as lines, into an Observation; not while steps go on."""
+        """Add the sampled lines to an Observation; not to be called while steps go on."""
         if self._stacks is None:
             observation.notes.append("lines: this Python's frames cannot be read from beside it")
             return
@@ -127,7 +123,7 @@ def _made_input(stacks: list[Stack], called: set[tuple[str, int]]) -> bool:
         for stack in stacks:
             if call in stack.users:
                 result[stack.users[stack.users.index(call) + 1 :]] += stack.samples
-        # What is still the host's in the call itself makes its arguments.
+        # The host time within the call itself is spent on making its arguments.
         makes |= {call} | origins(call, result.most_common(1)[0][0] if result else ())
     moved = 0.0
     for stack in stacks:

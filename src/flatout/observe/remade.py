@@ -1,8 +1,8 @@
-"""Optimizers that are made again while the same parameters train on: their averages are lost.
+"""Optimizers made again while the same parameters continue to train, which loses their averages.
 
-Told are those that follow each other with the same options on the same data, of which none lives
-longer than an epoch. That training goes on is known by the weights: those with which one of them
-has ended are bitwise those with which the next one was made.
+Reported are successive optimizers with the same options on the same data, none of which lives
+longer than an epoch. The weights show that training continues: those at the end of one optimizer
+are bitwise equal to those when the next one was made.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from flatout.observe.sites import here
 from flatout.observe.tables import Tables
 from flatout.observe.watch import Watch
 
-# Optimizers whose making is looked at; rows that are told apart.
+# _MAKES: most constructions of optimizers that are recorded; _ROWS: most rows kept at a time.
 _MAKES, _ROWS = 256, 16
-# By so many tensors weights are compared.
+# Most tensors of a row whose weights are compared.
 _TENSORS = 16
-# So often it has to be made again: alike, with another rate, and where no data is known.
+# Fewest repeated constructions. _ALIKE: with equal rates; _OTHER_RATE: with other rates; _NO_DATA:
+# where the data are unknown, or may be of more than one epoch.
 _ALIKE, _OTHER_RATE, _NO_DATA = 2, 3, 20
 
 
@@ -38,15 +39,16 @@ class _Life:
     """One optimizer of a row.
 
     Attributes:
-        ref: of it.
+        ref: reference to the optimizer.
         rate: its learning rate.
-        made: after how many steps of the training it was.
-        seen: what counts its steps; None before the first, and of later ones.
-        began: after how many steps of the training its first one came.
-        steps: its own, when the next one was made.
-        loader, data: what gave the batch of its first step; None where that is not known.
-        epochs: of that loader's, by then.
-        is_same_data: whether the one before it was given the same; in the end data may be gone.
+        made: number of training steps before it was made.
+        seen: counter of its steps; None before its first step.
+        began: number of training steps before its first step.
+        steps: number of its own steps when the next optimizer was made.
+        loader, data: loader and dataset of its first step; None where unknown.
+        epochs: number of epochs that the loader had begun by then.
+        is_same_data: whether the optimizer before it had the same dataset. It is compared early,
+            since datasets may be gone at the end.
     """
 
     ref: ref[Any]
@@ -63,20 +65,21 @@ class _Life:
 
 @dataclass(eq=False)
 class _Row:
-    """Optimizers of one kind for the same parameters, one after the other.
+    """Successive optimizers of one kind for the same parameters.
 
     Attributes:
-        key: the kind, the options but for the rate, and the parameters.
+        key: the kind, the options except the learning rate, and the parameters.
         tensors: the parameters.
         site: where the latest was made.
-        memory: steps that the longest of their averages spans.
-        lives: those that are looked at, the latest last.
-        more: how many others there were.
-        until: after how many steps of the training the latest was made.
-        ended: the latest that has taken as many steps as the one before it; the steps of the
-            training by then, and a number for the weights.
-        goes_on: how often the next one was made with those weights.
-        is_other: whether it was made with others, or was given what the one before it knew.
+        memory: number of steps that their longest moving average spans.
+        lives: the recorded optimizers, the latest last.
+        more: number of other optimizers.
+        until: number of training steps before the latest was made.
+        ended: the latest optimizer with as many steps as the one before it; the number of training
+            steps by then, and a hash of the weights.
+        goes_on: how often the next optimizer was made with those weights.
+        is_other: whether an optimizer was made with other weights, or got the state of the one
+            before it.
     """
 
     key: tuple[Any, ...]
@@ -101,7 +104,7 @@ class _Row:
 
 
 class Remade:
-    """Follows optimizers from one to the next."""
+    """Follows successive optimizers of the same parameters."""
 
     def __init__(self, torch: Any, watch: Watch, tables: Tables) -> None:
         self._watch = watch
@@ -160,7 +163,7 @@ class Remade:
             return
         latest, steps = row.lives[-1], self._watch.lanes.steps
         if latest.seen is None:
-            row.more += steps > latest.made  # else it never stepped
+            row.more += steps > latest.made  # otherwise it never stepped
             row.lives.pop()
             return
         latest.steps = latest.seen.steps
@@ -191,10 +194,10 @@ class Remade:
         if row.lives[-1] is life:
             row.ended = life, self._watch.lanes.steps, row.number()
 
-    # -- what was seen ----------------------------------------------------------------------------
+    # -- findings ---------------------------------------------------------------------------------
 
     def results(self) -> list[RemadeOptimizer]:
-        """Those that were made again often enough, and alike."""
+        """Return the optimizers that were made again often enough under the same conditions."""
         return [*self._results()]
 
     def _results(self) -> Iterator[RemadeOptimizer]:
@@ -207,7 +210,7 @@ class Remade:
                 continue
             took = [later.began - former.began for former, later in pairwise(lives)]
             if any(item.seen is not None and item.seen.steps > item.steps for item in lives[:-1]):
-                continue  # it steps still, as one of several that take turns
+                continue  # it still steps, as one of several that take turns
             is_alike = len({item.rate for item in lives}) == 1
             enough = max(
                 _ALIKE if is_alike else _OTHER_RATE,
@@ -221,7 +224,7 @@ class Remade:
                 row.site,
                 parameters=len(row.tensors),
                 times=times,
-                # The first step of one beside another that is still alive is counted to no step.
+                # The first step of an optimizer is in no step while the one before it is alive.
                 until=max(row.until, times * each),
                 each=each,
                 memory=row.memory,
@@ -283,7 +286,7 @@ def _data_of(loader: Any) -> Any:
     dataset = getattr(loader.ref(), "dataset", None)
     try:
         return None if dataset is None else ref(dataset)
-    except TypeError:  # such as a list
+    except TypeError:  # an object without weak references, such as a list
         return id(dataset)
 
 

@@ -1,9 +1,9 @@
-"""What a loader's time goes to, looked at within its first batches, in the process that makes them.
+"""Time of a loader, measured within its first batches in the process that makes them.
 
-A thread looks at the stack of the one that makes batches, every two milliseconds. The packages in
-it say what was being done: reading, decoding, transforming or collating. Since such looks favor
-lines that let other threads run, the lines themselves are timed while one batch is made. Workers
-leave what they saw as a file in the observer's folder.
+A thread samples the stack of the thread that makes batches, every two milliseconds. The packages in
+the stack reveal whether it reads, decodes, transforms or collates. Such samples favor lines that
+release the GIL, so the lines themselves are timed while one batch is made. Workers write their
+measurements to a file in the observer's folder.
 """
 
 from __future__ import annotations
@@ -31,25 +31,27 @@ from flatout.observe.observation import Loader, Site
 from flatout.observe.sites import is_users, line_of, read, site_of
 
 FOLDER, LOADER = "FLATOUT_OBSERVE_FOLDER", "FLATOUT_OBSERVE_LOADER"
-# Enough was seen after so many looks or batches.
+# _LOOKS: stack samples after which a probe is complete; _BATCHES: batches after which it is
+# complete; _EVERY_S: seconds between two samples.
 _LOOKS, _BATCHES, _EVERY_S = 300, 48, 0.002
-# A worker tells after so many batches, and when it is enough.
+# Numbers of batches after which a worker writes its measurements, in addition to the end.
 _TOLD = (1, 2, 3, 4, 16)
 _LINES = 10
-# This batch is made under a clock for lines.
+# Number of the batch (from 0) whose lines are timed by a trace function.
 _TIMED_BATCH = 2
-# After this one the files are looked at that stay open, those of a MiB or more.
+# _FILES_BATCH: number of batches after which open files are listed; _LARGE: fewest bytes of a file
+# in that list.
 _FILES_BATCH, _LARGE = 2, 2**20
 _DECODES = re.compile(r"imread|imdecode|decode|Image\.open|\.convert\(|soundfile|torchaudio\.load")
 _READS = re.compile(r"open\(|\.read|np\.load|np\.fromfile|loadtxt|torch\.load|read_file|h5py")
 _DECODERS = ("torchvision.io", "imageio")
-# What Pillow does to an image that it has decoded.
+# Functions of Pillow that change a decoded image.
 _CHANGES = ("resize", "crop", "rotate", "transpose", "filter", "transform", "point", "thumbnail")
 _CHANGERS = ("PIL.ImageEnhance", "PIL.ImageFilter", "PIL.ImageOps", "PIL.ImageChops")
 
 
 class Probe:
-    """The first batches of one process and loader."""
+    """Measurements of one loader's first batches in one process."""
 
     def __init__(self, after_batch: Callable[[], None] = lambda: None) -> None:
         self.after_batch = after_batch
@@ -65,7 +67,7 @@ class Probe:
         self.is_collating = False
 
     def clock(self) -> LineClock | None:
-        """What times the lines of the batch that is made next, if that is to be done."""
+        """Return a clock for the lines of the next batch; None if that batch is not timed."""
         if self.batches != _TIMED_BATCH or sys.gettrace() is not None:
             return None
         self.timed = LineClock()
@@ -73,11 +75,11 @@ class Probe:
 
     @property
     def is_done(self) -> bool:
-        """Whether enough was seen."""
+        """Whether enough was measured."""
         return self.looks >= _LOOKS or self.batches >= _BATCHES
 
     def look(self, frame: FrameType | None) -> None:
-        """Notes what the thread is doing whose innermost frame this is."""
+        """Count one sample of the stack with this innermost frame."""
         self.looks += 1
         if self.is_collating:
             return
@@ -89,7 +91,7 @@ class Probe:
             self.decoding[site.file, site.line] += lane == "decode"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: per batch in ms, with counts of lines."""
+        """Return plain data: times per batch in ms, and the lines' shares of the time."""
         batches = max(1, self.batches)
         made = (self.fetch_ns - self.collate_ns) / batches / 1e6
         looks = max(1, self.lanes.total())
@@ -132,7 +134,7 @@ def _lane_of(frame: FrameType | None) -> str:
         if _READS.search(line):
             return "read"
         if is_users(frame.f_code.co_filename):
-            # The line above may decode too, and pass on what this function is given.
+            # The function's name may say that it decodes, even if its current line does not.
             return "decode" if "decode" in frame.f_code.co_name else "transform"
         frame = frame.f_back
     return "transform"
@@ -145,7 +147,7 @@ def _line(frame: FrameType) -> str:
 
 
 class Looker(threading.Thread):
-    """Looks at one thread while it makes batches, until the probe has enough."""
+    """Thread that samples the stack of the creating thread while that makes batches."""
 
     def __init__(self, probe: Probe) -> None:
         super().__init__(name="flatout-loader", daemon=True)
@@ -154,7 +156,7 @@ class Looker(threading.Thread):
         self.is_making = threading.Event()
 
     def run(self) -> None:
-        """Until enough was seen."""
+        """Sample until the probe is complete."""
         while not self.probe.is_done:
             self.is_making.wait(1.0)
             if self.is_making.is_set():
@@ -165,9 +167,12 @@ class Looker(threading.Thread):
 def watch_fetch(
     module: Any, probe_of: Any, quick: Callable[[Any, Any], Any] = lambda original, hook: hook
 ) -> list[Hook]:
-    """Hooks into torch.utils.data._utils.fetch; `probe_of` gives a Probe and Looker, or None.
+    """Hook into torch.utils.data._utils.fetch.
 
-    `quick` gives what stands for the hook, from the function and that.
+    Args:
+        module: that module.
+        probe_of: returns a Probe and Looker for a fetcher, or None.
+        quick: returns the replacement of a function, from the function and its hook.
     """
 
     def around(original: Any) -> Any:
@@ -178,7 +183,7 @@ def watch_fetch(
 
 
 def probed(original: Any, probe_of: Any) -> Any:
-    """A fetch that is looked at as long as `probe_of` gives a Probe and its Looker."""
+    """Return a fetch function that is measured as long as `probe_of` gives a Probe and Looker."""
 
     def fetch(self: Any, index: Any) -> Any:
         result = probe_of(self)
@@ -238,14 +243,14 @@ def _counted(opened: Any, probe: Probe) -> Any:
 
 
 def watch_workers(module: Any, folder: Path) -> None:
-    """Hooks into torch.utils.data._utils.worker: workers tell of themselves in this folder."""
+    """Hook into torch.utils.data._utils.worker: workers write their measurements to `folder`."""
     os.environ[FOLDER] = str(folder)
     module._flatout_original = module._worker_loop
     module._worker_loop = worker_loop
 
 
 def worker_loop(*args: Any, **kwargs: Any) -> None:
-    """Stands for torch's _worker_loop, in the worker; found by its name in spawned ones."""
+    """Replace torch's _worker_loop in a worker; spawned workers find this function by its name."""
     from torch.utils.data._utils import fetch, worker
 
     original: Any = getattr(worker, "_flatout_original", worker._worker_loop)
@@ -278,21 +283,21 @@ def _probe_worker(module: Any, path: Path) -> None:
 
 
 def gather(folder: Path, loader: int) -> list[dict[str, Any]]:
-    """What the workers of a loader have told, in the order in which they began."""
+    """Return the records of a loader's workers, in the order in which the workers began."""
     paths = sorted(folder.glob(f"loader-{loader}-*.json"), key=lambda path: path.stat().st_ctime)
     records = []
     for path in paths:
         try:
             records.append(json.loads(path.read_text(encoding="utf-8")))
         except ValueError:
-            continue  # its writer was ended meanwhile
+            continue  # the worker was killed while it wrote the file
         finally:
             path.unlink()
     return records
 
 
 def fill(facts: Loader, records: list[dict[str, Any]]) -> None:
-    """Puts what one or more processes have seen of their loader into its facts."""
+    """Add the records of one or more processes to the facts of their loader."""
     batches = sum(part["batches"] for part in records)
     if not batches:
         return
@@ -321,7 +326,7 @@ def fill(facts: Loader, records: list[dict[str, Any]]) -> None:
 
 
 def files_being_read() -> list[tuple[str, int]] | None:
-    """Large files that this process has open for reading only, with their bytes."""
+    """Return large files that this process has open for reading only, with their bytes."""
     result = {}
     try:
         for name in os.listdir("/proc/self/fd"):
@@ -332,7 +337,7 @@ def files_being_read() -> list[tuple[str, int]] | None:
                 told = Path(f"/proc/self/fdinfo/{name}").read_text()
                 path = os.readlink(f"/proc/self/fd/{name}")
             except OSError:
-                continue  # it was the one by which they are listed
+                continue  # the descriptor of the listing itself
             flags = int(re.findall(r"^flags:\s*(\d+)", told, re.MULTILINE)[0], 8)
             is_read = flags & os.O_ACCMODE == os.O_RDONLY
             if stat.S_ISREG(facts.st_mode) and is_read and facts.st_size >= _LARGE:
@@ -343,7 +348,7 @@ def files_being_read() -> list[tuple[str, int]] | None:
 
 
 def size_of(batch: Any, depth: int = 0) -> int | None:
-    """Bytes of the tensors and arrays in nested lists, tuples and dicts; None without any."""
+    """Return the bytes of the arrays in nested lists, tuples and dicts; None without any."""
     if hasattr(batch, "nbytes"):
         return int(batch.nbytes)
     if depth > 4:
@@ -356,7 +361,10 @@ def size_of(batch: Any, depth: int = 0) -> int | None:
 
 
 def first_tensor(batch: Any, depth: int = 0) -> Any:
-    """The first tensor in nested lists, tuples and dicts that numpy can hold; None without any."""
+    """Return the first tensor in nested lists, tuples and dicts; None without any.
+
+    A tensor of 16-bit numbers is returned as float32, since numpy has no bfloat16.
+    """
     if hasattr(batch, "is_floating_point"):
         return batch if batch.dtype.itemsize != 2 else batch.float()
     if depth > 4 or not isinstance(batch, (dict, list, tuple)):
