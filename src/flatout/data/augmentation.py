@@ -1,4 +1,4 @@
-"""What `augment` does to images: which random choices there are, and what they do to pixels."""
+"""Random choices of `augment`, and their effects on pixels."""
 
 from __future__ import annotations
 
@@ -16,34 +16,36 @@ from flatout.errors import DataError
 from flatout.kernels import ONE, change_images
 
 Flip = Literal["horizontal", "vertical", "both"]
-# Of shape (rows, height, width, channels).
+# Shape (rows, height, width, channels).
 Pixels: TypeAlias = npt.NDArray[Any]
 
-# Orientations: mirrored left to right where 4 is in them, then turned by 0 to 3 quarters to the
-# left. With quarter turns any flip gives the same eight, each as likely.
+# Orientations as numbers: 4 is mirrored left to right, plus 0 to 3 quarter turns to the left. With
+# quarter turns, any flip gives the same eight orientations, each equally likely.
 _ORIENTATIONS = {None: (0,), "horizontal": (0, 4), "vertical": (0, 6), "both": (0, 4, 6, 2)}
 _TURNS, _ALL = (0, 1, 2, 3), tuple(range(8))
 _CORNERS = 5
 _CROPS = ("crop", "five_crop", "random_resized_crop")
-# Which number of a sample's sequence decides what.
+# Index, in a sample's sequence of random numbers, of the number that decides each choice.
 _ORIENTATION, _CORNER, _TOP, _LEFT, _COLORS = range(5)
-_CUT_TOP, _CUT_LEFT = 7, 8  # behind three colors
+_CUT_TOP, _CUT_LEFT = 7, 8  # after three numbers for colors
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random choices for each image. They are made in the order of the attributes.
+    """Random choices for each image, applied in the order of the attributes.
 
     Attributes:
         crop: height and width of a part that is cut out at a random place.
-        padding: black pixels around the image, before that.
+        padding: width of the black border that is added before `crop`.
         five_crop: height and width of one of the four corners or the middle.
-        random_resized_crop: a part of drawn area, shape and place, brought to one size.
+        random_resized_crop: a part of random area, shape and place, resized to one size.
         flip: mirrors half of the images; "both" does so in each direction, independently.
-        rotate: 90 turns by 0, 1, 2 or 3 quarters.
-        brightness: how far from 1 its factor is drawn, on either side; 0 leaves it.
-        cutout: side of a square of zeros at a random place; what reaches beyond the image is lost.
-        views: how many different results a sample can have; None: as many as there are.
+        rotate: 90 rotates by 0, 1, 2 or 3 quarter turns.
+        brightness: range on either side of 1 from which the factor is drawn; 0 changes nothing.
+        contrast: the same for contrast.
+        saturation: the same for saturation.
+        cutout: side of a square of zeros at a random place; parts outside the image are cut off.
+        views: number of different results that a sample can have; None: no limit.
     """
 
     crop: Size | None = None
@@ -96,14 +98,14 @@ class Augmentation:
             raise DataError("augment: nothing to do", do="pass a choice, such as flip='horizontal'")
 
     def __str__(self) -> str:
-        """As it was written, such as "flip='horizontal', rotate=90"."""
+        """Return the choices as written, such as "flip='horizontal', rotate=90"."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         options = {name: value for name, value in given.items() if value not in (None, 0)}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
     @property
     def variants(self) -> int | None:
-        """How many different results an image can have; None where there is no end to them."""
+        """Number of different results that an image can have; None where they are not limited."""
         if self.views is not None:
             return self.views
         if self.crop or self.random_resized_crop or self.cutout or any(self._colors):
@@ -111,7 +113,7 @@ class Augmentation:
         return len(self._orientations) * (1 if self.five_crop is None else _CORNERS)
 
     def variant(self, draws: Draws) -> Numbers:
-        """Which of its results each image gets: int64 of shape (rows,), below `variants`."""
+        """Return which result each image gets: int64 of shape (rows,), below `variants`."""
         orientation = draws.below(len(self._orientations), _ORIENTATION)
         if self.five_crop is None:
             return orientation
@@ -163,7 +165,7 @@ class Augmentation:
     def __call__(
         self, pixels: Pixels, draws: Draws, buffers: Buffers, index: Numbers | None = None
     ) -> Pixels:
-        """The images as the draws decide, in other memory."""
+        """Return the images after the choices that the draws decide, in new memory."""
         _, height, width, channels = pixels.shape
         parts, size = None, self.crop or self.five_crop or (height, width)
         if self.random_resized_crop is not None:

@@ -1,4 +1,4 @@
-"""Rows that are not as they should be: an error, or skipped and counted."""
+"""Handling of bad rows: an error, or skipped and counted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from flatout.errors import DataError
 
 OnError = Literal["fail", "skip"]
 
-# How many are told one by one, and how many are remembered for that.
+# _TOLD: most bad rows that a message names. _KNOWN: most bad rows that are remembered.
 _TOLD, _KNOWN = 5, 100
 
 
 class ErrorPolicy:
-    """What to do about bad rows. Several threads may call at once."""
+    """Raises or skips bad rows. Several threads may call at once."""
 
     def __init__(self, on_error: OnError = "fail", max_errors: int = 100) -> None:
         if on_error not in ("fail", "skip"):
@@ -24,9 +24,9 @@ class ErrorPolicy:
         self.skip = on_error == "skip"
         self.max_errors = max_errors
         self.count = 0
-        self._known: list[tuple[str, str]] = []  # where and what, of the first
-        self._noted = 0  # so many were ever skipped
-        self._asked = 0  # of these rows `new_notes` has told
+        self._known: list[tuple[str, str]] = []  # place and fault of the first bad rows
+        self._noted = 0  # number of rows skipped over all passes
+        self._asked = 0  # number of these rows that `new_notes` has reported
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class ErrorPolicy:
         return self._words(0)
 
     def new_notes(self) -> list[str]:
-        """The same of those that were skipped since this was asked last."""
+        """Return notes about the rows that were skipped since the last call."""
         with self._lock:
             asked, self._asked = self._asked, self._noted
         return self._words(asked)
@@ -70,7 +70,7 @@ class ErrorPolicy:
             return []
         named = self._known[before : before + _TOLD]
         alike: dict[str, list[str]] = {}
-        for where, what in named:  # what differs in the value found alone is said once
+        for where, what in named:  # rows that differ only in the value found share one line
             places = alike.setdefault(what.partition(", found ")[0], [])
             places.append(where if places else f"{where} {what}")
         words = [

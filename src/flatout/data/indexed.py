@@ -1,8 +1,8 @@
-"""Files of rows one after the other, read by row number through an index of where rows begin.
+"""Files of rows one after the other, read by row number through an index of the rows' starts.
 
-The index is built once and kept beside the other caches, by content: a file that changed has
-another. The files' bytes are held in memory where they take at most a quarter of what is free;
-otherwise the rows wanted are read from the files, neighbors together.
+The index is built once and kept in the cache folder, by content: a file that changed has another
+index. The files' bytes are held in memory if they take at most a quarter of the free memory.
+Otherwise rows are read from the files when needed, neighboring rows together.
 """
 
 from __future__ import annotations
@@ -42,17 +42,19 @@ from flatout.words import size_words
 _VERSION = 1
 _ENDS = 1 << 16
 _SURVEYED = 1 << 15
-# Of the free memory, what the files' bytes may take.
+# Share of the free memory that the files' bytes may use.
 _HELD = 0.25
 
 
 class Index(NamedTuple):
-    """Where the rows of some files are, as if the files were one after the other.
+    """Places of the rows of some files, as if the files were one after the other.
 
     Attributes:
+        starts: first byte of each row, int64 of shape (rows,).
         sizes: bytes of each row, int64 of shape (rows,).
-        lengths: of the ragged columns, int64 of shape (rows,) each.
-        facts: from the survey; over all files the lowest or the highest, as `_merged` says.
+        lengths: lengths of the ragged columns' rows, int64 of shape (rows,) each.
+        facts: facts from the survey; over all files the lowest or the highest, as in `_merged`.
+        notes: lines about skipped rows.
     """
 
     starts: Numbers
@@ -96,7 +98,7 @@ class IndexedRows(Rows):
         self.schema: Schema = decoder.schema
         self._kind = kind
         self._bytes = _FileBytes(self.files, budget, reading)
-        self._policy = ErrorPolicy()  # what the index holds is good
+        self._policy = ErrorPolicy()  # an index holds only good rows
         look = decoder.needs_survey or policy.skip
         self.index = index_of(self._bytes, decoder, policy, look)
         self.rows = len(self.index.starts)
@@ -109,13 +111,13 @@ class IndexedRows(Rows):
 
     @property
     def file_rows(self) -> Numbers:
-        """Where each file's rows begin, and at last where they end, int64 of shape (files + 1,)."""
+        """First row of each file, and the number of rows last; int64 of shape (files + 1,)."""
         return np.searchsorted(self.index.starts, self._bytes.bases).astype(np.int64)
 
     def read_by(self, decoder: Decoder, policy: ErrorPolicy) -> IndexedRows:
-        """The same files, by a decoder that finds the same rows in them and makes more of them."""
+        """Return the same files with another decoder, which finds the same rows in them."""
         other = copy(self)
-        other.__dict__.pop("digest", None)  # that of the other schema
+        other.__dict__.pop("digest", None)  # the digest was of the earlier schema
         other.decoder, other.schema = decoder, decoder.schema
         if decoder.needs_survey or policy.skip:
             other.index = index_of(self._bytes, decoder, policy, True)
@@ -125,7 +127,7 @@ class IndexedRows(Rows):
         return other
 
     def encoded(self, numbers: Numbers, buffers: Buffers) -> Encoded:
-        # No number is out of range, so nothing is clipped: this mode is numpy's fastest.
+        # No number is out of range, so nothing is clipped: this is numpy's fastest mode.
         starts = self.index.starts.take(numbers, mode="clip")
         sizes = self.index.sizes.take(numbers, mode="clip")
         margins = getattr(self.decoder, "margins", (0, 0))
@@ -166,7 +168,7 @@ class IndexedRows(Rows):
 
 
 class _FileBytes:
-    """The bytes of several files as if they were one after the other."""
+    """The bytes of several files, as if the files were one after the other."""
 
     def __init__(
         self, files: Sequence[File], budget: int | None, reading: Reading | None = None
@@ -182,7 +184,7 @@ class _FileBytes:
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process opens and reads for itself.
+        # Another process opens and reads the files itself.
         return {**self.__dict__, "_held": None, "_numbers": {}, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -312,7 +314,7 @@ class _FileBytes:
 
 
 def _open_one_more(path: str) -> int:
-    """Open a file; where there are too many, ask for the most that the system allows."""
+    """Open a file; if too many files are open, raise the limit to the system's maximum."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -348,7 +350,7 @@ def index_of(
     ]
     digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:24]
     path = cache_folder() / "index" / f"{digest}.npz"
-    # Whatever is wrong with it, it is made again.
+    # An index that cannot be loaded is built again.
     with suppress(Exception):
         if not is_made(path.parent):
             raise FileNotFoundError(path)
@@ -366,7 +368,7 @@ def survey_files(
     decoder: Decoder,
     policy: ErrorPolicy,
 ) -> Index:
-    """What a look at all rows finds, to infer a schema from."""
+    """Return the index and the facts of all rows, from which a schema is inferred."""
     return index_of(_FileBytes(files, None), decoder, policy, True)
 
 
@@ -437,13 +439,13 @@ def _merged(all_facts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def files_digest(files: Iterable[File], *words: str) -> str:
-    """16 hex digits over files' sizes, their first and last bytes, and more words."""
+    """Return 16 hex digits over files' sizes, their first and last bytes, and more words."""
     whole = "\n".join([*map(content_words, files), *words])
     return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
 
 def content_words(file: File) -> str:
-    """A file's size and a digest of its first and last 64 KiB."""
+    """Return a file's size and a digest of its first and last 64 KiB."""
     with as_data_error("cannot be read", file.name), open(file.path, "rb") as opened:
         digest = hashlib.sha256(opened.read(_ENDS))
         opened.seek(max(0, file.size - _ENDS))
@@ -455,7 +457,7 @@ def _load(path: Path) -> Index:
     with np.load(path, allow_pickle=False) as stored:
         rest = json.loads(str(stored["rest"]))
         lengths = {name: stored[f"length {name}"] for name in rest["lengths"]}
-        # Columns that are equally long share one array.
+        # Columns of equal lengths share one array.
         for name, same in rest["same"].items():
             lengths[name] = lengths[same]
         return Index(stored["starts"], stored["sizes"], lengths, rest["facts"], rest["notes"])
@@ -471,7 +473,7 @@ def _save(index: Index, path: Path) -> None:
         else:
             same[name] = equal
     rest = {"lengths": list(own), "same": same, "facts": index.facts, "notes": index.notes}
-    # A cache that cannot be written costs time at the next start, nothing else.
+    # If the cache cannot be written, the index is built again at the next start.
     with suppress(OSError):
         kind_folder("index")
         with atomic_write(path, "wb", opener=private) as file:
@@ -481,6 +483,6 @@ def _save(index: Index, path: Path) -> None:
 
 
 def names_of(files: Sequence[File]) -> str:
-    """The names of some files, for people."""
+    """Return the names of some files, for people."""
     more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
     return ", ".join(file.name for file in files[:3]) + more

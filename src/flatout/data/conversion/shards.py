@@ -1,13 +1,12 @@
-"""Shards of a converted data set: each whole or absent, told in a manifest, gone on with after a
-kill.
+"""Shards of a converted data set. A manifest lists whole shards, so a conversion can resume.
 
     train-00000-of-00012.tfrecord   a shard
-    _train.tfrecord.json            the manifest: what was converted how, and the shards that are
-                                    whole, with rows, bytes and CRC32C
-    _train.tfrecord.toml            the schema that reads them
+    _train.tfrecord.json            the manifest: settings of the conversion, and the whole shards,
+                                    with rows, bytes and CRC32C
+    _train.tfrecord.toml            the schema that reads the shards
 
-What is being written is hidden (`.train-00003-of-00012.tfrecord.part`), and not found by who reads
-the folder, as neither are names that begin with an underscore.
+An unfinished shard has a hidden name (`.train-00003-of-00012.tfrecord.part`). Readers of the folder
+skip it, and also names that begin with an underscore.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from flatout.words import size_words
 
 VERSION = 1
 _PIECE = 16 << 20
-# What a damaged or made-up manifest leads to.
+# Errors that a damaged or forged manifest may cause.
 _UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, RecursionError)
 
 
@@ -43,11 +42,11 @@ class Sink(Protocol):
     """A shard that is being written."""
 
     def write(self, encoded: Any) -> None:
-        """Append what the writer has encoded."""
+        """Append rows that the writer has encoded."""
         ...
 
     def close(self) -> None:
-        """Write what stands at the end."""
+        """Write the end of the shard."""
         ...
 
 
@@ -56,9 +55,9 @@ class Writer(Protocol):
 
     Attributes:
         kind: the format's name, as in `flatout.data.formats.FORMATS`.
-        suffix: of the shards' names.
+        suffix: suffix of the shards' names.
         piece_bytes: decoded bytes to encode at once.
-        schema: that reads what is written.
+        schema: schema that reads the shards.
     """
 
     kind: str
@@ -67,7 +66,7 @@ class Writer(Protocol):
     schema: Schema
 
     def encode(self, block: Block) -> Any:
-        """Rows as a sink takes them. Several threads may call at once."""
+        """Encode rows for a sink. Several threads may call at once."""
         ...
 
     def open(self, out: CountedFile) -> Sink:
@@ -76,10 +75,13 @@ class Writer(Protocol):
 
 
 class Shard(NamedTuple):
-    """A shard that is whole.
+    """A whole shard.
 
     Attributes:
-        crc32c: of all of them, as 8 hex digits.
+        file: name of the file.
+        rows: number of rows.
+        bytes: size of the file.
+        crc32c: checksum of all its bytes, as 8 hex digits.
     """
 
     file: str
@@ -89,18 +91,18 @@ class Shard(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Rows as a sink takes them: how many, and what the writer made of them."""
+    """Encoded rows for a sink, and their number."""
 
     rows: int
     data: Any
 
 
-# Hears how many rows are made by now, and what would survive a kill.
+# Reports progress: the number of rows made so far, and a line about the shards that are done.
 Tell: TypeAlias = Callable[[int, str], None]
 
 
 class CountedFile:
-    """A file that counts what is written to it. pyarrow writes to it as well."""
+    """A file that counts the bytes written to it. pyarrow writes to it as well."""
 
     def __init__(self, file: IO[bytes] | None) -> None:
         self._file = file
@@ -117,11 +119,11 @@ class CountedFile:
         return size
 
     def give_up(self) -> None:
-        """Only count from now on: what a sink writes when it is closed has no place any more."""
+        """Only count from now on, since bytes that a sink writes at its close must be dropped."""
         self._file = None
 
     def flush(self) -> None:
-        """Nothing: the file is flushed as a whole."""
+        """Do nothing: the whole file is flushed at its end."""
 
     def close(self) -> None:
         self.closed = True
@@ -129,10 +131,13 @@ class CountedFile:
 
 @dataclass
 class ShardFiles:
-    """Where shards go, and what they are called there.
+    """Paths and names of shards.
 
     Attributes:
-        count: how many there will be; None where no one knows yet.
+        folder: folder of the shards.
+        stem: start of their names.
+        suffix: end of their names.
+        count: number of shards; None where it is not known yet.
     """
 
     folder: Path
@@ -161,7 +166,7 @@ class ShardFiles:
         return f"{len(manifest.shards)}{of} shards are done and stay"
 
     def present(self) -> list[Path]:
-        """Files here that are called like shards of this stem, of any number of them."""
+        """Return files named like shards of this stem, for any number of shards."""
         name = re.compile(re.escape(self.stem) + r"-\d{5,}(-of-\d{5,})?" + re.escape(self.suffix))
         return sorted(item for item in self.folder.iterdir() if name.fullmatch(item.name))
 
@@ -171,7 +176,7 @@ class ShardFiles:
         with open(path, "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The one who had it before may just have deleted the file that is locked here.
+                # The earlier holder of the lock may just have deleted the file that is locked here.
                 mine = os.fstat(file.fileno()).st_ino == os.stat(path).st_ino
             except (BlockingIOError, FileNotFoundError):
                 mine = False
@@ -190,13 +195,15 @@ class ShardFiles:
 
 @dataclass
 class Manifest:
-    """What was converted how, and what of it is done.
+    """Settings of a conversion, and its shards so far.
 
     Attributes:
-        settings: what decides the bytes of the shards.
-        rows: how many there will be; None where no one knows yet.
-        shards: those that are whole, in their order.
-        notes: what was left out, such as bad rows.
+        settings: settings that decide the bytes of the shards.
+        schema: schema of the shards, as TOML.
+        rows: number of rows of all shards; None where it is not known yet.
+        complete: whether all shards are written.
+        shards: whole shards, in their order.
+        notes: lines about rows that were left out, such as bad rows.
     """
 
     settings: dict[str, Any]
@@ -207,13 +214,13 @@ class Manifest:
     notes: list[str] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write it: the old one, or this one, whole."""
+        """Write the manifest. A kill leaves the old file or the new one, never a part."""
         words = {"version": VERSION, **asdict(self), "shards": [s._asdict() for s in self.shards]}
         write_whole(path, json.dumps(words, indent=1))
 
     @classmethod
     def load(cls, path: Path) -> Manifest | None:
-        """What is in a file, or None where there is none."""
+        """Read a manifest, or return None where the file does not exist."""
         try:
             if path.exists() and not path.is_file():
                 raise ValueError("it is no file")
@@ -254,9 +261,9 @@ def _checked_shard(shard: Shard) -> Shard:
 
 
 def begin(place: ShardFiles, wanted: Manifest, overwrite: bool) -> Manifest:
-    """The manifest to go on with, of what is there already or of nothing.
+    """Return the manifest to continue with: the one in the folder, or a new one.
 
-    Shards that are not what the manifest says are left out of it: they are written again.
+    Shards that differ from the manifest are removed from it, so they are written again.
     """
     for part in place.folder.glob(f".{place.stem}-*{place.suffix}.part"):
         part.unlink()
@@ -274,7 +281,7 @@ def begin(place: ShardFiles, wanted: Manifest, overwrite: bool) -> Manifest:
     present = place.present()
     if not overwrite and (result is not None or present):
         raise _refusal(place, result, wanted, present)
-    # The shards first: a manifest that names some that are gone does no harm.
+    # The shards first: a manifest that names missing shards does no harm.
     for path in present:
         path.unlink()
     wanted.save(place.manifest)
@@ -298,11 +305,12 @@ def _refusal(
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """How settings differ, in words."""
+    """Return the differences between settings, in words."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if len(names) > 1 and "order" in names:
-        names.remove("order")  # it follows from the others, and is no word for people
-    if "source" in names:  # then the rest follows from it, or matters little
+        # `order` follows from the other settings, and its text is not for people
+        names.remove("order")
+    if "source" in names:  # the other differences follow from this one, or matter little
         return "its source was another, or has changed since"
     words = [f"{name} was {before.get(name)}, now {now.get(name)}" for name in names]
     return ", ".join(words)
@@ -325,7 +333,7 @@ def _is_whole(folder: Path, shard: Shard) -> bool:
 
 @contextmanager
 def open_shard(place: ShardFiles, name: str) -> Iterator[CountedFile]:
-    """A shard to write: whole under its name when the block ends well, else absent."""
+    """Open a shard to write. It appears under its name only if the block ends without an error."""
     path = place.folder / name
     with atomic_write(path, "wb", durable=True, draft=f".{name}.part") as file:
         out = CountedFile(file)
@@ -345,7 +353,7 @@ def write_shards(
     tell: Tell,
     notes: Callable[[], list[str]],
 ) -> None:
-    """Write the shards that the manifest lacks, one after the other, and tell it of each."""
+    """Write the shards that are missing in the manifest, and add each to the manifest."""
     done = {shard.file: shard for shard in manifest.shards}
     missing = [piece for piece in pieces if place.shard(piece.part) not in done]
     written = sum(shard.rows for shard in manifest.shards)
@@ -370,14 +378,14 @@ def write_shards(
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file: the old one, or the new one, whole."""
+    """Write a small file. A kill leaves the old file or the new one, never a part."""
     with atomic_write(path, durable=True, draft=f".{path.name}.part") as file:
         file.write(text)
 
 
 @contextmanager
 def disk(folder: Path, done: Callable[[], str]) -> Iterator[None]:
-    """A failure to write, told as one; `done` says what is safe."""
+    """Turn a failure to write into a DataError; `done` returns a line about the shards written."""
     try:
         yield
     except OSError as error:

@@ -1,9 +1,8 @@
-"""What a user's code is, as far as two processes can agree on it: for a resume to compare.
+"""Digests of a user's code that two processes agree on, for a resume to compare.
 
-Unlike a name in `digests`, this reads nothing that the same script may make differently when it
-runs again: of an object it takes the code that its class runs, and the values that its constructor
-was given. What comes from an installed library is known by its name alone, so that an upgrade is no
-other job.
+Unlike a name in `digests`, a digest ignores objects that the same script may make differently when
+it runs again. For an object it uses the code that its class runs and the constructor's arguments.
+Code of an installed library counts by its name alone, so that an upgrade does not change a digest.
 """
 
 from __future__ import annotations
@@ -24,33 +23,33 @@ import torch
 from flatout.data.execution.digests import PLAIN_COUNTS, code_words, content_digest, digest_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-# Methods that others call; what these call by name is looked at too.
+# Methods that callers use. Methods that these call by name also count.
 _ENTRIES = (
     "__init__", "__call__", "__getitem__", "__getitems__", "__iter__", "__next__", "forward",
     "call", "build", "update", "compute", "update_state", "result",
 )  # fmt: skip
-# What each run, rank or machine may have another value of.
+# Names of arguments whose values may differ between runs, ranks or machines.
 _OWN = (
     "rank", "local_rank", "num_replicas", "world_size", "device", "num_workers", "seed", "id",
     "uuid", "fingerprint", "cache_dir", "generator", "rng",
 )  # fmt: skip
-# The seeds of layers that draw, and numbers that differ by rank, are no architecture.
+# Arguments that are not part of an architecture: seeds of layers, and values that differ by rank.
 _UNTOLD = ("seed", "device", "dtype", "rank", "world_size")
 _DEEPEST = 8
 _LONGEST = 1_000
 
 
 def code_digest(thing: Any) -> str:
-    """16 hex digits over a function's, class's or object's code and what it was made with.
+    """Return 16 hex digits over the code of a function, class or object, and its arguments.
 
-    Looked at are code, constants, defaults, what a function has closed over, functions and plain
-    values that it reads from global names, and of objects the arguments of their constructors.
+    These count: code, constants, defaults, values of closures, functions and plain values that it
+    reads from global names, and the constructor's arguments of objects.
     """
     return digest_of(*_words(thing, frozenset()))
 
 
 def arguments_of(thing: Any) -> dict[str, Any]:
-    """What an object's constructor was given, as far as attributes of the same names show."""
+    """Return an object's constructor arguments, as far as attributes of the same names exist."""
     try:
         parameters = inspect.signature(type(thing).__init__).parameters
     except (TypeError, ValueError):
@@ -65,7 +64,7 @@ def arguments_of(thing: Any) -> dict[str, Any]:
 
 
 def is_library(thing: Any) -> bool:
-    """Whether a function or class comes from Python, an installed package, or Flatout."""
+    """Return whether a function or class comes from Python, an installed package, or Flatout."""
     name = getattr(thing, "__module__", None) or ""
     if name.partition(".")[0] in ("builtins", "flatout"):
         return True
@@ -148,7 +147,7 @@ def _function_words(function: Any, seen: frozenset[int]) -> Iterator[str]:
     for cell in function.__closure__ or ():
         try:
             yield from _words(cell.cell_contents, seen)
-        except ValueError:  # not filled yet
+        except ValueError:  # the cell is not filled yet
             yield "empty"
     for name in names_in(function.__code__):
         value = function.__globals__.get(name)
@@ -176,7 +175,7 @@ def _class_words(kind: type, seen: frozenset[int]) -> Iterator[str]:
 
 
 def names_in(code: CodeType) -> Any:
-    """Global and attribute names that a function reads, in it and in functions within it."""
+    """Return global and attribute names that a function reads, with those of inner functions."""
     names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -185,7 +184,7 @@ def names_in(code: CodeType) -> Any:
 
 
 def words_of(value: Any) -> str:
-    """A value for people: what is long or cannot be told shortly, by its kind."""
+    """Return a value as text for people; long or complex values are named by their type."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, _PLAIN):
@@ -198,8 +197,8 @@ def words_of(value: Any) -> str:
 
 
 def arguments_words(thing: Any) -> str:
-    """What an object was made with, for people; without paths."""
+    """Return an object's constructor arguments as text for people, without paths."""
     given = {k: v for k, v in arguments_of(thing).items() if k not in _UNTOLD}
     words = {name: words_of(value) for name, value in given.items()}
-    # A path may be another one in each run, or on each machine.
+    # A path may differ between runs or machines.
     return ", ".join(f"{name}={value}" for name, value in words.items() if os.sep not in value)

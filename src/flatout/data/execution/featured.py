@@ -1,4 +1,4 @@
-"""Batches whose samples a store has as features: these are neither read nor made."""
+"""Batches whose samples a store has as features. These samples are neither read nor made."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ class Numbered:
     """Samples by number, each of which is always the same, or one of a few variants.
 
     Attributes:
-        rows: the numbers are 0 to rows - 1.
-        content: gives 16 hex digits that differ for samples that differ in anything; None without
-            such a name. It may read all of the data.
-        variants: how many a sample has.
-        variant: which of them each of some samples has in an epoch, int64; None where there is one.
-        named: gives names of the slots that stay when samples come or go; None without such names.
-        comes_whole: whether batches have all samples anyway, so that `content` and rows are of the
-            inputs alone.
-        files: of many rows each, that samples are read from in each epoch.
+        rows: number of samples; numbers are 0 to rows - 1.
+        content: returns 16 hex digits that differ for any different sample, or None if not
+            possible. It may read all of the data.
+        variants: number of variants of a sample.
+        variant: returns the variant of each of some samples in an epoch, int64; None where there is
+            only one.
+        named: returns names of the slots that do not change with the other samples; None without
+            such names.
+        comes_whole: whether batches have all samples anyway. Then `content` and rows are only of
+            the inputs.
+        files: files with many rows each, from which each epoch reads samples.
     """
 
     rows: int
@@ -47,11 +49,11 @@ class Numbered:
 
     @property
     def slots(self) -> int:
-        """How many different samples there are."""
+        """Number of different samples."""
         return self.rows * self.variants
 
     def slots_of(self, numbers: Numbers, epoch: Turns) -> Numbers:
-        """Where in a store these samples of an epoch are."""
+        """Return the slots, in a store, of these samples of an epoch."""
         if self.variant is None:
             return numbers
         return numbers * self.variants + self.variant(numbers, epoch)
@@ -59,16 +61,16 @@ class Numbered:
 
 @dataclass(frozen=True)
 class FeatureRows:
-    """A store's rows, as batches take them.
+    """A store's rows for the batches of some samples.
 
     Attributes:
-        samples: whose features they are.
-        store: has them.
-        parts: of a row, how many are features; behind them stand the targets and the weight, in
-            the order in which `named_tensors` gives them, unless batches come whole or the targets
-            are known.
-        files: that samples are read from, to be looked at; None where there are none.
-        targets: of all samples, where they are known without reading any.
+        samples: samples whose features the store keeps.
+        store: the store.
+        parts: number of first parts of a row that are features. The parts after them are the
+            targets and the weight, in the order of `named_tensors`, unless batches come whole or
+            the targets are known.
+        files: checks of the files that samples are read from; None without such files.
+        targets: targets of all samples, where they are known without reading any.
     """
 
     samples: Numbered
@@ -79,11 +81,11 @@ class FeatureRows:
 
     @property
     def are_alone(self) -> bool:
-        """Whether rows hold features, and neither targets nor weights."""
+        """Whether rows hold features alone, without targets and weights."""
         return self.samples.comes_whole or self.targets is not None
 
     def has(self, numbers: Numbers, epoch: Turns) -> npt.NDArray[np.bool_]:
-        """Which of these samples are kept as they are in an epoch.
+        """Return which of these samples have a row in an epoch.
 
         Raises:
             DataError: a file that holds many of them was replaced.
@@ -100,14 +102,15 @@ class FeatureRows:
         made: Batch | None,
         form: Form,
     ) -> Batch:
-        """The batch of some samples, in this order.
+        """Return the batch of some samples, in this order.
 
         Args:
-            numbers: of the samples.
-            there: which of them are kept; at least one.
-            epoch: or their turns, which decide their variants.
-            made: the others, without those that cannot be read; None where there are none.
-            form: of the samples.
+            numbers: numbers of the samples.
+            there: which of the samples are kept; at least one.
+            epoch: the epoch, or the turns of the samples, which decide their variants.
+            made: the samples that are not kept, without those that cannot be read; None if there
+                are none.
+            form: structure of the samples.
         """
         missing = numbers[~there]
         if len(missing) > (0 if made is None else made.size):
@@ -141,7 +144,7 @@ def _beside(made: Batch, form: Form) -> list[Any]:
 
 
 def joined_rows(kept: Tensor, made: Tensor | None, there: npt.NDArray[np.bool_]) -> Tensor:
-    """Rows that are kept and rows that were made, in the batch's order.
+    """Return rows that are kept and rows that were made, in the batch's order.
 
     Args:
         kept: a row for each place that is `there`.
@@ -151,7 +154,7 @@ def joined_rows(kept: Tensor, made: Tensor | None, there: npt.NDArray[np.bool_])
     if made is None:
         return kept
     joined = kept.new_empty((len(there), *kept.shape[1:]))
-    # By their numbers: a device would be waited for to count the rows of a mask.
+    # Indices instead of a mask: counting the rows of a mask would wait for the device.
     for which, rows in ((there, kept), (~there, made)):
         at = torch.from_numpy(np.flatnonzero(which)).to(kept.device, non_blocking=True)
         joined.index_copy_(0, at, rows)

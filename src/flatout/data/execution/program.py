@@ -1,4 +1,4 @@
-"""What runs for a pipeline over numbered rows: cut, make, hand out in order."""
+"""Program of a pipeline over numbered rows: cuts, makes and returns batches in order."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ from flatout.data.tensors import as_batch
 from flatout.errors import DataError, FlatoutError
 from flatout.words import rounded
 
-# A batch that is made quicker than this is made when it is asked for: handing it from one thread to
-# another would cost as much.
+# Nanoseconds of a batch below which it is made when it is needed: to hand a batch from one thread
+# to another would take as long.
 _QUICK_NS = 100_000
-# Batches that cost less than this are made several at a time, as many as are made in this time:
-# Python's share of the work, which threads cannot divide, is then done once for all of them.
+# Nanoseconds of a run: as many batches as are made in this time are made together. Python's share
+# of the work, which threads cannot divide, is then done once for all batches of the run.
 _RUN_NS = 4_000_000
 _LONGEST_RUN = 16
-# So many batches tell, at most, what one costs.
+# Most batches that are measured to find the cost of a batch.
 _FIRST = 5
-# From this share of a batch's time on, the user's Python is what threads cannot help with.
+# Share of a batch's time spent in the user's Python code from which on processes may help.
 _PYTHON = 0.5
 
-# Rows of a batch, led by the one that precedes them where they are blended; how many more of weight
-# 0, epoch and step; a store that has some as features; and turns, where rows come several times.
+# Row numbers of a batch, with the row before them first if the batch is blended; number of
+# additional rows of weight 0; epoch; step; a store that has features of some rows; turns, or None.
 Task: TypeAlias = tuple[Numbers, int, int, int, FeatureRows | None, Numbers | None]
 
 
@@ -82,7 +82,7 @@ class Maker:
         features: FeatureRows | None = None,
         turns: Numbers | None = None,
     ) -> Batch:
-        """The batch of these rows, and of `padding` more that weigh nothing."""
+        """Return the batch of these rows, and of `padding` additional rows of weight 0."""
         when: Turns = epoch if turns is None else turns
         if features is not None and len(numbers) and not padding:
             there = features.has(numbers, when)
@@ -90,14 +90,15 @@ class Maker:
                 return self._with_features(features, numbers, there, when)
         led = False
         if self.functions.blends:
-            # A whole batch has the row that precedes its first one: its last one.
+            # The row before a whole batch is its last row, which the batch has anyway.
             led = len(numbers) > 1 and (padding > 0 or bool(numbers[0] != numbers[-1]))
             numbers, when = (
                 (numbers, when) if led else (numbers[1:], turns_at(when, slice(1, None)))
             )
         block = self.samples.make(numbers, self._buffers, when, self.costs)
         when = turns_left(when, numbers, block.numbers)
-        # A row that cannot be read precedes none, and one alone has none to precede.
+        # A row that cannot be read is dropped as first row, and so is the row before an empty
+        # batch.
         led = led and len(block) > 0 and bool(block.numbers[0] == numbers[0])
         if led and len(block) == 1:
             block, led = rows_between(block, 1, 1), False
@@ -118,9 +119,9 @@ class Maker:
         return batch
 
     def run(self, tasks: Sequence[Task]) -> list[Batch | Exception]:
-        """The batches of several tasks of an epoch, whose rows are read at once.
+        """Return the batches of several tasks of an epoch, whose rows are read at once.
 
-        The error of a batch comes last, in the place of its batch.
+        An error ends the list, in the place of its batch.
         """
         made: list[Batch | Exception] = []
         try:
@@ -144,7 +145,7 @@ class Maker:
         try:
             block = self.samples.make(numbers, self._buffers, when, self.costs)
         except Exception:
-            return None  # one by one, it comes again, and in its batch
+            return None  # batch by batch, the error comes again, in its batch
         when = turns_left(when, numbers, block.numbers)
         ends = _ends(block.numbers, [task[0] for task in tasks])
         return [
@@ -157,7 +158,7 @@ class Maker:
     ) -> Batch:
         began = clock()
         if not len(block):
-            # All of its rows are bad, or other ranks have them: there are as many batches anyway.
+            # All rows are bad, or other ranks have them. The number of batches stays the same.
             block = self._filler(epoch, step)
             padding, when = max(1, padding), epoch
             block = take(block, np.zeros(padding, np.int64))
@@ -187,13 +188,13 @@ class Maker:
         features: FeatureRows | None = None,
         turns: Numbers | None = None,
     ) -> Batch:
-        """The same, with the global generators seeded from (seed, epoch, step) meanwhile."""
+        """Make the batch with global generators seeded from (seed, epoch, step)."""
         with seeded(batch_seed(self.seed, epoch, step)):
             return self(numbers, padding, epoch, step, features, turns)
 
 
 class Program:
-    """Batches of numbered rows: batch k of epoch e is a function of (e, k) alone."""
+    """Batches of numbered rows. Batch k of epoch e depends on (e, k) alone."""
 
     def __init__(
         self,
@@ -230,7 +231,7 @@ class Program:
     def claimed(
         self, epoch: int, claims: Claims, features: FeatureRows | None = None
     ) -> Iterator[Batch]:
-        """The parts of an epoch's batches that a rank claims, from the first one not used."""
+        """Yield the parts of an epoch's batches that a rank claims, from the first unused one."""
         with suppress(NoneLeft):
             yield from self.batches(epoch, claims.used, features, claims)
 
@@ -245,13 +246,13 @@ class Program:
             self.cut.first(start_step)
         order = self._orders.of(epoch)
         turns = turns_of(order, epoch) if self.repeats else None
-        # A rank that has claimed all parts asks once more, as other ranks do, to learn the end.
+        # A rank that has claimed all parts asks once more, as other ranks do, and then gets none.
         steps = self.cut.steps if claims is None else self.cut.steps * claims.parts + 1
         middle = (start_step + self.cut.steps) // 2
         cuts = [] if claims is None else cuts_of(self.cut, claims.parts)
         uses_pool = self.pool is not None
         if uses_pool and features is not None:
-            # A pool has no store. It is not needed where nothing is left to make.
+            # Processes have no store. They are not needed if all samples have features.
             uses_pool = not features.has(order, epoch if turns is None else turns).all()
             features = None if uses_pool else features
 
@@ -307,7 +308,7 @@ class Program:
         except WorkerDied as death:
             if self._asked:
                 raise
-            # Threads make the same batches, and were enough before.
+            # Threads make the same batches, and made them before.
             self.notes.append(f"threads again: {death.what}")
             self.pool = None
         if self.pool is None:
@@ -315,13 +316,13 @@ class Program:
             yield from self._ahead(task, step, steps, ahead)
 
     def _count_skipped(self, asked: Numbers, batch: Batch) -> None:
-        """Skip here too what a process has skipped: what is counted and told is this one's."""
+        """Also skip here the rows that a process has skipped, since this process counts them."""
         if batch.indices is not None and batch.samples < len(asked):
             left = np.setdiff1d(asked, batch.indices.numpy()[: batch.samples])
             self.maker.samples.make(left, Buffers(), 0, Costs())
 
     def _pool_loses(self, pool: ProcessPool) -> bool:
-        """Count a batch that was used; True where processes not asked for are not faster."""
+        """Count a used batch; return True if processes that the user did not set are not faster."""
         if not pool.started:
             self.repay.begin()
             return False
@@ -355,8 +356,8 @@ class Program:
         steps: int,
         ahead: Callable[[], int] | None,
     ) -> Iterator[Batch]:
-        # What a batch costs decides how they are made. The first one opens files and fills pools,
-        # so the next ones tell; of those that cost much, one is enough.
+        # The cost of a batch decides how batches are made. The first batch opens files and fills
+        # pools, so the next batches are measured; if they cost much, two are enough.
         while step < steps and (self.quick or self.quick is None):
             start = clock()
             batch = self.maker(*task(step))
@@ -372,7 +373,7 @@ class Program:
         self._seen += 1
         if self._seen > 1:
             self._cost = min(self._cost, cost)
-            # Where a batch costs much, two tell: one alone may have met the garbage collector.
+            # Two expensive batches are measured: the garbage collector may have run in one of them.
             if self._seen == _FIRST or (self._seen > 2 and self._cost > _RUN_NS):
                 self.quick = self._cost < _QUICK_NS
 
@@ -383,7 +384,7 @@ class Program:
         steps: int,
         ahead: Callable[[], int] | None,
     ) -> Iterator[Batch]:
-        # What is claimed long before its step would be missing to ranks that have none left.
+        # Parts claimed long before their step would be missing to ranks that have none left.
         size = self._at_once(steps - step) if ahead is None else 1
 
         def make(run: int) -> list[Batch | Exception]:
@@ -431,10 +432,10 @@ class Program:
 
 
 class Functions:
-    """What becomes of whole batches: a blend of their samples, then a user's functions in turn.
+    """Functions of whole batches: a blend of their samples, then a user's functions in turn.
 
-    A function gets inputs, or inputs and targets, or with the weight; and `rng=`, a numpy Generator
-    that depends on (seed, epoch, batch) alone, if it has a parameter of that name.
+    A function gets inputs, or inputs and targets, or also the weight. If it has a parameter `rng`,
+    it also gets a numpy Generator that depends on (seed, epoch, batch) alone.
     """
 
     def __init__(
@@ -445,16 +446,16 @@ class Functions:
     ) -> None:
         self.blends = blends
         self._functions = [(f, f"map {name_of(f)}", takes_rng(f)) for f in functions]
-        # Another key than that of samples, whose numbers would be the same.
+        # A different key from that of samples, since batches and samples have equal numbers.
         self._seed = seed + 1
 
     def __call__(
         self, batch: Batch, epoch: int, step: int, costs: Costs, led: bool = False
     ) -> Batch:
-        """What the functions make of a batch, whose first row may only precede the others."""
+        """Apply the functions to a batch. With `led`, its first row only precedes the others."""
         if self.blends:
             began = clock()
-            # Again another key: functions draw from the one above.
+            # A third key, since functions draw with the key above.
             rng = sample_rng(self._seed + 1, epoch, step)
             blend = self.blends[int(rng.integers(len(self.blends)))]
             batch = blend(batch, rng, led)
@@ -471,7 +472,7 @@ class Functions:
                 error.add_note(f"in {name} of batch {step:,} of epoch {epoch}")
                 raise
             made = as_batch(value, f"epoch {epoch}, batch {step}, made by {name}")
-            # A function that leaves out or adds samples breaks the tie to their numbers.
+            # If a function leaves out or adds samples, the numbers no longer fit.
             batch = made._replace(indices=batch.indices if made.size == batch.size else None)
             costs.add(name, clock() - began)
         return batch
@@ -490,7 +491,7 @@ def _ends(found: Numbers, asked: Sequence[Numbers]) -> list[int]:
 
 
 def parts(batch: Batch) -> tuple[Any, ...]:
-    """What a function of batches gets: inputs, or inputs and targets, or all three."""
+    """Return the arguments of a batch's function: inputs, or also targets, or also the weight."""
     if batch.weight is not None:
         return batch.inputs, batch.targets, batch.weight
     return (batch.inputs,) if batch.targets is None else (batch.inputs, batch.targets)

@@ -1,6 +1,7 @@
-"""What a user's Dataset, generator or function works with, as far as its code and attributes show.
+"""Objects that a user's Dataset, generator or function uses, found from its code and attributes.
 
-Batches that are made ahead, or twice to be compared, must not depend on when that is.
+Batches that are made ahead, or twice to be compared, must not depend on the time when they are
+made.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _MOST = 10_000
 _LONGEST = 64
 _PLAIN = (bool, int, float, complex, str, bytes, np.ndarray, torch.dtype, type(None))
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-# Those of the process, which are seeded for each batch.
+# Generators of the process, which are seeded for each batch.
 _GLOBAL = (random.random.__self__, np.random.mtrand._rand, torch.default_generator)  # type: ignore
 _CODE = (
     type, FunctionType, BuiltinFunctionType, MethodType, MethodDescriptorType,
@@ -47,9 +48,9 @@ _CODE = (
 
 
 def own_generator(thing: Any) -> str:
-    """What random generator it may draw from beside the global ones; empty for none.
+    """Return a reason if an object may draw from a generator of its own, else "".
 
-    Each reading of a sample moves such a generator on.
+    Each reading of a sample changes the state of such a generator.
     """
     for item in _reached(thing):
         if isinstance(item, _GENERATORS) and not any(item is known for known in _GLOBAL):
@@ -58,7 +59,7 @@ def own_generator(thing: Any) -> str:
 
 
 def bound_to_training(thing: Any) -> str:
-    """Why what it gives may depend on when it is asked, or on which thread asks; empty for no."""
+    """Return a reason if results may depend on the time or on the thread of a call, else ""."""
     for item in _reached(thing):
         kind = type(item)
         if isinstance(item, (torch.nn.Module, torch.optim.Optimizer)) or _is_of_keras(kind):
@@ -69,9 +70,9 @@ def bound_to_training(thing: Any) -> str:
 
 
 def shared_by_fork(thing: Any) -> str:
-    """What forked processes would use together, such as an open file; empty for nothing.
+    """Return a reason if forked processes would share something, such as an open file, else "".
 
-    What cannot be pickled is something of the system's behind a Python object, as a rule.
+    An object that cannot be pickled usually holds a resource of the system.
     """
     for item in _reached(thing):
         if isinstance(item, torch.Tensor):
@@ -130,7 +131,7 @@ def _of_function(function: Any) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # not filled yet
+        except ValueError:  # the cell is not filled yet
             continue
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
@@ -138,7 +139,7 @@ def _of_function(function: Any) -> Iterator[Any]:
 
 
 def _of_frame(frame: FrameType | None, code: CodeType) -> Iterator[Any]:
-    if frame is not None:  # a generator that has ended has none
+    if frame is not None:  # a generator that has ended has no frame
         yield from frame.f_locals.values()
         yield from _globals_of(code, frame.f_globals)
 

@@ -1,4 +1,4 @@
-"""Rows of kept features that also lie on a device, so that batches of them are gathered there."""
+"""Rows of kept features that are also on a device, so that batches are gathered there."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from flatout.data.block import Numbers
 from flatout.data.features.room import device_room
 from flatout.data.features.row_log import RowPart
 
-# Where it is not known how many rows there will be, there is memory for so many, and where it is,
-# for this share more, such as those of a validation.
+# _UNKNOWN: rows for which there is memory if the number of rows is not known. _MORE: share of
+# additional rows if it is known, such as for validation samples.
 _UNKNOWN, _MORE = 4096, 0.25
 
 
 class DeviceRows:
-    """Rows on a device, by their places in a log; those for which there is no memory are not.
+    """Rows on a device, by their places in a log. Rows without memory there are left out.
 
-    Memory is taken when the first row comes. Several threads may call at once, on streams that
-    wait for the device's default one.
+    Memory is allocated when the first row is put. Several threads may call at once, on streams that
+    wait for the device's default stream.
     """
 
     def __init__(
@@ -31,13 +31,14 @@ class DeviceRows:
         self._parts, self._device, self._share = parts, device, share
         self._wanted = self._most = int(expected * (1 + _MORE)) or _UNKNOWN
         self._tables: list[torch.Tensor] | None = None
-        self._at = np.empty(0, np.int64)  # by place in the log, -1 without a row
+        # place on the device by place in the log; -1 without a row
+        self._at = np.empty(0, np.int64)
         self._count = 0
         self._lock = RLock()
         _on_devices.add(self)
 
     def put(self, places: Numbers, values: Sequence[torch.Tensor]) -> None:
-        """Take rows over while there is memory."""
+        """Copy rows to the device while there is memory."""
         with self._lock, torch.inference_mode(False):
             _, firsts = np.unique(places, return_index=True)
             new = np.sort(firsts[self._at_of(places[firsts]) < 0])
@@ -56,7 +57,7 @@ class DeviceRows:
             self._at[places[new]] = at
 
     def take(self, places: Numbers) -> list[torch.Tensor] | None:
-        """These rows, a tensor on the device for each part; None where one of them is not there."""
+        """Return these rows, a tensor on the device per part, or None if a row is not there."""
         with self._lock, torch.inference_mode(False):
             at = self._at_of(places)
             if self._tables is None or (at < 0).any():
@@ -67,7 +68,7 @@ class DeviceRows:
         return [item.permute(0, 3, 1, 2) if part.channels_last else item for item, part in pairs]
 
     def release(self) -> int:
-        """Let go of all rows, until others are put; returns the bytes that are free then."""
+        """Free all rows, until other rows are put; return the freed bytes."""
         with self._lock:
             freed = sum(table.nbytes for table in self._tables or ())
             self._tables, self._most = None, self._wanted
@@ -75,7 +76,7 @@ class DeviceRows:
             return freed
 
     def give_way(self) -> int:
-        """Let go of all rows, and take no more; returns the bytes that are free then."""
+        """Free all rows, and accept no more; return the freed bytes."""
         with self._lock:
             self._wanted = 0
             return self.release()
@@ -93,7 +94,7 @@ class DeviceRows:
             self._most = min(self._most, device_room(self._device, self._share) // max(1, stride))
             try:
                 self._tables = [self._table(part) for part in self._parts]
-            except torch.OutOfMemoryError:  # others were faster
+            except torch.OutOfMemoryError:  # other allocations have taken the memory
                 self._tables, self._most = None, 0
         return self._tables or []
 
@@ -109,5 +110,5 @@ _on_devices: WeakSet[DeviceRows] = WeakSet()
 
 
 def features_give_way() -> int:
-    """Let go of all rows on devices, where memory runs out there; returns their bytes."""
+    """Free all rows on all devices, after a device ran out of memory; return the freed bytes."""
     return sum(rows.give_way() for rows in list(_on_devices))

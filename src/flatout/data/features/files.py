@@ -17,7 +17,7 @@ KIND = "features"
 
 
 def disk_files(name: str) -> Files:
-    """Those of a store in the cache folder, made where they are not there yet."""
+    """Open the files of a store in the cache folder, or create them."""
     folder = kind_folder(KIND) / name
     folder.mkdir(mode=0o700, exist_ok=True)
     log = _opened(folder / "filled.log")
@@ -29,21 +29,21 @@ def disk_files(name: str) -> Files:
 
 
 def has_rows(name: str) -> bool:
-    """Whether the cache folder has such a store, with rows in it."""
+    """Return whether the cache folder has a store of this name with rows."""
     with suppress(OSError):
         return (kind_folder(KIND) / name / "filled.log").stat().st_size > 0
     return False
 
 
 def remove_rows(name: str) -> None:
-    """Remove such a store; processes that have it open keep what they have."""
+    """Remove a store; processes that have it open keep their rows."""
     remove(cache_folder() / KIND / name)
 
 
 def memory_files(name: str) -> Files:
-    """Those that a living process of this user has made under this name, or new ones.
+    """Open the files that a living process of this user made under this name, or create them.
 
-    Where the cache folder cannot be written, they are this process' alone.
+    If the cache folder cannot be written, only this process has the files.
     """
     try:
         number = _opened(kind_folder(KIND) / f"{name}.memory")

@@ -1,4 +1,4 @@
-"""What identifies kept features: weights, precision, input and libraries."""
+"""Key of kept features, from weights, precision, input and libraries."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-# Of how rows are kept, and of whatever else of Flatout decides about their bytes.
+# Version of the format of rows, and of Flatout's code that decides their bytes.
 VERSION = 1
 _LIBRARIES = ("torch", "keras", "numpy", "pillow", "simplejpeg")
 _THREADS = 4
 
 
 def feature_key(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> str:
-    """32 hex digits that differ for features that differ in anything that they are made of.
+    """Return 32 hex digits that differ for features that may have different values.
 
     Args:
-        tensors: parameters and buffers of the frozen layers, by name: all their bytes count, with
+        tensors: parameters and buffers of the frozen layers, by name. All their bytes count, with
             names, shapes and dtypes.
-        facts: whatever else decides, as JSON holds it: the input's content and how it is decoded,
-            the autocast dtype, which layers act as in training.
+        facts: all other settings that decide the features, as JSON values: the input's content and
+            how it is decoded, the autocast dtype, layers that act as in training.
 
     Raises:
-        TypeError: JSON has no such value as a fact holds.
+        TypeError: a value of a fact is none that JSON has.
     """
     digest = hashlib.sha256(f"flatout features {VERSION}".encode())
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -65,7 +65,7 @@ def _versions() -> dict[str, str]:
 def _arithmetic() -> list[Any]:
     own: Any = torch.backends
     return [
-        # What sets all of them at once cannot be asked where they differ.
+        # torch's setting for all of these at once cannot be read if they differ.
         own.cuda.matmul.fp32_precision,
         own.cudnn.conv.fp32_precision,
         own.mkldnn.matmul.fp32_precision,

@@ -1,4 +1,4 @@
-"""Rows that a device gives are written by a thread, while the device computes on."""
+"""Writes rows from a device in a thread, while the device continues to compute."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-# So many batches of rows may wait for the disk; each lies in pinned memory meanwhile.
+# Most batches of rows that may wait for the disk. Each is in pinned memory while it waits.
 _WAITING = 4
 
 
 class DeferredWriter:
-    """Writes rows in their order, each batch of them once its device has given it."""
+    """Writes batches of rows in their order, each after its device has computed the rows."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -29,7 +29,7 @@ class DeferredWriter:
         values: Sequence[torch.Tensor],
         write: Callable[[list[torch.Tensor]], None],
     ) -> None:
-        """Have rows written; what is done to the values after this changes none of them."""
+        """Write rows later. Changes of the values after this call do not change the rows."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "flatout-features")
         self._room.acquire()
@@ -51,7 +51,7 @@ class DeferredWriter:
             self._room.release()
 
     def wait(self, names: Collection[Hashable] | None = None) -> None:
-        """Wait until all is written, or what is known by one of these names."""
+        """Wait until all rows are written, or until rows of these names are."""
         if self._latest is None or (names is not None and self._waiting.isdisjoint(names)):
             return
         self._latest.result()

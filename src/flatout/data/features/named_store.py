@@ -1,4 +1,4 @@
-"""Features by name, where it is not known before which samples there will be."""
+"""Features by name, for samples that are not known in advance."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ class NamedStore(KeptRows):
         budget: int | None = None,
         expected: int | None = None,
     ) -> NamedStore:
-        """A store of what `key` names, with what was kept of it before.
+        """Open the store that `key` names, with rows that were kept earlier.
 
-        Where the cache folder cannot be written it is in memory, and `reason` says so.
+        If the cache folder cannot be written, the store is in memory, and `reason` says so.
 
         Args:
-            key: as `feature_key` gives it.
-            row: what a row holds.
-            where: as `opened` takes it.
-            budget: likewise.
-            expected: likewise.
+            key: result of `feature_key`.
+            row: the tensors of a row.
+            where: see `opened`.
+            budget: see `opened`.
+            expected: see `opened`.
         """
         return cls(opened(key, row, where, budget, expected))
 
     @property
     def kept(self) -> int:
-        """How many names have a row."""
+        """Number of names with a row."""
         return len(self._at)
 
     def places(self, names: Sequence[bytes]) -> Numbers:
-        """Where the rows of these names are, for `get`; -1 where there is none, by any process.
+        """Return the places of these names' rows for `get`, or -1 for names without a row.
 
-        A row is compared with its checksum when it is asked for first in this process; one that
-        differs counts as absent from then on, and may be put again.
+        A row is compared with its checksum when this process first uses it. A row that differs
+        counts as absent from then on, and may be put again. Rows may be from any process.
 
         Returns:
             int64 of shape (names,).
@@ -74,21 +74,21 @@ class NamedStore(KeptRows):
         return places
 
     def get(self, places: Numbers, buffers: Buffers | None = None) -> list[torch.Tensor]:
-        """Rows at places that `places` gave.
+        """Return the rows at places that `places` returned.
 
         Returns:
             a tensor for each part of a row, of shape (count, ...), in this order: on the CPU, or on
-            the device that rows lie on.
+            the device that also keeps rows.
         """
         return self._read(places, buffers)
 
     def put(self, names: Sequence[bytes], values: Sequence[torch.Tensor]) -> None:
-        """Keep rows while there is room; those that are there already stay as they are.
+        """Keep rows while there is room; rows that are kept already do not change.
 
-        Where the disk or memory is full, that is said once, and nothing more is kept.
+        If the disk or memory is full, one line reports it, and no more rows are kept.
 
         Args:
-            names: of the rows.
+            names: names of the rows.
             values: a tensor for each part of a row, of shape (count, ...), on any device.
 
         Raises:
@@ -102,7 +102,7 @@ class NamedStore(KeptRows):
         self._keep(packed, values, which, lambda: self._places_now([*first]), [*first])
 
     def discard(self) -> None:
-        """Close it, and remove what is kept on the disk: no one will ask for it."""
+        """Close the store and remove its rows on disk, since no run will use them."""
         self.close()
         if self.where == "disk":
             remove_rows(self.name)

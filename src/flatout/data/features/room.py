@@ -1,4 +1,4 @@
-"""What is really free for features."""
+"""Free memory and disk space that features may use."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import torch
 from flatout.cache_folder import cache_folder
 from flatout.measure import available_bytes, available_on_gpu
 
-# Of the free memory, what a store may take where no one said how much.
+# Share of the free memory that a store may use, where the user sets no budget.
 _SHARE = 0.5
 DEVICE_SHARE = 0.4
-"""Of the memory that is free on a device, what features may take: what a step needs may grow."""
-# What stays free for others; of a small disk, a part of it.
+"""Share of a device's free memory that features may use, since a step may need more later."""
+# _MEMORY_RESERVE: bytes of memory that stay free. _DISK_RESERVE: bytes of the disk that stay free,
+# but at most 1/_DISK_PART of the disk.
 _MEMORY_RESERVE = 512 << 20
 _DISK_RESERVE, _DISK_PART = 1 << 30, 20
 
 
 def memory_room(share: float = _SHARE) -> int:
-    """Bytes of memory that features may take."""
+    """Return the bytes of memory that features may use."""
     free = available_bytes()
     return max(0, min(int(free * share), free - _MEMORY_RESERVE))
 
 
 def disk_room() -> int:
-    """Bytes that this user may still write where the cache folder is, or will be."""
+    """Return the bytes that this user may still write to the disk of the cache folder."""
     place = cache_folder()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -36,7 +37,7 @@ def disk_room() -> int:
 
 
 def device_room(device: torch.device, share: float = DEVICE_SHARE) -> int:
-    """Bytes of a device's memory that features may take."""
+    """Return the bytes of a device's memory that features may use."""
     if device.type != "cuda":
         return memory_room(share)
     return int(available_on_gpu(device) * share)

@@ -1,10 +1,10 @@
-"""Rows of one length that are only ever appended, in memory or in a folder, by several processes.
+"""Rows of one length that several processes append, in memory or in a folder.
 
     rows         the rows, one after the other
-    filled.log   a RECORD for each of them, written behind it: its place says which row it is of
+    filled.log   a RECORD for each row, in the order of the rows
 
-A row is kept once its record is whole. What a process that was killed had begun to write lies
-behind the last record, and the next row is written over it.
+A row is kept once its whole record is written, which happens after the row. If a process is killed
+while it writes, the unfinished row is after the last record, and the next row overwrites it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from flatout.kernels import crc32c, crc32c_blocks, lines
 from flatout.measure import available_bytes
 
 Names: TypeAlias = npt.NDArray[np.uint64]
-"""What rows are known by: uint64 of shape (rows, 2)."""
+"""Names of rows: uint64 of shape (rows, 2)."""
 
-# `row` is the CRC-32C of the row, `own` that of the record's bytes before it.
+# `row` is the CRC-32C of the row; `own` is the CRC-32C of the record's bytes before it.
 RECORD = np.dtype([("name", np.uint64, 2), ("row", np.uint32), ("own", np.uint32)])
 _SEALED = RECORD.itemsize - 4
 _ALIGNED = 8
@@ -41,10 +41,10 @@ class RowPart(NamedTuple):
     """One tensor of a row.
 
     Attributes:
-        shape: of one sample's values.
-        dtype: any of torch's.
-        channels_last: whether the row holds (height, width, channels) of a `shape` of channels,
-            height and width: as batches in channels_last memory have it.
+        shape: shape of one sample's values.
+        dtype: any of torch's dtypes.
+        channels_last: whether the row holds (height, width, channels), where `shape` is channels,
+            height and width. Batches in channels_last memory have this layout.
     """
 
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class RowPart(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Bytes of it."""
+        """Bytes of the tensor."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
@@ -61,9 +61,9 @@ class Files(NamedTuple):
     """Descriptors of open files.
 
     Attributes:
-        rows: of the file of rows, to read and to write.
-        log: of the log, likewise.
-        on_disk: whether they are not in memory.
+        rows: descriptor of the file of rows, open to read and write.
+        log: descriptor of the log, open to read and write.
+        on_disk: whether the files are on disk, and not in memory.
     """
 
     rows: int
@@ -85,10 +85,11 @@ class RowLog:
         self._files = files
         self._expected = expected
         self._map = mmap.mmap(-1, self.stride)
-        self._is_large = False  # as compared to the memory in which the system keeps files
+        self._is_large = False  # compared with the memory that the system has for file pages
         self._count = 0
         self._records = np.empty(_FIRST_ROOM, RECORD)
-        # Compared with their checksums, or written by this process; and those that differ.
+        # _whole: rows that equal their checksums, or that this process wrote. _bad: rows that
+        # differ from their checksums.
         self._whole = np.empty(_FIRST_ROOM, bool)
         self._bad = np.empty(_FIRST_ROOM, bool)
         self._lock = RLock()
@@ -97,34 +98,34 @@ class RowLog:
 
     @staticmethod
     def stride_of(parts: Sequence[RowPart]) -> int:
-        """Bytes that a row of these parts takes."""
+        """Return the bytes of a row of these parts."""
         return max(_ALIGNED, sum(-(-part.width // _ALIGNED) * _ALIGNED for part in parts))
 
     def __len__(self) -> int:
         return self._count
 
     def close(self) -> None:
-        """Close the files; what was given stays valid."""
+        """Close the files; tensors that were returned stay valid."""
         self._close()
 
     @property
     def is_open(self) -> bool:
-        """Whether `close` was not called."""
+        """Whether the files are open."""
         return self._close.alive
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether it is not in memory."""
+        """Whether the files are on disk, and not in memory."""
         return self._files.on_disk
 
     def kept(self) -> Numbers:
-        """Places of all rows that are known."""
+        """Return the places of all rows that are not damaged."""
         self.refresh()
         with self._lock:
             return np.flatnonzero(~self._bad[: self._count])
 
     def refresh(self) -> Numbers:
-        """Look for rows that were kept since, by any process; returns their places."""
+        """Find rows that any process has kept since the last call, and return their places."""
         with self._lock:
             known = self._count
             size = os.fstat(self._files.log).st_size // RECORD.itemsize
@@ -134,7 +135,7 @@ class RowLog:
             return known + np.flatnonzero(~self._bad[known : self._count])
 
     def names(self, places: Numbers) -> Names:
-        """What these rows are known by."""
+        """Return the names of these rows."""
         with self._lock:
             names: Names = self._records["name"][places]
             return names
@@ -150,7 +151,7 @@ class RowLog:
         self._bad[begin : self._count] = _own_sums(records) != records["own"]
 
     def are_whole(self, places: Numbers) -> npt.NDArray[np.bool_]:
-        """Which of these rows are what was written: compared when they are first asked for."""
+        """Return which of these rows equal their checksums, compared at a row's first use."""
         with self._lock:
             unknown = np.unique(places[~self._whole[places] & ~self._bad[places]])
             sums = self._records["row"][unknown]
@@ -173,7 +174,7 @@ class RowLog:
     def read(
         self, places: Numbers, buffers: Buffers | None = None, which: slice = slice(None)
     ) -> list[torch.Tensor]:
-        """Rows that are whole, a tensor for each part, in this order."""
+        """Return undamaged rows: a tensor for each part, in this order."""
         parts, offsets = self.parts[which], self._offsets[which]
         if not parts:
             return []
@@ -190,7 +191,7 @@ class RowLog:
         if len(places) and os.fstat(self._files.rows).st_size < len(mapped):
             raise EOFError(f"the rows of kept features end at byte {len(mapped):,} no longer")
         if is_cold and self._files.on_disk:
-            # The disk fetches all of them at once, and not each when it is copied.
+            # The disk then reads all rows at once, instead of each row when it is copied.
             for start in (places * self.stride).tolist():
                 begin = start - start % mmap.PAGESIZE
                 mapped.madvise(mmap.MADV_WILLNEED, begin, start + self.stride - begin)
@@ -208,9 +209,9 @@ class RowLog:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """While no other process or thread appends; all that was kept before is known then."""
+        """Lock out other processes and threads that append. A `refresh` then finds all rows."""
         with self._lock:
-            # Opened each time: a lock belongs to the opening, which processes share after a fork.
+            # Opened each time: a lock belongs to an open file, which processes share after a fork.
             held = os.open(f"/proc/self/fd/{self._files.log}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX)
@@ -219,7 +220,7 @@ class RowLog:
                 os.close(held)
 
     def append(self, names: Names, values: Sequence[torch.Tensor]) -> Numbers:
-        """Keep rows, within `alone` and a `refresh`; returns their places."""
+        """Append rows, within `alone` and after a `refresh`; return their places."""
         packed = self._packed(len(names), values)
         records = np.empty(len(names), RECORD)
         records["name"] = names
@@ -228,7 +229,7 @@ class RowLog:
         first = self._count
         begin = first * RECORD.itemsize
         if os.fstat(self._files.log).st_size != begin:
-            os.ftruncate(self._files.log, begin)  # a process was killed within a record
+            os.ftruncate(self._files.log, begin)  # a process was killed while it wrote a record
         end = first + len(names)
         if os.fstat(self._files.rows).st_size < end * self.stride:
             os.ftruncate(self._files.rows, max(self._expected, 2 * end) * self.stride)
@@ -257,7 +258,7 @@ class RowLog:
         return packed
 
     def flush(self) -> None:
-        """Bring the rows to the disk, and then their records."""
+        """Force the rows to disk, and then their records."""
         os.fsync(self._files.rows)
         os.fsync(self._files.log)
 

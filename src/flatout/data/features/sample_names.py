@@ -1,4 +1,4 @@
-"""What samples are known by where they have no numbers: 16 bytes made of all of theirs."""
+"""Names of samples without numbers: 16 bytes made of all bytes of a sample."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 NAMES_VERSION = 1
-"""Of how samples are named."""
+"""Version of the names of samples."""
 
 _BYTES = 16
 _SEED = 20_261_126
 
 
 def sample_names(*tensors: Tensor) -> list[bytes]:
-    """One for each sample of a batch, by its bytes, shape and dtype.
+    """Return a name for each sample of a batch, made of its bytes, shape and dtype.
 
-    On a CPU they are BLAKE2b digests. On another device four multilinear hashes of 32 bits, whose
-    factors are always the same, are made there, so that only these come to the host: as
-    Lemire and Kaser, "Strongly universal string hashing is fast" (2014), have them.
+    On a CPU, names are BLAKE2b digests. On another device, four multilinear hashes of 32 bits with
+    fixed factors are computed there, so that only the hashes are copied to the host. See Lemire and
+    Kaser, "Strongly universal string hashing is fast" (2014).
 
     Args:
-        tensors: on one device and of the same length, whose rows make up a sample.
+        tensors: tensors on one device and of the same length, whose rows make up a sample.
     """
     every = [_names_of(tensor) for tensor in tensors]
     if len(every) == 1:
@@ -46,12 +46,12 @@ def _names_of(batch: Tensor) -> list[bytes]:
 
 
 def hashed(rows: Tensor) -> Tensor:
-    """16 bytes for each row, computed where the rows are."""
+    """Return a hash of 16 bytes for each row, computed on the device of the rows."""
     if rest := -rows.shape[1] % 4:
         rows = torch.nn.functional.pad(rows, (0, rest))
     words = rows.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     factors = _factors(words.shape[1] + 1, rows.device)
-    # Products and sums are taken modulo 2^64, of which the upper half counts.
+    # Products and sums are taken modulo 2^64; the upper 32 bits are the hash.
     sums = [(words * own[1:]).sum(1) + own[0] for own in factors]
     halves = torch.stack(sums, 1).view(torch.int32)[:, 1::2]
     return halves.contiguous().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Features by slot, in memory or on the disk; filled bit by bit, by all processes of a host."""
+"""Features by slot, in memory or on disk. All processes of a host add rows to them over time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from flatout.data.buffers import Buffers
 from flatout.data.features.kept_rows import KeptRows, Opened, Where, opened
 from flatout.data.features.row_log import Names, RowPart
 
-# Of rows that are damaged, so many are named.
+# Most damaged rows that one message names.
 _NAMED = 3
 
 
 class FeatureStore(KeptRows):
-    """Rows of tensors by slot: a slot is sample number * variants + variant."""
+    """Rows of tensors by slot. The slot of a sample is its number * variants + its variant."""
 
     def __init__(self, opened: Opened, slots: int, names: Names | None) -> None:
         self._names = _names_of(slots) if names is None else names
-        # Slots by the first half of their names; None where that is their number.
+        # Slots sorted by the first half of their names; None where slots themselves are the names.
         self._order = None if names is None else np.argsort(names[:, 0], kind="stable")
         self._places = np.full(slots, -1, np.int64)
         self._left = np.zeros(slots, bool)
@@ -38,38 +38,38 @@ class FeatureStore(KeptRows):
         budget: int | None = None,
         names: Names | None = None,
     ) -> FeatureStore:
-        """A store of what `key` names, with what was kept of it before.
+        """Open the store that `key` names, with rows that were kept earlier.
 
-        It may have room for fewer rows than there are slots. Where the cache folder cannot be
-        written it is in memory, and `reason` says so.
+        The store may have room for fewer rows than there are slots. If the cache folder cannot be
+        written, the store is in memory, and `reason` says so.
 
         Args:
-            key: as `feature_key` gives it.
-            slots: how many there are; a run before may have had fewer, or more.
-            row: what a row holds.
-            where: as `opened` takes it.
-            budget: likewise.
-            names: what each slot's row is known by, uint64 of shape (slots, 2), where that is more
-                than the slot: so rows of samples that have moved are found, and those of samples
-                that are others by now are not.
+            key: result of `feature_key`.
+            slots: number of slots; an earlier run may have had fewer, or more.
+            row: the tensors of a row.
+            where: see `opened`.
+            budget: see `opened`.
+            names: name of each slot's row, uint64 of shape (slots, 2), if it is not the slot. By
+                their names, rows of samples that have other numbers now are found, and rows of
+                samples that were replaced are not.
         """
         return cls(opened(key, row, where, budget, slots), slots, names)
 
     @property
     def slots(self) -> int:
-        """How many there are."""
+        """Number of slots."""
         return len(self._places)
 
     @property
     def kept(self) -> int:
-        """How many slots have a row."""
+        """Number of slots with a row."""
         return int((self._places >= 0).sum())
 
     def has(self, slots: Numbers) -> npt.NDArray[np.bool_]:
-        """Which of these slots have a row that is what was put there, by any process.
+        """Return which of these slots have an undamaged row, written by any process.
 
-        A row is compared with its checksum when it is asked for first in this process; one that
-        differs is named, counts as absent from then on, and may be put again.
+        A row is compared with its checksum when this process first uses it. A row that differs is
+        reported and counts as absent from then on; it may be put again.
 
         Args:
             slots: int64 of shape (count,).
@@ -88,16 +88,16 @@ class FeatureStore(KeptRows):
         return there
 
     def get(self, slots: Numbers, buffers: Buffers | None = None) -> list[torch.Tensor]:
-        """Rows of slots of which `has` said that they are there.
+        """Return the rows of slots for which `has` returned True.
 
         Args:
             slots: int64 of shape (count,).
-            buffers: where their memory comes from; None means the store's own, which uses memory
-                again that no tensor shows any longer.
+            buffers: source of the memory for the rows. None means the store's own buffers, which
+                reuse memory once no tensor refers to it.
 
         Returns:
             a tensor for each part of a row, of shape (count, ...), in this order: on the CPU, or on
-            the device that rows lie on.
+            the device that also keeps rows.
 
         Raises:
             KeyError: a slot has no row.
@@ -109,9 +109,9 @@ class FeatureStore(KeptRows):
         return self._read(places, buffers)
 
     def put(self, slots: Numbers, values: Sequence[torch.Tensor]) -> None:
-        """Keep rows while there is room; those that are there already stay as they are.
+        """Keep rows while there is room; rows that are kept already do not change.
 
-        Where the disk or memory is full, that is said once, and nothing more is kept.
+        If the disk or memory is full, one line reports it, and no more rows are kept.
 
         Args:
             slots: int64 of shape (count,).
@@ -126,7 +126,7 @@ class FeatureStore(KeptRows):
         self._keep(names, values, first, lambda: self._places[slots], slots.tolist())
 
     def leave(self, slots: Numbers) -> None:
-        """Neither give nor keep rows of these slots any more: their samples are others by now."""
+        """Stop returning and keeping rows of these slots, since their samples were replaced."""
         with self._lock:
             self._left[slots] = True
             self._places[slots] = -1

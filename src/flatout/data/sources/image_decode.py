@@ -1,9 +1,9 @@
-"""One image's bytes as the pixels that were asked for.
+"""Decoding and resizing of one image.
 
-JPEG through simplejpeg (libjpeg-turbo), all other formats and JPEG's rarer kinds through Pillow.
-Sizes are changed by a triangle filter, when shrinking as wide as two pixels of the result
-(antialiased): Pillow's BILINEAR. torch has it for AVX2, five times as fast and equal to rounding;
-elsewhere Pillow does it. Behind a reduced decode, a kernel does what little is left to do.
+simplejpeg (libjpeg-turbo) decodes JPEG; Pillow decodes all other formats and JPEG's rarer kinds.
+Resizing uses a triangle filter, which for shrinking is two pixels of the result wide (antialiased):
+Pillow's BILINEAR. With AVX2, torch does it five times as fast, equal up to rounding; without AVX2,
+Pillow does it. After a reduced decode, a kernel does the rest of the shrinking.
 """
 
 from __future__ import annotations
@@ -36,27 +36,30 @@ Pixels: TypeAlias = npt.NDArray[np.uint8]
 
 HAVE_PILLOW = Image is not None
 
-# Only halves pay: libjpeg-turbo has no vector code for the other eighths, which makes them as slow
-# as the whole image.
+# Only powers of two save time: libjpeg-turbo has no vector code for the other eighths, which are as
+# slow as the whole image.
 _REDUCTIONS = (8, 4, 2)
-# What libjpeg says of pixels that are not what was stored. For its other complaints (an odd
-# version number, an unusual sampling) there is Pillow.
+# Starts of libjpeg's messages about wrong pixels. After its other messages (an odd version number,
+# an unusual sampling), Pillow decodes the image.
 _DAMAGE = ("Premature end of JPEG file", "Corrupt JPEG data")
 _TORCH_IS_FAST = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-# What is at most a fifth too large needs little antialiasing: plain linear interpolation saves an
-# eighth of the time and costs 1 to 2 dB.
+# An image at most this many times too large needs little antialiasing. Plain linear interpolation
+# saves an eighth of the time and costs 1 to 2 dB.
 _QUICK_SHRINK = 1.2
-# Sizes of images for which the reduction is remembered.
+# Sizes of images for which the reduction is cached.
 _KEPT = 1024
 
 
 @dataclass(frozen=True)
 class ImageForm:
-    """What images are to look like.
+    """Form of the images that the decoder returns.
 
     Attributes:
-        resize: what becomes of another aspect: see `flatout.data.images`.
-        reduced: decode a JPEG at a half, quarter or eighth of its size where that is enough.
+        size: height and width.
+        resize: how to handle another aspect ratio: see `flatout.data.images`.
+        channels: 1 or 3.
+        reduced: whether a JPEG is decoded at a half, quarter or eighth of its size where that is
+            enough.
     """
 
     size: tuple[int, int]
@@ -66,12 +69,12 @@ class ImageForm:
 
 
 def has_simplejpeg() -> bool:
-    """Return True if JPEG is decoded by simplejpeg."""
+    """Return whether simplejpeg decodes JPEG."""
     return simplejpeg is not None
 
 
 def scratch_bytes(header: Header, look: ImageForm) -> int:
-    """How much memory `decode` needs for the image before it has the right size."""
+    """Return the bytes that `decode` needs for an image before it is resized."""
     return math.prod(_decoded(header, look)[1]) * look.channels
 
 
@@ -96,7 +99,7 @@ def decode(
         out[:] = 0
     top, left = (out.shape[0] - height) // 2, (out.shape[1] - width) // 2
     place = out[top : top + height, left : left + width]
-    # Resized before it is turned, because the result is smaller.
+    # Resized before it is rotated, because the result is smaller.
     if times == 1 or not _is_close(stored[window].shape, inner):
         place[:] = _turned(_resized(stored[window], inner), header.orientation)
     elif header.orientation == 1:
@@ -192,14 +195,14 @@ def _by_pillow(
             height, width = _turned_size(header, (header.height, header.width))
             if image.size != (width, height):
                 raise _another(header)
-            # A JPEG stores its gray image beside the colors: no need to compute it.
+            # A JPEG stores its gray image apart from the colors: no need to compute it.
             smaller = (width // times, height // times) if times > 1 else None
             image.draft("L" if channels == 1 else None, smaller)
             lost.update(_lost_in(image))
             pixels = _eight_bits(image, channels)
     except (Damaged, MemoryError):
         raise
-    except Exception as error:  # Pillow raises whatever its readers stumble over
+    except Exception as error:  # Pillow's readers raise errors of any type
         raise damage_of(error, data) from error
     if times == 1 and pixels.shape[:2] != (height, width):
         raise _another(header)
@@ -217,7 +220,7 @@ def _lost_in(image: Any) -> Iterator[str]:
 
 def _eight_bits(image: Any, channels: int) -> Pixels:
     if image.mode.startswith("I"):
-        # Pillow cuts what is above 255 off; a photograph of 16 bits would be white.
+        # Pillow clips values above 255, which would make a photograph of 16 bits white.
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 0xFFFF:
             raise Damaged("expected gray values of at most 16 bits, found more")
@@ -245,8 +248,8 @@ def _resized(pixels: Pixels, size: tuple[int, int], by_torch: bool = _TORCH_IS_F
         image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
         smaller = np.asarray(image.resize(size[::-1], Image.Resampling.BILINEAR))
         return smaller.reshape(*size, pixels.shape[2])
-    # One image in channels_last memory: torch's way for AVX2, in this thread alone. What Pillow
-    # gives cannot be written to, which torch warns of.
+    # One image in channels_last memory is torch's fast path with AVX2, and uses this thread alone.
+    # An array from Pillow is read-only, of which torch would warn.
     own = np.require(pixels, requirements=["C", "W"])
     batch = torch.from_numpy(own).unsqueeze(0).permute(0, 3, 1, 2)
     result = torch.nn.functional.interpolate(batch, size, mode="bilinear", antialias=True)
@@ -256,7 +259,7 @@ def _resized(pixels: Pixels, size: tuple[int, int], by_torch: bool = _TORCH_IS_F
 def _turned(pixels: Pixels, orientation: int) -> Pixels:
     if orientation >= 5:
         pixels = pixels.transpose(1, 0, 2)
-    # Rows and columns run backwards, after that, in these orientations.
+    # After this transposition, rows and columns are reversed in these orientations.
     rows = -1 if orientation in (3, 4, 7, 8) else 1
     columns = -1 if orientation in (2, 3, 6, 7) else 1
     return pixels[::rows, ::columns]

@@ -1,4 +1,4 @@
-"""Images by number, decoded when they are wanted, wherever they are stored."""
+"""Images by number, decoded when they are needed, for any storage."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ _TOLD = 3
 
 
 class ImageOptions(NamedTuple):
-    """What is asked for.
+    """A user's settings about images.
 
     Attributes:
-        size: height and width, or None for that of the images.
-        resize: how images come to that size; None: they must have it.
-        reduced: decode JPEG reduced where that is enough.
-        classes: in the order of their numbers; None for what the images' store calls them.
+        channels: 1 or 3.
+        size: height and width, or None for the size of the images.
+        resize: how images are resized to `size`; None: they must have this size.
+        reduced: whether a JPEG is decoded at reduced size where that is enough.
+        classes: names of classes in the order of their numbers; None for the names in the storage.
+        image: the role of the column `image`.
         label: the role of the column `label`; None where there are no classes.
     """
 
@@ -53,11 +55,11 @@ class ImageOptions(NamedTuple):
 
 
 class Images(Protocol):
-    """Images as they are stored. Several threads may call at once.
+    """Images in their storage. Several threads may call at once.
 
     Attributes:
-        headers: what is known of each, an array with the fields of `Header`.
-        labels: each one's class, int64 of shape (images,); None without labels.
+        headers: facts about each image, an array with the fields of `Header`.
+        labels: each image's class, int64 of shape (images,); None without labels.
         classes: names of the classes, by number; () without labels.
     """
 
@@ -71,15 +73,18 @@ class Images(Protocol):
         ...
 
     def contents(self, numbers: Numbers, buffers: Buffers) -> Content:
-        """What gives an image by its place in `numbers`; raises `Damaged` for one that changed."""
+        """Return a function from the place in `numbers` to the image's bytes.
+
+        The function raises `Damaged` for an image that has changed.
+        """
         ...
 
     def where(self, number: int) -> str:
-        """Where an image is stored."""
+        """Return the place of an image in its storage."""
         ...
 
     def notes(self) -> list[str]:
-        """What was not read."""
+        """Return lines about images that were not read."""
         ...
 
 
@@ -97,7 +102,7 @@ class ImageRows(Rows):
         self._policy = policy
         self._changes = Changes()
         self._bad: set[int] = set()  # images that cannot be read
-        # Number, fault and place of those that other ranks do not know yet.
+        # Number, fault and place of the bad images that other ranks do not know yet.
         self._new: list[tuple[int, str, str]] = []
         self.rows = len(images.headers)
         self.classes = images.classes
@@ -148,7 +153,7 @@ class ImageRows(Rows):
         kept: list[int] = []
         for place, number in enumerate(numbers.tolist()):
             if number in self._bad:
-                continue  # counted once, however many epochs meet it
+                continue  # an image is counted once, in whatever number of epochs it comes
             lost: set[str] = set()
             try:
                 decode(content(place), headers[place], look, pixels[len(kept)], scratch, lost)
@@ -188,7 +193,7 @@ class ImageRows(Rows):
         changed = self._changes.new_notes(gather)
         if not self._policy.skip:
             return changed
-        new = self._new[:]  # threads may add more meanwhile
+        new = self._new[:]  # threads may add images meanwhile
         del self._new[: len(new)]
         mine = [self.digest, new]
         for digest, theirs in (answer for answer in gather(mine) if answer != mine):

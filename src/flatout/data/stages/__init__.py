@@ -1,4 +1,4 @@
-"""What a user may write behind a source: a file per stage."""
+"""Stages that a user may apply to a source, each in its own file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Staged(Writable[P]):
-    """What all stages can be written behind."""
+    """Base of classes to which all stages can be applied."""
 
     augment = augment
     balance = balance

@@ -1,4 +1,4 @@
-"""batch: several samples as one."""
+"""batch: cut samples into batches."""
 
 from __future__ import annotations
 
@@ -21,11 +21,17 @@ _BY_LENGTH_WINDOW = 64
 
 @dataclass(frozen=True)
 class Batch(Stage):
-    """Global batches of `size` samples."""
+    """Global batches of `size` samples.
+
+    Attributes:
+        size: samples of a batch.
+        last: what happens to a smaller last batch.
+        window: batches within which rows are sorted by length; None does not sort.
+    """
 
     size: int
     last: Last = "keep"
-    window: int | None = None  # of batches within which rows of equal length come together
+    window: int | None = None
 
     once: ClassVar[bool] = True
 
@@ -35,29 +41,29 @@ class Batch(Stage):
         return self.window is not None
 
     def check_stream(self, stream: Stream, stages: Sequence[Stage]) -> None:
-        """Of a stream's last batch nothing is kept to fill it up with."""
+        """Refuse `last` "pad": no earlier rows of a stream are kept to fill its last batch up."""
         if self.last == "pad":
             raise DataError('batch(last="pad") is not for streams', do='use last="keep" or "drop"')
 
     def check_convert(self) -> None:
-        """Refuse: rows are written, not batches."""
+        """Refuse to convert, since rows are written, not batches."""
         raise DataError(
             "convert writes rows, and batch makes batches",
             do="convert the pipeline as it is before batch and shard",
         )
 
     def make(self, plan: Plan) -> None:
-        """Functions behind it get whole batches."""
+        """Mark the start of whole batches: functions after this stage get whole batches."""
         plan.batched = True
 
     choose = stream = make
 
     def turn(self, stages: Sequence[Stage]) -> int:
-        """Behind a shuffle, and behind a repeat of samples."""
+        """Return when `order` is called: after a shuffle, and after a repeat of samples."""
         return 3
 
     def order(self, order: Order, plan: Plan) -> Order:
-        """The order as it is, or by length."""
+        """Return the order unchanged, or sorted by length."""
         plan.runs += [self.name, *(blend.kind for blend in plan.blends)]
         plan.runs += [f"map {name_of(function)}" for function in plan.functions]
         if self.window is None:
@@ -72,7 +78,7 @@ class Batch(Stage):
 
 
 def batch(self: Writable[P], size: int, *, last: Last = "keep", by_length: bool | int = False) -> P:
-    """Global batches of `size` samples."""
+    """Cut samples into global batches of `size` samples."""
     if last not in ("keep", "drop", "pad"):
         raise DataError(f"last: expected 'keep', 'drop' or 'pad', found {last!r}")
     window = _BY_LENGTH_WINDOW if by_length is True else int(by_length) or None
@@ -82,10 +88,10 @@ def batch(self: Writable[P], size: int, *, last: Last = "keep", by_length: bool 
 def by_length(
     inner: Order, lengths: Numbers, batch_size: int, window: int, seed: int | None
 ) -> Order:
-    """Rows of about the same length side by side, so that their batches need little padding.
+    """Return an order whose batches have rows of similar length and so need little padding.
 
-    Within each window of `window` batches rows are sorted by length, in descending order of the
-    epoch where lengths are equal; then the window's batches are shuffled, unless `seed` is None.
+    Within each window of `window` batches, rows are sorted by length; rows of equal length stay in
+    the order of the epoch. Then the window's batches are shuffled, unless `seed` is None.
     """
 
     def arranged(epoch: int) -> Numbers:
@@ -96,7 +102,7 @@ def by_length(
             part[:] = part[np.argsort(lengths[part], kind="stable")]
             whole = len(part) // batch_size
             if seed is not None and whole > 1:
-                # Its own number for each window's draw, beyond the epochs of `inner`.
+                # Each window's draw has its own number, above all epochs of `inner`.
                 turn = drawn(whole, seed, (epoch << 32) + at + 1)
                 batches = part[: whole * batch_size].reshape(whole, batch_size)
                 batches[:] = batches[turn]

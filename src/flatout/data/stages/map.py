@@ -1,4 +1,4 @@
-"""map: a user's function of each sample or of each batch."""
+"""map: apply a user's function to each sample or to each batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flatout.data.stages.stage import Function, P, Plan, Writable
 
 @dataclass(frozen=True)
 class Map(Function):
-    """A user's function: of one sample before `Batch`, of a whole batch behind it."""
+    """A user's function: of one sample before `Batch`, of a whole batch after it."""
 
     def make(self, plan: Plan) -> None:
-        """It stays where it was written, relative to other functions and to the batch."""
+        """Add the function where it was written, relative to other functions and to the batch."""
         if plan.batched:
             plan.functions.append(self.function)
             return
@@ -28,11 +28,11 @@ class Map(Function):
 
         plan.steps.append(step)
 
-    choose = stream = make  # what is chosen behind it, it is chosen by what it makes
+    choose = stream = make  # stages after this one choose rows by the function's results
 
 
 def map(self: Writable[P], function: Callable[..., Any]) -> P:
-    """A function of each sample, or, behind `batch`, of each whole batch.
+    """Apply a function to each sample, or, after `batch`, to each whole batch.
 
     The function gets the parts of the samples as tensors: `function(inputs)`,
     `function(inputs, targets)`, or `function(inputs, targets, weight)` if samples have weights.
