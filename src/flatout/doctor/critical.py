@@ -25,23 +25,23 @@ _TOGETHER = (
     ("gc",),
     ("idle",),
 )
-"""Lanes that are judged as one: forward and backward are the same work."""
 """Lanes whose times are added up before they are compared: forward and backward are one entry."""
+
 _MUCH = 0.2
-"""Share of a lane that a line has to take to stand for it."""
 """Smallest share of a lane's time with which a line is named as its cause."""
+
 _LIMIT = 0.75
-"""Share of a step in which the GPU has to be busy to be the limit."""
 """Share of a step in which the GPU has to be busy so that the GPU counts as the limit."""
+
 BETWEEN = ("evaluation", "saving")
-"""Lanes between the steps."""
 """Lanes whose time lies between the steps."""
+
 _KERNEL = 32
-"""Letters of a kernel's name that are told."""
 """Most letters of a kernel's name that are printed."""
+
 _OF_TEMPLATE = re.compile(r"[Kk]ernel\d?|device_kernel")
-"""Names that all kernels of a library share."""
 """Kernel names that all templates of a library share, and that hence identify no kernel."""
+
 _ONCE, _ALL_OF_IT, _FEWEST = 0.5, 1.05, 20
 """Limits for a single long step, such as one with an import, that is left out of Python's time.
 

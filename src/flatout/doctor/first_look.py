@@ -18,8 +18,8 @@ from flatout.observe import Observation
 from flatout.processes import asked_to_end
 
 STARTING_S = 60.0
-"""How long a script may take beside the time in which its steps are watched: imports, its data, the
-model. It is ended then, whether it has stepped or not."""
+"""Seconds that a script may take in addition to the observation of its steps, for imports, data and
+model. The script is then ended, even if it has taken no step."""
 
 _INTERRUPTED_WITHIN_S = 5.0
 """Seconds that a script may take to end after an interrupt, in which it writes observations."""
@@ -32,6 +32,7 @@ _LAPSE = 0.4
 
 Epochs end early only if the first epoch takes longer than the observation.
 """
+
 _LAST_LINES = 15
 _LAST_BYTES = 2**16
 _LOOKS_EVERY_S = 0.05

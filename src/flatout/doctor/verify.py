@@ -1,12 +1,12 @@
-"""Whether whole runs learn the same with what was prescribed: several seeds, final losses in pairs.
+"""Checks that whole runs learn the same with the prescribed cures: paired runs of several seeds.
 
     verified = verify(["train.py"], prescription, seeds=3, told=print)
 
-Each seed runs the script twice to its end, contained as in a trial: as it is, and with all that
-was prescribed. What is compared is the mean loss over the last 5% of the steps, since what a
-script prints no one can know; and how long it took until such a mean was as low as a target. The
-seeds begin the random generators; a script that seeds itself runs the same each time, which is seen
-and said.
+Each seed runs the script twice to its end, contained as in a trial: as it is, and with all
+prescribed cures. Compared are the mean losses over the last 5% of the steps, since a script's own
+printed metrics cannot be interpreted. Compared are also the times until such a mean reached a
+target. The seeds initialize the random generators. A script that seeds itself runs the same each
+time, which is detected and reported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flatout.errors import FlatoutError
 from flatout.words import counted, rounded
 
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
-"""By number of seeds, how many standard errors a 95% interval reaches (Student's t)."""
+"""Half-width of a 95% interval in standard errors (Student's t), by number of seeds."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class WholeRun:
     """One run of the script to its end.
 
     Attributes:
-        loss: the mean over its last steps.
-        steps: it took.
-        seconds: from its start to its end.
-        to_target_s: from its start until its loss was as low as the target; None if it never was.
+        loss: mean loss over the last steps.
+        steps: number of steps.
+        seconds: time from start to end.
+        to_target_s: seconds from start until the loss reached the target; None if it never did.
     """
 
     loss: float
@@ -51,11 +51,11 @@ class WholeRun:
 
 @dataclass(frozen=True)
 class Verified:
-    """What whole runs have shown.
+    """Results of whole runs.
 
     Attributes:
-        pairs: for each seed the script as it is, and with what was prescribed.
-        stopped: why not all seeds were run; "" where they were.
+        pairs: for each seed, the run of the script as it is, and the run with the cures.
+        stopped: why not all seeds were run; "" if they were.
         target: a loss to reach; None for the higher final loss of each pair, which both reach.
     """
 
@@ -65,12 +65,15 @@ class Verified:
 
     @property
     def draws_alike(self) -> bool:
-        """Whether all seeds gave the same run: the script seeds itself."""
+        """True if all seeds gave the same run, since the script seeds itself."""
         return len({(plain.loss, plain.steps) for plain, _ in self.pairs}) < len(self.pairs)
 
     @property
     def difference(self) -> tuple[float, float, float] | None:
-        """Of the final losses, with minus without: [low, mean, high] at 95%; None from one seed."""
+        """Differences of final losses, cured minus plain: [low, mean, high] at 95%; or None.
+
+        None with fewer than two seeds, or if the script seeds itself.
+        """
         count = len(self.pairs)
         if count < 2 or self.draws_alike:
             return None
@@ -79,7 +82,7 @@ class Verified:
         return fmean(apart) - reach, fmean(apart), fmean(apart) + reach
 
     def words(self) -> list[str]:
-        """What to tell, a line each."""
+        """Return the lines to print."""
         stopped = [f"whole runs ended early: {self.stopped}"] if self.stopped else []
         if not self.pairs:
             return stopped
@@ -123,7 +126,7 @@ class Verified:
         return f"{figures}: it {'grows' if middle > 0 else 'falls'}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         result = {"difference": self.difference, "draws_alike": self.draws_alike}
         return {**asdict(self), **result, "words": self.words()}
 
@@ -136,15 +139,15 @@ def verify(
     target: float | None = None,
     told: Callable[[str], None] = lambda line: None,
 ) -> Verified:
-    """Run the script to its end, as it is and with what was prescribed, once for each seed.
+    """Run the script to its end, as it is and with the prescribed cures, once for each seed.
 
-    Ctrl-C ends it early, with what was seen until then.
+    Ctrl-C stops early, with the results until then.
     """
     verified = Verified(target=target)
     cure = _prescribed(prescription)
     try:
         for seed in range(seeds):
-            # In turn first and second, so that a machine that warms up favors neither.
+            # The order alternates, so that a machine that slows down or warms up favors neither.
             order = [NOTHING, cure] if seed % 2 == 0 else [cure, NOTHING]
             runs = {}
             for item in order:

@@ -11,7 +11,6 @@ from flatout.doctor.finding import Edit
 
 _BACKWARD = ("backward", "manual_backward")
 _KEEPS = (ast.BinOp, ast.Tuple, ast.List, ast.Dict)
-"""Through which a tensor passes as it is, or with its graph."""
 """Expressions that pass on a tensor unchanged, or a result with its graph."""
 
 _FILLS = ("append", "extend", "insert", "add", "update", "setdefault", "appendleft")

@@ -116,9 +116,9 @@ def _beyond(side: Showed, step_s: float) -> float:
 def between_s(blocks: Sequence[Block], looked_s: float) -> tuple[float, float]:
     """Return the seconds of evaluation and saving per step, of A and of B.
 
-    With enough of them in the trial, its times are used, since a cure of the model shortens its
-    evaluation too, and the first look may fall into a busy moment. A few of them only show the
-    ratio of their durations, not how often they occur.
+    The times of the trial are used if it has enough evaluations. A cure of the model shortens its
+    evaluation too, and the first look may fall into a busy moment. Few evaluations only show the
+    ratio of the durations on both sides, not how often evaluation occurs.
     """
     sides = [[block for block in blocks if block.side == side] for side in "ab"]
     a, b = ([block.between for block in side if block.between > 0] for side in sides)

@@ -1,4 +1,4 @@
-"""CPU time of a script and all that it has started: what other processes do does not change it."""
+"""CPU time of a script and its children, which other processes hardly change."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from flatout.processes import cpu_times_ns, descendants
 
 
 def cpu_ns() -> int:
-    """Nanoseconds that this process, its threads and those below it have computed so far.
+    """Return the CPU nanoseconds of this process, its threads and its descendants so far.
 
-    Of live children the kernel counts in ticks of 10 ms. Where it does not list them, or not at
-    all, they are left out.
+    The kernel counts live children in ticks of 10 ms. Children that the kernel does not list are
+    left out.
     """
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     own = time.process_time_ns() + int((ended.ru_utime + ended.ru_stime) * 1e9)

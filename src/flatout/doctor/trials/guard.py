@@ -1,9 +1,9 @@
-"""What a trial's process must not do, refused by an audit hook with a plain error.
+"""Refuses forbidden actions of a trial's process by an audit hook, with a plain error.
 
-Connections to elsewhere are refused: to anything but this machine's own addresses, Unix sockets
-and where the ranks meet. Where files are redirected, so are writes that nothing has redirected.
-Python announces both (https://docs.python.org/3/library/audit_events.html); what native code does
-by itself is not announced.
+Refused are connections to other machines: to anything except this machine's own addresses, Unix
+sockets and the address where ranks meet. If files are redirected, writes that bypassed redirection
+are refused too. Python raises audit events for both
+(https://docs.python.org/3/library/audit_events.html). Native code raises none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from flatout.errors import FlatoutError
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# Which of an event's arguments are paths that change.
+# Positions of an event's arguments that are paths to be changed.
 _CHANGES = {
     "os.remove": (0,),
     "os.rename": (0, 1),
@@ -44,15 +44,15 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 
 
 class Refused(FlatoutError, OSError):
-    """A trial's process would have reached beyond its trial."""
+    """Raised when a trial's process tries to reach beyond its trial."""
 
 
 def install(note: str, writable: tuple[str, ...] | None) -> None:
-    """Refuse from now on, in this process.
+    """Refuse forbidden actions in this process from now on.
 
     Args:
-        note: a file to which a line is added for each refusal: {"what", "where", "kind"}.
-        writable: folders that files may change in; None where the kernel sees to that.
+        note: file to which each refusal adds a line: {"what", "where", "kind"}.
+        writable: folders whose files may change; None if the kernel contains files.
     """
 
     refusals: dict[str, Callable[[tuple[Any, ...]], None]] = {
@@ -67,7 +67,7 @@ def install(note: str, writable: tuple[str, ...] | None) -> None:
             refusals[event] = partial(_refuse_change, places, writable, note)
     of_event = refusals.get
 
-    # Python announces more than is refused, such as each id(), several times in a step.
+    # Python raises many events that are never refused, such as id(), several times in a step.
     def hook(event: str, args: tuple[Any, ...]) -> None:
         refuse = of_event(event)
         if refuse is not None:
@@ -120,7 +120,7 @@ def _refuse_host(host: Any, note: str) -> None:
 
 @cache
 def is_of_this_machine(name: str) -> bool:
-    """Whether an address or name is this machine's."""
+    """Return True if an address or name belongs to this machine."""
     if name in ("", "localhost", "0.0.0.0", "::"):
         return True
     with suppress(ValueError):
@@ -140,14 +140,14 @@ def _addresses() -> frozenset[str]:
 
 def _refuse(kind: str, what: str, note: str) -> None:
     where = user_line()
-    # The file is writable: its own event passes. Opened again, since the script may close any.
+    # The hook lets this file pass. It is opened each time, since the script may close any file.
     with suppress(OSError), open(note, "a", encoding="utf-8") as file:
         file.write(json.dumps({"kind": kind, "what": what, "where": where}) + "\n")
     raise Refused(what, where=where)
 
 
 def user_line() -> str:
-    """The innermost line of the user's own code that is being run, as file:line."""
+    """Return the innermost line of the user's own code that is being run, as file:line."""
     frame: FrameType | None = sys._getframe(1)
     outermost = ""
     while frame is not None:

@@ -1,9 +1,8 @@
-"""The kernel refuses this process, and all that it starts, to write outside some folders, or to
-signal others.
+"""Lets the kernel refuse writes outside some folders and signals to other processes, by Landlock.
 
-Landlock (https://docs.kernel.org/userspace-api/landlock.html) needs no rights, and cannot be taken
-off again. Where files are not overlaid it holds what Python's functions cannot see: native code and
-subprocesses. They get `Permission denied`.
+Landlock (https://docs.kernel.org/userspace-api/landlock.html) needs no privileges, and applies for
+good to this process and its children. Without overlays it refuses writes that Python's functions
+cannot redirect: those of native code and subprocesses, which get `Permission denied`.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# System calls: the same numbers on every architecture.
+# Numbers of system calls, the same on every architecture.
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _ASK_VERSION, _BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
-# All rights that change files: write, remove, make of each kind; since version 2 move elsewhere,
-# since 3 truncate.
+# Rights that change files: write, remove and make each kind of file. Version 2 adds moving to
+# another folder, version 3 truncating.
 _WRITE_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 13, 1 << 14
 _CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))
-# Since version 6: the bits of `scoped`.
+# A bit of `scoped`, from version 6 on.
 _SIGNALS = 1 << 1
-# Of these a single file can be given; the others are of folders.
+# Rights that apply to a single file; the others apply to folders.
 _OF_FILES = _WRITE_FILE | _TRUNCATE
 
 
@@ -34,12 +33,12 @@ class _Beneath(ctypes.Structure):
 
 
 def version() -> int:
-    """Of the kernel's Landlock; 0 without."""
+    """Return the version of the kernel's Landlock; 0 if there is none."""
     return max(int(_libc.syscall(_CREATE, None, 0, _ASK_VERSION)), 0)
 
 
 def restrict_writes(folders: Sequence[Path]) -> bool:
-    """Allow changes in some folders and files only, from now on."""
+    """Allow changes in these folders and files only, from now on; return True if that worked."""
     result = version()
     if not result:
         return False
@@ -48,12 +47,12 @@ def restrict_writes(folders: Sequence[Path]) -> bool:
 
 
 def restrict_signals() -> bool:
-    """Let signals reach this process and what it starts only, from now on."""
+    """Let signals reach this process and its children only, from now on."""
     return version() >= 6 and _restrict([0, 0, _SIGNALS])
 
 
 def _restrict(asked: Sequence[int], folders: Sequence[Path] = ()) -> bool:
-    # Handled rights of files and of the network, then scopes; as many as this kernel may know.
+    # Handled rights of files, then of the network, then scopes; cut to fields that `asked` gives.
     attributes = (ctypes.c_uint64 * len(asked))(*asked)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     rules = int(_libc.syscall(_CREATE, attributes, size, 0))

@@ -1,4 +1,4 @@
-"""Python's functions on files as they were before redirect.py, and questions asked by them."""
+"""Python's file functions as they were before redirect.py, and queries that use them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ for _name in (
 
 
 def exists(path: str) -> bool:
-    """Whether there is anything, be it a broken link."""
+    """Return True if a path exists, even as a broken link."""
     try:
         native.lstat(path)
     except (OSError, ValueError):
@@ -28,7 +28,7 @@ def exists(path: str) -> bool:
 
 
 def is_link(path: str) -> bool:
-    """Whether it is a symbolic link."""
+    """Return True if a path is a symbolic link."""
     try:
         return stat.S_ISLNK(native.lstat(path).st_mode)
     except (OSError, ValueError):
@@ -36,7 +36,7 @@ def is_link(path: str) -> bool:
 
 
 def end_of(path: str, follow: bool) -> str:
-    """Where a path leads through links, of its last part only if asked."""
+    """Return the path without links; its last part may stay a link unless `follow`."""
     if follow:
         return real(path)
     folder, name = os.path.split(path)
@@ -44,7 +44,7 @@ def end_of(path: str, follow: bool) -> str:
 
 
 def real(path: str) -> str:
-    """os.path.realpath by the functions as they were."""
+    """Return os.path.realpath of a path, computed by the unpatched functions."""
     parts = path.split("/")[1:]
     resolved, followed = "/", 0
     while parts:

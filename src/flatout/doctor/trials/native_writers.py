@@ -1,4 +1,4 @@
-"""Native code that opens files by name, told where they are, once its module is imported."""
+"""Redirects native code that opens files by name, once its module is imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.hooks import when_imported
 
 
 def redirect_native(view: View) -> None:
-    """Patches torch, safetensors and h5py once they are imported; `view` says where files are."""
+    """Patch torch, safetensors and h5py once they are imported; `view` maps their paths."""
 
     def of_torch(module: Any) -> None:
         core = module.torch._C

@@ -1,9 +1,10 @@
-"""What a script would send elsewhere, read from its code before it runs.
+"""Finds data that a script would send to other machines, in its code, before it runs.
 
-Looked at are the script and the modules beside it that it imports, and theirs. A name that a file
-imports is followed to its module (`import boto3 as b; b.client(...)`), a method is known by its
-name alone (`model.push_to_hub()`); what is chosen at run time is not seen. So this names places to
-a user in advance; what keeps a trial from sending is guard.py, and the loggers' own offline modes.
+The search covers the script and the modules in its folder that it imports, directly or not. A name
+that a file imports is followed to its module (`import boto3 as b; b.client(...)`). A method is
+recognized by its name alone (`model.push_to_hub()`). Choices at run time are not found.
+So this list only informs the user in advance. A trial is kept from sending by guard.py and by the
+offline modes of loggers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# By the dotted beginning of what is called.
+# Words by the beginning of the dotted name of a call.
 _CALLS = {
     "wandb.init": "logs to Weights & Biases",
     "mlflow.": "logs to MLflow",
@@ -70,7 +71,7 @@ _METHODS = {
     "put_object": "writes to an object store",
     "log_artifact": "uploads what it has logged",
 }
-# Keyword arguments that make a trainer report or upload.
+# Words by keyword arguments that make a trainer report or upload.
 _KEYWORDS = {"push_to_hub": "uploads to the Hugging Face hub"}
 _SHELLS = (
     *("subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"),
@@ -85,12 +86,12 @@ _MOST_FILES = 200
 
 
 class Sends(NamedTuple):
-    """A place that would reach beyond this machine.
+    """A place in the code that would send data to other machines.
 
     Attributes:
-        file: as given, or found beside it.
-        line: from 1.
-        what: it does, in a few words.
+        file: the script as given, or a module in its folder.
+        line: line number, from 1.
+        what: description of the action, in a few words.
     """
 
     file: str
@@ -102,9 +103,9 @@ class Sends(NamedTuple):
 
 
 def find_sends(script: Path) -> list[Sends]:
-    """Places in a script and the modules beside it that would send something elsewhere.
+    """Return the places in a script and its modules that would send data to other machines.
 
-    A file that cannot be read or parsed counts as one that sends nothing: Python will say so.
+    A file that cannot be read or parsed is skipped, since Python reports the error.
     """
     sends: list[Sends] = []
     waiting, result = [script], {script.resolve()}

@@ -1,7 +1,7 @@
-"""Environment in which loggers and hubs stay offline, and write into a trial's own folder.
+"""Environment that keeps loggers and hubs offline, and makes them write to a trial's own folder.
 
-What a script asks for in its code (`wandb.init(mode="online")`) counts more than the environment;
-then the connection is refused (guard.py).
+Settings in a script's code (`wandb.init(mode="online")`) override the environment. Then guard.py
+refuses the connection.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def offline(folder: Path) -> dict[str, str]:
-    """Variables to add to the environment of a trial's process."""
+    """Return variables to add to the environment of a trial's process."""
     logs = str(folder / "logs")
     return {
         "WANDB_MODE": "offline",

@@ -1,11 +1,11 @@
-"""Files copied on write by the kernel: a mount namespace in which all folders are overlays.
+"""Files that the kernel copies on write: a mount namespace in which all folders are overlays.
 
-The one who is inside sees the machine's files, and what was written inside. The writes lie in the
-scratch folder, and no process outside sees them: not of Python, native code or subprocesses.
+A process inside sees the machine's files and all files written inside. The writes are stored in the
+scratch folder, invisible to processes outside, whether Python, native code or a subprocess writes.
 
-Every folder is covered in which no other file system is mounted; what lies directly in a folder
-above such mounts cannot be written to (`Read-only file system`). Files of other users cannot be
-changed unless the caller is root.
+Every folder that contains no other mount is covered by an overlay. A folder above such mounts stays
+read-only itself (`Read-only file system`). Files of other users cannot be changed unless the caller
+is root.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from flatout.doctor.trials import namespaces
 from flatout.errors import FlatoutError
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# From <sys/mount.h> and <fcntl.h>.
+# Values from <sys/mount.h> and <fcntl.h>.
 _MOUNT_SETATTR = 442  # the same number on every architecture
 _AT_CWD, _ATTR_READ_ONLY = -100, 1
-# Not files, or what processes meet through. /dev/shm is given again, so that nothing stays in it.
+# Not covered: no plain files, or used to communicate. /dev/shm is mounted anew and so ends empty.
 _AS_THEY_ARE = ("/proc", "/sys", "/dev")
 _SHARED_MEMORY = "/dev/shm"
 _MOST = 400
@@ -36,9 +36,9 @@ def enter(
     as_user: bool | None = None,
     writes: Sequence[str] = (),
 ) -> None:
-    """Puts this process, and all that it starts from now on, into such a namespace.
+    """Move this process and its future children into such a namespace.
 
-    It must have one thread only. The current folder stays.
+    The process must have one thread only. Its current folder stays the same.
     """
     here = os.getcwd()
     ways = [] if os.geteuid() == 0 and not as_user else _foreign_folders([here, *writes])
@@ -48,7 +48,7 @@ def enter(
         namespaces.unshare(namespaces.MESSAGES)
     real = [(path, os.open(path, os.O_PATH)) for path in passes]
     mounted = _mounted()
-    # The one that holds the writes comes last: then they can no longer be reached by name.
+    # The overlay over the stored writes comes last, since they then have no path any more.
     wanted = sorted(_to_cover(mounted), key=lambda value: _holds(value, os.path.realpath(upper)))
     covered = [folder for folder in wanted if _cover(folder, upper, ways)]
     if not any(_holds(folder, os.path.realpath(here)) for folder in covered):

@@ -1,8 +1,8 @@
-"""A network of a trial's own: nothing leads out of it, neither for native code nor subprocesses.
+"""A trial's own network, from which neither native code nor subprocesses can reach outside.
 
-It has this machine's own addresses and name, so that ranks meet inside by these. Services that
-listen on this machine when the trial begins are reached through relay.py: sockets made inside
-listen where they do, and a process outside accepts what comes. Only TCP is relayed.
+The network has this machine's own addresses and name, so that ranks can meet inside. relay.py
+connects it to services that listen on this machine when the trial begins: sockets made inside
+listen on their addresses, and a process outside accepts connections. Only TCP is relayed.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ import psutil
 from flatout.doctor.trials import namespaces
 from flatout.doctor.trials.guard import is_of_this_machine
 
-# From <linux/sockios.h> and <net/if.h>.
+# Values from <linux/sockios.h> and <net/if.h>.
 _GET_FLAGS, _SET_FLAGS, _IS_UP = 0x8913, 0x8914, 1
 _SET_ADDRESS, _SET_MASK = 0x8916, 0x891C
 _LOOPBACK = "lo"
 _LISTENS = "0A"
 _HOSTS = "/etc/hosts"
 _MOST_SERVICES = 200
-# Where torchrun's ranks meet.
+# Options with the address where torchrun's ranks meet.
 _MEETING = ("--rdzv-endpoint", "--rdzv_endpoint", "--master-addr", "--master_addr")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What of this machine's network is to be found inside.
+    """Parts of this machine's network that a trial's network imitates.
 
     Attributes:
-        addresses: its own, without those of the loopback.
-        services: address and port of what listens for TCP.
-        folder: for a file that is needed inside.
+        addresses: the machine's addresses, without loopback.
+        services: address and port of each TCP service that listens.
+        folder: folder for a file that is needed inside.
     """
 
     addresses: tuple[str, ...]
@@ -49,11 +49,11 @@ class Machine:
 
 
 def of_this_machine(folder: Path) -> Machine:
-    """As it is now, in this process' network."""
+    """Return the current state of the machine's network, as this process sees it."""
     result = [item.address for some in psutil.net_if_addrs().values() for item in some]
     addresses = []
     for text in result:
-        with suppress(ValueError):  # of hardware, or of one link
+        with suppress(ValueError):  # hardware addresses, and addresses of a single link
             address = ipaddress.ip_address(text)
             if not (address.is_loopback or address.is_link_local):
                 addresses.append(text)
@@ -69,7 +69,7 @@ def _services() -> list[tuple[str, int]]:
                 if state == _LISTENS:
                     address, port = _address_of(local, family)
                     result.append((address.removeprefix("::ffff:"), port))
-                    if address == "::":  # as a rule it takes what comes to the other kind, too
+                    if address == "::":  # it usually accepts IPv4 connections too
                         result.append(("0.0.0.0", port))
     return list(dict.fromkeys(result))[:_MOST_SERVICES]
 
@@ -81,7 +81,7 @@ def _address_of(text: str, family: int) -> tuple[str, int]:
 
 
 def begin(machine: Machine) -> list[socket.socket]:
-    """In a network that has just been made, with its own mounts: the loopback is all there is."""
+    """Set up a new network that has only a loopback, from within its own mounts."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ip4:
         asked = struct.pack("16sh14x", _LOOPBACK.encode(), 0)
         (flags,) = struct.unpack("16xh14x", fcntl.ioctl(ip4, _GET_FLAGS, asked))
@@ -97,13 +97,13 @@ def begin(machine: Machine) -> list[socket.socket]:
                 fcntl.ioctl(ip6, _SET_ADDRESS, asked)
     _name_itself(machine)
     for name in os.environ:
-        if name.endswith("_SOCKET_IFNAME"):  # where gloo, NCCL and others are told to listen
+        if name.endswith("_SOCKET_IFNAME"):  # the interface on which gloo, NCCL and others listen
             os.environ[name] = _LOOPBACK
     return [item for item in map(_listening, machine.services) if item is not None]
 
 
 def _add4(control: socket.socket, name: str, address: str) -> None:
-    # With its mask: the loopback takes a whole net for this machine's own.
+    # With a mask for this address alone: the loopback's own mask would cover a whole network.
     for ask, text in ((_SET_ADDRESS, address), (_SET_MASK, "255.255.255.255")):
         bits = socket.inet_aton(text)
         fcntl.ioctl(control, ask, struct.pack("16sH2x4s8x", name.encode(), socket.AF_INET, bits))
@@ -133,7 +133,7 @@ def _listening(where: tuple[str, int]) -> socket.socket | None:
 
 
 def meets_elsewhere(command: Sequence[str], variables: Mapping[str, str] = os.environ) -> str:
-    """The other machine at which a script's ranks meet; "" where they meet on this one."""
+    """Return the other machine where a script's ranks meet; "" if they meet on this one."""
     places = [variables.get("MASTER_ADDR", "")]
     for option, after in zip(command, [*command[1:], ""], strict=True):
         name, _, value = option.partition("=")

@@ -1,4 +1,4 @@
-"""One contained process of a script, seen from the trial."""
+"""One contained process of a script, as the trial controls it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _ANSWERS_WITHIN_S = 30.0
 
 @dataclass(frozen=True)
 class Command:
-    """What one side of a trial runs.
+    """The command of one side of a trial.
 
     Attributes:
-        command: such as [sys.executable, "train.py"].
-        variables: of the environment, beside the caller's.
+        command: program and arguments, such as [sys.executable, "train.py"].
+        variables: environment variables in addition to the caller's.
     """
 
     command: Sequence[str]
@@ -40,28 +40,28 @@ class Command:
 
 
 class Ended(FlatoutError):
-    """A process of a trial cannot go on; says why."""
+    """Raised when a process of a trial cannot go on, with the reason."""
 
 
 class Process:
-    """A script that runs contained from now on, until `end`.
+    """A script that runs contained, from construction until `end`.
 
     Args:
-        job: what to run, in the current folder.
-        folder: its own, in the trial's.
-        temporary: its own folder for temporary files and logs.
+        job: command to run, in the current folder.
+        folder: folder of this process, within the trial's.
+        temporary: folder of this process for temporary files and logs.
         passes: folders whose files it may change.
-        is_redirected: None: only where the kernel does not overlay files.
-        apart: what it may have for itself where the kernel allows that, as namespaces.py names it.
+        is_redirected: redirect files; None means only if the kernel cannot overlay files.
+        apart: namespaces to make if the kernel allows them, named as in namespaces.py.
 
     Attributes:
-        held: what contains its files: "overlay", "landlock" or "python".
-        lacks: what nothing here contains: "signals" to other processes of the user; "orphans",
-            which may outlive a killed supervisor; "network" of native code and programs that it
-            starts; "ranks": the same, since its ranks meet on another machine.
-        pid: of the script.
-        printed: the file that holds what it prints.
-        exit: its exit code, -N where signal N ended it; None until that is known.
+        held: how its files are contained: "overlay", "landlock" or "python".
+        lacks: kinds of containment that this machine does not have. "signals": to other processes
+            of the user. "orphans": they may outlive a killed supervisor. "network": of native code
+            and child programs. "ranks": the same, since its ranks meet on another machine.
+        pid: process ID of the script.
+        printed: the file that holds its output.
+        exit: its exit code, -N if signal N ended it; None until known.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Process:
     def _start(self, how: dict[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
         with open(self.printed, "wb") as output:
             self._supervisor = subprocess.Popen(
-                # -P: what lies in the user's folder is no module of the supervisor's.
+                # -P: files in the user's folder must not be imported as modules by the supervisor.
                 [sys.executable, "-P", "-m", "flatout.doctor.trials.supervisor", json.dumps(how)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -112,40 +112,40 @@ class Process:
 
     @property
     def said(self) -> int:
-        """A descriptor that is ready when the supervisor has said something unasked: `hear` it."""
+        """File descriptor that is ready when the supervisor has sent a message to `hear`."""
         assert self._supervisor.stdout is not None
         return self._supervisor.stdout.fileno()
 
     def hear(self) -> None:
-        """Take what the supervisor says unasked: that the script has ended.
+        """Receive the supervisor's message that the script has ended.
 
         Raises:
-            Ended: with the reason.
+            Ended: always, with the reason.
         """
         self.exit = self._heard(math.inf).get("exit")
         raise Ended(self._why())
 
     def wait(self) -> int | None:
-        """Wait until the script ends; returns its exit code, -N where signal N ended it."""
+        """Wait until the script ends; return its exit code, -N if signal N ended it."""
         with suppress(Ended):
             while self.exit is None:
                 self.hear()
         return self.exit
 
     def stop(self) -> None:
-        """Hold the script and everything that it has begun."""
+        """Stop the script and all its children."""
         self._ask("stop")
 
     def go(self) -> None:
-        """Let it go on."""
+        """Let the stopped script go on."""
         self._ask("go")
 
     def interrupt(self) -> None:
-        """Ask the script to end, as Ctrl-C does; the others that it has begun do not hear it."""
+        """Ask the script to end, as Ctrl-C does; its children do not get the signal."""
         self._ask("interrupt")
 
     def end(self) -> None:
-        """End the script and everything that it has begun."""
+        """End the script and all its children."""
         with suppress(FlatoutError, OSError):
             if self.exit is None and self._supervisor.poll() is None:
                 self._ask("end")
@@ -153,7 +153,7 @@ class Process:
 
     def _ask(self, word: str) -> None:
         assert self._supervisor.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended; what it said last is read below
+        with suppress(BrokenPipeError):  # the script has ended; its last message is read below
             self._supervisor.stdin.write(word.encode() + b"\n")
             self._supervisor.stdin.flush()
         reply = self._heard(time.monotonic() + _ANSWERS_WITHIN_S)
@@ -173,7 +173,7 @@ class Process:
         return dict(json.loads(line))
 
     def _close(self) -> None:
-        # Its standard input closed, it ends everything below it.
+        # When its standard input closes, the supervisor ends everything below it.
         assert self._supervisor.stdin is not None
         assert self._supervisor.stdout is not None
         with suppress(BrokenPipeError):
@@ -187,7 +187,7 @@ class Process:
         self._waiting = b""
 
     def refused(self) -> list[dict[str, str]]:
-        """What it was not allowed to do, once for each line of the user's: what, where, kind."""
+        """Return the refused actions, once for each line of the user's: what, where, kind."""
         try:
             lines = (self._temporary / REFUSED).read_text(encoding="utf-8").splitlines()
         except OSError:
@@ -195,7 +195,7 @@ class Process:
         return [json.loads(line) for line in dict.fromkeys(lines)]
 
     def output(self) -> str:
-        """The end of what it has printed."""
+        """Return the end of the script's output."""
         with suppress(OSError), open(self.printed, "rb") as file:
             file.seek(max(self.printed.stat().st_size - _TAIL, 0))
             return file.read().decode(errors="replace")
@@ -216,10 +216,10 @@ class Process:
 
 
 def containment(command: Sequence[str]) -> tuple[str, list[str]]:
-    """What `held` and `lacks` of a trial's processes would be, by one that does nothing.
+    """Return `held` and `lacks` of a trial's processes, tested with a process that does nothing.
 
     Args:
-        command: what trials would run.
+        command: command that trials would run.
 
     Raises:
         FlatoutError: a trial cannot begin here.

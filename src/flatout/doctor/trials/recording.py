@@ -1,7 +1,7 @@
-"""What one side of a trial shows beside its times: losses of its steps, and of what batches.
+"""Records losses of steps and hashes of batches in one side of a trial.
 
-A process that begins the same script again shows nothing more: looking at each step takes a tenth
-of one of 0.15 ms, and short scripts are begun many times.
+A restarted process of the same script records nothing: recording costs a tenth of a step of 0.15
+ms, and short scripts are restarted many times.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from flatout.doctor.trials.step_sync import RECORDED, at_step
 from flatout.hooks import Hook, wrap
 from flatout.observe import EVALUATION, SAVING, Lanes, Watch
 
-# What comes later is not compared.
+# Most steps, and most batches of a loader, that are recorded.
 _MOST = 2000
-# Of a batch so many indices are looked at: they tell one order from another.
+# Most indices of a batch that are hashed. They suffice to tell one order from another.
 _INDICES = 256
-# Of so many batches of a loader the numbers themselves are looked at, of each tensor so many bytes:
-# they tell augmentation that was drawn again.
+# _READ: first batches of each loader whose contents are hashed, to detect random augmentation.
+# _BYTES: most bytes of each tensor that are hashed.
 _READ, _BYTES = 8, 2**24
 
 
 class Stepping(Watch):
-    """A Watch that meetes at step boundaries at the ends of steps, and records.
+    """A Watch that records at ends of steps, and waits for the trial at step boundaries.
 
-    Each step is looked at while its loss is recorded, after that only those at which a block begins
-    or ends: in steps of half a millisecond, looking at each was a fifteenth.
+    It is called at each step while losses are recorded, and later only at steps at which a block
+    begins or ends. In steps of 0.5 ms, a call at each step cost a fifteenth of the time.
 
     Attributes:
-        record: of losses and batches.
-        more: gives what else the trial hears, as plain data.
+        record: recorded losses and batches.
+        more: returns other results for the trial, as plain data.
     """
 
     def __init__(self) -> None:
@@ -53,17 +53,17 @@ class Stepping(Watch):
         return spent[EVALUATION] + spent[SAVING]
 
     def attend(self) -> None:
-        """A step has ended that is due; returns when the next may begin."""
+        """Handle the end of a step that is due; return when the next step may begin."""
         super().attend()
         lanes, more = self.lanes, 1
         taken = lanes.steps - self._done
-        if taken:  # else it was a part of the step before
+        if taken:  # otherwise this call belongs to the step before
             self._done = lanes.steps
             if lanes.steps == 1:
                 self._first_s = lanes.step_ms()[0] / 1e3
             wants_next = self.record.end_step()
             more = at_step(taken)
-            lanes.skip()  # nor was waiting for the other arm
+            lanes.skip()  # the wait for the other process belongs to no lane
             if wants_next:
                 more = 1
             else:
@@ -71,12 +71,12 @@ class Stepping(Watch):
         lanes.due = min(lanes.due, lanes.steps + more)
 
     def told(self) -> dict[str, Any]:
-        """What has come since this was asked last, as plain data."""
+        """Return the results since the last call, as plain data."""
         return {"first_s": self._first_s, **self.more(), **self.record.taken()}
 
 
 class Record:
-    """Losses of steps, and numbers for the indices and the contents of batches."""
+    """Losses of steps, and hashes of the indices and contents of batches."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
@@ -91,7 +91,7 @@ class Record:
         self._read: dict[int, int] = {}
 
     def end_step(self) -> bool:
-        """The loss that was met first is the step's; returns whether that of the next is wanted."""
+        """Take the first loss since the last step; return True if the next step's is needed."""
         if self._steps < self._most:
             self._losses.append(self._loss)
             self._loss = None
@@ -99,19 +99,19 @@ class Record:
         return self._steps < self._most
 
     def stop(self) -> None:
-        """Nothing more is wanted: takes off what each step would go through."""
+        """Remove the hooks, since nothing more is recorded."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def taken(self) -> dict[str, Any]:
-        """Reads the values from the device: to be called where a block has ended."""
+        """Read the values from the device; call this at the end of a block."""
         losses = [float("nan") if loss is None else float(loss) for loss in self._losses]
         taken = {"losses": losses, "batches": self._batches, "contents": self._contents}
         self._losses, self._batches, self._contents = [], {}, {}
         return taken
 
     def watch_losses(self, torch: Any) -> None:
-        """Hooks into torch.autograd.backward, which Tensor.backward calls."""
+        """Hook into torch.autograd.backward, which Tensor.backward calls."""
         lanes, is_compiling = self._lanes, torch.compiler.is_compiling
         kind = torch.Tensor
 
@@ -129,7 +129,7 @@ class Record:
         self._hooks.append(wrap(torch.autograd, "backward", "recording", around))
 
     def watch_batches(self, module: Any) -> None:
-        """Hooks into torch.utils.data.dataloader."""
+        """Hook into torch.utils.data.dataloader."""
         owner = module._BaseDataLoaderIter
         self._hooks += [
             wrap(owner, "_next_index", "recording", self._shown, self._batch),
@@ -162,13 +162,13 @@ class Record:
             return
         try:
             indices = array("q", index[:_INDICES]).tobytes()
-        except (TypeError, OverflowError):  # a sampler of other keys than numbers
+        except (TypeError, OverflowError):  # the sampler's keys are not integers
             indices = repr(index[:_INDICES]).encode()
         self._batches.setdefault(loader, []).append(zlib.crc32(indices))
 
 
 def content_of(batch: Any, begun: int = 0) -> int | None:
-    """A number for what is in nested tensors, arrays and numbers; None where something else is."""
+    """Return a hash of nested tensors, arrays and numbers; None if there are other types."""
     if isinstance(batch, dict):
         batch = [part for item in batch.items() for part in item]
     if isinstance(batch, (list, tuple)):

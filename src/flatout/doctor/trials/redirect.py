@@ -1,13 +1,13 @@
-"""Files copied on write by Python's own functions, where the kernel does not overlay them.
+"""Copies files on write by patched Python functions, if the kernel cannot overlay them.
 
-A path that is written to is first copied into the trial's folder and used from there; later reads
-of it see the copy, and what was deleted stays deleted. Patched are `open`, the functions of `os` on
-paths and what is built on them (pathlib, shutil, tempfile, glob), `sqlite3.connect`, and the native
+A file that is written is first copied into the trial's folder and used from there. Later reads see
+the copy, and deleted files stay deleted. Patched are `open`, the path functions of `os`, and
+functions based on them (pathlib, shutil, tempfile, glob). So are `sqlite3.connect` and the native
 writers of torch, safetensors and h5py.
 
-Not seen: other native code that opens files by name, subprocesses, functions given `dir_fd`, and
-imports of modules that the script itself has written. Where the kernel has Landlock, writes of
-these get `Permission denied`; where not, only what Python announces to audit hooks is refused.
+Not redirected are other native code that opens files by name, subprocesses, functions with
+`dir_fd`, and imports of modules that the script has written. With Landlock in the kernel, their
+writes get `Permission denied`. Without Landlock, only writes with audit events are refused.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def install(view: View) -> None:
-    """Redirect this process from now on."""
+    """Redirect files in this process from now on."""
     _patch_open(view)
     _patch_reading(view)
     _patch_changing(view)
     _patch_moving(view)
     _patch_sqlite(view)
-    # Or it goes by descriptors of folders, which stand for one of the two places.
+    # Otherwise shutil uses folder descriptors, which belong to only one of the two places.
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
     sys.dont_write_bytecode = True
     redirect_native(view)
@@ -207,7 +207,7 @@ def _patch_sqlite(view: View) -> None:
 
 
 class _Entry:
-    """What os.scandir gives, of a folder whose entries lie in two places."""
+    """Entry of os.scandir, for a folder whose entries are stored in two places."""
 
     def __init__(self, folder: Name, name: str) -> None:
         self.name: Any = os.fsencode(name) if isinstance(folder, bytes) else name
@@ -242,7 +242,7 @@ class _Entry:
 
 
 class _Entries:
-    """The iterator and context manager that os.scandir returns."""
+    """Iterator and context manager that os.scandir returns."""
 
     def __init__(self, entries: Iterator[_Entry]) -> None:
         self._entries = entries

@@ -1,4 +1,4 @@
-"""Connects what comes to a trial's own network with the services of this machine, byte by byte."""
+"""Relays connections from a trial's own network to services of this machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _CHUNK = 1 << 18
 
 
 def relay(services: Sequence[socket.socket]) -> NoReturn:
-    """Accepts what comes to sockets that listen in the other network, forever.
+    """Accept connections on sockets that listen in the trial's network, forever.
 
-    Each connection goes on to the same address and port in this process' own network.
+    Each connection is relayed to the same address and port in this process' own network.
     """
     waiting = selectors.DefaultSelector()
     for service in services:

@@ -1,4 +1,4 @@
-"""How long the blocks of a trial are, and how many of them there are."""
+"""Length and number of the blocks of a trial."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from flatout.doctor.trials.arm import FEWEST_STEPS, WARM_STEPS
 from flatout.doctor.trials.process import Ended
 
 _SHORTEST_S = 0.25
-# Of a trial's time, for beginning again.
+# Largest share of a trial's time that is spent on restarts.
 _RENEWING = 1 / 3
-# Blocks that a script of few steps should have room for, before it must be started again.
+# Numbers of blocks to fit between two restarts of a script with few steps, tried in this order.
 _BLOCKS_IN_A_LIFE = (4, 2, 1)
 _GOOD_STEPS = 8
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how often is measured.
+    """Terms of a trial: length, number and handling of its blocks.
 
     Attributes:
-        max_pairs, min_pairs: quadruples A B B A at most, and at least where there is time.
-        block_s: seconds that a block lasts at most, unless it must be longer than the queue; less
-            where the budget has no room for `max_pairs`.
-        floor: how far from 1 a ratio of the script to itself may lie, as known in advance.
-        precision: how far apart the ends of the interval of a clear answer may lie.
-        epoch_steps: of an epoch, or from one evaluation to the next; blocks that are longer are
-            whole epochs. None: no one knows.
-        in_epochs: all blocks are whole epochs, for what happens once in each.
-        pace_s: seconds that a side runs after the other one before a block counts, where there is
-            time; each side counts as many seconds then, not as many steps. What ran before has
-            left its traces in the machine.
-        settles: B becomes faster for as long as no one knows, as one that fills a cache.
-        counts_between: evaluation and saving are a part of what is measured.
-        lives: how often both sides are begun, where there is time for it. Two processes of the same
-            script may differ for as long as they live, as in where their objects lie in memory.
-        hopeless: B is given up where its steps take so many times as long as A's once it is warm.
+        max_pairs: most quadruples A B B A.
+        min_pairs: fewest quadruples, if time allows.
+        block_s: longest duration of a block in seconds, unless the queue requires more. Blocks are
+            shorter if `max_pairs` would exceed the budget.
+        floor: known largest distance from 1 that the ratio of the script to itself may have.
+        precision: largest width of the interval of a clear result.
+        epoch_steps: steps of an epoch, or between evaluations; longer blocks are whole epochs.
+            None if unknown.
+        in_epochs: True if all blocks are whole epochs, for effects that occur once per epoch.
+        pace_s: seconds that a side runs after the other one before a block counts, if time allows,
+            since the previous load affects the machine's speed. Then each side counts equally many
+            seconds, not steps.
+        settles: True if B speeds up for an unknown time, as while it fills a cache.
+        counts_between: True if evaluation and saving count too.
+        lives: number of times that both sides are started, if time allows. Two processes of the
+            same script may differ permanently, for example in the layout of objects in memory.
+        hopeless: B is given up if its warm steps take at least this factor longer than A's.
     """
 
     max_pairs: int = 8
@@ -53,16 +54,16 @@ class Schedule:
     hopeless: float = math.inf
 
     def steps(self, step_s: float, left_s: float, dropped: int, most: int | None) -> int:
-        """Steps that a block counts.
+        """Return the number of steps that a block counts.
 
         Args:
             step_s: seconds per step of the slower side.
             left_s: seconds for the whole trial.
-            dropped: steps at the start of a block that are not counted.
-            most: steps that the script takes in all; None where it is not known.
+            dropped: uncounted steps at the start of a block.
+            most: total steps of the script; None if unknown.
 
         Raises:
-            Ended: the script does not take so many.
+            Ended: the script does not take enough steps.
         """
         wanted = min(max(left_s / (4 * self.max_pairs), _SHORTEST_S), self.block_s)
         fewest = max(dropped - WARM_STEPS + 1, FEWEST_STEPS)
@@ -87,15 +88,15 @@ class Schedule:
     def lives_within(
         self, left_s: float, renewal_s: float, quadruple_s: float, most: int | None
     ) -> Lives:
-        """How often both sides are begun in so many seconds.
+        """Return the number of starts of both sides that fit into the time.
 
         Args:
-            left_s: seconds for what is left of the trial.
-            renewal_s: what it takes to begin both again.
-            quadruple_s: what A B B A takes.
-            most: as of `steps`.
+            left_s: seconds left of the trial.
+            renewal_s: seconds of a restart of both sides.
+            quadruple_s: seconds of one quadruple A B B A.
+            most: total steps of the script; None if unknown.
         """
-        # Short scripts are begun again and again anyway, and what has settled would do so again.
+        # Short scripts are restarted anyway, and a restarted side would have to settle again.
         if most is not None or self.settles:
             return Lives(1, self.max_pairs)
         counts = range(self.lives, 0, -1)
@@ -107,16 +108,16 @@ class Schedule:
     def length(
         self, step_s: float, left_s: float, dropped: int, steps: int, most: int | None
     ) -> Length:
-        """How long the blocks of each side are.
+        """Return the length of the blocks of each side.
 
         Args:
-            step_s, dropped, most: as of `steps`.
-            left_s: seconds for what is left of the trial.
-            steps: that both sides count at least.
+            step_s, dropped, most: as in `steps`.
+            left_s: seconds left of the trial.
+            steps: fewest steps that both sides count.
         """
-        if most is not None:  # a short script has no room for more
+        if most is not None:  # a short script has no steps for warm-up
             return Length(dropped, steps)
-        # Of the time for a quadruple's four blocks not more than half, and some to spare.
+        # At most half of the time of a quadruple's four blocks, less a margin.
         pace_s = min(self.pace_s, max(left_s, 0.0) / (10 * self.min_pairs))
         epoch = self.epoch_steps or 1
         unit = 1 if steps % epoch else epoch
@@ -125,24 +126,24 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Lives:
-    """How often both sides of a trial are begun.
+    """Number of starts of both sides of a trial.
 
     Attributes:
-        count: so often.
-        quadruples: for which there is room; they are spread over the lives.
+        count: number of starts of each side.
+        quadruples: number of quadruples that fit; they are spread evenly over the starts.
     """
 
     count: int
     quadruples: int
 
     def restart(self, blocks: int) -> bool:
-        """Whether a life ends after so many blocks."""
+        """Return True if both sides are restarted after this number of blocks."""
         done, rest = divmod(blocks, 4)
         return rest == 0 and done in self._ends
 
     @property
     def fewest(self) -> int:
-        """Quadruples after which each life has had one."""
+        """Fewest quadruples with which each start has had one."""
         return max(self._ends, default=0) + 1
 
     @property
@@ -152,15 +153,15 @@ class Lives:
 
 @dataclass(frozen=True)
 class Length:
-    """How long blocks are.
+    """Length of blocks.
 
     Attributes:
-        dropped: steps at the start of a block that are left out at least.
-        steps: that are counted at least.
-        pace_s: seconds that a side runs after the other one before it counts; 0: both sides count
-            the same steps.
-        counts_s: seconds that each side counts otherwise.
-        unit: steps of which whole ones are taken for these seconds: an epoch, or 1.
+        dropped: fewest uncounted steps at the start of a block.
+        steps: fewest counted steps.
+        pace_s: seconds that a side runs after the other one before it counts. If 0, both sides
+            count the same number of steps.
+        counts_s: seconds that each side counts if `pace_s` is not 0.
+        unit: step numbers for these seconds are multiples of it: an epoch, or 1.
     """
 
     dropped: int
@@ -170,7 +171,7 @@ class Length:
     unit: int = 1
 
     def of(self, step_s: float, *, is_paced: bool = True) -> tuple[int, int]:
-        """Steps at the start of a block that a side leaves out, and those that it counts."""
+        """Return the uncounted steps at the start of a side's block, and the counted ones."""
         if not self.pace_s:
             return self.dropped, self.steps
         left_out = int(self.pace_s / (self.unit * step_s)) * self.unit if is_paced else 0
@@ -178,5 +179,5 @@ class Length:
         return max(self.dropped, left_out), max(self.steps, counted)
 
     def seconds(self, step_s: float) -> float:
-        """That a block of the slower side takes."""
+        """Return the seconds of a block of the slower side."""
         return max(self.dropped * step_s, self.pace_s) + self.steps * step_s

@@ -1,13 +1,13 @@
-"""The folders in which trials write, and what is left of trials that were killed.
+"""Folders in which trials write, and the remains of trials that were killed.
 
-CACHE/trials/ID/owner.json   whose it is: process, when that began, on which machine
-CACHE/trials/ID/a/           of one of the two processes
-    upper/                   its writes, where the kernel overlays files
-    files/<absolute path>    its writes, where Python's functions are redirected
-    gone                     what it has deleted, there
-    output                   what it has printed
-TMP/flatout-XXXX/            its temporary files; trial.json in it names ID, so that no damaged or
-                             planted owner.json has another folder removed
+CACHE/trials/ID/owner.json   the owner: process ID, its start time, the machine.
+CACHE/trials/ID/a/           folder of one of the two processes
+    upper/                   its writes, if the kernel overlays files
+    files/<absolute path>    its writes, if Python's functions are redirected
+    gone                     the files it has deleted, if redirected
+    output                   its output
+TMP/flatout-XXXX/            its temporary files. Its trial.json contains ID, so that a damaged or
+                             forged owner.json cannot cause the removal of another folder
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _TRIAL = "trial.json"
 
 
 def trials_folder() -> Path:
-    """Where the folders of all trials lie."""
+    """Return the folder that contains the folders of all trials."""
     return cache_folder() / "trials"
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder for one trial of this process, removed at the end.
+    """Make a folder for one trial of this process, and remove it at the end.
 
-    Folders of trials whose process is gone are removed first.
+    Folders of trials whose process has ended are removed first.
     """
     remove_left()
     folder = _made()
@@ -51,10 +51,10 @@ def scratch() -> Iterator[Path]:
 
 def _made() -> Path:
     folder = kind_folder("trials") / secrets.token_hex(6)
-    # A name that says itself whose it is, until the file does: no other start takes it for left.
+    # Until owner.json exists, the name contains the owner, so that no other process removes it.
     new = folder.with_name(f"{folder.name}.{os.getpid()}.new")
     new.mkdir()
-    # Sockets have short names, and lie in the folder for temporary files.
+    # Sockets need short paths, and so are in the folder for temporary files.
     temporary = tempfile.mkdtemp(prefix="flatout-")
     Path(temporary, _TRIAL).write_text(json.dumps(folder.name))
     owner = {"pid": os.getpid(), "began": _began(os.getpid()), "machine": machine()}
@@ -64,12 +64,12 @@ def _made() -> Path:
 
 
 def temporary_of(folder: Path) -> Path:
-    """The trial's own folder for temporary files."""
+    """Return the trial's own folder for temporary files."""
     return Path(_owner(folder)["temporary"])
 
 
 def left() -> list[Path]:
-    """Folders of trials whose process is gone."""
+    """Return the folders of trials whose process has ended."""
     if not is_made(trials_folder()):
         return []
     result = [item for item in sorted(trials_folder().iterdir()) if _NAME.fullmatch(item.name)]
@@ -77,7 +77,7 @@ def left() -> list[Path]:
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether a trial's process may still run; on another machine no one here can tell."""
+    """Return True if a trial's process may still run, also if it belongs to another machine."""
     owner = _owner(folder)
     if not owner:
         maker = folder.name.split(".")[1:2]
@@ -89,13 +89,13 @@ def is_alive(folder: Path) -> bool:
 
 
 def remove_left() -> None:
-    """Remove what is left of trials that were killed."""
+    """Remove the remains of trials that were killed."""
     for folder in left():
         remove(folder)
 
 
 def remove(folder: Path) -> None:
-    """Remove a trial's folder with its temporary files, whatever rights the script gave them."""
+    """Remove a trial's folder and its temporary files, whatever permissions the script set."""
     temporary = _owner(folder).get("temporary")
     if isinstance(temporary, str) and _is_of(Path(temporary), folder):
         remove_tree(Path(temporary))
@@ -103,7 +103,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder, whatever rights a script gave what lies in it."""
+    """Remove a folder, whatever permissions a script set within it."""
     with suppress(OSError):
         parent = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -1,14 +1,14 @@
 """One side of a trial: `python -m flatout.doctor.trials.start [-m] script.py args`.
 
-The environment says how: FLATOUT_SEED what random numbers begin with, before the script's own
-seeding, which wins; FLATOUT_SET (and FLATOUT_RECIPE) the cures, as `flatout run` takes them;
-FLATOUT_EDITS a file of changes of its code, a JSON list of Edits; FLATOUT_LOSSES a file for all
-losses of a run that is no trial.
+Environment variables are the settings. FLATOUT_SEED: random seed, before the script's own seeding,
+which wins. FLATOUT_SET (and FLATOUT_RECIPE): the cures, as for `flatout run`. FLATOUT_EDITS: file
+with changes of the script's code, a JSON list of Edits. FLATOUT_LOSSES: file for all losses of a
+run outside a trial.
 
-Steps are counted as observing counts them, and `step_sync.at_step` is called after each. Evaluation
-and saving are not stopped, since the script may need what comes of them: what they write goes to
-the trial's folder, their time is told apart, and where a script's length is known it is ended
-before its last steps are over. Outside a trial the script simply runs.
+Steps are counted as during observation, with a call of `step_sync.at_step` after each. Evaluation
+and saving are not skipped, since the script may need their results. Their files go to the trial's
+folder, and their time is reported separately. If a script's length is known, the script is ended
+before its last steps. Outside a trial the script simply runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SEED, EDITS, LOSSES = "FLATOUT_SEED", "FLATOUT_EDITS", "FLATOUT_LOSSES"
 
 
 def main(command: list[str]) -> None:
-    """Runs a script, or after -m a module, as one side of a trial."""
+    """Run a script, or after -m a module, as one side of a trial."""
     show_as_python_does()
     if SEED in os.environ:
         _seed(int(os.environ[SEED]))
@@ -49,7 +49,7 @@ def main(command: list[str]) -> None:
         from flatout.doctor import edits
 
         edits.install(edits.load(Path(os.environ[EDITS])))
-    # Behind the cures, so that what is recorded is the script's own.
+    # After the cures, so that the script's own losses and batches are recorded.
     _watch(watch)
     run(command)
 
@@ -103,7 +103,7 @@ def _watch(watch: Stepping) -> None:
 
 
 def _leave(watch: Stepping) -> None:
-    watch.lanes.thread = 0  # what a forked process does is no step of this one
+    watch.lanes.thread = 0  # actions of a forked process are not steps of this one
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A trial's process at a step boundary: it tells how long its block took, and waits for the next.
+"""A trial's process at a step boundary: reports the time of its block, and waits for the next.
 
-What sees the script's optimizer steps calls `at_step()` after each, or after as many as it was
-told to. Outside a trial that does nothing. The first process of a script that gets here takes part;
-its other ranks and workers wait for it where they always do. Where the script comes to its end
-within a block, it tells how many steps it took.
+The code that detects optimizer steps calls `at_step()` after each, or after the returned number of
+steps. Outside a trial the call does nothing. The first process of a script that calls it takes
+part. Other ranks and workers of the script wait for that process by their usual means. If the
+script ends within a block, it reports its number of steps.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from typing import Any
 from flatout.doctor.trials.cpu_time import cpu_ns
 from flatout.measure import finish_device, page_faults
 
-# The folder in which the trial listens on a Unix socket: one that has a name in the file system
-# leads out of a network of the script's own.
+# Variable with the folder in which the trial listens on a Unix socket. A socket with a path can be
+# reached from within the script's own network.
 VARIABLE = "FLATOUT_BATON"
 _SOCKET = "steps"
 RECORDED = "FLATOUT_RECORDED"
-"""Of how many steps and batches a process shows more than their time."""
-# Steps after which there is something to do, where there will be nothing.
+"""Variable with the number of steps and batches that a process records, not only times."""
+# Steps to the next action, if there is none.
 _NEVER = 2**40
 
 
 class StepSync:
-    """One process' end."""
+    """The end of the connection in the script's process."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lines = connection.makefile("r", encoding="ascii")
         self._pid = os.getpid()
         self._done = 0
-        # The steps after which there is something to do: where the block's clock starts, and its
-        # end. Before the first block that is the script's first step.
+        # Step numbers of actions: the block's clock starts at `_first` and stops at `_last`.
+        # Before the first block, both are the script's first step.
         self._first = self._last = self._next = 1
         self._began = self._resumed = self._between = self._faults = self._cpu = 0
         atexit.register(self._end)
 
     def step(self, steps: int) -> int:
-        """Steps have ended; returns when the next one may begin, as `at_step` does."""
+        """Count ended steps; return when the next step may begin, with the result of `at_step`."""
         if os.getpid() != self._pid:
             return _NEVER
         self._done += steps
@@ -78,7 +78,7 @@ class StepSync:
 
     def _wait(self) -> None:
         line = self._lines.readline()
-        if not line:  # the trial is over
+        if not line:  # the trial has ended
             os._exit(0)
         dropped, steps = map(int, line.split())
         self._first = self._next = self._done + dropped
@@ -89,12 +89,12 @@ class StepSync:
         if os.getpid() != self._pid:
             return
         steps = self._done if _steps is None else _steps()
-        with suppress(OSError):  # the trial is over
+        with suppress(OSError):  # the trial has ended
             self._connection.sendall(json.dumps({"steps_at_all": steps}).encode() + b"\n")
 
 
 def listen(folder: str) -> socket.socket:
-    """A socket to which the script comes that is told of this folder."""
+    """Return a socket to which the script connects that knows this folder."""
     listener = socket.socket(socket.AF_UNIX)
     with _short(folder) as path:
         listener.bind(path)
@@ -123,13 +123,16 @@ def tell_also(
     more: Callable[[], dict[str, Any]],
     steps: Callable[[], int] | None = None,
 ) -> None:
-    """What else the trial hears of each block."""
+    """Set functions whose results are reported with each block."""
     global _between, _more, _steps
     _between, _more, _steps = between, more, steps
 
 
 def at_step(steps: int = 1) -> int:
-    """To be called after an optimizer step, before the next one's work begins."""
+    """Report ended optimizer steps; return the number of steps until the next call is due.
+
+    Call this before the next step's work begins.
+    """
     if _step_sync is None and not _is_asked:
         _join()
     return _NEVER if _step_sync is None else _step_sync.step(steps)
@@ -145,7 +148,7 @@ def _join() -> None:
     try:
         with _short(folder) as path:
             connection.connect(path)
-    except OSError:  # another process of this script takes part
+    except OSError:  # another process of this script has connected already
         connection.close()
         return
     _step_sync = StepSync(connection)
@@ -159,10 +162,10 @@ def _queued_batches() -> int:
 
     kind = loader._MultiProcessingDataLoaderIter
     is_frozen = gc.get_freeze_count() > 0
-    if is_frozen:  # as script.garbage does at the first step: what is frozen is not listed
+    if is_frozen:  # as by script.garbage at the first step: gc does not list frozen objects
         gc.unfreeze()
-    # Their own types: isinstance asks what a proxy stands for, which may be gone.
+    # The exact types, since isinstance asks a proxy for its referent, which may be gone.
     alive = [item for item in gc.get_objects() if issubclass(type(item), kind)]
-    if is_frozen:  # with what was made since: cycles of that stay until the trial ends
+    if is_frozen:  # also freezes newer objects, whose cycles then stay until the trial ends
         gc.freeze()
     return max((item._num_workers * (item._prefetch_factor or 1) for item in alive), default=0)

@@ -1,10 +1,10 @@
 """The parent of one process of a trial: `python -m flatout.doctor.trials.supervisor JSON`.
 
-It contains itself, and so all that it starts; starts the script; and stops, continues and ends it
-with everything that it has begun, since orphans below it become its children. It hears one word a
-line on its standard input: stop, go, end, or interrupt, which only the script hears. When that
-closes, the trial has been killed, and it ends everything at once. What it has to say is a line of
-JSON on its standard output.
+The supervisor contains itself and thereby all its children, and starts the script. It stops,
+continues and ends the script with all its children, since it adopts orphans. It reads one word per
+line from standard input: stop, go, end, or interrupt, which only the script receives. When standard
+input closes, the trial has been killed, and the supervisor ends everything at once. Its messages
+are lines of JSON on standard output.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from flatout.doctor.trials.relay import relay
 from flatout.processes import adopt_orphans, die_with_parent
 
 _AT_START = str(Path(__file__).parent / "at_start")
-# Between being asked to end and being killed.
+# Seconds between the request to end and the kill.
 _GRACE_S = 2.0
 _KILLED_WITHIN_S = 10.0
 
 
 @dataclass
 class _Script:
-    """A script that runs.
+    """A running script.
 
     Attributes:
-        root: the child of this process that ends with it: init, or the script itself.
-        pid: the script's.
-        held: by what its files are contained: "overlay", "landlock" or "python".
-        lacks: what nothing here contains, as Process tells it.
-        apart: it has its own processes.
+        root: process ID of the child of this process that ends with the script: init, or the
+            script itself.
+        pid: process ID of the script.
+        held: how its files are contained: "overlay", "landlock" or "python".
+        lacks: kinds of containment that this machine does not have, as in Process.
+        apart: the script's own namespaces; None without.
     """
 
     root: int
@@ -58,11 +59,11 @@ class _Script:
         if self.apart is not None:
             signal.pidfd_send_signal(self.apart.descriptor, signal.SIGINT)
         else:
-            os.kill(self.pid, signal.SIGINT)  # its number is its own until it is reaped, here
+            os.kill(self.pid, signal.SIGINT)  # the ID is not reused until this process reaps it
 
 
 def main(how: dict[str, Any]) -> None:
-    """Contain this process, start the script, and obey."""
+    """Contain this process, start the script, and obey the trial's commands."""
     adopt_orphans(True)
     try:
         _contain(how)
@@ -100,7 +101,7 @@ def _passes(how: dict[str, Any]) -> list[Path]:
 
 
 def _writable_paths(command: Sequence[str]) -> list[str]:
-    """Return paths in the command's words, and the folders that programs write by default."""
+    """Return paths in the command's words, and folders that programs write to by default."""
     parts = [part for word in command for part in (word, word.partition("=")[2]) if "/" in part]
     homes = [os.environ.get(name, "") for name in ("HOME", "TMPDIR", "FLATOUT_CACHE")]
     return [path for path in (*parts, *homes) if os.path.isabs(path) and "\0" not in path]

@@ -1,9 +1,10 @@
-"""The files as a redirected script is to see them.
+"""The file tree that a redirected script sees.
 
-They are the user's, copies of those that it has written to, and without those it has deleted.
+It consists of the user's files, copies of files that the script has written, and new files, without
+the deleted ones.
 
-    FOLDER/files/<absolute path>    a copy, or what is new
-    FOLDER/gone                     what has been deleted, moved, or made again; zeros between
+    FOLDER/files/<absolute path>    a copy, or a new file
+    FOLDER/gone                     paths deleted, moved, or made again, separated by zero bytes
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from typing import Any
 
 from flatout.doctor.trials.native_files import end_of, exists, is_link, native, native_open, real
 
-Name = Any  # str, bytes or os.PathLike, as the functions of os take them
+Name = Any  # str, bytes or os.PathLike, as the functions of os accept them
 
 _AS_THEY_ARE = ("/proc", "/sys", "/dev")
 
 
 class View:
-    """The files as the script is to see them."""
+    """The file tree that the script sees."""
 
     def __init__(self, folder: Path, passes: Sequence[str]) -> None:
         self._files = os.path.realpath(folder / "files")
@@ -37,7 +38,7 @@ class View:
         os.makedirs(self._files, exist_ok=True)
 
     def named(self, name: Name) -> str:
-        """The absolute path that the script means, links of its folders followed."""
+        """Return the absolute path that the script means, with links in its folder resolved."""
         text = os.fsdecode(name)
         if not os.path.isabs(text):
             text = os.path.join(self.here(), text)
@@ -48,18 +49,18 @@ class View:
         return os.path.join(self._parents[folder], base)
 
     def here(self) -> str:
-        """The current folder, as the script knows it."""
+        """Return the current folder, as the script knows it."""
         return self._without_files(native.getcwd())
 
     def to_read(self, name: Name, follow: bool = True) -> str:
-        """Where the file lies: its copy if there is one."""
+        """Return the path where a file is stored: its copy if there is one."""
         path = self.named(name)
         if self._is_passed(path):
             return path
         copy = self._files + path
         if exists(copy):
             end = end_of(copy, follow)
-            # The script may have made a link to what it has not written.
+            # The script may have made a link to a file that has no copy.
             return end if self._is_copy(end) else self.to_read(end, follow)
         if self._is_gone(path):
             return copy
@@ -68,13 +69,13 @@ class View:
         return path
 
     def to_write(self, name: Name, follow: bool = True, keep: bool = True) -> str:
-        """Where to write it: copied there, unless its content need not be kept."""
+        """Return the path to write a file to, after copying it there if `keep`."""
         path = self.named(name)
         if self._is_passed(path):
             return path
         copy = self._files + path
         if not self._has_parent(path):
-            return copy  # the function itself will say so
+            return copy  # the calling function raises the error
         self._make_parent(path)
         end = end_of(copy, follow)
         if not self._is_copy(end):
@@ -105,7 +106,7 @@ class View:
             native.utime(copy, ns=(result.st_atime_ns, result.st_mtime_ns))
 
     def copy_tree(self, name: Name) -> str:
-        """A whole folder or file, to be moved: all of it is copied."""
+        """Copy a whole folder or file, so that it can be moved; return the copy's path."""
         copy = self.to_write(name, follow=False)
         path = self.named(name)
         if os.path.isdir(copy) and not is_link(copy) and not self._is_passed(path):
@@ -127,7 +128,7 @@ class View:
         self.forget(path)
 
     def forget(self, name: Name) -> None:
-        """From now on what the user has there is not seen."""
+        """Hide the user's file of this name from now on."""
         path = self.named(name)
         if not self._is_passed(path) and exists(path):
             descriptor = native.open(self._journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -137,7 +138,7 @@ class View:
                 os.close(descriptor)
 
     def listed(self, name: Name) -> list[str]:
-        """Names in a folder: the user's and the copies, without the deleted."""
+        """Return the names in a folder: the user's files and copies, without deleted ones."""
         path = self.named(name)
         copy = self._files + path
         if self._is_passed(path) or (not exists(copy) and not self._any_gone()):
@@ -149,15 +150,15 @@ class View:
             theirs = native.listdir(path)
             names.update((their, None) for their in theirs if not self._is_gone(f"{path}/{their}"))
         if not names and not exists(copy):
-            native.listdir(self.to_read(name))  # raises what there is to say
+            native.listdir(self.to_read(name))  # raises the right error
         return list(names)
 
     def exists(self, name: Name) -> bool:
-        """Whether there is anything of that name, be it a broken link."""
+        """Return True if a path exists, even as a broken link."""
         return exists(self.to_read(name, follow=False))
 
     def is_merged(self, name: Name) -> bool:
-        """Whether a folder's entries do not all lie in one place."""
+        """Return True if a folder's entries may be stored in both places, or be deleted."""
         path = self.named(name)
         return not self._is_passed(path) and (exists(self._files + path) or self._any_gone())
 
@@ -191,7 +192,7 @@ class View:
         return path.startswith(self._files + "/")
 
     def _is_passed(self, path: str) -> bool:
-        if path.startswith("/dev/shm/"):  # files may lie here; shared memory has no Python path
+        if path.startswith("/dev/shm/"):  # may contain files; shared memory needs no Python path
             return False
         return any(path == item or path.startswith(item + "/") for item in self._passes)
 

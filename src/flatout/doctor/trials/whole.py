@@ -1,6 +1,6 @@
-"""All losses of a whole run in a file: for each step its time and its loss, eight bytes each.
+"""All losses of a whole run in a file: time and loss of each step, eight bytes each.
 
-Times are of the monotonic clock, in seconds, which all processes of a machine share. The loss of a
+Times are seconds of the monotonic clock, which all processes of a machine share. The loss of a
 step without one is NaN.
 """
 
@@ -20,14 +20,14 @@ from flatout.doctor.trials.recording import Record, Stepping
 from flatout.observe import Lanes
 
 LAST = 0.05
-"""Share of the steps whose mean loss stands for where a run has come."""
+"""Share of the last steps whose mean loss is the final loss of a run."""
 
-# Steps after which what has come is read from the device, and written.
+# Steps between reads of the losses from the device, which are then written.
 _EVERY = 256
 
 
 class Whole(Stepping):
-    """Steps of which every loss is kept."""
+    """Steps of which every loss is recorded."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class _All(Record):
         return True
 
     def _write(self) -> None:
-        if os.getpid() == self._pid:  # a fork is another process
+        if os.getpid() == self._pid:  # not in a forked process
             losses, at, self._at = self.taken()["losses"], self._at, []
             with self._file.open("ab") as file:
                 file.write(np.array([at, losses]).T.tobytes())
@@ -59,12 +59,12 @@ class _All(Record):
 
 @dataclass(frozen=True)
 class Curve:
-    """How the loss of a run went.
+    """Losses of a run over time.
 
     Attributes:
-        steps: it took, those without a loss too.
-        at: when each step with a loss had ended, in seconds; float64 of shape (steps with one,).
-        losses: of each of them; float64 of the same shape.
+        steps: number of steps, including those without a loss.
+        at: end time of each step with a loss, in seconds; float64 of shape (steps with a loss,).
+        losses: loss of each of these steps; float64 of the same shape.
     """
 
     steps: int
@@ -73,19 +73,19 @@ class Curve:
 
     @classmethod
     def read(cls, file: Path, began: float) -> Curve:
-        """What a run has written, its times from `began` of the monotonic clock."""
+        """Read the file of a run, with times relative to `began` of the monotonic clock."""
         written = file.read_bytes() if file.exists() else b""
         at, losses = np.frombuffer(written).reshape(-1, 2).T
         has_one = ~np.isnan(losses)
         return cls(len(losses), at[has_one] - began, losses[has_one])
 
     def final(self) -> float:
-        """The mean of the last 5% of the losses; NaN where there is none."""
+        """Return the mean of the last 5% of the losses; NaN if there are none."""
         last = self.losses[-self._window() :]
         return float(last.mean()) if len(last) else math.nan
 
     def reached(self, target: float) -> float | None:
-        """When the mean of as many losses was first this low, in seconds; None if never."""
+        """Return the seconds until the mean of equally many losses was this low; None if never."""
         low = np.flatnonzero(self._means() <= target)
         return float(self.at[low[0] + self._window() - 1]) if len(low) else None
 
@@ -95,7 +95,7 @@ class Curve:
         counts = np.concatenate([[0], np.cumsum(finite)])
         are_finite = counts[window:] - counts[:-window] == window
         means = np.where(are_finite, (sums[window:] - sums[:-window]) / window, math.inf)
-        means[-1:] = self.final()  # sums lose to rounding, and a run must reach its own end
+        means[-1:] = self.final()  # exact, without the sums' rounding: a run must reach its own end
         return means
 
     def _window(self) -> int:
