@@ -1,4 +1,4 @@
-"""Whether samples of a training and a validation may be equal by chance."""
+"""Judges whether equal samples in training and validation may be a coincidence."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from math import log2
 from typing import Any
 
 RICH = 48.0
-"""Samples that fewer bits tell apart may be equal by chance."""
+"""Fewest bits that distinguish samples; with fewer, samples may be equal by chance."""
 
-# So many samples show by how many bits they differ.
+# Most samples whose bits are counted.
 _ASKED = 1024
-# Of so few columns those that follow from another one are told; this share of different numbers in
-# a column says nothing of what follows from it.
+# _COLUMNS: most columns for which dependencies are searched; _OFTEN: share of different numbers in
+# a column above which it determines any other column by chance.
 _COLUMNS, _OFTEN = 16, 0.75
-# Of samples of few bits so many are equal at least, if they are no chance; their columns tell more
-# pairs apart than there are, by so many bits; and so many times as many are equal as in one part.
+# For samples of few bits: _FEWEST: fewest equal samples that are no coincidence; _MORE_BITS: bits
+# beyond those that number all pairs; _MORE_OFTEN: factor over the rate of equal samples within one
+# part.
 _FEWEST, _MORE_BITS, _MORE_OFTEN = 5, 6.0, 2.5
 
 
 def bits_of(rows: Any) -> float:
-    """At most so many bits tell rows of an array apart, by the different values of each column.
+    """Return an upper limit of the bits that distinguish rows, from the values of each column.
 
-    Where these are few, columns that follow from another one, such as a month from a day, count
-    no more.
+    If the limit is small, columns that follow from another column, such as a month from a day, are
+    not counted.
     """
     some = rows[:_ASKED]
     different = [len({*column.tolist()}) for column in some.T]
@@ -45,10 +46,10 @@ def _follows(column: Any, by: Any, different: int) -> bool:
 
 
 def is_no_chance(shared: int, trained: Sequence[int], held_out: Sequence[int], bits: float) -> bool:
-    """Whether so many samples of a validation are also trained on as no chance makes.
+    """Whether `shared` samples of a validation equal training samples more often than by chance.
 
-    That is what as many bits leave to chance, and as often as samples of one part are equal among
-    themselves.
+    Chance is estimated from the bits of a sample, and from the rate of equal samples within one
+    part.
     """
     pairs = len(trained) * len(held_out)
     if shared < _FEWEST or bits < log2(pairs) + _MORE_BITS:

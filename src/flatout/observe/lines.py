@@ -1,7 +1,7 @@
-"""Stacks told as lines of the user's: what each takes of a step, and whether it takes ever more.
+"""User's lines from stack samples: the time of each per step, and whether that time increases.
 
-The time of libraries is told by the user's line that called them, with the module or function of
-theirs that took most of it.
+The time of libraries is attributed to the user's line that called them. The line names the module
+or function of the library that took most of it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from flatout.observe.observation import Growth, Line, Site
 from flatout.observe.sites import read
 from flatout.observe.stacks import NOWHERE, Place, Places, Stack
 
-# Lines that are told, and the user's lines above each of them.
+# _LINES: most lines that are reported; _CALLERS: most calling lines of each.
 _LINES, _CALLERS = 40, 3
-# A line that was looked at less often says nothing of its growth.
+# Fewest samples of a line whose growth is estimated.
 _FEWEST = 40
-# A line grows where that is so much of its mean over what was seen, in so many bins of steps.
+# _GROWS_BY: smallest growth over the observation that is reported, as a share of the mean time;
+# _FEWEST_BINS: fewest bins of steps.
 _GROWS_BY, _FEWEST_BINS = 0.25, 6
-# Many lines are asked: so many times the 95% interval has to lie above zero.
+# Multiple of the 95% interval that a growth must exceed, since many lines are tested.
 _SURE = 2.0
 _HOST, _SYNC = LANES.index("host"), LANES.index("sync")
 
@@ -32,7 +33,7 @@ _Key = TypeVar("_Key")
 
 @dataclass
 class _Of:
-    """All samples of one line."""
+    """Samples of one line."""
 
     samples: int = 0
     lanes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -69,12 +70,12 @@ def _with_sync_in_host(stack: Stack) -> Stack:
 
 
 class Lines:
-    """Stacks as lines.
+    """User's lines with their times.
 
     Attributes:
-        explained: share of the time of steps that has a line of the user's, or a trainer's
+        explained: share of the steps' time that is attributed to a user's line, or to a trainer's
             function.
-        samples: how many there were.
+        samples: number of samples.
     """
 
     def __init__(
@@ -104,14 +105,14 @@ class Lines:
         self.explained = min(1.0, total_ms / max(sum(ms.values()), 1e-9))
 
     def most(self) -> list[Line]:
-        """Those that take most, first."""
+        """Return the lines that take most time, longest first."""
         lines = sorted(self._of.items(), key=lambda item: -item[1].ms)[:_LINES]
         return [self._line(*key, of) for key, of in lines]
 
     def _line(self, file: str, line: int, trainer: str, within: str, of: _Of) -> Line:
         callers = _most(of.callers)
         named = _most(of.within)
-        # One of many modules says less than the line.
+        # A module is named only if it took at least half of the line's time.
         if not within and of.within[named] >= 0.5 * sum(of.within.values()):
             within = named
         return Line(
@@ -128,7 +129,7 @@ class Lines:
 
     def _growth(self, of: _Of) -> Growth | None:
         bins = self._steps // self._width
-        of_bins = of.bins[1:bins]  # the first holds what is done once, the last is not full
+        of_bins = of.bins[1:bins]  # the first bin has one-time work, the last is not full
         if len(of_bins) < _FEWEST_BINS or of.samples < _FEWEST:
             return None
         per_ns = of.ms * self._steps / max(sum(of.bins), 1e-9) / self._width
@@ -136,8 +137,8 @@ class Lines:
 
 
 def growth(ms: list[float], width: int, samples: int) -> Growth | None:
-    """The slope of a line's time by steps, where it is above zero for sure, and matters."""
-    # It needs numpy, which is the script's to import first.
+    """Return the slope of a line's time by step, if it is surely above zero and large enough."""
+    # Imported here, since it needs numpy, which the script may have to import first.
     from flatout.measure import student_t
 
     count, mean = len(ms), sum(ms) / len(ms)
@@ -145,13 +146,13 @@ def growth(ms: list[float], width: int, samples: int) -> Growth | None:
     spread = sum(place * place for place in places)
     slope = sum(place * item for place, item in zip(places, ms, strict=True)) / spread
     left = [item - mean - slope * place for place, item in zip(places, ms, strict=True)]
-    # No less than the noise of counting samples.
+    # At least the noise of the sampling itself.
     of_samples = mean * mean * count / samples
     noise = max(sum(item * item for item in left) / (count - 2), of_samples)
     within = student_t(count - 2) * math.sqrt(noise / spread)
     if mean <= 0 or slope <= _SURE * within or slope * width * count < _GROWS_BY * mean:
         return None
-    # Samples at even times may be spread by half of what chance would do.
+    # Samples at regular times vary about half as much as random ones.
     if not grows_steadily(places, ms, of_samples / 4):
-        return None  # it takes more at once, as where a part of a model is no longer frozen
+        return None  # a sudden increase, such as after a part of a model is unfrozen
     return Growth(1e3 * slope, 1e3 * (slope - within), 1e3 * (slope + within))

@@ -1,9 +1,9 @@
-"""Which modules a step's forward and backward take their time in, seen in two of the first steps.
+"""Time of forward and backward by module, measured in two of the first steps.
 
-Autograd numbers its nodes as forward makes them, and runs them in the calling thread: a node whose
-number lies between those at the beginning and the end of a module's call is a part of that module's
-backward, and takes until the next node begins. Nodes that add up a parameter's gradient have no
-number, and belong to the module that has the parameter.
+Autograd numbers its nodes in the order of forward, and runs them in the calling thread. A node
+belongs to a module if its number lies between those at the beginning and the end of the module's
+call. Its backward takes until the next node begins. Nodes that accumulate a parameter's gradient
+have no number, and belong to the module with that parameter.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from flatout.observe.observation import ModuleTime, Observation
 from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.watch import Watch
 
-# The first steps set things up. Larger models and graphs take too long to be looked at.
+# _FROM: first measured step, since earlier ones set things up; _MODULES, _NODES: most modules and
+# graph nodes, since larger models take too long to measure.
 _FROM, _MODULES, _NODES = 2, 2000, 20_000
-# Groups of modules that are told.
+# Most groups of modules that are reported.
 _TOLD = 20
-# An operator is told where it takes so much of the backward of modules that are none of torch's.
+# Share of the backward of modules other than torch's from which an operator is named.
 _MOST = 0.5
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _END = re.compile(r"Backward\d*$")
@@ -43,7 +44,7 @@ def _is_on_cpu(module: Any) -> bool:
 
 @dataclass
 class _Of:
-    """Time of one module without those within it, in ns."""
+    """Time of one module without its children, in ns."""
 
     forward: int = 0
     backward: int = 0
@@ -51,7 +52,7 @@ class _Of:
 
 
 class ModuleTimes:
-    """Hooks on all modules of the models that are trained on a CPU, and on their graphs' nodes."""
+    """Hooks on all modules of the models trained on a CPU, and on the nodes of their graphs."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -67,15 +68,15 @@ class ModuleTimes:
 
     def _renew(self) -> None:
         self._remove()
-        self._of: dict[int, _Of] = defaultdict(_Of)  # by the number of a module; -1 for none
-        self._steps: list[dict[int, _Of]] = []  # those of steps that have ended
-        self._lanes_ns: list[tuple[int, int]] = []  # of forward and backward, in these
+        self._of: dict[int, _Of] = defaultdict(_Of)  # by module number; -1 for none
+        self._steps: list[dict[int, _Of]] = []  # `_of` of each finished step
+        self._lanes_ns: list[tuple[int, int]] = []  # forward and backward of each of these steps
         self._names: list[tuple[str, Any]] = []
-        self._numbers: dict[int, int] = {}  # of modules, and of their parameters, by id
-        # Calls that are open: the module, when it began, its first node, ns of calls within it.
+        self._numbers: dict[int, int] = {}  # module numbers by id of modules and parameters
+        # Open calls: module, start time, first node, ns of calls within it.
         self._calls: list[list[int]] = []
-        self._spans: list[tuple[int, int, int]] = []  # first and last node, and the module
-        self._ran: list[tuple[int, str, int]] = []  # nodes of a backward pass: module, name, when
+        self._spans: list[tuple[int, int, int]] = []  # first node, last node, module
+        self._ran: list[tuple[int, str, int]] = []  # nodes of a backward pass: module, name, start
         self._since = (0, 0)
 
     # -- forward ----------------------------------------------------------------------------------
@@ -95,10 +96,10 @@ class ModuleTimes:
         by_name: dict[str, int] = {}
         for name, module in root.named_modules():
             if id(module) in self._numbers or isinstance(module, self._torch.jit.ScriptModule):
-                continue  # of two models, or compiled
+                continue  # part of two models, or scripted
             above = by_name.get(name.rpartition(".")[0])
             if above is not None and isinstance(module, parameters):
-                number = above  # what only holds them is never called, as in a layer of Keras
+                number = above  # parameter containers are never called, as in a Keras layer
             else:
                 number = by_name[name] = self._numbers[id(module)] = len(self._names)
                 self._names.append((name, type(module)))
@@ -125,7 +126,7 @@ class ModuleTimes:
         if not (self._calls and self._is_forward() and self._torch.is_grad_enabled()):
             return
         wanted = self._numbers.get(id(module))
-        while self._calls:  # one that has raised has not ended
+        while self._calls:  # a call that raised has not ended
             number, began, node, within = self._calls.pop()
             if number == wanted:
                 break
@@ -144,7 +145,7 @@ class ModuleTimes:
         if not self._spans:
             return
         roots = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
-        self._ran.clear()  # of one that has failed
+        self._ran.clear()  # of a pass that has failed
         nodes = self._graph([root.grad_fn for root in roots if root.grad_fn is not None])
         if len(nodes) <= _NODES:
             for number, node in self._owned(nodes):
@@ -180,7 +181,7 @@ class ModuleTimes:
 
     def _runs(self, number: int, operator: str, gradients: Any) -> None:
         if not self._ran:
-            # Called once all nodes have run.
+            # The callback runs after all nodes.
             self._torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         self._ran.append((number, operator, perf_counter_ns()))
 
@@ -192,7 +193,7 @@ class ModuleTimes:
             self._of[number].operators[operator] += took
         self._ran.clear()
 
-    # -- what was seen ----------------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------------------
 
     def _remove(self) -> None:
         while self._handles:
@@ -213,8 +214,10 @@ class ModuleTimes:
             yield number, _Of(forward, least.backward, least.operators)
 
     def ms_of(self, names: Iterable[str], observation: Observation) -> float | None:
-        """Forward and backward of the modules of these names, without those in them, per step; None
-        where none of them was seen."""
+        """Return forward and backward ms per step of the modules with these names.
+
+        The time of their children is left out. None where none of the modules was measured.
+        """
         wanted = set(names)
         each = self._each(observation)
         mine = [own for name, kind, own, _ in each if kind is not None and name in wanted]
@@ -224,7 +227,7 @@ class ModuleTimes:
         lanes = ("forward", "backward")
         least = [min(each, default=0) for each in zip(*self._lanes_ns, strict=True)]
         if not (any(self._steps) and all(least)):
-            return  # none were looked at, or not to the end
+            return  # no modules were measured, or no step was complete
         forward, backward = (
             (observation.lanes_ms.get(lane) or 0.0) / ns
             for lane, ns in zip(lanes, least, strict=True)
@@ -236,7 +239,7 @@ class ModuleTimes:
             yield name, kind, own, of
 
     def results(self, observation: Observation) -> list[ModuleTime]:
-        """Modules of one kind and place together, those that take most first."""
+        """Return the modules grouped by class and place, those that take most time first."""
         groups: dict[tuple[str, str], ModuleTime] = {}
         operators: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
         for name, kind, own, of in self._each(observation):

@@ -1,31 +1,32 @@
-"""How much of a batch is padding: the value that fills rows to the length of the longest."""
+"""Share of padding in a batch: the value that fills rows to the length of the longest."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Fewer places in a row, or fewer rows, are no sequences.
+# Fewest places in a row, and fewest rows, of a batch of sequences.
 _LEAST_PLACES, _LEAST_ROWS = 8, 2
-# So many rows of a batch are looked at.
+# Most rows of a batch that are inspected.
 _ROWS = 16
-# Share of the other places that may hold the same value: if it means something it is no padding.
+# Largest share of the other places that may hold the padding value; above it, the value has a
+# meaning.
 _ELSEWHERE = 0.01
 
 
 class Padding:
-    """The batches of one model that were looked at.
+    """Padding in the inspected batches of one model.
 
     Attributes:
-        lengths: how many places their rows had.
+        lengths: numbers of places in their rows.
     """
 
     def __init__(self) -> None:
         self.lengths: set[int] = set()
         self._padded = self._places = 0
-        self._channels = 2  # of frames; 1 where convolutions take them first
+        self._channels = 2  # channel dimension of frames; 1 where convolutions take channels first
 
     def look(self, batch: Any) -> None:
-        """Counts the padding of a batch of sequences; of anything else nothing."""
+        """Count the padding of a batch of sequences; ignore any other batch."""
         is_words = batch.dim() == 2 and not batch.is_floating_point() and batch.dtype.itemsize > 1
         is_frames = batch.dim() == 3 and batch.is_floating_point()
         if not (is_words or is_frames) or batch.is_meta or batch.is_sparse:
@@ -33,7 +34,7 @@ class Padding:
         if batch.shape[0] < _LEAST_ROWS or max(batch.shape[1:]) < _LEAST_PLACES:
             return
         batch = batch[:_ROWS].detach().cpu()
-        # By numpy: torch's threads would wake up for so few numbers.
+        # numpy, since torch would wake its threads for these few numbers.
         rows = (batch.float() if batch.dtype.itemsize == 2 else batch).numpy()
         if is_frames:
             found = []
@@ -56,12 +57,12 @@ class Padding:
 
     @property
     def share(self) -> float | None:
-        """Of the places that were looked at; None where no batch of sequences was."""
+        """Share of padding in the inspected places; None without a batch of sequences."""
         return self._padded / self._places if self._places else None
 
 
 def most_common(values: Any) -> Any:
-    """Of the numbers of an array; the smallest of several."""
+    """Return the most common number of an array; the smallest if there are several."""
     import numpy as np
 
     numbers, counts = np.unique(values, return_counts=True)
@@ -69,8 +70,10 @@ def most_common(values: Any) -> Any:
 
 
 def at_the_end(is_value: Any) -> int:
-    """How many places at the ends of the rows of an array hold the value; none where it is found
-    elsewhere."""
+    """Return the number of places at the ends of rows that hold the value.
+
+    0 where the value also occurs elsewhere, or all rows end with equally many.
+    """
     import numpy as np
 
     others = ~is_value[:, ::-1]

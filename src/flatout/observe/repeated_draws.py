@@ -1,8 +1,9 @@
-"""Random numbers that a line draws from a `torch.Generator` and has drawn before, in an earlier
-step or epoch: the generator was seeded again in between.
+"""Random numbers that a line draws from a `torch.Generator` again, as in an earlier step or epoch.
 
-Generators cannot be hooked, so what draws from one is: the state that a draw leaves is one that an
-earlier draw of the same line has left. Drawn data are none: they may be meant to come again.
+That happens where the generator is seeded again in between. Generators cannot be hooked, so the
+functions that draw are. A repetition is found where a draw leaves the generator in a state that an
+earlier draw of the same line has left. Drawn data are not reported, since their repetition may be
+intended.
 """
 
 from __future__ import annotations
@@ -32,36 +33,41 @@ _METHODS = (
     "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
     "multinomial", "normal_", "random_", "uniform_",
 )  # fmt: skip
-# Lines that are told apart, states that are known of each, and how often it is looked at.
+# _PLACES: most lines that are recorded; _STATES: most states recorded of each line; _EVENTS: most
+# repeated states of a line, after which its draws are no longer checked.
 _PLACES, _STATES, _EVENTS = 64, 64, 64
-# Where there are as many states, so many draws of a line are left out for one that is looked at.
+# Draws of a line that are skipped per checked draw, once _STATES states are known.
 _LEFT_OUT = 15
-# A script that has drawn from no generator of its own by then is not asked at each draw.
+# Steps after which draws are no longer hooked, if the script drew from no generator of its own.
 _UNUSED_STEPS = 64
-# The first states of a line are looked at more closely, and so many tensors are held for that.
+# _FIRST: first states of a line whose draws are compared with data; _HELD: most tensors kept for
+# that.
 _FIRST, _HELD = 8, 16
-# Rows that are compared of a batch and of what was drawn, and nodes of a loss.
+# _ROWS: rows of a batch that are searched among the drawn rows; _TABLE: most drawn rows of a
+# tensor; _NODES: most nodes of a loss's graph.
 _ROWS, _TABLE, _NODES = 4, 2**14, 64
-# What is drawn and then scaled is nearly that, in terms of the correlation.
+# Smallest correlation of data with a drawn tensor that they were scaled from.
 _ALIKE = 0.999
-# What torch.compile asks for the functions of torch, in trace_rules.py.
+# Function in torch._dynamo.trace_rules that lists torch's functions for torch.compile.
 _LISTED = "get_torch_obj_rule_map"
 _LOSSES = ("NllLossBackward0", "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
 
 
 @dataclass(eq=False)
 class _Draws:
-    """A line of the user's that draws from a generator.
+    """A user's line that draws from a generator.
 
     Attributes:
-        steps: by the state that a draw has left, in which it did and fed no evaluation.
-        optimizers: how many there were when a state was seen last.
-        is_data: whether what is drawn, or what its generator has drawn beside it, is all that a
-            model gets, or what a loss compares with.
-        drawn_at: by the state, the step in which it was left by a loader's draw.
-        is_of_loader: whether it is drawn while a loader makes a batch.
-        is_alike: whether it was so twice in one step.
-        draws: how many there were.
+        seeds: by state after a draw, the seed of its generator.
+        steps: by state, the steps in which a draw left it and did not serve an evaluation.
+        optimizers: by state, the number of optimizers when the state was last recorded.
+        events: number of repeated states.
+        is_data: whether the whole input of a model, or the target of a loss, was drawn by the line
+            or by the same generator.
+        drawn_at: by state, the step in which a draw within a loader left it.
+        is_of_loader: whether it draws while a loader makes a batch.
+        is_alike: whether a draw within a loader left the same state twice in one step.
+        draws: number of draws.
     """
 
     kind: str
@@ -95,7 +101,7 @@ class _Draws:
 
 
 class RepeatedDraws:
-    """Watches what draws from generators."""
+    """Records what is drawn from generators."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -138,9 +144,9 @@ class RepeatedDraws:
 
     def _begin(self) -> None:
         self._places: dict[tuple[str, str, int], _Draws] = {}
-        self._held: list[tuple[Any, _Draws, Any]] = []  # generators and what they have drawn
-        self._inputs: list[_Draws] = []  # what models got in this step
-        self._other_at = -1  # a step in which a model got something else
+        self._held: list[tuple[Any, _Draws, Any]] = []  # generator, line and drawn tensor
+        self._inputs: list[_Draws] = []  # lines that drew a model's whole input in this step
+        self._other_at = -1  # latest step in which a model got an input that was not drawn
 
     def _hook_rules(self, rules: Any) -> None:
         def listing(original: Any) -> Any:
@@ -159,7 +165,7 @@ class RepeatedDraws:
         if hasattr(getattr(rules, _LISTED, None), "cache_clear"):
             wrap(rules, _LISTED, "observe", listing)
         else:
-            self._end()  # a torch of which nothing is known
+            self._end()  # an unknown version of torch
 
     def _leave(self) -> None:
         while self._hooks:
@@ -174,7 +180,7 @@ class RepeatedDraws:
             result = original(*args, **kwargs)
             generator = kwargs.get("generator")
             if generator is not None and self._watch.lanes.thread == get_ident():
-                # What is drawn without gradients is shown or evaluated, or begins weights.
+                # A draw without gradients serves display or evaluation, or initializes weights.
                 place = self._place(kind) if self._torch.is_grad_enabled() else None
                 if place is not None and place.wants(generator):
                     self._watch.aside(partial(self._drawn, place, generator, result))
@@ -197,7 +203,7 @@ class RepeatedDraws:
         if type(result) is not self._torch.Tensor or device not in ("cpu", "cuda"):
             return
         if device == "cuda" and self._torch.cuda.is_current_stream_capturing():
-            return  # in a graph its state is not known
+            return  # the generator's state is unknown while a CUDA graph is captured
         state = hash(generator.get_state().numpy().tobytes())
         is_new = state not in place.steps
         if is_new and len(place.steps) >= _STATES:
@@ -214,7 +220,7 @@ class RepeatedDraws:
         step, evaluated = lanes.steps, lanes.spent[EVALUATION]
         if place.optimizers.get(state) not in (None, len(self._watch.optimizers)):
             steps.clear()  # another training with the same numbers
-        # A step tells for what it was: until then a model may be evaluated, or an optimizer made.
+        # Judged after the step, since a model may be evaluated or an optimizer made until then.
         self._watch.at(step + 1, partial(self._judge, place, state, step, evaluated), is_once=True)
 
     def _note_loader(self, place: _Draws, state: int) -> None:
@@ -226,7 +232,7 @@ class RepeatedDraws:
 
     def _judge(self, place: _Draws, state: int, step: int, evaluated: int) -> None:
         if self._other_at != step:
-            # A maker of pictures gets noise alone, and its judge gets others.
+            # An image generator's only input is noise, but its discriminator gets other images.
             for one in self._inputs:
                 one.is_data = True
         self._held.clear()
@@ -264,7 +270,7 @@ class RepeatedDraws:
         return (place for generator, place, _ in self._held if id(generator) in generators)
 
     def results(self) -> list[RepeatedSeed]:
-        """Lines by which the same numbers come again."""
+        """Return the lines that draw the same numbers again."""
         return [
             RepeatedSeed(place.kind, place.site, place.steps[state], place.seeds[state])
             for place in self._places.values()
@@ -276,7 +282,7 @@ def _scripted_functions() -> dict[int, str]:
     try:
         builtins: Any = import_module("torch.jit._builtins")
         table: dict[int, str] = builtins._get_builtin_table()
-    except (ImportError, AttributeError):  # a torch of which that is not known
+    except (ImportError, AttributeError):  # an unknown version of torch
         return {}
     return table
 
@@ -291,7 +297,7 @@ def _are_drawn(torch: Any, data: Any, drawn: list[Any]) -> bool:
         return False
     if any(len(flat) == len(pool) and bool((flat == pool).all()) for pool in pools):
         return True
-    if not drawn[0].is_floating_point():  # classes of more samples than a batch has
+    if not drawn[0].is_floating_point():  # class indices, drawn for more samples than a batch has
         return any(len(pool) >= 2 * len(flat) and _are_in(torch, flat, pool) for pool in pools)
     if not data.is_floating_point():
         return False

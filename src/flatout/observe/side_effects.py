@@ -1,10 +1,10 @@
-"""Whether a call of the user's leaves the training alone: looked at before and after it.
+"""Check that a user's call does not affect training, by the state before and after it.
 
-Weights, buffers, gradients, optimizer states, rates, modes and random streams have to be the same
-to the bit after the call, as far as a sample of each tensor and torch's count of its changes show.
-So have the tensors and arrays that its receiver and arguments hold, but for single numbers: new
-ones may come, as in a history. Of those shaped as weights none may come either: they may be an
-average of them.
+Weights, buffers, gradients, optimizer states, rates, modes and random states must be bitwise equal
+after the call. They are compared by a sample of each tensor and by torch's version counter.
+Tensors and arrays of the receiver and the arguments must be equal too, except single numbers. New
+ones may be added, as in a history. New tensors with the shape of a weight may not: they may be
+an average of the weights.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from flatout.observe.rewriting import Rewriting
 from flatout.observe.unused_calls import CALLS
 from flatout.observe.watch import Watch
 
-# Shares of a step from which on a line is hot, and calls that are left out at most.
+# _HOT: smallest share of a step from which a line is hot; _MOST: most calls that are left out.
 _HOT, _MOST = 0.03, 2
-# Calls that are looked at, and so long at most for all looks.
+# _LOOKS: executions of each call that are checked; _LONGEST_NS: most time of all checks.
 _LOOKS, _LONGEST_NS = 3, 1_500_000_000
-# How far objects are followed that the call is given.
+# _DEPTH: levels of references that are followed from a call's arguments; _OBJECTS: most objects.
 _DEPTH, _OBJECTS = 3, 2000
 
 
 def hot_calls(observation: Observation, code: Rewriting) -> list[list[int]]:
-    """The numbers of calls in and above each of the lines that take most, from the inside."""
+    """Return, for each of the hottest lines, the calls that contain it, innermost first."""
     whole = sum(ms or 0.0 for lane, ms in observation.lanes_ms.items() if lane != "evaluation")
     result = []
     for line in observation.lines:
@@ -57,16 +57,16 @@ def hot_calls(observation: Observation, code: Rewriting) -> list[list[int]]:
 
 
 def outermost(chains: list[list[int]], clean: list[int]) -> list[int]:
-    """Of each chain of calls the outermost that changes nothing; of the lines that take most."""
+    """Return the outermost call without effects of each chain, for the hottest lines."""
     chosen = [next((n for n in reversed(chain) if n in clean), None) for chain in chains]
     return [n for n in dict.fromkeys(chosen) if n is not None][:_MOST]
 
 
 class SideEffects:
-    """Watches some calls, and says which have left the training alone.
+    """Checks which of some calls do not affect training.
 
     Attributes:
-        changed: what a call has changed, by its number; "" for nothing.
+        changed: by call number, names of the state that the call has changed; "" for none.
     """
 
     def __init__(self, watch: Watch, code: Rewriting, numbers: list[int]) -> None:
@@ -79,7 +79,7 @@ class SideEffects:
         setattr(builtins, CALLS, self)
 
     def __getitem__(self, at: int) -> Any:
-        """Stands for the list that says what is made: called before and after each call."""
+        """Stand for the list `makes`: called before and after each call of the script."""
         number, is_over = divmod(at, 2)
         if number not in self._looks or get_ident() != self._watch.lanes.thread:
             return self._code.makes[at]
@@ -90,17 +90,17 @@ class SideEffects:
 
     @property
     def is_done(self) -> bool:
-        """Whether enough calls were seen."""
+        """Whether enough executions were checked."""
         return all(looks >= _LOOKS for looks in self._looks.values()) or self._took >= _LONGEST_NS
 
     def end(self) -> list[int]:
-        """Looks no more; returns the calls that were seen, and have changed nothing."""
+        """Stop checking; return the calls that were checked and have changed nothing."""
         setattr(builtins, CALLS, self._code.makes)
         return [n for n, looks in self._looks.items() if looks and not self.changed.get(n)]
 
     def _look(self, number: int, is_over: bool, frame: FrameType) -> None:
         if is_over and number not in self._begun:
-            return  # it had begun before anyone looked
+            return  # the call began before the check
         began = perf_counter_ns()
         self._begun.add(number)
         before = self._before.pop(number, None) if is_over else None
@@ -158,7 +158,10 @@ class SideEffects:
 
 
 class Kept(dict[int, Any]):
-    """What an object holds, by id: more may come, and nothing may change or go."""
+    """State of the tensors or arrays that an object holds, by id.
+
+    Entries may be added later, but none may change or go.
+    """
 
 
 def _differs(before: Any, after: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Between which ends the numbers of a table's columns lie: what scaling by hand leaves there.
+"""Ends between which the columns of a table lie, which reveal how the table was scaled.
 
-Who scales by minimum and maximum leaves 0 and 1, or -1 and 1, at the ends of each column, and who
-scales by the median leaves that at 0. All of it adds up over the parts of a table.
+Scaling by minimum and maximum leaves 0 and 1, or -1 and 1, as the ends of each column. Scaling by
+the median leaves a median of 0. All of this can be accumulated over the parts of a table.
 """
 
 from __future__ import annotations
@@ -10,38 +10,41 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-# Wider rows are pictures, or what a model has made; so many rows are asked how they differ.
+# _COLUMNS: most columns of a table, since wider rows are images or features of a model; _ASKED:
+# rows whose different numbers are counted.
 _COLUMNS, _ASKED = 512, 1024
-# A column of fewer different numbers is of classes or counts.
+# Fewest different numbers of a measured column; others hold classes or counts.
 _DIFFERENT = 32
-# What is scaled is at an end to this, and no oftener; what is out of reach, by so much.
+# _AT_END: tolerance at the end of a scaled range; _OFTEN: most rows that reach an end; _MISSES:
+# smallest distance from an end that counts as missed.
 _AT_END, _OFTEN, _MISSES = 1e-6, 3, 5e-3
-# Share of the columns of measures that are scaled, and of their ends that are reached: a test that
-# is out of sight has the others. And so many of these at least.
+# _SCALED: fewest measured columns in a range, as a share; _REACHED: share of their ends that are
+# reached, since test data out of sight may reach the others; _FEWEST: fewest ends that are reached.
 _SCALED, _REACHED, _FEWEST = 0.5, 0.6, 3
-# Of the columns at the lower and at the upper end, the share that is there seldom: many columns
-# hold zeros, and pixels are black or white.
+# Shares of the columns at the lower and at the upper end that reach it in few rows. Many columns
+# hold zeros, and pixels are often black or white.
 _LOW_SELDOM, _HIGH_SELDOM = 1 / 3, 2 / 3
-# Numbers that lie evenly, such as ranks and times, have this mean and variance for their ends.
+# Tolerance of the mean and variance of evenly spaced numbers, such as ranks and times.
 _EVEN = 2e-3
-# Share of the columns of which training alone has another median.
+# Share of the columns whose median over the training rows alone must differ from zero.
 _OTHERS = 0.5
-# Where as many numbers lie on both sides of zero, their middle is at it to this share of the gap
-# between them, and to this: what was scaled is rounded.
+# Tolerances of a median between the two numbers nearest to zero. _MIDDLE: as a share of the gap
+# between them; _ROUNDED: absolute, since scaled numbers are rounded.
 _MIDDLE, _ROUNDED = 1e-2, 1e-5
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of the columns of a table.
+    """Ends and counts of a table's columns; each attribute but `count` has an entry per column.
 
     Attributes:
-        count: how many rows.
-        low, high: the smallest and the largest number.
-        at_low, at_high: in how many rows.
-        below, above: how many numbers are below zero, and above it.
-        nearest_below, nearest_above: those next to zero; infinite without one.
-        different: how many different numbers some of the rows have.
+        count: number of rows.
+        low, high: smallest and largest number.
+        at_low, at_high: number of rows with the smallest and with the largest number.
+        below, above: number of negative and of positive numbers.
+        nearest_below, nearest_above: negative and positive number nearest to zero; infinite
+            without one.
+        different: number of different numbers in some of the rows.
     """
 
     count: int
@@ -56,7 +59,7 @@ class Spread:
     different: Any
 
     def with_others(self, other: Spread) -> Spread:
-        """Of the rows of both."""
+        """Return the Spread of the rows of both tables together."""
         import numpy as np
 
         low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
@@ -75,7 +78,7 @@ class Spread:
         )
 
     def whole(self) -> Spread:
-        """Of all numbers, as of a single column."""
+        """Return the Spread of all numbers, as of a single column."""
         low, high = self.low.min(keepdims=True), self.high.max(keepdims=True)
         return Spread(
             self.count * self.low.size,
@@ -92,12 +95,12 @@ class Spread:
 
     @property
     def is_median(self) -> Any:
-        """Whether zero is the median of each column, by any of its formulas."""
+        """Whether zero is the median of each column, by any definition of the median."""
         import numpy as np
 
         half = self.count / 2
         is_there = (self.below + self.above < self.count) & (self.below <= half)
-        with np.errstate(invalid="ignore"):  # of infinite ones, where no number lies on a side
+        with np.errstate(invalid="ignore"):  # infinite where one side has no numbers
             gap = self.nearest_above - self.nearest_below
             middle = abs(self.nearest_above + self.nearest_below)
         is_between = (
@@ -107,7 +110,7 @@ class Spread:
 
 
 def spread_of(rows: Any) -> Spread | None:
-    """That of an array of floats, rows by columns; None of wide rows."""
+    """Return the Spread of an array of floats, rows by columns; None for wide rows."""
     import numpy as np
 
     if rows.shape[1] > _COLUMNS or not len(rows):
@@ -130,8 +133,9 @@ def spread_of(rows: Any) -> Spread | None:
 
 
 def missed_end(alone: Spread, both: Spread, mean: Any, variance: Any) -> float | None:
-    """How far the rows that are trained on stay from an end which all reach, that are scaled to
-    reach it; None where nothing says so.
+    """Return the largest distance of the training rows from an end that only all rows reach.
+
+    None where the rows do not look scaled to that end.
     """
     measures = (both.different > _DIFFERENT) & ~_is_even(both, mean, variance)
     for ends in ((0.0, 1.0), (-1.0, 1.0)):
@@ -182,8 +186,8 @@ def _is_even(spread: Spread, mean: Any, variance: Any) -> Any:
 
 
 def has_median(alone: Spread, both: Spread) -> bool:
-    """Whether all rows have a median of zero in each column of measures, and those that are trained
-    on have not."""
+    """Whether the median of each measured column is zero over all rows, but not over the training
+    rows alone."""
     measures = both.different > _DIFFERENT
     count = int(measures.sum())
     if count < 2 or not both.is_median[measures].all():
@@ -192,8 +196,11 @@ def has_median(alone: Spread, both: Spread) -> bool:
 
 
 def held_ends(alone: Spread, both: Spread, figures: Iterable[Any]) -> float | None:
-    """How far the rows that are trained on stay from an end of all, where `figures` have both ends
-    of all of them, or one and the distance; None where they have not."""
+    """Return the largest distance of the training rows from an end of all rows.
+
+    None unless `figures` contain both ends of all rows, or the lower end and the distance between
+    the ends.
+    """
     known = list(figures)
     wide = both.high - both.low
     varied = wide > 0

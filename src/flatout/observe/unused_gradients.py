@@ -1,10 +1,10 @@
-"""Gradients that no optimizer uses: what backward computes them for, in a training's first steps.
+"""Gradients that backward computes but no optimizer uses, in a training's first steps.
 
-Two ways. A loss reaches parameters of another optimizer's that lie before those which its own one
-steps, as a generator's where the discriminator's loss takes samples that were not detached: they
-are zeroed before their optimizer steps, or added to its own. Or it reaches a model of which no
-optimizer has any parameter, such as a teacher or a target network, whose gradients add up. That of
-a training before, whose optimizer no longer steps, is such a model, too.
+There are two cases. First, a loss reaches parameters of another optimizer that lie before those of
+its own. An example is a discriminator loss on generated samples that were not detached. These
+gradients are zeroed before their optimizer steps, or added to its own. Second, a loss reaches a
+model without any parameter in an optimizer, such as a teacher or a target network. Its gradients
+accumulate. A model of an earlier training, whose optimizer no longer steps, is in the second case.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
-# Once all optimizers of a round have stepped it is known who has which parameters.
+# Steps after which all optimizers have stepped, so that the owner of each parameter is known.
 _FROM = 1
-# One that has not stepped for so many steps since another came is of a training before.
+# Steps after a new optimizer, in which an optimizer of an earlier training does not step.
 _RESTS = 20
-# So many optimizers that come later are looked at: some scripts make one in each step.
+# Most later optimizers that start a new observation: some scripts make one in each step.
 _LATER = 4
-# Nodes of a graph that are looked at, and parameters whose gradients are.
+# _NODES: most graph nodes that are followed; _ASKED: most parameters of a group whose gradients are
+# compared with zero.
 _NODES, _ASKED = 20_000, 8
 
 
 @dataclass(eq=False)
 class _Group:
-    """The parameters of an optimizer, or of a model that none steps."""
+    """Parameters of an optimizer, or of a model that no optimizer steps."""
 
     owner: Any  # a SeenOptimizer or a SeenModel
     is_stepped: bool
@@ -51,13 +52,13 @@ class _Group:
 
 @dataclass(eq=False)
 class _Pass:
-    """A backward pass: which groups it has reached, by their numbers.
+    """A backward pass, with the numbers of the groups that it has reached.
 
     Attributes:
-        elements: numbers in the parameters of each that it has reached.
-        behind: of each group, those that lie before it, to which gradients pass through it.
+        elements: elements of the parameters reached in each group.
+        behind: for each group, the groups to which gradients pass through this group.
         site: the user's line.
-        then: the group that was stepped next; None until then.
+        then: the next group that was stepped; None before that.
     """
 
     elements: dict[int, int]
@@ -70,7 +71,7 @@ class GradientUse:
     """Follows gradients from the backward passes to the steps that use them.
 
     Attributes:
-        looks: how many backward passes were looked at.
+        looks: number of backward passes that were followed.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:
@@ -88,7 +89,7 @@ class GradientUse:
 
     @property
     def made(self) -> list[Any]:
-        """All optimizers that there are."""
+        """All optimizers that exist."""
         return list(self._made)
 
     def _noted(self, original: Any) -> Any:
@@ -100,18 +101,18 @@ class GradientUse:
 
     def _renew(self) -> None:
         self.looks = 0
-        self._stepped = 0  # optimizers, when it was looked who has which parameters
+        self._stepped = 0  # number of known optimizers when the groups were formed
         self._groups: list[_Group] = []
         self._known: dict[int, int] = {}
-        # Passes that have reached a group since it was stepped or zeroed.
+        # Passes that have reached each group since it was stepped or zeroed.
         self._open: dict[int, list[_Pass]] = {}
         self._last: list[_Pass] = []
         self._found: dict[tuple[int, int, str], UnusedGradients] = {}
         self._elements = 0
         self._times: Counter[int] = Counter()  # steps of each group's optimizer
         self._later = 0
-        self._resting: set[int] = set()  # SeenOptimizers of trainings before, by id
-        self._told: list[UnusedGradients] = []  # of those trainings
+        self._resting: set[int] = set()  # ids of SeenOptimizers of earlier trainings
+        self._told: list[UnusedGradients] = []  # findings in earlier trainings
         self._end()
         self._listen()
 
@@ -151,13 +152,13 @@ class GradientUse:
         self._last.clear()
 
     def results(self) -> list[UnusedGradients]:
-        """What was seen more than once."""
+        """Return what was found more than once."""
         return [*self._told, *(item for _, item in self._shared())]
 
     def _shared(self) -> Iterator[tuple[int, UnusedGradients]]:
         for (_, then, _), item in self._found.items():
             if item.count > 1:
-                # A pass for each step of the optimizer that it was for.
+                # The share assumes one pass for each step of the optimizer that it was for.
                 item.share = min(1.0, item.elements * self._times[then] / max(1, self._elements))
                 yield then, item
 
@@ -208,7 +209,7 @@ class GradientUse:
         if newest is None or newest.then != number:
             return
         for item in waiting[:-1]:
-            # That of the other one came back through what the other one steps: they are opposed.
+            # Both optimizers got gradients from the other's loss: the losses are adversarial.
             if item.then not in (None, number) and item.then in newest.elements:
                 self._keep(item, number, "added")
 
@@ -217,7 +218,7 @@ class GradientUse:
             return
         passes_on = done.then in done.behind.get(number, ())
         if passes_on and self._groups[number].is_stepped:
-            return  # through it the gradient comes to what is stepped, as through a discriminator
+            return  # the gradient passes through to the stepped parameters, as in a discriminator
         key = (number, done.then, fate)
         gradients = self._found.get(key)
         if gradients is None:
@@ -235,7 +236,7 @@ class GradientUse:
         gradients.count += 1
         gradients.elements = max(gradients.elements, done.elements[number])
 
-    # -- who has what -----------------------------------------------------------------------------
+    # -- groups of parameters ---------------------------------------------------------------------
 
     def _find_groups(self) -> None:
         for kept in (self._groups, self._known, self._open, self._last, self._found, self._times):
@@ -275,13 +276,13 @@ class GradientUse:
                 having.append(model)
         return having[0] if len(having) == 1 else None
 
-    # -- a graph ----------------------------------------------------------------------------------
+    # -- graphs -----------------------------------------------------------------------------------
 
     def _pass(self, roots: list[Any]) -> _Pass:
         elements: dict[int, int] = {}
         behind: dict[int, set[int]] = {}
         reached: dict[Any, frozenset[int]] = {}
-        # The group of a parameter that a node passes on, as a transposed weight.
+        # The group whose parameter a node passes on, such as a transposed weight.
         own: dict[Any, int | None] = {}
         for node in _from_leaves(roots):
             if node.name() == "torch::autograd::AccumulateGrad":
