@@ -1,7 +1,7 @@
-"""What tuning may cost a run, in seconds, and whether what is left pays for the next piece of it.
+"""Limits on the seconds that tuning may cost a run, and the time that is left of them.
 
-Steps under settings that are tried are steps of the run. What they cost is the time by which they
-are slower than those under the best settings known by then, and what is done between steps.
+Steps under tried settings are steps of the run. They cost the time by which they are slower than
+steps under the best settings known by then. Work between steps counts in full.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from flatout.train.auto_terms import TERMS, Terms
 # planned from plain steps. A well tuned run lasts about half of that, so tuning takes a larger
 # share of its real time.
 _SHARE = 0.0125
-# With the time before the first step it is at most the first share of a run of up to so many
-# seconds, and the second one from so many on.
+# Limits on the share of the run that tuning and the time before the first step may take together:
+# (share, seconds of a run up to which it holds), and (share, seconds of a run from which it holds).
 _MOST = (0.04, 10.0), (0.02, 60.0)
-# A run of unknown length is taken to last so long, until it has lasted longer.
+# Assumed seconds of a run of unknown length, until it has lasted longer.
 _UNKNOWN_S = 20.0
 
 
@@ -24,8 +24,8 @@ class Budget:
 
     Attributes:
         steps, terms: as given.
-        step_s: seconds of a step, as far as is known: at first the least that it can take.
-        input_s: seconds for which a step waits for its batches, as far as is known.
+        step_s: best estimate of a step's seconds; at first a lower bound.
+        input_s: best estimate of the seconds for which a step waits for its batches.
         elapsed_s: seconds since the first step.
         before_s: seconds spent before the first step.
         lost_s: seconds lost since the first step.
@@ -39,40 +39,40 @@ class Budget:
 
     @property
     def run_s(self) -> float:
-        """How long the run lasts, by what is known so far."""
+        """Estimated seconds of the whole run."""
         if self.steps is None:
             return max(_UNKNOWN_S, self.elapsed_s)
         return self.steps * (self.step_s + self.input_s)
 
     @property
     def cost_s(self) -> float:
-        """What tuning has cost so far."""
+        """Seconds that tuning has cost so far."""
         return self.before_s + self.rehearsed_s + self.lost_s
 
     @property
     def limit_s(self) -> float:
-        """What slower steps may cost in all."""
+        """Largest total of seconds that slower steps may cost."""
         terms, run_s = self.terms, self.run_s
         return min(terms.short_share * run_s, terms.fixed_s + _SHARE * run_s)
 
     @property
     def left_s(self) -> float:
-        """What of it is left."""
+        """Seconds that slower steps may still cost."""
         (short, from_s), (long, to_s) = _MOST
         way = (min(max(self.run_s, from_s), to_s) - from_s) / (to_s - from_s)
         most_s = self.run_s * (short + (long - short) * way) - self.before_s
-        # What was spent before must not leave nothing to measure with.
+        # Keep at least half of the limit for steps, however long the time before the first step.
         return min(self.limit_s, max(most_s, self.limit_s / 2)) - self.lost_s
 
     def pays_for(self, seconds: float) -> bool:
-        """Whether something may begin that costs about so much."""
+        """Return whether the budget allows work that costs this many seconds."""
         return self.left_s >= seconds
 
     def pays_before(self, seconds: float) -> bool:
-        """Whether it may begin before the first step."""
+        """Return whether the budget allows such work before the first step."""
         return self.before_s + seconds <= self.before_limit_s
 
     @property
     def before_limit_s(self) -> float:
-        """What may be spent before the first step."""
+        """Largest number of seconds that may be spent before the first step."""
         return min(self.terms.longest_s, self.terms.before_share * self.run_s)

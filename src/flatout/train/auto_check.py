@@ -1,7 +1,7 @@
-"""What `auto` asks before the first step: does each option run, and does it compute the same?
+"""Checks that `auto` makes before the first step: does each option run, and compute the same?
 
-Forward and backward passes of a few samples, without an update: weights, optimizer state and
-random states stay as they are. All else is measured on the job's own steps.
+The checks are forward and backward passes of a few samples, without an update. Weights, optimizer
+state and random states are left unchanged. All other measurements use the job's own steps.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from flatout.train.settings import LIVE, Settings
 from flatout.train.snapshot import Moving, random_state, set_random_state, untouched
 from flatout.train.step import Stepper
 
-# The check runs on this part of a batch, and on no fewer samples than this; where even those take
-# long, on no fewer than this.
+# _PART: a check runs on this fraction (1/16) of a batch. _FEWEST: fewest samples of a check.
+# _FEWEST_LONG: fewest samples where a step is long.
 _PART, _FEWEST, _FEWEST_LONG = 16, 4, 2
 _WITHOUT_COMPILING = partial(torch.compiler.set_stance, "fail_on_recompile")
-# Gradients are the same but for rounding where they differ by at most this share of their norm:
-# sums of some thousand products in another order, or products of 8 bits.
+# Largest difference of gradients, as a share of their norm, that counts as rounding. _ROUNDING: for
+# sums of some thousand products in another order. _HALF_ROUNDING: for products of 8 bits.
 _ROUNDING, _HALF_ROUNDING = 0.01, 0.5
-# A forward pass that takes longer is made once, though the first one takes longer than others.
+# Seconds of a forward pass above which it is made once, although a first pass takes longer.
 _LONG_S = 0.5
-# A step takes about so many times its forward pass.
+# Approximate ratio of a step's time to the time of its forward pass.
 _FORWARDS = 3
-# A first pass under settings takes up to so many times as long as later ones.
+# Largest expected ratio of a first pass under settings to later passes.
 _OF_FIRST = 2.0
-# What differs from plain gradients by so many times what these are off by themselves is rounding.
+# Differences up to this multiple of the plain gradients' own rounding error count as rounding.
 _AS_PLAIN = 2.0
 
 Gradients = list[torch.Tensor | None]
@@ -54,12 +54,12 @@ T = TypeVar("T")
 
 
 class KnownStep(NamedTuple):
-    """What is known of a step before it is looked at.
+    """Measurements that exist before a step is checked.
 
     Attributes:
-        looked_s: seconds of the forward pass of the first batch that was made before; 0 for none.
+        looked_s: seconds of an earlier forward pass of the first batch; 0 for none.
         batch_s: seconds in which a batch was made.
-        batches: how many make a step.
+        batches: number of batches in a step.
     """
 
     looked_s: float = 0.0
@@ -75,21 +75,21 @@ class PassTimes(NamedTuple):
 
     Attributes:
         wall_s: by the clock.
-        cpu_s: of this process on all CPUs; on a GPU as by the clock.
+        cpu_s: CPU time of this process on all CPUs; on a GPU the same as `wall_s`.
     """
 
     wall_s: float
     cpu_s: float
 
     def least(self, other: PassTimes) -> PassTimes:
-        """The shorter of two, each by its clock."""
+        """Return the smaller of both wall times, and the smaller of both CPU times."""
         return PassTimes(min(self.wall_s, other.wall_s), min(self.cpu_s, other.cpu_s))
 
     def over(self, plain: PassTimes) -> float:
-        """How many times as long they take as plain ones.
+        """Return the ratio of these times to the plain ones.
 
-        Other work on the machine makes any pass take many times as long by the clock. What is
-        slower by itself takes more CPU time, too.
+        Other work on the machine can make any pass slow by the clock. A pass that is slow by itself
+        also takes more CPU time.
         """
         return min(self.wall_s / plain.wall_s, self.cpu_s / plain.cpu_s)
 
@@ -134,14 +134,14 @@ class FirstCheck:
         self.few_s: float | None = None
         self.starts_cold = terms.starts_cold(stepper.switch.device)
         self._rounding: float | None = None
-        self._loading_s = 0.0  # that plain passes took to load kernels
-        self._first_s = 0.0  # of the first forward of the few samples
-        self._sample_s = 0.0  # what the plain forward of a sample took, in a batch of few
-        self._pass_s = 0.0  # about what forward and backward of the whole batch take
+        self._loading_s = 0.0  # seconds that plain passes took to load kernels
+        self._first_s = 0.0  # seconds of the first forward of the few samples
+        self._sample_s = 0.0  # seconds of the plain forward per sample, in a batch of few
+        self._pass_s = 0.0  # approximate seconds of forward and backward of the whole batch
         self._moving: list[torch.Tensor] = []  # weights that a forward itself changes
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
-        """`facts` with what only a forward pass shows: whether and how random numbers are drawn."""
+        """Return `facts`, with how a forward pass draws random numbers."""
         on_images: list[bool] = []
 
         def watch(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -164,7 +164,7 @@ class FirstCheck:
         finally:
             for handle in handles:
                 handle.remove()
-        # Random numbers drawn outside of the modules that were watched may fall anywhere.
+        # Random numbers drawn outside of the watched modules may depend on the memory layout.
         by_layout = any(on_images) or (drawn and not dropouts)
         return replace(facts, draws_random=facts.draws_random or drawn, draws_by_layout=by_layout)
 
@@ -185,7 +185,7 @@ class FirstCheck:
             return self._takes(self._few)
 
     def _takes(self, batch: Batch) -> bool:
-        """Make a forward pass: a model may take batches of one size only."""
+        """Return whether the model takes this batch: some models take one batch size only."""
         try:
             self._first_s = self._forward_of(batch)
         except OutOfMemory:
@@ -202,14 +202,14 @@ class FirstCheck:
             self.compute(piece)
 
     def time_step(self, known: KnownStep) -> None:
-        """Tell the budget about what a step takes: its passes, its update and its input.
+        """Set the budget's estimates of a step's time and of the time to make its input.
 
-        Passes are told by a forward of the whole batch, the update by one of tensors like those
-        of the model.
+        The passes are timed by a forward of the whole batch. The update is timed on tensors like
+        those of the model.
         """
         self._pass_s = _FORWARDS * self._forward_s(known.looked_s)
         self.budget.step_s = known.batches * self._pass_s + self._update_s()
-        # The first batches take longer than others, as where threads or processes begin.
+        # The first batches take longer than later ones, for example to start threads or processes.
         self.budget.input_s = min(known.batches * known.batch_s, self.budget.step_s)
 
     def _forward_s(self, looked_s: float) -> float:
@@ -237,7 +237,7 @@ class FirstCheck:
         return sum(seconds_of_update(one, by_rows, self._clock) for one in switch.optimizers)
 
     def of(self, options: list[Option], facts: ModelFacts) -> bool:
-        """Look at each option alone, and at all together; returns whether there was time to."""
+        """Check each option alone, and all together; return whether there was time for it."""
         few_s = self._pass_s * self._few.size / self._whole.size
         in_passes = [one for one in options if LIVE[one.setting].in_passes]
         if not self.budget.pays_before(2 * (min(len(in_passes), 2) + 1) * few_s):
@@ -245,7 +245,7 @@ class FirstCheck:
         with self._leaving_no_trace():
             plain, taken = self._passes(self.plain)
             self.few_s = taken.wall_s
-            # What gains the most comes first: there may be time for no more.
+            # The option with the largest gain comes first: time may suffice for one only.
             in_passes.sort(key=lambda option: option.setting != "precision")
             alike: list[Option] | None = None
             for option in in_passes:
@@ -273,7 +273,7 @@ class FirstCheck:
         return not self.starts_cold and is_slow(seconds)
 
     def _keep(self, options: Sequence[Option], now: PassTimes, plain: PassTimes) -> float:
-        """Keep what the few samples took under options; returns how many times as long."""
+        """Record and return the ratio of the few samples' time under options to plain."""
         times = now.over(plain)
         self._looks[frozenset(option.field for option in options)] = times
         return times
@@ -281,7 +281,7 @@ class FirstCheck:
     def frozen_rates(
         self, tried: Sequence[tuple[Option, ...]], facts: ModelFacts, least_s: float
     ) -> dict[tuple[Option, ...], tuple[float, float]]:
-        """Seconds that the forward and the backward of a sample take, by a few samples."""
+        """Return seconds of the forward and the backward per sample, measured on a few samples."""
         found: dict[tuple[Option, ...], tuple[float, float]] = {}
         plain: Gradients = []
         for options in ((), *tried):
@@ -318,7 +318,7 @@ class FirstCheck:
         forward = min(first_s, self._clock() - began)
         backward = self._timed(partial(loss.backward, retain_graph=True))
         gradients = self._take_gradients(loss)
-        with suppress(RuntimeError):  # not every graph can be gone through twice
+        with suppress(RuntimeError):  # not every graph allows a second backward
             backward = min(backward, self._timed(loss.backward))
         self._stepper.update.forget()
         forward, backward = (max(taken / batch.size, 1e-9) for taken in (forward, backward))
@@ -333,14 +333,14 @@ class FirstCheck:
             for option, parity in of_parity.items()
             if parity is Parity.TOLERANT and option.setting != "precision"
         ]
-        # Where some of them may have ended an earlier run, each alone shows which.
+        # If one of these options may have ended an earlier run, checking each alone shows which.
         is_suspect = self.marks.is_suspect([option.field for option in some])
         if len(some) < 2 or is_suspect or not self.budget.pays_before(2 * taken.wall_s):
             return []
         try:
             gradients, now = self._passes(self._under(some), taken)
         except Exception:
-            return []  # each alone shows which
+            return []  # checking each option alone shows which one fails
         is_fine = now.over(taken) <= self._far_slower and all(map(_is_finite, gradients))
         if not is_fine or self._differ(some[0], plain, gradients, facts):
             return []
@@ -359,7 +359,7 @@ class FirstCheck:
         facts: ModelFacts,
     ) -> None:
         if not self.budget.pays_before(2 * taken.wall_s):
-            if self.starts_cold:  # a step has loaded its kernels when it is asked again
+            if self.starts_cold:  # `of_step` checks it once a step has loaded the kernels
                 self.unchecked.append(option)
             else:
                 self.dropped[option.field] = "was not checked: there was no time"
@@ -392,13 +392,13 @@ class FirstCheck:
             why = self._wrong(options, plain, gradients, facts)
         if why:
             self.dropped["together"] = why
-            self.unchecked = options  # some of them beside some others
+            self.unchecked = options  # some combinations of them may still work
 
     def of_step(
         self, options: Sequence[Option], settings: Settings, batch: Batch, facts: ModelFacts
     ) -> str:
-        """Why settings are not to be tried on the next step of a run; "" where nothing says so."""
-        # Compiled code is made for the shape of a batch.
+        """Return the reason against trying settings on a run's next step; "" without one."""
+        # Compiled code depends on the shape of a batch, so it needs the whole batch.
         is_whole = any(LIVE[option.setting].switches == "once" for option in options)
         is_whole |= batch.is_jagged
         check = copy.copy(self)
@@ -418,13 +418,13 @@ class FirstCheck:
             finally:
                 self._stepper.update.forget()
             if not all(map(_is_finite, plain)):
-                return ""  # the step itself will say why
+                return ""  # the step itself will report the cause
             why = check._wrong(options, plain, gradients, facts)
             self._stepper.use(settings)
         return why
 
     def rounding(self, batch: Batch, settings: Settings) -> float:
-        """By what share of their norm gradients differ from those at plain precision."""
+        """Return how far gradients differ from those at plain precision, as a share of the norm."""
         check = copy.copy(self)
         check._few, check._random = batch, random_state()
         exact = settings.but(precision=self.plain.precision)
@@ -435,7 +435,7 @@ class FirstCheck:
             finally:
                 self._stepper.update.forget()
                 self._stepper.use(settings)
-        # The step itself will say why where they are not finite.
+        # If the plain gradients are not finite, the step itself will report the cause.
         return difference(plain, gradients) if all(map(_is_finite, plain)) else 0.0
 
     def _gradients_under(self, settings: Settings) -> Gradients:
@@ -511,10 +511,10 @@ class FirstCheck:
         self._stepper.use(settings)
         batch = self._few_as(settings)
         found, first = self._timed_passes(batch)
-        # Of the first one, by the clock, with the switch to these settings.
+        # Wall time of the first pass, including the switch to these settings.
         first_s = self._clock() - began
         taken = first
-        # Of a long step, a second look at a few samples costs little.
+        # For a long step, a second pass over a few samples costs little.
         is_short = not (self.starts_cold or self._is_slow(self.budget.step_s))
         if plain is not None and is_short and first.over(plain) <= _OF_FIRST:
             taken = plain
@@ -522,7 +522,7 @@ class FirstCheck:
             taken = first.least(self._timed_passes(batch)[1])
         is_loading = self.starts_cold and settings == self.plain
         loading_s = first_s - taken.wall_s if is_loading else 0.0
-        self._loading_s += loading_s  # else the first step would take it
+        self._loading_s += loading_s  # else the first step would spend this time
         self.budget.before_s += self._clock() - began - loading_s
         return found, taken
 
@@ -541,7 +541,7 @@ class FirstCheck:
         return self._take_gradients(loss)
 
     def _begin_pass(self) -> None:
-        self._moved.put_back()  # as Keras' seeds, or what a spectral norm goes on from
+        self._moved.put_back()  # such as Keras' seeds, or vectors of a spectral norm
         set_random_state(self._random)
         self._stepper.update.begin()
 
@@ -609,8 +609,10 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def difference(plain: Gradients, others: Gradients) -> float:
-    """The norm of what differs, as a share of the norm of all plain gradients; the losses before
-    them do not count."""
+    """Return the norm of the gradients' difference, as a share of the norm of the plain gradients.
+
+    The first item of each list is the loss, which does not count.
+    """
     differing = norm = 0.0
     for a, b in zip(plain[1:], others[1:], strict=True):
         if a is None or b is None:

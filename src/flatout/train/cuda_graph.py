@@ -1,14 +1,14 @@
-"""Steps as CUDA graphs: one call in place of one for each kernel.
+"""Steps as CUDA graphs: one launch in place of one launch for each kernel.
 
-A graph is recorded from a step as it is: the same kernels, on the same numbers, with the random
-numbers that the step would have drawn. A batch is copied to where the graph reads it. Of a small
-model with a fused optimizer at constant rates the update is part of it (cuda_graph_update.py);
-else gradients lie where the graph writes them, and what follows the backward runs as usual:
-clipping, the gate, the optimizer at its rates.
+A graph is recorded from a real step: the same kernels on the same numbers, with the random numbers
+that the step would have drawn. Each batch is copied to the graph's input tensors. For a small model
+with a fused optimizer at constant rates the graph includes the update (cuda_graph_update.py). For
+other models it ends with the gradients, and the rest of the step runs as usual: clipping, the check
+for NaN, and the optimizer at its rates.
 
-Nothing of Python runs again in it. So before it is recorded the step is made without a trace, where
-waiting for the GPU and random numbers of the CPU are noticed, and with what came of it the graph is
-compared. A step before which something of the model has changed is made without it.
+A replay runs no Python code. So before recording, the step is made once, and its effects are undone.
+That run detects waits for the GPU and random numbers of the CPU, and the graph is compared with its
+results. If the model has changed, a step is made without the graph.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from flatout.train.settings import Settings
 from flatout.train.snapshot import untouched
 from flatout.train.step import Stepper
 
-# Kept at once, by shapes and settings: the one that was used longest ago goes. Batches of further
-# shapes run without.
+# Largest numbers of graphs and of batch shapes. Graphs are kept by shapes and settings; the least
+# recently used one is dropped. Batches of further shapes run without a graph.
 _MOST_GRAPHS = _MOST_SHAPES = 8
-# A model that changes so often is not recorded again.
+# Number of changes of the model after which it is not recorded again.
 _MOST_CHANGES = 3
-# Gradients are the same but for the order of sums where they differ by this share of their norm.
+# Largest difference of gradients, as a share of their norm, from another order of sums.
 _ROUNDING = 0.01
 _FAILURES = (Unfit, RuntimeError)
 
@@ -60,39 +60,39 @@ _Key = tuple[Settings, tuple[Any, ...]]
 
 
 class CudaGraphs:
-    """Makes steps by recorded graphs, where settings say so."""
+    """Makes steps by recorded graphs, if the settings ask for that."""
 
     def __init__(self, stepper: Stepper, note: Callable[[str], None], is_asked: bool) -> None:
         self._stepper, self._note, self._is_asked = stepper, note, is_asked
         self._whys: dict[Settings, str] = {}
         self._graphs: dict[_Key, Recorded] = {}
-        # Of shapes that came before: a lone last batch is not worth a graph.
+        # Shapes of earlier batches: a last batch whose shape comes once is not worth a graph.
         self._seen: set[tuple[Any, ...]] = set()
         self._shapes: set[tuple[Any, ...]] = set()
         self._latest: Settings | None = None
         self._changes = 0
         self._place: _Place | None = None
-        # Until rates have changed they are taken to be constant.
+        # Rates are taken to be constant until they have changed.
         self._rates: list[dict[str, Any]] | None = None
         self._rates_move = False
 
     @property
     def why(self) -> str:
-        """Why no step is recorded under the present settings; "" while it may be."""
+        """Reason why no step is recorded under the present settings; "" while one may be."""
         return self._whys.get(self._stepper.switch.now, "")
 
     def __call__(
         self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int
     ) -> Done:
-        """Make a step, by a graph where there is one."""
-        # A first step may be watched, and its operators are counted.
+        """Make a step, by a graph if there is one."""
+        # A first step may be watched, and its operators counted.
         is_watched = hasattr(compute, "__wrapped__") or _get_current_dispatch_mode() is not None
         if self.why or is_watched:
             return eager()
         key = (self._stepper.switch.now, shape_of(batches))
         recorded = self._graphs.pop(key, None)
         if recorded is not None and recorded.is_current(compute):
-            self._graphs[key] = recorded  # the latest stands last
+            self._graphs[key] = recorded  # keeps the dict in the order of use
             self._latest = key[0]
             return recorded.step(batches[0], step)
         if recorded is not None and key[0] == self._latest and not self._moved_rates():
@@ -135,7 +135,7 @@ class CudaGraphs:
         self._graphs[key] = Recorded(self._stepper, compute, batches[0], self._place, update)
 
     def objection(self, compute: Any, batches: Sequence[Batch]) -> str:
-        """Why a step is none that a graph could make; "" where nothing is known."""
+        """Return the reason why a graph cannot make this step; "" if none is known."""
         stepper, now = self._stepper, self._stepper.switch.now
         if stepper.switch.device.type != "cuda" or not stepper.is_alone:
             return "that is for one rank on a CUDA device"
@@ -169,13 +169,13 @@ class CudaGraphs:
                 self._note(f"compute.cuda_graph: steps run without: {why}")
 
     def close(self) -> None:
-        """Let go of the graphs and their memory."""
+        """Release the graphs and their memory."""
         self._graphs.clear()
         self._place = None
 
 
 def shape_of(batches: Sequence[Batch]) -> tuple[Any, ...]:
-    """What distinguishes batches that a graph takes from those that it does not."""
+    """Return shapes, strides and dtypes of the tensors, on which a graph depends."""
     return tuple(
         (*tensor.shape, *tensor.stride(), tensor.dtype)
         for batch in batches
@@ -184,7 +184,7 @@ def shape_of(batches: Sequence[Batch]) -> tuple[Any, ...]:
 
 
 class OwnCompute:
-    """A function of one's own as the compute of a Loop: forward and loss of a batch."""
+    """The user's function as the compute of a Loop: forward and loss of a batch."""
 
     metrics = ()
 
@@ -192,18 +192,18 @@ class OwnCompute:
         self.own, self.modules = own, list(model.modules())
 
     def traced(self, batch: Batch) -> tuple[Value, Any]:
-        """The loss; nothing else is known of it."""
+        """Return the loss, and None as the output."""
         return self.own(batch), None
 
     def feed(self, output: Any, batch: Batch) -> None:
-        """It has no metrics."""
+        """Do nothing, since the user's function has no metrics."""
 
 
 Computed: TypeAlias = ModelCompute | KerasJob | OwnCompute
 
 
 def computed(compute: Any, model: nn.Module) -> Computed | None:
-    """What the forward and loss of a step are; None where they cannot be looked into."""
+    """Return an object for forward and loss of a step; None for unknown kinds of compute."""
     if isinstance(compute, ModelCompute):
         return compute
     if isinstance(compute, FunctionType):
@@ -213,7 +213,7 @@ def computed(compute: Any, model: nn.Module) -> Computed | None:
 
 
 def watches_of(stepper: Stepper, compute: Computed) -> list[ModuleWatch | FunctionWatch]:
-    """What shows whether the code of a step has changed."""
+    """Return watches that detect a change in the code of a step."""
     model, parameters = stepper.switch.model, stepper.joint.update.parameters
     check_model(model, compiled=stepper.switch.now.compile == "on")
     check_containers(model)
@@ -233,7 +233,7 @@ def watches_of(stepper: Stepper, compute: Computed) -> list[ModuleWatch | Functi
 
 
 def check_containers(model: nn.Module) -> None:
-    """Refuse a model that keeps tensors in lists or dicts: others may take their place unseen."""
+    """Refuse a model that keeps tensors in lists or dicts: a replacement would go unnoticed."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
         for value in vars(module).values():
@@ -245,7 +245,7 @@ def check_containers(model: nn.Module) -> None:
 
 
 class _Place:
-    """Where graphs are recorded: a stream and memory that they share, since one runs at a time."""
+    """The stream and memory pool that all graphs share, since one graph runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -317,8 +317,8 @@ class Recorded:
 
     def _record(self, place: _Place) -> None:
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # the graph has its own memory
-        # Other threads go on: they bring batches to the device.
+        torch.cuda.empty_cache()  # the graph has its own memory pool
+        # Other threads may continue to copy batches to the device.
         self._graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")
         try:
             self._loss, self._weight, self._output = self._passes()
@@ -338,7 +338,7 @@ class Recorded:
         share = 0.0
         with untouched(self._stepper.switch.model, self._given):
             self._graph.replay()
-            if self._update is not None:  # before its weights are put back
+            if self._update is not None:  # before the weights are restored
                 share = self._update.share()
         if self._update is not None:
             if not share <= _ROUNDING:
@@ -350,9 +350,9 @@ class Recorded:
             raise Unfit(f"gradients would differ by {share:.0%}: more than rounding")
 
     def is_current(self, compute: Any) -> bool:
-        """Whether the step is still the one that was recorded."""
+        """Return whether the step is still the one that was recorded."""
         return (
-            compute == self._given  # methods are made again each time
+            compute == self._given  # not `is`: each access makes a new method object
             and all(watch.holds() for watch in self._watches)
             and _are_same(self._parameters, self._stepper.joint.update.parameters)
             and (self._update is None or self._update.is_current())
@@ -376,7 +376,7 @@ class Recorded:
         torch.autograd.graph.increment_version(self._moved)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        # The next step writes to the same places.
+        # The next replay overwrites these tensors.
         loss, weight = self._loss.clone(), self._weight
         weight = weight.clone() if torch.is_tensor(weight) else weight
         if self._compute.metrics:
@@ -407,7 +407,7 @@ def _waits() -> Iterator[list[str]]:
         words = str(warning.message)
         if "synchronizing CUDA operation" in words:
             lines.append(f"{Path(warning.filename).name}:{warning.lineno}")
-        elif "Synchronization debug mode" not in words:  # which says that it may miss some
+        elif "Synchronization debug mode" not in words:  # torch's note that it may miss some waits
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )

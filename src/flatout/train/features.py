@@ -1,13 +1,13 @@
-"""What frozen leading layers give for a sample is computed once and kept, for later runs as well.
+"""Keeps the outputs of frozen leading layers for each sample, also for later runs.
 
-Once settings are decided, the model's cuts are measured and the best is chosen
-(`frozen_choice.py`). From then on each training batch becomes `Features`: of the samples that the
-store has, what it has; of the others, what the prefix gives now, which is kept. The model takes
-them in place of its inputs.
+Once settings are decided, the model's cuts are measured and the best one is chosen
+(`frozen_choice.py`). From then on each training batch becomes `Features`. Rows that the store has
+are read; the frozen layers compute the missing rows, which are then stored. The rest of the model
+takes the features in place of its inputs.
 
-    feature_rows.py         stores, and batches that are made of their rows
-    named_rows.py           of samples that have no numbers
-    feature_costs.py        what it takes to make, read and write a row
+    feature_rows.py         stores, and batches that are made of their rows.
+    named_rows.py           rows of samples that have no numbers.
+    feature_costs.py        the cost to make, read and write a row.
     evaluated_features.py   evaluations outside of a fit
 """
 
@@ -58,11 +58,11 @@ from flatout.train.snapshot import untouched
 
 Rows: TypeAlias = FeatureRows | NamedRows
 
-# After so many steps of tuning the best settings known hold, where features wait for them.
+# Steps of tuning after which the best settings known are used, if features wait for settings.
 _TUNED = 60
-# Samples that are measured on a CPU.
+# Number of samples in a measurement on a CPU.
 _MEASURED = 4
-# Batches among which one of several samples is looked for.
+# Number of batches that are searched for one with several samples.
 _PEEKED = 4
 
 
@@ -70,9 +70,9 @@ class FrozenFeatures:
     """Features of a model, for its training and its evaluations.
 
     Attributes:
-        line: what was decided, for people; "" before that, and where nothing is frozen.
-        facts: of the decision, as plain data; None before it, and where nothing is frozen.
-        rows: where features are kept.
+        line: the decision in words; "" before it, and where no layer is frozen.
+        facts: the decision as plain data; None before it, and where no layer is frozen.
+        rows: stores of the features.
     """
 
     def __init__(self, loop: LoopState, model: nn.Module) -> None:
@@ -80,17 +80,17 @@ class FrozenFeatures:
         self.facts: dict[str, Any] | None = None
         self.rows = ModelRows(loop, model)
         self._loop, self._model = loop, model
-        self._source: Source | None = None  # that is trained on
-        self._part: Source | None = None  # what this rank reads of it
+        self._source: Source | None = None  # training data
+        self._part: Source | None = None  # this rank's part of the training data
         self._cut: Cut | None = None
         self._undo: Callable[[], None] | None = None
-        self._opened: dict[str, Rows] = {}  # of each cut, while it is looked at
+        self._opened: dict[str, Rows] = {}  # rows by cut, while cuts are being compared
         self._of_source: dict[int, tuple[Source, Rows | None]] = {}
         self._decided_in = -1  # the epoch of the latest decision
         self._has_dropped = self._restarts = self._trains = False
         self._say = loop.say  # before the first epoch no progress line would show it
         self._pixels: Pipeline | None = None
-        self._hindrance = ""  # what keeps more of the model from being frozen
+        self._hindrance = ""  # the reason why no more layers can be replaced by features
         self._is_new_epoch = False
         self._waits: bool | None = None  # whether features wait for the settings
         self._evaluated = EvaluatedFeatures(self, loop, model)
@@ -98,7 +98,7 @@ class FrozenFeatures:
     # -- training ----------------------------------------------------------------------------
 
     def rows_of(self, source: Source) -> Rows | None:
-        """The rows that batches of a source are made with."""
+        """Return the stored rows for a source, or None."""
         if self._cut is None:
             return None
         if id(source) not in self._of_source:
@@ -106,7 +106,7 @@ class FrozenFeatures:
         return self._of_source[id(source)][1]
 
     def settle(self, batch: Batch) -> None:
-        """End the tuning where features wait for it, once all options together were judged."""
+        """End the tuning if features wait for it, once all options together were measured."""
         tuner, loop = self._loop.tuner, self._loop
         if tuner is None or not tuner.is_searching or not self._is_open or self._cut is not None:
             return
@@ -124,11 +124,11 @@ class FrozenFeatures:
 
     @property
     def may_keep(self) -> bool:
-        """Whether there may be anything to keep."""
+        """Whether features may be kept at all."""
         return self.rows.where != "off" and adapter_of(self._model).is_partly_frozen()
 
     def begin(self, source: Source, part: Source, epoch: int) -> bool:
-        """Before batches of an epoch are made: decide, where that is due and settings are known."""
+        """Start an epoch: decide on features if that is due; return whether they may be used."""
         self._source, self._trains, self._restarts = source, True, False
         self._part = part
         self._is_new_epoch = True
@@ -148,14 +148,14 @@ class FrozenFeatures:
         return True
 
     def read_from(self, part: Source) -> Source:
-        """What batches are read from: where decoded pixels are kept, a pipeline with a cache."""
+        """Return the source of batches: a cached pipeline where decoded pixels are kept."""
         return self._pixels if self._pixels is not None and part is self._source else part
 
     def must_restart(self) -> bool:
-        """Whether batches that are being made are not those that are wanted by now.
+        """Return whether the batches that are being made have become unusable.
 
-        The frozen part may be another, so that what was kept of it is not used again; or it was
-        decided since to use what an earlier run has kept.
+        This is so when the frozen part has changed, so that its features are dropped. It is also so
+        when features of an earlier run have just come into use.
         """
         rows = None if self._source is None else self.rows_of(self._source)
         if self._cut is not None and not (self._cut.is_current() and self._is_same(self._cut)):
@@ -165,10 +165,10 @@ class FrozenFeatures:
         elif isinstance(rows, NamedRows) and rows.is_random:
             self._loop.note("features: samples change at random: none comes again, so none is kept")
             rows.drop()
-            # Other ranks notice it at other steps.
+            # Other ranks notice the change at other steps.
             self._drop(wakes=self._loop.world.size == 1)
         restarts, self._restarts = self._restarts, False
-        return restarts and not isinstance(rows, NamedRows)  # whose samples are all made
+        return restarts and not isinstance(rows, NamedRows)  # named samples are always made
 
     def _is_same(self, cut: Cut) -> bool:
         if self._is_new_epoch:
@@ -177,12 +177,12 @@ class FrozenFeatures:
         return self._loop.world.size > 1 or cut.contents.seem_same()
 
     def rows_to_make(self, source: Source) -> FeatureRows | None:
-        """The rows whose samples need not be made; None where all are."""
+        """Return the rows whose samples need not be made; None if all samples must be made."""
         rows = self.rows_of(source)
         return rows if isinstance(rows, FeatureRows) else None
 
     def batch(self, batch: Batch, epoch: int) -> Batch:
-        """A training batch, as the model takes it."""
+        """Return a training batch in the form that the model takes."""
         assert self._source is not None
         if self._is_due(epoch):
             self._decide(self._source, batch, epoch)
@@ -206,12 +206,12 @@ class FrozenFeatures:
         return self._decided_in < 0 or self._has_dropped
 
     def taken(self) -> int:
-        """Return the time for which features were computed since the last call, in ns."""
+        """Return the ns of computing features since the last call."""
         return self.rows.taken()
 
     @contextmanager
     def evaluated(self, source: Source, part: Source) -> Iterator[Iterator[Batch]]:
-        """Within, the batches of an evaluation, on the device where features are kept of them."""
+        """Yield an evaluation's batches; batches with features are on the device already."""
         if not self._trains:
             with self._evaluated.batches(source, part) as batches:
                 yield batches
@@ -223,7 +223,7 @@ class FrozenFeatures:
             yield self.rows.completed(part, rows, cut)
 
     def close(self) -> None:
-        """Let the model be as it was; what is kept stays for evaluations and later runs."""
+        """Restore the model; keep the features for evaluations and later runs."""
         for _, rows in self._of_source.values():
             if rows is not None:
                 self.rows.hold(rows)
@@ -231,12 +231,12 @@ class FrozenFeatures:
         self._trains = False
 
     def _drop(self, *, wakes: bool = True) -> None:
-        """Let the model be as it was."""
+        """Restore the model, so that it takes inputs again."""
         if self._undo is None:
             return
         self._undo()
         self._waits = None
-        # Threads that make batches may still read: stores are closed with their last rows.
+        # Threads that make batches may still read; a store closes when its last rows are released.
         self._of_source.clear()
         self.rows.contents.clear()
         self._cut = self._undo = None
@@ -252,7 +252,7 @@ class FrozenFeatures:
         looked, result = self.look(source, batch)
         with loop.autocast():
             cuts, result = agreed_cuts(looked, result, loop.world, self.rows.known())
-        del looked  # it holds results of all layers
+        del looked  # frees the outputs of all layers
         if result and not (batch is not None and self._keep_pixels(source, batch, epoch, result)):
             self._tell(Choice(None, f"nothing kept: {result}"))
         if result or not cuts or batch is None:
@@ -268,7 +268,10 @@ class FrozenFeatures:
         self._opened.clear()
 
     def look(self, source: Source, batch: Batch | None) -> tuple[Cuts, str]:
-        """Where the model may be cut; or why nothing can be kept, "" where nothing is frozen."""
+        """Return the model's possible cuts, and the reason if features cannot be kept.
+
+        The reason is "" where no layer is frozen.
+        """
         why = self._why_not(source, batch)
         if why or batch is None:
             return Cuts(), why
@@ -312,26 +315,27 @@ class FrozenFeatures:
     def choose(
         self, source: Source, cuts: Sequence[Cut], batch: Batch, left: int | None, passes: int
     ) -> Choice:
-        """What is kept of a source, by measuring."""
+        """Measure the cuts, and decide on the features to keep for a source."""
         loop, samples = self._loop, samples_of(source)
         assert not isinstance(samples, str)
         hosts, stays = loop.world.place.nodes, stays_with_rank(source)
         options, step_s, made_s, named_s = [], 0.0, 0.0, 0.0
         beside = is_made_beside(source, loop.device)
-        if isinstance(samples, NamedSamples):  # they are made in any case
+        if isinstance(samples, NamedSamples):  # these samples are made in any case
             named_s, names = timed(partial(sample_names, *tensors_in(batch.inputs)), loop.device)
             named_s /= len(names)
         elif beside or loop.device.type == "cpu":
             made_s = making_s(source)
         with untouched(self._model), torch.no_grad(), loop.autocast():
             looked = [self._looked_at(source, cut, batch) for cut in cuts]
-        # Behind every cut are the layers that train; the frozen ones there have no backward.
+        # The layers that train come after every cut; frozen layers there have no backward.
         trains_s = (passes - 1) * min(rest_s for _, _, rest_s in looked)
         computed_s = median(prefix_s + rest_s for _, prefix_s, rest_s in looked)
         for cut, (rows, _, rest_s) in zip(cuts, looked, strict=True):
             size, store = cut.bytes_per_sample, rows.store
             read_s = named_s + size / read_rate(store.where, samples.slots * size, loop.device)
-            # All cuts have one sum: two times of nearly the same long front differ by noise.
+            # Front and rest of every cut have the same sum. Two separate timings of nearly the
+            # same long front would differ by noise.
             prefix_s = max(0.0, computed_s - rest_s)
             costs = Costs(made_s, prefix_s, rest_s + trains_s, read_s, beside)
             step_s = max(step_s, costs.plain_s)
@@ -352,7 +356,7 @@ class FrozenFeatures:
 
     def _looked_at(self, source: Source, cut: Cut, batch: Batch) -> tuple[Rows, float, float]:
         device = self._loop.device
-        # As many samples as it was found with, so that they are not the first ones.
+        # On a GPU the batch size at which the cuts were found, so that this call is not the first.
         measured = batch.rows(0, _MEASURED) if device.type == "cpu" else batch
         prefix_s, features = timed(partial(cut.prefix, measured.inputs), device)
         self.rows.look_at(cut, measured.inputs, features)
@@ -364,15 +368,13 @@ class FrozenFeatures:
         return rows, prefix_s / measured.size, rest_s / measured.size
 
     def opened(self, name: str) -> Rows:
-        """The rows at a cut that `choose` has opened; the others are let go."""
+        """Return the rows at a cut that `choose` has opened, and release all other rows."""
         rows = self._opened.pop(name)
         self._opened.clear()
         return rows
 
     def _keep_pixels(self, source: Source, batch: Batch, epoch: int, why: str) -> bool:
-        """Keep what is decoded where that pays and features cannot be kept; says whether it
-        does.
-        """
+        """Keep decoded pixels if that pays and features cannot be kept; return whether it does."""
         loop = self._loop
         can_keep = isinstance(source, Pipeline) and loop.world.size == 1 and available()
         cached = source.cached() if isinstance(source, Pipeline) and can_keep else None

@@ -1,6 +1,6 @@
-"""What is kept where a model has frozen leading layers: nothing, or features at one of its cuts.
+"""The choice of features to keep for a model with frozen leading layers: none, or at one cut.
 
-Chosen from measured times, planned epochs, and free memory and disk.
+The choice is based on measured times, planned epochs, and free memory and disk.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from typing import Any
 
 from flatout.words import counted, rounded, size_words
 
-# A run of unknown length is taken to have so many epochs.
+# Assumed number of epochs of a run of unknown length.
 _UNKNOWN = 5
-# What is kept must save this share of the run's time at least.
+# Smallest share of the run's time that keeping features must save.
 _LEAST = 0.03
 
 
 @dataclass(frozen=True)
 class FeatureOption:
-    """Something that may be kept of each sample.
+    """A kind of data that may be kept for each sample.
 
     Attributes:
-        name: the cut, such as "behind features.16 (MaxPool2d)"; "decoded pixels".
-        saved_s: seconds of a sample that are not spent where it is kept.
-        bytes: of a sample.
-        variants: how many different samples there are for each.
+        name: the cut, such as "behind features.16 (MaxPool2d)"; or "decoded pixels".
+        saved_s: seconds saved per sample that is kept.
+        bytes: bytes per sample.
+        variants: number of augmented variants of each sample.
         read_s: seconds in which a sample is read, or written.
-        room: bytes that there is room for.
-        filled: which share of all is kept already.
-        hosts: that each keep what they compute.
-        stays: whether a sample comes to the same host in each epoch, which then keeps its part;
-            else each host comes to need all.
+        room: free bytes.
+        filled: share of all samples and variants that is kept already.
+        hosts: number of hosts, which each keep the features that they compute.
+        stays: whether a sample is read by the same host in each epoch. If so, each host keeps its
+            own part; else each host will need all samples.
     """
 
     name: str
@@ -46,32 +46,32 @@ class FeatureOption:
 
     @property
     def of_hosts(self) -> str:
-        """What each host does, in words."""
+        """Description of the rows that each host keeps."""
         each = f"each of {self.hosts} hosts"
         return f"{each} keeps the rows of its part" if self.stays else f"{each} keeps all rows"
 
     def share(self, samples: int) -> float:
-        """Of all samples and variants, how many are kept or have room."""
+        """Return the share of all samples and variants that are kept or have room."""
         return min(1.0, self.filled + self.room / max(1, self.whole_bytes(samples)))
 
     def whole_bytes(self, samples: int) -> int:
-        """Of all samples and variants that a host needs in the end."""
+        """Return the bytes of all samples and variants that a host will need."""
         parts = self.hosts if self.stays else 1
         return -(-samples // parts) * self.variants * self.bytes
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is kept, and why.
+    """The decision on keeping features.
 
     Attributes:
-        kept: None for nothing.
-        why: nothing is kept, in words; "" where something is.
-        plain_s: seconds of a sample where nothing is kept.
-        later_s: where all is.
-        pays_from: the epoch, counted from 1, from which on the run is ahead.
-        whole_bytes: of all samples and variants, on each host.
-        share: of them that are kept already or have room.
+        kept: the chosen option; None for no features.
+        why: the reason why nothing is kept; "" if an option is chosen.
+        plain_s: seconds per sample if nothing is kept.
+        later_s: seconds per sample once all samples are kept.
+        pays_from: the epoch, counted from 1, from which on the run has saved time.
+        whole_bytes: bytes of all samples and variants, on each host.
+        share: share of all samples and variants that are kept already or have room.
     """
 
     kept: FeatureOption | None
@@ -87,7 +87,7 @@ class Choice:
         return asdict(self)
 
     def words(self, where: str, precision: str) -> str:
-        """What is kept where ("disk", "memory"), and from when on that pays."""
+        """Describe the kept data, their place ("disk", "memory"), and when keeping pays."""
         if self.kept is None:
             return self.why
         kept = self.kept
@@ -108,7 +108,7 @@ class Choice:
 def choose(
     options: Sequence[FeatureOption], samples: int, epochs: int | None, plain_s: float
 ) -> Choice:
-    """The fastest of what may be kept over all epochs that are left."""
+    """Return the option that takes the least time over all remaining epochs."""
     left = _UNKNOWN if epochs is None else epochs
     best, least, why = None, plain_s * left, ""
     for option in options:
@@ -146,7 +146,7 @@ def _epochs(option: FeatureOption, samples: int, epochs: int, plain_s: float) ->
     room = option.share(samples)
     later = max(0.0, plain_s - option.saved_s) + option.read_s
     there = option.filled
-    # In each epoch a sample comes as one of its variants, and to one of the hosts.
+    # In each epoch a sample is read as one of its variants, by one of the hosts.
     ways = option.variants * (1 if option.stays else option.hosts)
     for _ in range(epochs):
         yield there * later + (1 - there) * (plain_s + option.read_s * (there < room))

@@ -1,10 +1,10 @@
-"""`batch_size="auto"`: the largest batch of which a step fits in memory.
+"""`batch_size="auto"`: the largest batch whose step fits in memory.
 
-Steps on samples of the first batch, repeated, are tried on twice as many until one does not fit,
-and between the last two by bisection. On a CPU each runs in a child of the process (contained.py),
-which may take its share of the memory that is really free, so that the job is never the one that
-the system ends; on a GPU in the process, whose allocator is held to such a share, and what the
-steps have changed is put back.
+Trial steps use samples of the first batch, repeated. The number of samples is doubled until a step
+does not fit; the limit is then found by bisection. On a CPU each trial runs in a child process
+(contained.py) that may use a share of the free memory. The system then never kills the job itself
+for lack of memory. On a GPU the trials run in this process, whose allocator is limited to such a
+share, and the changes that the steps make are undone.
 """
 
 from __future__ import annotations
@@ -33,27 +33,29 @@ from flatout.train.snapshot import Snapshot, random_state, set_random_state
 from flatout.train.step import Stepper
 from flatout.words import counted, duration, rounded, size_words
 
-# Batches that are made ahead lie in memory beside the one of the step.
+# Number of batches made ahead, which use memory in addition to the batch of the step.
 _AHEAD = 2
-# The batch is found to so many parts of itself.
+# The search ends once the batch is known to one part in this number.
 _PARTS = 16
-# No step is tried that is likely to take longer, and none is waited for longer.
+# _LONG_S: longest expected seconds of a step that is tried. _PATIENCE_S: most seconds to wait for a
+# trial.
 _LONG_S, _PATIENCE_S = 20.0, 60.0
-# Where nothing has told how long a step takes, it may be long: what is made once is made in it.
+# Most seconds to wait for the first trial, which also includes work that is done once.
 _FIRST_PATIENCE_S = 300.0
-# The batch that a learning rate was found with, where no one says: that of `fit`.
+# Assumed batch size for which the user's learning rate was found: the default of `fit`.
 _REFERENCE = 32
-# Under which each rank has the whole model; "" of one rank.
+# Strategies in which each rank has the whole model; "" is a single rank.
 _STRATEGIES = ("", "ddp", "local_sgd")
 
 
 class TriedStep(NamedTuple):
-    """A step that was tried.
+    """The result of a trial step.
 
     Attributes:
-        samples: of its batch.
-        why: it did not fit: `MEMORY`, `TIME`, or an error in a line; "" where it has.
-        seconds: that it took, with all around it.
+        samples: number of samples in the batch.
+        why: the reason why the step did not fit: `MEMORY`, `TIME`, or an error in one line; "" if
+            it fits.
+        seconds: time of the whole trial.
     """
 
     samples: int
@@ -63,15 +65,15 @@ class TriedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """What was found.
+    """The batch size that was found.
 
     Attributes:
-        batch_size: samples of a batch, of all ranks.
-        ranks: that have them.
-        limit: bytes that a rank might take.
-        bound: what keeps it from being larger: "memory", "time", "data", an error in a line, or
-            the name of the checkpoint that a run goes on from.
-        tried: by this rank.
+        batch_size: samples of a batch, over all ranks.
+        ranks: number of ranks that share the batch.
+        limit: bytes that a rank might use.
+        bound: the reason against a larger batch: "memory", "time", "data", or an error in one line.
+            For a resumed run, the name of its checkpoint.
+        tried: trials of this rank.
     """
 
     batch_size: int
@@ -91,7 +93,7 @@ class LargestBatch:
         }
 
     def words(self, optimizers: Any, rule: LrRule | None) -> str:
-        """In one line, with what it does to learning."""
+        """Describe the result and its effect on learning in one line."""
         if not self.tried:
             return f"batch {self.batch_size:,}, as was found before {self.bound}"
         ours = f" = {self.ranks} x {self.batch_size // self.ranks:,}" if self.ranks > 1 else ""
@@ -161,7 +163,7 @@ def check_is_open(objective: Objective, x: Any, y: Any, loop: Loop) -> None:
 
 
 def largest_batch(objective: Objective, loop: Loop, trying: Loop, source: Source) -> LargestBatch:
-    """The largest batch whose steps fit; all ranks call it, and agree on one."""
+    """Return the largest batch whose steps fit; all ranks call it, and agree on one size."""
     if loop.resume_checkpoint is not None:
         kept = loop.resume_checkpoint.state["source"]["batch_size"]
         return LargestBatch(kept, loop.world.size, 0, f"in {loop.resume_checkpoint.name}", ())
@@ -198,10 +200,11 @@ def largest_batch(objective: Objective, loop: Loop, trying: Loop, source: Source
 
 
 def search(attempt: Callable[[int], TriedStep], most: int) -> list[TriedStep]:
-    """Try steps until the largest that fits is known to a sixteenth of it.
+    """Try steps until the largest batch that fits is known to a sixteenth.
 
-    The first try is of two samples, since some losses and layers do not take one. Where it fails
-    for another reason than memory, more samples are tried; where memory is the reason, one.
+    The first trial has two samples, since some losses and layers do not take a single one. If it
+    fails for lack of memory, one sample is tried. If it fails for another reason, more samples are
+    tried.
     """
     tried, low, high = [attempt(min(2, most))], 0, most + 1
     while True:
@@ -253,10 +256,10 @@ def _outcome(
 
 
 class TrialSteps:
-    """Makes steps to see whether they fit, and leaves nothing of them.
+    """Makes trial steps to find whether they fit, and undoes their effects.
 
     Attributes:
-        limit: bytes that they may take.
+        limit: bytes that a step may use.
     """
 
     def __init__(self, objective: Objective, loop: Loop, source: Source) -> None:
@@ -266,9 +269,9 @@ class TrialSteps:
         set_random_state(before)
         self._seconds = 0.0
         here = loop.world.place.local_world_size
-        # All have looked before the first takes any.
+        # The gather ensures that all ranks have measured before any rank takes memory.
         if loop.device.type == "cuda":
-            torch.cuda.empty_cache()  # so that it counts as free
+            torch.cuda.empty_cache()  # so that cached memory counts as free
             free = available_on_gpu(loop.device)
         else:
             free = available_bytes() // here
@@ -277,7 +280,7 @@ class TrialSteps:
 
     @contextmanager
     def ready(self) -> Iterator[Callable[[int], TriedStep]]:
-        """Within, what tries a step on so many samples."""
+        """Yield a function that tries a step on a given number of samples."""
         if self._loop.device.type != "cuda":
             yield self._in_child
             return

@@ -1,7 +1,7 @@
-"""What a Loop knows: of the job, its settings and its ranks, and how far training has come.
+"""The state of a Loop: its job, settings and ranks, and the progress of training.
 
-`Loop.prepare` and its steps are functions of this state in files beside this one; they import it,
-and the Loop imports them.
+`Loop.prepare` and its steps are functions of this state in other files of this folder. They import
+this state, and the Loop imports them.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ from flatout.train.tuner import Tuner
 from flatout.train.turn import Turn
 from flatout.world import ONE, World, restarts, share_cpus
 
-# A line reports overflows in fp16 beyond the larger of this number and this share of steps.
+# A line reports skipped fp16 steps if they exceed both limits. _FEW: number of skipped steps.
+# _SHARE_SKIPPED: share of all steps.
 _FEW = 3
 _SHARE_SKIPPED = 0.01
 Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROnPlateau
 
 
 class Resumed(Protocol):
-    """A checkpoint that a Loop goes on from; resume.py says what these are."""
+    """A checkpoint that a Loop resumes from; implemented in resume.py."""
 
     def choices(self, requested: Recipe) -> tuple[dict[str, Choice], Mapping[str, Any]] | None:
-        """What was decided then."""
+        """Return the choices that the checkpoint's run made."""
 
     def check_data(self, source: Source, first: list[int] | None) -> None:
         """Raise if the data differ from the checkpoint's."""
@@ -73,37 +74,37 @@ class LoopState:
     Attributes:
         terms: the clocks and limits of `auto`; set before `prepare`.
         epoch: number of the current epoch, from 0.
-        step_count: optimizer steps done since training began (a resume goes on counting).
+        step_count: optimizer steps done since training began (a resume continues the count).
         step_in_epoch: optimizer steps done in this epoch.
         batch_in_epoch: batches of this epoch that were taken up to the last step.
-        resolved: how the steps run; None before `prepare`.
-        lr_scale: what the learning-rate rule does, after `prepare`; None without a rule.
+        resolved: settings of the steps; None before `prepare`.
+        lr_scale: factor of the learning rate by step, after `prepare`; None without a rule.
         in_pieces: runs a batch of an evaluation, in pieces where memory runs out.
         parts: the user's own Parts.
         evaluate_graph: runs an evaluation's forward as one compiled graph.
-        batch_s: about the seconds in which a batch is made, after `prepare`.
-        pace: of several ranks, what this one's steps take without waiting for others.
-        planned_epochs: of the whole run, where that is known.
-        shows_notes: whether a progress line says what is noted.
-        tuner: tries settings on the steps; None where nothing was left open.
+        batch_s: approximate seconds in which a batch is made, after `prepare`.
+        pace: on several ranks, the time of this rank's steps without waiting for other ranks.
+        planned_epochs: number of epochs of the whole run, where that is known.
+        shows_notes: whether a progress line shows the notes.
+        tuner: tries settings on the steps; None where all settings are decided.
         facts: of the model, after `prepare`.
-        restored_extra: after a resume, what was given to `save` as `extra`.
-        restored_own: after a resume, what the ranks then gave to `save` as `own`, by rank.
-        trainer_facts: what a Trainer knows of its job, for a resume to compare; else None.
-        job: all that identifies this job, as a checkpoint keeps it.
-        data_state: what identifies the data, where `prepare` was given them and a run folder.
-        fresh_groups: the optimizers' groups as `prepare` found them.
-        feed: gives the batches.
-        metadata: text that goes with the weights into checkpoints; as a Trainer sets it.
-        ids: rows of ids, for checkpoints; as a Trainer sets it.
-        resume: the checkpoint that this Loop went on from; None where there was none.
-        uncounted: within, metrics do not count batches; as a Trainer sets it.
-        is_other_job: whether other parameters train than those that settings were decided for.
-        job_changes: how many times other parameters began to train, or no longer did.
-        undo: what `close` puts back; it is told whether training has failed.
-        why_device: why this rank computes on its device.
-        largest_batch: how a Trainer has decided how large batches are, as plain data; else None.
-        has_own_batches: whether each rank reads batches of its own, which are not cut.
+        restored_extra: after a resume, the `extra` argument of the `save` that wrote it.
+        restored_own: after a resume, the `own` argument that each rank gave to that `save`.
+        trainer_facts: a Trainer's facts about its job, for a resume to compare; else None.
+        job: all facts that identify this job, as a checkpoint stores them.
+        data_state: facts that identify the data, if `prepare` was given data and a run folder.
+        fresh_groups: the optimizers' parameter groups before `prepare` changed them.
+        feed: yields the batches.
+        metadata: text that is stored with the weights in checkpoints; set by a Trainer.
+        ids: rows of ids, for checkpoints; set by a Trainer.
+        resume: the checkpoint that this Loop has resumed from; None where there was none.
+        uncounted: context in which metrics do not count batches; set by a Trainer.
+        is_other_job: whether other parameters train than when settings were decided.
+        job_changes: number of times that the set of training parameters has changed.
+        undo: callbacks that `close` runs; they receive whether training has failed.
+        why_device: reason for the device of this rank.
+        largest_batch: a Trainer's decision on `batch_size="auto"`, as plain data; else None.
+        has_own_batches: whether each rank reads its own batches, which are not split over ranks.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class LoopState:
         self.metadata: dict[str, str] = {}
         self.ids: dict[str, Any] | None = None
         self.lr_rule = as_rule(lr_rule)
-        # After a rank was killed all start again, and go on where the last checkpoint was.
+        # After a rank was killed all ranks start again, and resume from the last checkpoint.
         self._resume = not is_trial() and (resume or (run is not None and restarts() > 0))
         self.resume: Resumed | None = None
         self._saved: tuple[int, int] | None = None
@@ -181,9 +182,9 @@ class LoopState:
 
     @cached_property
     def world(self) -> World:
-        """The ranks that train together; asked for the first time, they meet.
+        """The ranks that train together; the first access joins them.
 
-        From then on the first speaks for all.
+        From then on only the first rank prints messages.
         """
         world = join_on(self.requested.world)
         if not world.is_first:
@@ -198,29 +199,29 @@ class LoopState:
 
     @property
     def stepper(self) -> Stepper:
-        """Makes the steps."""
+        """Object that makes the steps."""
         if self._stepper is None:
             raise FlatoutError("the Loop has no model yet", do="call loop.prepare(...) first")
         return self._stepper
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device on which this rank computes."""
         return self.feed.device
 
     @property
     def together(self) -> World:
-        """The ranks that run the same code right now: all within a step, else this one alone."""
+        """The ranks that run the same code now: all ranks within a step, else this rank alone."""
         return ONE if self._stepper is None else self._stepper.together
 
     @property
     def asked_strategy(self) -> str:
-        """How the job is to be laid over its ranks; "" of one rank, which has no others."""
+        """Requested strategy for the ranks; "" with one rank."""
         return self.requested.world.strategy if self.world.size > 1 else ""
 
     @property
     def lays_out(self) -> bool:
-        """Whether each rank is to hold a part of the model alone."""
+        """Whether each rank is to hold a part of the model only."""
         return self.asked_strategy in ("fsdp", "staged")
 
     @property
@@ -230,12 +231,12 @@ class LoopState:
 
     @property
     def has_servers(self) -> bool:
-        """Whether other ranks step weights of this one."""
+        """Whether other ranks update some of this rank's weights."""
         return self.asked_strategy == "parameter_server"
 
     @property
     def takes_whole_batches(self) -> bool:
-        """Whether every rank is given each batch whole, for the model that all have together."""
+        """Whether every rank gets each batch whole, because the ranks share one model."""
         return self._stepper is not None and self._stepper.strategy.takes_whole_batches
 
     @property
@@ -244,18 +245,18 @@ class LoopState:
         return self._stepper is not None and self._stepper.strategy.meets_in_compute
 
     def meet_others(self) -> None:
-        """Make the ranks alike, where they step alone or have parts of tables; all call it."""
+        """Synchronize ranks that step alone or hold parts of tables; all ranks call it."""
         if self._stepper is not None:
             self._stepper.meet_others()
 
     def settings_of(self, model: nn.Module) -> Settings:
-        """How the model runs: as was decided, or as it is where nothing was."""
+        """Return the settings of a model: the decided ones, or the model's own before that."""
         if self._stepper is None:
             return Switch(model, (), self.device).now
         return self._stepper.switch.now
 
     def is_tuning(self) -> bool:
-        """Whether settings are still being tried."""
+        """Return whether settings are still being tried."""
         return self.is_other_job or (self.tuner is not None and self.tuner.is_searching)
 
     def _may_compile(self) -> bool:
@@ -266,25 +267,25 @@ class LoopState:
 
     @property
     def tuning(self) -> dict[str, Any] | None:
-        """What was tried on which steps, as plain data; None where nothing was."""
+        """Trials of settings and their steps, as plain data; None where no tuner ran."""
         return None if self.tuner is None else self.tuner.record(self.step_count)
 
     @property
     def evaluated(self) -> dict[str, Any] | None:
-        """How evaluations ran, as plain data; None where nothing was measured of them."""
+        """Measurements of evaluations, as plain data; None without any."""
         result = {"sizes": self.evaluate_batch.trials, "graphs": self.evaluate_graph.records()}
         return result if any(result.values()) else None
 
     def ready(self, batch: Batch) -> Batch:
-        """The batch on the device, in the memory format that was chosen."""
+        """Move the batch to the device, in the chosen memory format."""
         return self.feed.ready(batch)
 
     def tell(self, line: str) -> None:
-        """Note it while there is a History, else say it."""
+        """Note a line if there is a History, else print it."""
         (self.say if self._stepper is None else self.note)(line)
 
     def note(self, line: str) -> None:
-        """Say what the user should know, and keep it for the History of the rank that speaks."""
+        """Print a line, and keep it in the first rank's History."""
         if not self.shows_notes:
             self.say(line)
         if self.world.is_first:
@@ -307,23 +308,23 @@ class LoopState:
             )
 
     def tell_skipped(self, source: Source) -> None:
-        """Say which rows of a source any rank has skipped, and not said yet; all ranks call it."""
+        """Report the rows of a source that ranks have newly skipped; all ranks call it."""
         for line in self.feed.skipped(source, self.world):
             self.tell(line)
 
     @property
     def next_step(self) -> int:
-        """The number of the step that is to be made of the batches taken up to now, from 1.
+        """Number, from 1, of the step that is made of the batches taken up to now.
 
-        Where ranks claim parts of batches, those of one step have one number: a rank may make
-        several of them, or none.
+        Where ranks claim parts of batches, all parts of one step have the same number. A rank may
+        make several of these parts, or none.
         """
         if self.feed.claims is None:
             return self.step_count + 1
         return self.step_count - self.step_in_epoch - (-self.feed.taken // self.accumulate)
 
     def count_step(self) -> None:
-        """A step was made, of all batches taken up to now."""
+        """Count the step that was made of all batches taken up to now."""
         passed = self.next_step - self.step_count
         self.step_count += passed
         self.step_in_epoch += passed
@@ -331,7 +332,7 @@ class LoopState:
 
     @property
     def learning_rate(self) -> float:
-        """Of the first parameter group in the next step: what a rule makes of the optimizer's."""
+        """Learning rate of the first parameter group in the next step, scaled by the rule."""
         return self._rate_of(self.stepper.joint)
 
     def _rate_of(self, turn: Turn) -> float:
@@ -340,7 +341,7 @@ class LoopState:
         return float(turn.optimizers[0].param_groups[0]["lr"]) * factor
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision that a step's forward runs at, for an evaluation of one's own."""
+        """Return the autocast context of a step's forward, for a user's own evaluation."""
         if self.tuner is not None:
             self.tuner.back()
         if self._stepper is None:
@@ -359,13 +360,13 @@ class LoopState:
         if self.run is None:
             raise no_run_folder()
         asked = self.requested.save
-        if self.lays_out:  # the copy that another thread writes would be of all weights
+        if self.lays_out:  # a thread that writes would need a copy of all weights
             asked = asked.model_copy(update={"asynchronous": False})
         return Checkpointing(self.run, self.world, asked)
 
     @cached_property
     def resume_checkpoint(self) -> LoadedCheckpoint | None:
-        """The checkpoint that `prepare` goes on from; None where there is none."""
+        """The checkpoint that `prepare` resumes from; None where there is none."""
         if self._resume or self.run is not None:
             return self.checkpointing.find(self._resume)
         return None
@@ -376,12 +377,12 @@ class LoopState:
         return self.checkpointing.checkpoints
 
     def weights(self, *, kept: bool = True) -> dict[str, torch.Tensor]:
-        """Everything that is saved of the model, by name, whole; all ranks call it."""
+        """Return all saved tensors of the model by name, unsharded; all ranks call it."""
         return self.stepper.strategy.weights(self.model, kept=kept)
 
     @property
     def is_saved(self) -> bool:
-        """Whether the newest checkpoint is of this very place in training."""
+        """Whether the newest checkpoint was written at the present epoch and step."""
         return self._saved == (self.epoch, self.step_count)
 
     def next_checkpoint(self) -> str:

@@ -1,7 +1,7 @@
-"""Metrics that wait: updated on the device in each step, read once at the end.
+"""Metrics that are updated on the device in each step, and read once at the end.
 
-A metric is a name, a torchmetrics Metric, or a callable `(output, target)` that gives a mean over
-the samples or, as losses do, (sum, weight).
+A metric is a name, a torchmetrics Metric, or a callable `(output, target)`. A callable returns a
+mean over the samples or, like a loss, (sum, weight).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Given = str | Callable[[Any, Any], Any]
 
 
 class Metric(Protocol):
-    """What fit and evaluate need of a metric."""
+    """The interface of a metric in fit and evaluate."""
 
     def update(self, output: Any, batch: Batch) -> None:
-        """Take one batch's outputs; must not read from the device."""
+        """Add one batch's outputs; must not wait for the device."""
 
     def compute(self, states: Sequence[Any] | None = None) -> float:
-        """The value over all batches since `reset`; NaN without any."""
+        """Return the value over all batches since `reset`; NaN without any."""
 
     def reset(self) -> None:
         """Forget all batches."""
 
     def state_dict(self) -> Any:
-        """What a checkpoint in the middle of an epoch needs."""
+        """Return the state that a checkpoint within an epoch needs."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore the state of `state_dict`."""
 
     @property
     def is_of_samples(self) -> bool:
-        """Whether it is known that the value does not depend on how samples come in batches."""
+        """Whether the value is known not to depend on the division of samples into batches."""
 
 
 class Mean(RunningMean):
@@ -49,7 +49,7 @@ class Mean(RunningMean):
     is_of_samples = True
 
     def compute(self, states: Sequence[Any] | None = None) -> float:
-        """The mean so far, or that over what the states hold; NaN where nothing was counted."""
+        """Return the mean so far, or the mean over `states`; NaN where nothing was counted."""
         return self.mean() if states is None else mean_of(states)
 
 
@@ -68,7 +68,7 @@ class MeanOf(Mean):
 
     @property
     def own_parts(self) -> list[Any]:
-        """What of the user's own is called."""
+        """The user's own objects that this metric calls."""
         return [self._function]
 
     def update(self, output: Any, batch: Batch) -> None:
@@ -76,7 +76,7 @@ class MeanOf(Mean):
         self.take(self._function(output, batch.targets), batch.size)
 
 
-# Those that add up or keep what they are given.
+# Modules whose metrics add up, or keep, the values of samples.
 _OF_SAMPLES = ("torchmetrics.classification.", "torchmetrics.regression.")
 
 
@@ -90,7 +90,7 @@ class FromTorchmetrics:
 
     @property
     def own_parts(self) -> list[Any]:
-        """What of the user's own is called."""
+        """The user's own objects that this metric calls."""
         return [self._metric]
 
     def update(self, output: Any, batch: Batch) -> None:
@@ -101,7 +101,7 @@ class FromTorchmetrics:
         self._metric.update(output, batch.targets)
 
     def compute(self, states: Sequence[Any] | None = None) -> float:
-        """The metric's value, of its own state or over what the states hold; one number."""
+        """Return the metric's value, of its own state or of merged `states`; one number."""
         metric = self._metric if states is None else self._merged(states)
         if metric is None or not (self._any or states):
             return float("nan")
@@ -118,7 +118,7 @@ class FromTorchmetrics:
         if not states:
             return None
         metric = self._metric.clone()
-        # Ranks were merged here already.
+        # The states of all ranks are merged here already.
         metric._to_sync = False
         metric._update_count = sum(state["count"] for state in states)
         for name, reduction in self._metric._reductions.items():
@@ -144,7 +144,7 @@ class FromTorchmetrics:
         return {"any": self._any, "count": self._metric._update_count, "state": state}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore the state of `state_dict`."""
         self._any = state["any"]
         self._metric._update_count = state["count"]
         for name, value in state["state"].items():
@@ -161,7 +161,7 @@ class Auc:
     """Area under the ROC curve of two classes, over all samples at once.
 
     Outputs are one score per sample, or two scores, of class 0 and class 1. Targets are 0 and 1.
-    Scores are kept until the end, 8 bytes a sample; scikit-learn's `roc_auc_score` computes.
+    Scores are kept until the end, 8 bytes a sample, for scikit-learn's `roc_auc_score`.
     """
 
     is_of_samples = True
@@ -186,7 +186,7 @@ class Auc:
         self._targets.append(batch.targets.float().flatten().clone())
 
     def compute(self, states: Sequence[Any] | None = None) -> float:
-        """The area so far, or that over what the states hold; NaN where one class is missing."""
+        """Return the area so far, or over `states`; NaN where one class is missing."""
         from sklearn.metrics import roc_auc_score
 
         states = [self.state_dict()] if states is None else states
@@ -205,11 +205,11 @@ class Auc:
         self._targets.clear()
 
     def state_dict(self) -> Any:
-        """All scores and targets so far."""
+        """Return all scores and targets so far."""
         return {"scores": list(self._scores), "targets": list(self._targets)}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore the state of `state_dict`."""
         self._scores, self._targets = list(state["scores"]), list(state["targets"])
 
 
@@ -218,7 +218,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """How many answers are right, and how many count."""
+    """Return the number of right answers, and the number of answers that count."""
     are_scores = output.dim() > 1 and output.shape[1] > 1
     if output.shape == target.shape and are_scores and target.is_floating_point():
         right = output.argmax(1) == target.argmax(1)
@@ -255,7 +255,7 @@ _NAMES: dict[str, Callable[[], Metric]] = {
 
 
 def as_metrics(given: Iterable[Given] | Mapping[str, Given]) -> dict[str, Metric]:
-    """Metrics by name, fresh ones at each call."""
+    """Return new metrics by name."""
     if isinstance(given, str):
         given = [given]
     if isinstance(given, Mapping):

@@ -1,6 +1,7 @@
-"""What a Trainer trains: a model with its loss, metrics, optimizer and schedule.
+"""The objective of a Trainer: a model with its loss, metrics, optimizer and schedule.
 
-A torch module, or a Keras model that is not compiled; compiled.py has those that are.
+The model is a torch module, or a Keras model that is not compiled; compiled.py handles compiled
+Keras models.
 """
 
 from __future__ import annotations
@@ -99,15 +100,15 @@ class Objective:
 
     Attributes:
         model: the user's own object.
-        adapter: the model as its framework has it.
+        adapter: access to the model through its framework.
         optimizer: steps the model's parameters.
         scheduler: steps the optimizer's learning rate, or None.
         schedule_every: "step" or "epoch".
         monitor: the name of the figure that ReduceLROnPlateau follows; None for the loss.
-        history: the kind of History that a fit fills in.
+        history: the class of History that a fit fills in.
         fits_before: number of earlier fits of this model: this fit draws other sample orders.
-        confusion: counts of the latest evaluation by true and predicted class; None where they are
-            not among the metrics.
+        confusion: counts of the latest evaluation by true and predicted class; None without the
+            metric.
     """
 
     history: type[History] = History
@@ -115,7 +116,7 @@ class Objective:
     confusion: Matrix | None = None
     # Whether an evaluation or a prediction calls a step that the model's class overrides.
     tests_as_written = predicts_as_written = False
-    # Whether the history has the epoch in which training stops, as in Keras.
+    # Whether the history includes the epoch in which training stops, as in Keras.
     ends_epochs = False
 
     def __init__(
@@ -153,7 +154,7 @@ class Objective:
         self._said: set[str] = set()
 
     def start_warm(self, source: str | Path, say: Callable[[str], None]) -> Signature | None:
-        """Take over weights and the optimizer's state; returns what the model knows of its data."""
+        """Load weights and optimizer state; return the signature that comes with them."""
         words, signature = warm_start(self.model, self.optimizer, source)
         say(words)
         return signature
@@ -165,11 +166,11 @@ class Objective:
         return 0
 
     def comes_in_samples(self, x: Any, y: Any) -> bool:
-        """Whether batches of the data that `fit` is given are ours to make."""
+        """Return whether `fit` makes the batches, because the data come as samples."""
         return _comes_in_samples(x) or (y is not None and are_arrays(x))
 
     def to_fit(self, data: FitData, loop: Loop, *, drop_last: bool) -> tuple[Source, Source | None]:
-        """What is trained on, and what is validated on."""
+        """Return the training source and the validation source."""
         held_out = data.validation_data
         share = 0.0 if held_out is not None else data.validation_split
         x, y, last = with_parts(data.x, data.y, data.sample_weight, share)
@@ -197,7 +198,7 @@ class Objective:
         sample_weight: Any = None,
         steps: int | None = None,
     ) -> Source:
-        """What is read once, in order."""
+        """Return a source that is read once, in order."""
         x, y, _ = with_parts(x, y, sample_weight, 0.0)
         if batch_size is None and _comes_in_samples(x):
             batch_size = _EVALUATION_BATCH
@@ -206,7 +207,7 @@ class Objective:
     def to_predict(
         self, x: Any, loop: Loop, batch_size: int | None, steps: int | None = None
     ) -> Source:
-        """Inputs, in order: a tuple of arrays is one input of several parts, not (x, y)."""
+        """Return a source of inputs, in order; a tuple of arrays is one input, not (x, y)."""
         x = (x,) if isinstance(x, tuple) else x
         return self.to_evaluate(x, None, loop, batch_size, steps=steps)
 
@@ -226,7 +227,7 @@ class Objective:
         return Stretches(source, steps, restarts=restarts)
 
     def weigh_classes(self, source: Source, loop: Loop, names: tuple[str, ...] | None) -> None:
-        """Weigh classes by how many samples they have, where the fit was asked for that."""
+        """Weigh classes by their numbers of samples, if the fit was asked for balanced weights."""
         if not self._is_balanced:
             return
         if isinstance(self.loss, SeveralLosses):
@@ -241,25 +242,25 @@ class Objective:
         loop.say(balanced_words(counts, names))
 
     def build(self, source: Source, loop: Loop) -> Signature | None:
-        """Make what waits for a first batch; returns what a warm start knows of the data."""
+        """Build parts that need a first batch; return a warm start's signature, if any."""
 
     def takes_bytes(self, batch: Batch) -> bool:
-        """Whether the model computes with bytes as they are, because it scales them itself."""
+        """Return whether the model takes bytes as they are, because it scales them itself."""
         scales = self.adapter.scales_images()
         return _takes(self.model, batch.rows(0, 2)) if scales is None else scales
 
     # -- training ----------------------------------------------------------------------------------
 
     def fit_as_written(self, data: FitData, loop: Loop, **arguments: Any) -> History | None:
-        """Run a fit of the model's own, where it has one that cannot be taken apart."""
+        """Run the model's own fit, if it has one that cannot be split into steps; else None."""
 
     def job(self, loop: Loop, source: Source | None, *, training: bool) -> Job:
-        """Forward, loss and fresh metrics, to train or to evaluate."""
+        """Return forward, loss and fresh metrics, to train or to evaluate."""
         return TorchJob(
             self.adapter.called(training=training),
             self.loss,
             self.metrics,
-            # A pipeline may read all of its targets for that.
+            # A pipeline may have to read all of its targets for this.
             unweighted=(training or not isinstance(source, Pipeline))
             and _counts_all(self.loss, source),
             class_weight=self._class_weight if training else None,
@@ -273,7 +274,7 @@ class Objective:
             loop.say(line)
 
     def facts(self) -> Facts:
-        """What identifies this job, for a resume to compare."""
+        """Return the facts that identify this job, for a resume to compare."""
         return {
             **losses_facts(self.loss),
             "metrics": metrics_fact(metrics_of(self.loss, self.metrics)),
@@ -287,7 +288,7 @@ class Objective:
         return f"{self.schedule_every}{f', by {self.monitor}' if self.monitor else ''}"
 
     def split_callbacks(self, callbacks: Any) -> tuple[list[Callback], list[Any]]:
-        """Flatout's callbacks, and those of the model's framework."""
+        """Return Flatout's callbacks, and those of the model's framework."""
         ours = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
         for callback in ours:
             check_events(callback)
@@ -296,7 +297,7 @@ class Objective:
     def begin(
         self, state: FitState, job: Job, callbacks: list[Any], first: int, verbose: int | str
     ) -> list[Callback]:
-        """Let the framework's callbacks follow a fit from epoch `first`; gives what calls them."""
+        """Start the framework's callbacks at epoch `first`; return callbacks that call them."""
         return []
 
     @contextmanager
@@ -313,12 +314,12 @@ class Objective:
         yield
 
     def end(self) -> None:
-        """Put back what a fit has changed beside the model."""
+        """Restore everything but the model that a fit has changed."""
 
     def evaluate(
         self, loop: Loop, source: Source, stopped: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
-        """Loss and metrics over `source`; None where `stopped` said so."""
+        """Return loss and metrics over `source`; None if `stopped` returned True."""
         return evaluate(self, loop, source, stopped)
 
     def evaluate_as_written(self, **arguments: Any) -> dict[str, float] | None:
@@ -340,7 +341,7 @@ class Objective:
         return list(figures.values())
 
     def sample_loss(self) -> SampleLoss:
-        """The loss of each sample alone."""
+        """Return an object that computes the loss of each sample alone."""
         if not isinstance(self.loss, Loss):
             raise ModelError(
                 "the worst samples are found by one loss, and the model has several",
@@ -349,17 +350,20 @@ class Objective:
         return of_loss(self.loss)
 
     def output(self, inputs: Any, loop: Loop) -> Any:
-        """What the model gives for a batch's inputs, in evaluation."""
+        """Return the model's outputs for a batch's inputs, in evaluation mode."""
         narrow = Narrow(self.model, partial(self._say_once, loop))
         return call(self.adapter.called(training=False), narrow.inputs(inputs))
 
     def as_given(self, outputs: Any) -> Any:
-        """Predictions as the framework's own `predict` gives them."""
+        """Return predictions in the form of the framework's own `predict`."""
         return outputs
 
 
 def validates(every: int | Collection[int], epoch: int) -> bool:
-    """Whether to validate after this epoch, of every so many or of those counted from 1."""
+    """Return whether to validate after this epoch.
+
+    `every` is a number of epochs, or a list of epochs counted from 1.
+    """
     return (epoch + 1) % every == 0 if isinstance(every, int) else epoch + 1 in every
 
 
@@ -371,14 +375,14 @@ def _takes(model: nn.Module, batch: Batch) -> bool:
     with untouched(model), evaluating(model):
         try:
             call(model, batch.to(device).inputs)
-        except Exception:  # whatever a model raises at inputs that it does not take
+        except Exception:  # whatever a model raises for inputs that it does not take
             return False
     return True
 
 
 def _source(x: Any, y: Any, loop: Loop, **options: Any) -> Source:
     asked = loop.requested.input
-    # Without a copy to a device pinned memory would only begin to use one.
+    # Without a copy to a device, pinned memory would only initialize one.
     is_pinned = asked.pin_memory != "off" and loop.requested.world.device != "cpu"
     return as_source(x, y, seed=loop.seed, workers=asked.workers, pin_memory=is_pinned, **options)
 

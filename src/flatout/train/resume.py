@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: whether it is of the same job and data, and putting it back."""
+"""Resuming from a checkpoint: compares the job and the data, and restores the state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flatout.train.rank_device import device_here
 from flatout.train.same_job import check_same_job, in_words, kind_of
 from flatout.train.snapshot import random_state, set_random_state
 
-# So many sample numbers of the first batch tell one order from another.
+# Number of samples of the first batch whose numbers are compared, to detect another order.
 _SHOWN = 8
 _REDUCTION = "world.reduction"
 _LIBRARY = "what gloo or NCCL does"
@@ -38,11 +38,11 @@ _NEW_RUN = "or begin a new run with warm_start"
 
 
 class Resume:
-    """A checkpoint that a Loop goes on from.
+    """A checkpoint that a Loop resumes from.
 
     Attributes:
         name: of the checkpoint.
-        own: what each rank gave to `Loop.save` as `own`, by rank.
+        own: the `own` argument that each rank gave to `Loop.save`, by rank.
     """
 
     def __init__(self, loop: LoopState, loaded: LoadedCheckpoint) -> None:
@@ -61,13 +61,13 @@ class Resume:
         self._data = {**loaded.state, "source": self._own.get("data") or of_all}
 
     def recipe(self, loop: LoopState) -> Recipe:
-        """What is asked for now: the settings of then, but for those that are asked for by name.
+        """Return the requested Recipe: saved settings, replaced by settings requested by name now.
 
-        On another machine they are decided again.
+        On another machine all settings are decided again.
         """
         saved = loads(self._loaded.meta["recipe"])
         assert isinstance(saved, ResolvedRecipe)
-        # The first rank decides for all: ranks that measured alone would wait for the others.
+        # The first rank decides for all ranks: a rank that measured alone would wait forever.
         here = [*saved.on_this_machine(fingerprint().as_dict())]
         same, differences = loop.world.from_first(here, "whether saved settings hold here")
         if not same:
@@ -78,25 +78,25 @@ class Resume:
             return loop.requested
         asked = {field: v for field, v in loop.requested.named().items() if v != "auto"}
         strategy = asked.get("world.strategy", saved.world.strategy)
-        if strategy != saved.world.strategy:  # not all settings go with each
+        if strategy != saved.world.strategy:  # some settings exclude some strategies
             loop.say(f"settings are decided again, with world.strategy={strategy}")
             return loop.requested
         _say_changes(loop, saved, asked)
         # Whether a step may be split when memory runs out is a rule, not a measured value.
-        # Each rank has its own device, and what was not here may be here now.
+        # Each rank has its own device, and a device that was missing may be present now.
         open_again = {
             "memory.micro_batch": loop.requested.memory.micro_batch,
             "world.device": loop.requested.world.device,
             **{field: loop.requested.get(field) for field in being_measured(saved)},
         }
-        # How ranks send one another follows from where they are now.
+        # The way ranks send depends on the hosts that they run on now.
         if len(self._loaded.own) != loop.world.size or not _was_asked(saved, _REDUCTION):
             open_again[_REDUCTION] = "auto"
         self._kept = saved
         return saved.request().replace({**open_again, **asked})
 
     def choices(self, requested: Recipe) -> tuple[dict[str, Choice], Mapping[str, Any]] | None:
-        """What was decided then, and on which machine; None where it is to be decided now."""
+        """Return the saved choices and their machine; None if settings are to be decided now."""
         if self._kept is None or being_measured(self._kept):
             return None
         choices = {
@@ -106,7 +106,7 @@ class Resume:
         }
         plain, known = PLAIN[_REDUCTION], choices.get(_REDUCTION)
         if requested.world.reduction == "auto" and (known is None or known.value != plain):
-            # Strategies say so in their place where ranks send in another way.
+            # Strategies replace this choice if ranks send in another way.
             choices[_REDUCTION] = Choice(value=plain, reason=_LIBRARY, parity=Parity.EXACT)
         return choices, self._kept.machine
 
@@ -115,7 +115,7 @@ class Resume:
         check_same_data(source, self._data, first)
 
     def put_back(self, loop: LoopState) -> None:
-        """Bring a prepared Loop to where the checkpoint was written, and say so."""
+        """Restore a prepared Loop to the checkpoint's state, and print that it resumes."""
         put_back(loop, self._loaded, self._changes, same_machine=self._kept is not None)
         set_random_state(self._own["random"])
         then, now = len(self._loaded.own), loop.world.size
@@ -129,13 +129,13 @@ class Resume:
             loop.say(f"changed since the checkpoint, and taken over:\n{words}")
 
     def put_back_source(self, source: Source) -> None:
-        """Bring the data to where they were, before the first epoch that goes on."""
+        """Restore the data's position, before the first epoch that continues."""
         if not self._is_due or self._loaded.state["source"] is None:
             return
         self._is_due = False
         check_same_data(source, self._data, None)
         source.load_state_dict(self._own["source"])
-        # Once more, because callbacks may have drawn since the checkpoint was loaded.
+        # Set again, because callbacks may have drawn since the checkpoint was loaded.
         set_random_state(self._own["random"])
 
 
@@ -156,15 +156,15 @@ def _say_changes(loop: LoopState, saved: ResolvedRecipe, asked: Mapping[str, Any
 
 
 def find_checkpoint(loop: LoopState, compute: Compute | None) -> None:
-    """Tell the job, and let what it goes on from, if anything, decide what is asked for."""
+    """Collect the facts of the job, and apply the settings of a checkpoint, if there is one."""
     loaded = loop.resume_checkpoint
-    del loop.resume_checkpoint  # it holds all weights once more
+    del loop.resume_checkpoint  # frees its copy of all weights
     loop.job = loop.world.from_first(_job_of(loop, compute))
     loop.fresh_groups = [[dict(group) for group in o.param_groups] for o in loop.optimizers]
     if loaded is not None:
         loop.resume = resume = Resume(loop, loaded)
         loop.requested = resume.recipe(loop)
-        del loop.checkpointing  # made again, as the saved settings say
+        del loop.checkpointing  # it is created again with the saved settings
 
 
 def _job_of(loop: LoopState, compute: Compute | None) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def _facts(loop: LoopState) -> Facts:
 
 
 def state_of(loop: LoopState, extra: Any) -> dict[str, Any]:
-    """Everything but the weights that the next step depends on, and what identifies the job.
+    """Return all state but the weights that the next step depends on, and the facts of the job.
 
     All ranks call it.
     """
@@ -218,7 +218,7 @@ def state_of(loop: LoopState, extra: Any) -> dict[str, Any]:
 
 
 def own_state_of(loop: LoopState, own: Any) -> dict[str, Any]:
-    """What the next step depends on and each rank has for itself."""
+    """Return the state of this rank alone that the next step depends on."""
     return {
         "random": random_state(),
         "source": None if loop.feed.source is None else loop.feed.source.state_dict(),
@@ -231,7 +231,7 @@ def own_state_of(loop: LoopState, own: Any) -> dict[str, Any]:
 
 
 def source_state(source: Source) -> dict[str, Any]:
-    """What identifies the data."""
+    """Return the facts that identify the data."""
     return {
         "digest": source.digest,
         "batch_size": source.batch_size,
@@ -242,7 +242,7 @@ def source_state(source: Source) -> dict[str, Any]:
 
 
 def first_samples(first: list[Batch]) -> list[int] | None:
-    """The numbers of the first samples in the order of the first epoch, where they are known."""
+    """Return the numbers of the first samples in the first epoch, where they are known."""
     if not first or first[0].indices is None:
         return None
     return [int(number) for number in first[0].indices[:_SHOWN]]
@@ -260,7 +260,7 @@ def check_same_data(source: Source, state: Mapping[str, Any], first: list[int] |
             do=f"resume with the same data and batch size, {_NEW_RUN}",
         )
     then = state["first_samples"]
-    # On more ranks a part has fewer samples.
+    # With more ranks, the first part has fewer samples, so the lists differ in length.
     if then and first and any(a != b for a, b in zip(then, first, strict=False)):
         raise DataError(
             "the samples come in another order than those of the checkpoint",
@@ -272,7 +272,7 @@ def check_same_data(source: Source, state: Mapping[str, Any], first: list[int] |
 def put_back(
     loop: LoopState, loaded: LoadedCheckpoint, changes: RateChanges, *, same_machine: bool
 ) -> None:
-    """Load what `state_of` gave, and the weights, into a prepared Loop; but for what is new."""
+    """Load the result of `state_of` and the weights into a prepared Loop, except for new values."""
     state = loaded.state
     load_weights(loop.model, loaded.model)
     strategy = loop.stepper.strategy
@@ -299,21 +299,21 @@ def put_back(
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load an optimizer's state and options; how its kernels run stays as it is decided now."""
+    """Load an optimizer's state and options, except `fused` and `foreach`, which stay as set."""
     kernels = [{k: g.get(k) for k in ("fused", "foreach")} for g in optimizer.param_groups]
     optimizer.load_state_dict(saved)
     for group, own in zip(optimizer.param_groups, kernels, strict=True):
         group.update({k: v for k, v in own.items() if k in group})
     align_state(optimizer)
     if is_fused(optimizer):
-        fuse(optimizer)  # its state is where the kernel wants it
+        fuse(optimizer)  # moves the state to where the fused kernel needs it
 
 
 def _words(state: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     words = f"{state['words']}, batches of {state['batch_size']}, {state['steps']} an epoch"
     stages = [stage for stage in state["stages"] if stage not in other["stages"]]
     if not stages and state["stages"] != other["stages"]:
-        stages = state["stages"]  # the same in another order
+        stages = state["stages"]  # the same stages in another order
     words += "".join(f", {stage}" for stage in stages)
     if state["digest"] != other["digest"]:
         words += f", content {state['digest'][:8]}"

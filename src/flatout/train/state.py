@@ -1,4 +1,4 @@
-"""What a running fit shows to its callbacks."""
+"""The state of a running fit that callbacks receive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.train.signature import Signature
 
 
 class FittingTrainer(Protocol):
-    """What is used of a Trainer while it fits; `flatout.Trainer` says what each of these is."""
+    """The attributes of a Trainer that a fit uses; described at `flatout.Trainer`."""
 
     devices: int
     history: History | None
@@ -23,7 +23,7 @@ class FittingTrainer(Protocol):
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Names by number, where they are known."""
+        """Names of classes by number, or None."""
 
     @property
     def model(self) -> Any:
@@ -31,24 +31,24 @@ class FittingTrainer(Protocol):
 
     @property
     def optimizer(self) -> Any:
-        """What steps; None before it is made."""
+        """The optimizer; None before it is made."""
 
     @property
     def resolved(self) -> ResolvedRecipe | None:
-        """How the latest steps ran."""
+        """Settings of the latest steps, with reasons."""
 
     @property
     def scheduler(self) -> Any:
-        """What steps the learning rate, or None."""
+        """The learning rate scheduler, or None."""
 
     def fit(self, *args: Any, **kwargs: Any) -> History:
         """Train."""
 
     def get_ready(self) -> None:
-        """Begin with nothing fitted."""
+        """Drop the state of earlier fits."""
 
     def save_checkpoint(self, score: float | None = None) -> str:
-        """Write a checkpoint; returns its path."""
+        """Write a checkpoint, and return its path."""
 
 
 @dataclass
@@ -58,14 +58,14 @@ class FitState:
     Attributes:
         trainer: the Trainer that fits.
         history: the History being filled.
-        epochs: how many epochs were asked for.
-        steps_per_epoch: optimizer steps per epoch; None where the source is not counted.
-        batch_size: samples that an optimizer step is to have.
+        epochs: number of epochs that `fit` was asked for.
+        steps_per_epoch: optimizer steps per epoch; None if the source's length is unknown.
+        batch_size: samples that a full optimizer step has.
         epoch: number of the current epoch, from 0.
-        step: optimizer steps done since training began (a resume goes on counting).
+        step: optimizer steps done since training began (a resume continues the count).
         step_in_epoch: optimizer steps done in this epoch.
         logs: figures of the last finished epoch, such as `loss`, `val_loss`, `seconds`.
-        stop_reason: why training ends early, once something asked for that.
+        stop_reason: the reason for an early end, once one was requested.
     """
 
     trainer: FittingTrainer
@@ -82,9 +82,10 @@ class FitState:
     def stop(self, reason: str) -> None:
         """End training after this step; the reason is kept in the History.
 
-        Any rank may call it, and all end after the same step: where all call it after one step,
-        behind that; where only some do, behind the next one, at the end of the epoch, or where
-        ranks step alone (`world.strategy=local_sgd`), when they meet.
+        Any rank may call it, and all ranks end after the same step. If all ranks call it after one
+        step, training ends after that step. If only some ranks call it, training ends after the
+        next step or at the end of the epoch. Ranks that step alone (`world.strategy=local_sgd`)
+        end when they next average.
         """
         self.stop_reason = reason
 
@@ -110,7 +111,7 @@ class FitState:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the first parameter group, what a rule does to it included."""
+        """Learning rate of the first parameter group, scaled by the learning-rate rule."""
         return self.trainer.loop.learning_rate
 
     @property

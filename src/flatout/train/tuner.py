@@ -1,11 +1,11 @@
-"""Runs a Search on the job's own steps: switches settings between steps, and times them.
+"""Runs a Search on the job's own steps: switches settings between steps, and times the steps.
 
-A step under settings that are tried is a step of the run like any other. Where it fails or its
-gradients are not finite, it is made again under the best settings known, as if it had not been.
-Several ranks switch at the same step: what they decide by is agreed after each block.
+A step under tried settings is a normal step of the run. If it fails, or its gradients are not
+finite, its effects are undone and it is made again under the best settings known. Several ranks
+switch at the same step: after each block they agree on the times that decide.
 
-When nothing is left to try, a step is looked at now and then: where the pace has changed for good,
-settings are tried once more. Where other parameters train than before, it is another job
+When nothing is left to try, single steps are timed now and then. If the pace has changed for good,
+settings are tried once more. If other parameters train than before, the job counts as another one
 (other_job.py).
 """
 
@@ -37,11 +37,12 @@ from flatout.train.turn import Turn
 from flatout.words import rounded
 from flatout.world import World
 
-# When nothing is left to try, the pace is looked at so many steps apart, and more often where it
-# seems to have changed by this factor.
+# Steps between two checks of the pace once the search is over. _LOOK_EVERY: the usual number.
+# _LOOK_AGAIN: the number while the pace seems to have changed.
 _LOOK_EVERY, _LOOK_AGAIN = 100, 5
+# Factor by which a step's time must change to count as another pace.
 _CHANGED = 1.4
-# So many looks in turn tell that it has.
+# Number of successive checks with another pace after which settings are tried again.
 _LOOKS = 4
 
 
@@ -83,7 +84,7 @@ class Tuner(Part):
         self._clock, self._cpu_clock = terms.clock, terms.cpu_clock
         self._is_on_cpu = stepper.switch.device.type == "cpu"
         self._changed_job, self._uncounted = changed, uncounted
-        # Of the jobs before this one: their trials, and what they have cost before and in steps.
+        # Trials of earlier jobs in this run, and their cost in seconds (before steps, in steps).
         self._trials: list[dict[str, Any]] = []
         self._dropped: dict[str, str] = {}
         self._captures: list[dict[str, Any]] = []
@@ -92,14 +93,14 @@ class Tuner(Part):
         self._moving = Moving(stepper.switch.model, draws=world.size == 1)
         self._kind: Any = None
         self._changed = 0
-        # Whether the pace that is known is that of the graph that a Recipe asks for; while it is
-        # not known, what steps take.
+        # Whether the known pace is that of the graph that the Recipe requests; and the times of
+        # steps while the new pace is being measured.
         self._is_of_graph = False
         self._paces: list[float] | None = None
         self._look_every = _LOOK_EVERY
         self._trained = self._trainable()
         self._first = self._last = 0
-        # Under which steps of this job were made, or none is to be made first under a mark.
+        # Settings that steps of this job ran under; new settings first run under a mark.
         self._stepped: set[Settings | ByLength] = set()
         self._started: float | None = None
         self.beside: BackgroundCompile | None = None
@@ -109,7 +110,7 @@ class Tuner(Part):
 
     @property
     def next_step(self) -> int:
-        """The number of the step that is to be handed to `step`; those before need not be."""
+        """Number of the next step that must be handed to `make`; earlier steps need not be."""
         rests = self._look_at == sys.maxsize
         each = self.is_searching or self.search.by_length is not None
         return 0 if each and not rests else self._look_at
@@ -121,16 +122,16 @@ class Tuner(Part):
 
     @property
     def is_searching(self) -> bool:
-        """Whether there is something left to try."""
+        """Whether options are left to try."""
         return not self.done and not self.why
 
     @property
     def is_pending(self) -> bool:
-        """Whether all is tried but the step as one graph, which is being compiled."""
+        """Whether only the trial of the whole step as one graph, now compiling, is left."""
         return self.beside is not None and self.beside.is_open
 
     def expect(self, counts: Mapping[str, Any]) -> None:
-        """Let a roofline say in which order options are tried; for all ranks the first's."""
+        """Order the options by a roofline's predictions; all ranks use the first rank's."""
         rates, known = counts["rates"], {}
         if rates is not None and rates["spread"] <= ROUGH:
             options = {one.field: one.value for one in self.search.options}
@@ -141,7 +142,7 @@ class Tuner(Part):
     # -- a step ------------------------------------------------------------------------------
 
     def around_step(self, step: StepToMake, run: Callable[[StepToMake], Done]) -> Done:
-        """Make the step under the settings that are due; a setting that fails is given up."""
+        """Make the step under the settings that are due; give up a setting that fails."""
         if step.number < self.next_step:
             return run(step)
         return self.make(step, run, *self._terms.input_s(self._feed.lanes))
@@ -153,7 +154,7 @@ class Tuner(Part):
         waited_s: float,
         prepared_s: float,
     ) -> Done:
-        """Make a step whose batches took some seconds to wait for and to copy to the device."""
+        """Make a step whose batches took the given seconds to wait for and to copy to the device."""
         batches, turn, number = step.batches, step.turn, step.number
         run = partial(run_step, step)
         if self._started is None:
@@ -164,7 +165,7 @@ class Tuner(Part):
                 self._use(self.search.by_length, batches)
             if number < self._look_at:
                 return run()
-            finish_device()  # which may still be at the steps before
+            finish_device()  # the device may still run earlier steps
             began = self._clock()
             done = run()
             finish_device()
@@ -281,7 +282,7 @@ class Tuner(Part):
             self.spans.append((number, number, settings))
 
     def _start(self) -> None:
-        """Begin with what is to be tried; an earlier run may have tried all."""
+        """Begin the search, or take over the result of an earlier run."""
         self.done = self.search.is_settled
         if self.done:
             self._use(self.search.best)
@@ -386,7 +387,7 @@ class Tuner(Part):
     # -- the end -----------------------------------------------------------------------------
 
     def stop(self, why: str, *, suffices: bool = False) -> None:
-        """End the search where it is: the best settings known hold."""
+        """End the search now, with the best settings known."""
         if self.beside is not None and self.beside.is_open:
             self.beside.drop(f"was not measured: {why} while it was compiled")
             self.why, self.of_capture = why, True
@@ -407,12 +408,12 @@ class Tuner(Part):
         self._settle(self)
 
     def back(self) -> None:
-        """Switch to what holds for all batches, as an evaluation wants it."""
+        """Switch to the settings that hold for all batch lengths, for an evaluation."""
         if not self.is_searching and self.search.by_length is not None:
             self._use(self.search.best)
 
     def stop_splitting(self) -> None:
-        """Let steps of all lengths run under the same settings from here on."""
+        """Use the same settings for steps of all lengths from here on."""
         self.back()
         self.search.by_length = None
 
@@ -465,19 +466,19 @@ class Tuner(Part):
         self._begin(next(blocks))
 
     def rest(self) -> None:
-        """Look at no step, until `wake`: steps are others than those that were measured."""
+        """Time no steps until `wake`, because steps now differ from the measured ones."""
         self.stop_splitting()
         if self.is_pending:
             self.stop("features of frozen layers were kept")
         self._look_at = sys.maxsize
 
     def wake(self, last: int) -> None:
-        """Look at steps again; `last` is the number of the latest."""
+        """Time steps again; `last` is the number of the latest step."""
         if not self.is_searching:
             self._look_at = last + self._look_every
 
     def leave(self, plain: Mapping[str, Any], why: str, last: int) -> None:
-        """Go on without settings that were chosen, and never try them again."""
+        """Drop settings that were chosen, and never try them again."""
         search = self.search
         begun = self.spans[-1][1] + 1 if self.spans else 1
         if last >= begun:
@@ -490,7 +491,7 @@ class Tuner(Part):
         self._changed = 0
 
     def restart_numbers(self) -> None:
-        """The steps so far were none of the run's."""
+        """Forget the steps so far, which were not part of the run."""
         self.spans.clear()
         for trial in self.search.trials:
             trial["first"] = trial["last"] = 0
@@ -505,7 +506,7 @@ class Tuner(Part):
         search, values = self.search, _values(batches)
         known, split = search.step_s.get(search.best), search.by_length
         factor = 1.0
-        # What runs under other settings than the best for all takes another time.
+        # Steps under other settings than the best for all lengths have another pace.
         is_best = split is None or split.at(values) == search.best
         if known is not None and is_best and self._is_of_kind(batches, turn):
             factor = self._slower(search.lengths.typical_s([(values, seconds)]), known)
@@ -520,7 +521,7 @@ class Tuner(Part):
             self._changed_job()
         elif self._changed >= _LOOKS:
             self._note(f"auto: {_pace_words(factor)}: settings are tried once more")
-            # A machine that never rests is not asked all the time.
+            # On a machine whose load never settles, check less and less often.
             self._look_every *= 2
             self._kind, self.of_capture = None, False
             self._resume(number, self.search.again())
@@ -530,7 +531,7 @@ class Tuner(Part):
     def _slower(self, seconds: float, known: float) -> float:
         capture, search = None if self._graphs is None else self._graphs.compiled, self.search
         if capture is not None and capture.is_asked and capture.compiling is not None:
-            return 1.0  # that slows them for now
+            return 1.0  # the compiling child slows the steps for now
         is_of_graph = capture is not None and capture.is_asked and capture.is_used
         if is_of_graph != self._is_of_graph:
             self._is_of_graph, self._paces = is_of_graph, []
@@ -562,7 +563,7 @@ class Tuner(Part):
         self._start()
 
     def follows(self, last: int, now: Settings) -> None:
-        """Steps up to number `last` ran before, those that no span has under `now`."""
+        """Record that steps up to number `last` ran; steps without a span ran under `now`."""
         begun = self.spans[-1][1] + 1 if self.spans else 1
         if last >= begun:
             self.spans.append((begun, last, now))
@@ -580,7 +581,7 @@ class Tuner(Part):
         return self._captures if own is None else [*self._captures, own]
 
     def record(self, last: int) -> dict[str, Any]:
-        """What History keeps of it: plain data."""
+        """Return the record for History, as plain data."""
         search = self.search
         plain, seconds = search.plain, search.step_s
         earlier = {f: why for f, why in self._dropped.items() if not search.tells_of(f)}
