@@ -1,9 +1,9 @@
 """Decides the open settings of a Recipe by measuring them on the user's own model and batches.
 
-Before the first step each option is looked at on a few samples (auto_check.py). What works is then
-tried on the job's own steps, while training goes on (auto_search.py, tuner.py), so that no step is
-lost. The answer is kept in a cache by model, shapes, machine and request, unless the machine was
-too busy to measure well (auto_cache.py).
+Before the first step each option is checked on a few samples (auto_check.py). Options that work are
+then tried on the job's own steps while training continues (auto_search.py, tuner.py), so that no
+step is lost. The result is cached by model, shapes, machine and request, unless the machine was too
+busy to measure well (auto_cache.py).
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ from flatout.train.step import Stepper
 from flatout.words import duration
 from flatout.world import ONE, World, place
 
-# Steps that are enough for a decision if each step is long.
+# Fewest steps of a run in which settings are tried if each step is long.
 _FEWEST_LONG = 16
-# What measuring the best rates of a machine takes at most; of a run it may take this share.
+# Measuring the machine's best rates: _RATES_S: most seconds; _RATES_SHARE: most share of the run.
 _RATES_S, _RATES_SHARE = 3.0, 0.01
-# Why nothing is tried where steps are long, or others keep the machine busy.
+# Reasons to try nothing: where features are kept from the start, and where a few samples are slow.
 _KEPT_FIRST = "what frozen layers give is kept from the start, and no settings are tried before"
 _TOO_SLOW = "a few samples take too long to look at other settings before the first step"
 COMPILE, GRAPH = "compute.compile", "compute.cuda_graph"
 BENCHMARK = "compute.cudnn_benchmark"
-# About what cuDNN takes to try the algorithms of a convolution and of its backward.
+# Approximate seconds that cuDNN takes to try algorithms for a convolution and its backward.
 _BENCHMARK_S = 0.1
 _REDRAWS = 'would draw other random numbers, as for dropout: allow="redrawn" permits it'
-# Why a step is not compiled as a whole.
+# Reason against compiling the whole step.
 _DRAWS = "the model draws random numbers"
-# The reason of a setting that is still being measured, and where that came to no end.
+# Reasons for settings: while a trial is running, and after a run that ended during the trial.
 MEASURING, _NOT_MEASURED = "being measured", "was not measured: the run ended"
 
-# What changes most comes first, and what helps others before those.
+# Order of trials: options that help others come first, then those with the largest effect.
 _ORDER = {
     field: place
     for place, field in enumerate(
@@ -86,14 +86,14 @@ Choices = dict[str, Choice]
 
 @dataclass
 class Decision:
-    """The Recipe to start with, and what is to be tried while the run goes on.
+    """The Recipe to start with, and the search that runs during training.
 
     Attributes:
-        recipe: concrete; plain where something is still to be tried.
-        search: what that is, or None.
-        facts: of the model.
-        key: of the cache.
-        is_known: whether it comes from there.
+        recipe: a concrete Recipe, with plain values for settings that are still to be tried.
+        search: the search for these settings, or None.
+        facts: facts about the model.
+        key: key of the cache entry.
+        is_known: whether the Recipe comes from the cache.
     """
 
     recipe: ResolvedRecipe
@@ -127,7 +127,7 @@ def resolve(
     if compute is None:
         return Decision(start)
     key = auto_cache.key(requested, stepper, batches, allow, steps) if batches else ""
-    # What is compiled would be compiled again in a child.
+    # A compiled model would be compiled again in a child process.
     switch = stepper.switch
     may_fork = terms.may_fork and switch.device.type == "cpu" and not has_compiled(switch.model)
     marks = Marks() if world is None else Marks.of(key, world, may_fork=may_fork)
@@ -177,7 +177,7 @@ def _looked_at(
             check, requested, stepper, batch, facts, allow, steps, began, known
         )
     except (RuntimeError, MemoryError) as error:
-        # Of the passes that leave no trace; plain steps may well fit.
+        # A pass for checks ran out of memory; plain steps may still fit.
         if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
             raise
         forget_frames(error)
@@ -212,7 +212,7 @@ def _without_ended(
 
 
 def _ended(requested: Recipe, marks: Marks) -> dict[str, str]:
-    """Open fields that have ended earlier runs, and how that is known."""
+    """Return the open fields that ended earlier runs, with the reason."""
     found = {f: marks.objection([f]) for f in SETTINGS if requested.get(f) == "auto"}
     return {field: why for field, why in found.items() if why}
 
@@ -229,7 +229,7 @@ def _precision(
 
 
 def _keep(key: str, start: ResolvedRecipe, found: Found) -> None:
-    """Let the next run choose the same: rows that are kept are of one precision and layout."""
+    """Store the choice for the next run: kept features need the same precision and layout."""
     if found.choices:
         auto_cache.write(key, start)
 
@@ -247,9 +247,9 @@ def _checked(
 ) -> tuple[Search | None, str]:
     budget, plain = check.budget, check.plain
     options = _options(requested, stepper, batch, facts, allow, check.budget.terms)
-    is_cpu = stepper.switch.device.type == "cpu"  # elsewhere threads compute next to nothing
+    is_cpu = stepper.switch.device.type == "cpu"  # on other devices, CPU threads hardly matter
     threads = requested.get("process.threads") == "auto" and allow >= Parity.TOLERANT and is_cpu
-    # What is drawn by sample does not reach into compiled code.
+    # Random numbers drawn by sample do not work in compiled code.
     compiles = (
         requested.get(COMPILE) == "auto"
         and not stepper.chain.acts_within
@@ -343,9 +343,9 @@ def _too_short(steps: int | None) -> str:
 
 
 def know_machine(search: Search, device: torch.device) -> None:
-    """Measure this machine's best rates, before a run so long that it does not show.
+    """Measure this machine's best rates before a run that is long enough for it.
 
-    That is done once, and again where others kept the machine busy the time before.
+    The rates are measured once, and again if the machine was busy at the previous measurement.
     """
     budget, terms, threads = search.budget, search.budget.terms, torch.get_num_threads()
     if budget.run_s * _RATES_SHARE < _RATES_S or not budget.pays_before(_RATES_S):
@@ -357,7 +357,7 @@ def know_machine(search: Search, device: torch.device) -> None:
 
 
 def agree(decision: Decision, world: World) -> None:
-    """Let all ranks try the same, in the same order: what one cannot, none tries."""
+    """Make all ranks try the same options in the same order, without those that fail on a rank."""
     search = decision.search
     own = None
     if search is not None:
@@ -394,7 +394,7 @@ def agree(decision: Decision, world: World) -> None:
 
 
 def started(running: ResolvedRecipe, requested: Recipe, search: Search) -> ResolvedRecipe:
-    """The Recipe while a search goes on: what is still being measured says so."""
+    """Return the Recipe during a search, in which settings under trial have that reason."""
     choices = {
         option.field: running.choices[option.field].model_copy(update={"reason": MEASURING})
         for option in search.options
@@ -407,7 +407,7 @@ def started(running: ResolvedRecipe, requested: Recipe, search: Search) -> Resol
 
 
 def being_measured(recipe: ResolvedRecipe) -> list[str]:
-    """Fields of a Recipe that was written before the search behind it was over."""
+    """Return fields of a Recipe that was written before its search was over."""
     return [field for field, choice in recipe.choices.items() if choice.reason == MEASURING]
 
 
@@ -420,17 +420,17 @@ def settle(
     suffices: bool = False,
     pending: bool = False,
 ) -> tuple[ResolvedRecipe, str]:
-    """The Recipe that a search has come to, and the line that tells it; kept for the next run.
+    """Return the Recipe that a search has found and a line for the user; cache the Recipe.
 
-    There is no line where nothing was measured before the run ended.
+    The line is "" where the run ended before anything was measured.
 
     Args:
-        decision: with a search that is over.
-        running: the Recipe as it was, with what was decided elsewhere.
-        requested: as `resolve` was given.
-        ended: why the search ended before all was tried; "" where it did not.
-        suffices: whether what was tried by then is kept for the next run all the same.
-        pending: whether the step is still to be compiled, so that the answer is not the last.
+        decision: its search is over.
+        running: the Recipe so far, with settings that were decided elsewhere.
+        requested: the Recipe that `resolve` was given.
+        ended: the reason for an early end of the search; "" without one.
+        suffices: whether the result is cached in spite of an early end.
+        pending: whether the step is still to be compiled, so that the result is not final.
     """
     search = decision.search
     assert search is not None
@@ -471,7 +471,7 @@ def settle(
 
 
 def captured_line(search: Search, beside: BackgroundCompile) -> str:
-    """The line about a step compiled beside the run; "" where it is not used."""
+    """Return the line about a step compiled during the run; "" where the graph is not used."""
     trial = search.results.get(CAPTURE)
     if search.best.capture != "on" or trial is None:
         return ""
@@ -482,7 +482,7 @@ def captured_line(search: Search, beside: BackgroundCompile) -> str:
     )
 
 
-# -- what may be tried ---------------------------------------------------------------------------
+# -- options that may be tried ---------------------------------------------------------------------
 
 _MEASURED = [name for name, one in SETTINGS.items() if one.trial and one.trial.why]
 
@@ -535,7 +535,7 @@ def _rows_at_once(requested: Recipe, stepper: Stepper, batch: Batch, allow: Pari
 
 
 class _Job:
-    """What is trained as settings ask about it."""
+    """Properties of the model and the machine that settings ask for."""
 
     def __init__(self, switch: Switch, batch: Batch, terms: Terms) -> None:
         device = switch.device
@@ -544,7 +544,7 @@ class _Job:
             switch.model, switch.optimizers
         ).outgrow(batch)
         self.has_gpu = device.type == "cuda"
-        # Autocast leaves float64 and complex numbers alone, and bf16 is bf16 already.
+        # Autocast affects neither float64 nor complex numbers, and bf16 models gain nothing.
         is_fp32 = any(p.dtype is torch.float32 for p in switch.model.parameters())
         self.could_use_bf16 = is_fp32 and terms.has_bf16_units(device)
         is_plain = switch.now.matmul_precision == "highest"
@@ -619,7 +619,7 @@ def _is_any_left(search: Search) -> bool:
     return any(option.field not in search.dropped for option in search.options)
 
 
-# -- what came of it -----------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 def _choices(search: Search, facts: ModelFacts) -> Choices:

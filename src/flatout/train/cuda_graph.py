@@ -6,9 +6,9 @@ with a fused optimizer at constant rates the graph includes the update (cuda_gra
 other models it ends with the gradients, and the rest of the step runs as usual: clipping, the check
 for NaN, and the optimizer at its rates.
 
-A replay runs no Python code. So before recording, the step is made once, and its effects are undone.
-That run detects waits for the GPU and random numbers of the CPU, and the graph is compared with its
-results. If the model has changed, a step is made without the graph.
+A replay runs no Python code. So before recording, the step is made once and undone. That run
+detects waits for the GPU and random numbers of the CPU, and the graph is compared with its results.
+If the model has changed, a step is made without the graph.
 """
 
 from __future__ import annotations

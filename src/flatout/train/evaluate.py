@@ -27,14 +27,14 @@ from flatout.train.tables import explain_ids, ids_checked, ids_checked_in_evalua
 # Returns the batches that it takes, and may do something between them. The second argument is a
 # function that reads the figures after the latest batch.
 Watched = Callable[[Iterator[Batch], Callable[[], Any]], Iterator[Batch]]
-# How many of a validation's batches are looked at before a fit.
+# Number of a validation's batches that are checked before a fit.
 _BATCHES = 2
-# A look that takes longer is told.
+# Seconds from which on the time of this check is reported.
 _TOLD_FROM_S = 5.0
 
 
 class Evaluated(Protocol):
-    """What an evaluation asks of an Objective, which says what each of these is."""
+    """The interface of an Objective that an evaluation uses; described there."""
 
     adapter: TorchModel
     model: Any
@@ -42,13 +42,13 @@ class Evaluated(Protocol):
 
     @property
     def tests_as_written(self) -> bool:
-        """Return whether an evaluation calls a step that the model's class overrides."""
+        """Whether an evaluation calls a step that the model's class overrides."""
 
     def job(self, loop: Loop, source: Source | None, *, training: bool) -> Job:
-        """Forward, loss and fresh metrics."""
+        """Return forward, loss and fresh metrics."""
 
     def output(self, inputs: Any, loop: Loop) -> Any:
-        """What the model gives for inputs."""
+        """Return the model's outputs for inputs."""
 
 
 def evaluate(
@@ -58,12 +58,12 @@ def evaluate(
     stopped: Callable[[], bool] = lambda: False,
     watched: Watched = lambda batches, read: batches,
 ) -> dict[str, float] | None:
-    """Mean loss and metrics over every sample of `source`, each counted once.
+    """Return mean loss and metrics over every sample of `source`, each counted once.
 
-    Where memory runs out, batches are taken in parts; where that is measured faster and changes
-    rounding only, in larger or smaller ones.
-    Runs at the precision that training resolved to. An (sum, weight) loss is summed over all
-    batches before the division, so the size of the batches does not matter.
+    If memory runs out, batches are split. If that is measured faster and changes rounding only,
+    batches of another size are used. The evaluation runs at the precision that training resolved
+    to. A (sum, weight) loss is summed over all batches before the division, so the size of the
+    batches does not matter.
     """
     loop.meet_others()
     guard.check_state(objective.model, "evaluation")
@@ -101,7 +101,7 @@ def evaluate_batches(
 ) -> bool:
     """Add this rank's losses to `mean`, its metrics to `job`; return False if it is stopped."""
     mean = RunningMean() if mean is None else mean
-    # Losses of Keras may meet other ranks' in each batch, and weights that are gathered.
+    # Losses of Keras may communicate in each batch, and so do sharded weights.
     meets = objective.adapter.meets_in_loss or loop.meets_in_compute
     whole = loop.world.size > 1 and meets
     checked = ids_checked_in_evaluation(objective.model, source)
@@ -142,10 +142,11 @@ def evaluate_batches(
 def at_the_fastest_size(
     objective: Evaluated, loop: Loop, source: Source | None, batches: Iterable[Batch]
 ) -> Iterable[Batch]:
-    """The same samples in the same order, in batches of another size where that is faster.
+    """Return the same samples in the same order, in batches of another size if that is faster.
 
-    Within `evaluating` of the model. As they come where the result would change beyond rounding,
-    `allow` wants the same bits, several ranks take part, or the batches are not ours to keep.
+    Call it within `evaluating`. The batches stay unchanged where another size would change the
+    result beyond rounding, or where `allow` requires identical bits. They also stay unchanged on
+    several ranks, and if the source is not seekable.
     """
     model = objective.model
     ours = source is not None and source.seekable and loop.world.size == 1
@@ -162,10 +163,10 @@ def at_the_fastest_size(
 def as_one_graph(
     objective: Evaluated, loop: Loop, source: Source | None
 ) -> AbstractContextManager[None]:
-    """Within it, the model's forward runs as one compiled graph where that is faster.
+    """Run the model's forward in this context as one compiled graph where that is faster.
 
-    As it is where `allow` wants the same bits, `compute.capture` is off, on several ranks or a GPU,
-    and of a model that is compiled or is not torch's.
+    Nothing changes if `allow` requires identical bits or `compute.capture` is off. The same holds
+    on several ranks or a GPU, and for a model that is compiled or is not torch's.
     """
     model, asked = objective.model, loop.requested.compute.capture
     if source is None or asked == "off" or loop.allow is Parity.EXACT:
@@ -182,7 +183,7 @@ def as_one_graph(
 def look_at_validation(
     objective: Evaluated, loop: Loop, source: Source, most: int
 ) -> list[str] | None:
-    """Evaluate some samples of a validation's first batches, without a trace."""
+    """Evaluate some samples of a validation's first batches, and undo all effects."""
     if objective.tests_as_written:
         return None
     began = time.perf_counter()
@@ -204,7 +205,7 @@ def look_at_validation(
             names = list(job.results())
         except FlatoutError:
             raise
-        except Exception:  # a metric may want more samples than these
+        except Exception:  # a metric may need more samples than these
             pass
     job.reset()
     took = time.perf_counter() - began
@@ -214,10 +215,10 @@ def look_at_validation(
 
 
 def train_mode(model: nn.Module) -> None:
-    """Let a model train as `model.train()` does, but for parts that its user put in evaluation.
+    """Set training mode as `model.train()` does, except for parts that the user put in evaluation.
 
-    A module's own `train` is called in any case: it may keep parts in evaluation itself, as frozen
-    BatchNorm.
+    A module's own `train` is always called, since it may keep parts in evaluation itself, such as
+    frozen BatchNorm.
     """
     if not model.training:
         model.train()
@@ -231,11 +232,11 @@ def train_mode(model: nn.Module) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each module has the mode it had.
+    """Set evaluation mode without gradients; restore each module's mode afterwards.
 
     A compiled model runs uncompiled meanwhile: compiling it once more for evaluation would take
-    longer than most evaluations. It is no_grad and not inference_mode, because what a model or
-    dataset keeps for later (a table of positions, a cached sample) could not be trained with.
+    longer than most evaluations. It uses no_grad, because inference_mode would make tensors that a
+    model or dataset keeps (a table of positions, a cached sample) unusable in training.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

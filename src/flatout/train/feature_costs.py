@@ -1,4 +1,4 @@
-"""What it costs to compute, read and write what may be kept of a sample: measured."""
+"""Measured costs to compute, read and write the features of a sample."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flatout.cache_folder import kind_folder
 from flatout.data import Pipeline, Source, device_room, disk_room, memory_room
 from flatout.measure import available_bytes, finish_device, usable_cpus
 
-# Of the free memory, what is left to the files that the system keeps there.
+# Share of the free memory that the system is expected to use for cached files.
 _SHARE = 0.5
 _COPIED = 16 << 20
-# A row is also compared with its checksum, and gathered: it is read at this share of a copy's rate.
+# Rate of reading rows, as a share of the rate of a copy, since rows are also checked and gathered.
 _READ = 0.25
 
 
@@ -25,9 +25,10 @@ _CPU = torch.device("cpu")
 
 
 def timed(run: Callable[[], Any], device: torch.device = _CPU) -> tuple[float, Any]:
-    """Seconds of a call, and what it gave; of one on another device than a CPU the fewest of three.
+    """Return the seconds of a call, and its result.
 
-    There the first call of a form loads and chooses kernels, and is not counted.
+    On a device other than the CPU it is the smallest of three times, after a first call that loads
+    and chooses kernels.
     """
     calls = 1 if device.type == "cpu" else 4
     seconds = []
@@ -41,15 +42,15 @@ def timed(run: Callable[[], Any], device: torch.device = _CPU) -> tuple[float, A
 
 
 class Costs(NamedTuple):
-    """Seconds of a sample.
+    """Seconds per sample.
 
     Attributes:
-        made: to read and decode it.
-        prefix: in the frozen layers before a cut.
-        live: in what is behind it, forward and backward.
-        read: to read a row in place of both.
-        is_beside: whether samples are made, and rows read, while the device computes: the longer
-            one counts then.
+        made: to read and decode a sample.
+        prefix: of the frozen layers before a cut.
+        live: of the layers after the cut, forward and backward.
+        read: to read a row in place of making the sample and running the prefix.
+        is_beside: whether samples are made, and rows read, while the device computes. Then only the
+            longer of the two times counts.
     """
 
     made: float
@@ -60,30 +61,30 @@ class Costs(NamedTuple):
 
     @property
     def plain_s(self) -> float:
-        """Where nothing is kept."""
+        """Seconds where nothing is kept."""
         computed = self.prefix + self.live
         return max(self.made, computed) if self.is_beside else self.made + computed
 
     @property
     def saved_s(self) -> float:
-        """Of these, where a row is kept, before what reading it adds."""
+        """Seconds saved where a row is kept, without the cost of reading it."""
         if self.is_beside:
             return max(0.0, self.plain_s - max(self.read, self.live))
         return self.made + self.prefix
 
     @property
     def read_s(self) -> float:
-        """What reading adds, or writing."""
+        """Seconds added to read, or to write, a row."""
         return 0.0 if self.is_beside else self.read
 
 
 def is_made_beside(source: Source, device: torch.device) -> bool:
-    """Whether samples are made, and their rows read, while the device computes."""
+    """Return whether samples are made, and rows read, while the device computes."""
     return device.type != "cpu" and isinstance(source, Pipeline)
 
 
 def making_s(source: Source) -> float:
-    """Seconds of all CPUs in which a sample is made."""
+    """Return the seconds in which all CPUs together make a sample."""
     began = time.perf_counter()
     first = source.peek(1)
     spent = (time.perf_counter() - began) / max(1, first[0].size if first else 1)
@@ -91,7 +92,7 @@ def making_s(source: Source) -> float:
 
 
 def read_rate(where: str, size: int, device: torch.device = _CPU) -> float:
-    """Bytes a second at which rows are read."""
+    """Return the bytes per second at which rows are read."""
     fits = device.type == "cuda" and size <= device_room(device)
     copied = torch.ones(_COPIED, dtype=torch.uint8, device=device if fits else _CPU)
     copied.clone()
@@ -105,7 +106,7 @@ def read_rate(where: str, size: int, device: torch.device = _CPU) -> float:
 
 
 def disk_rate(data: bytes) -> float:
-    """Bytes a second at which the cache folder's disk is read."""
+    """Return the bytes per second at which the cache folder's disk is read."""
     with tempfile.TemporaryFile(dir=kind_folder("features"), buffering=0) as file:
         file.write(data)
         os.fsync(file)
@@ -117,5 +118,5 @@ def disk_rate(data: bytes) -> float:
 
 
 def room(where: str) -> float:
-    """Bytes that a store may still take."""
+    """Return the bytes that a store may still use."""
     return float(memory_room() if where == "memory" else disk_room())

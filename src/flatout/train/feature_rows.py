@@ -1,4 +1,4 @@
-"""The rows in which a model's features are kept, and the batches that are made of them."""
+"""Stored rows of a model's features, and the batches that are made of them."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ from flatout.train.loop_state import LoopState
 from flatout.train.named_rows import NamedRows, NamedSamples, samples_of
 from flatout.train.settings import LIVE
 
-# So many stores stay open for later evaluations, the latest.
+# Number of stores, the latest, that stay open for later evaluations.
 _HELD = 4
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class ModelRows:
-    """Rows of a model's features, of any source at any of its cuts.
+    """Stored rows of a model's features, for any source and any cut.
 
     Attributes:
-        model: whose features they are.
-        where: they are kept, as `input.features`.
-        contents: of sources, what identifies their samples.
+        model: the model that computes the features.
+        where: the place of the rows, as in `input.features`.
+        contents: by source, the text that identifies its samples.
     """
 
     def __init__(self, loop: LoopState, model: nn.Module) -> None:
@@ -63,7 +63,7 @@ class ModelRows:
         self.contents: WeakKeyDictionary[Source, str] = WeakKeyDictionary()
         self._named: dict[str, NamedSlots | None] = {}  # by content
         self._loop, self.model = loop, model
-        # Of each cut what a row holds of it, and of which inputs.
+        # By cut, shape and dtype of the parts of a row, and of the inputs that they come from.
         self._parts: dict[str, list[RowPart]] = {}
         self._inputs: dict[str, list[RowPart]] = {}
         self._known: list[list[int]] = []
@@ -73,18 +73,18 @@ class ModelRows:
         self._is_full_told = False
 
     def precision(self, cut: Cut) -> str:
-        """Of the features at a cut that `look_at` was given, such as "bf16"."""
+        """Return the precision, such as "bf16", of the features that `look_at` received."""
         return _NAMES.get(self._parts[cut.name][0].dtype, "")
 
     def remember(self, cut: Cut) -> None:
-        """Write down that features are kept at a cut, for evaluations of the same model."""
+        """Record that features are stored at a cut, for evaluations of the same model."""
         if cut.place not in self.known():
             self._known.append(cut.place)
             with suppress(OSError), open(self._places_file(), "a", opener=private) as file:
                 file.write(f"{json.dumps(cut.place)}\n")
 
     def known(self) -> list[list[int]]:
-        """The places of cuts at which features of such a model were kept."""
+        """Return the places of the cuts at which features of this model were stored."""
         written: list[list[int]] = []
         with suppress(OSError, ValueError):
             written = [json.loads(line) for line in self._places_file().read_text().splitlines()]
@@ -105,14 +105,14 @@ class ModelRows:
         }
 
     def look_at(self, cut: Cut, inputs: Any, features: Features) -> None:
-        """See what a row holds of a cut."""
+        """Record the shapes and dtypes of a cut's inputs and features."""
         self._inputs[cut.name] = _forms(inputs)
         self._parts[cut.name] = _forms(features)
 
     def open(
         self, source: Source, cut: Cut, first: Batch | None = None
     ) -> FeatureRows | NamedRows | None:
-        """A source's rows of a cut; None where its samples cannot be kept."""
+        """Return a source's rows at a cut; None where its samples cannot be stored."""
         samples = samples_of(source)
         if isinstance(samples, str):
             return None
@@ -132,7 +132,7 @@ class ModelRows:
         beside = [] if are_alone else _forms(tuple(_beside(first)))
         key = self._key(source, cut, {"content": made_of, "variants": samples.variants})
         parts = self._parts[cut.name]
-        # In memory a store is another one as soon as the samples are.
+        # A store in memory is identified by its samples too.
         name = (key, content if named is None else _digest(named.names), *beside)
         store = self._held.get(name)
         if store is None:
@@ -179,9 +179,9 @@ class ModelRows:
             self._loop.tell(line)
 
     def hold(self, rows: FeatureRows | NamedRows) -> None:
-        """Keep what is in memory for evaluations, as long as not many others come.
+        """Keep a store for evaluations until several others have replaced it.
 
-        A device's memory is free for others meanwhile.
+        Its memory on a device is released meanwhile.
         """
         rows.store.wait()
         rows.store.leave_device()
@@ -192,12 +192,12 @@ class ModelRows:
             del self._held[next(iter(self._held))]
 
     def release(self, rows: NamedRows) -> None:
-        """Let go of rows of samples that do not come again."""
+        """Drop the rows of samples that will not be read again."""
         self._held.pop(self._names[rows.store], None)
         rows.drop()
 
     def content_of(self, source: Source, samples: Numbered) -> str:
-        """What identifies a source's samples; "only ..." where no other run finds it."""
+        """Return the identity of a source's samples; "only ..." if it holds in this run alone."""
         if source not in self.contents:
             content = samples.content()
             if content is None:
@@ -206,9 +206,9 @@ class ModelRows:
         return self.contents[source]
 
     def forget(self, source: Source) -> None:
-        """Ask for a source's content again when it comes again: it may be another by then.
+        """Drop a source's recorded content, so that it is computed anew at the next use.
 
-        Not where samples are known by their files: these are looked at when rows are asked for.
+        Sources whose samples are known by their files are kept: files are checked at each use.
         """
         content = self.contents.get(source)
         if content is not None and self._named.get(content) is None:
@@ -224,7 +224,7 @@ class ModelRows:
     def complete(
         self, batch: Batch, rows: FeatureRows | NamedRows | None, cut: Cut, epoch: int
     ) -> Batch:
-        """The batch with features in place of its inputs; those that were computed are kept."""
+        """Return the batch with features in place of inputs; store the features computed here."""
         if rows is None or batch.is_jagged:
             return batch
         if isinstance(rows, NamedRows):
@@ -251,7 +251,7 @@ class ModelRows:
             inputs = map_tensors(lambda tensor: tensor.index_select(0, at), inputs)
         made = self._computed(cut, inputs, len(missing), alone=batch.size == 1)
         if batch.kept is not None and rows.files is not None:
-            rows.files.look(numbers[~there])  # which may be others since they were asked for
+            rows.files.look(numbers[~there])  # files may have changed since they were checked
         if cut.contents.are_same():
             _keep(batch, rows, slots, missing, made)
         if there.any():
@@ -286,20 +286,20 @@ class ModelRows:
         return batch._replace(inputs=made)
 
     def completed(self, part: Source, rows: FeatureRows | NamedRows, cut: Cut) -> Iterator[Batch]:
-        """The batches of an evaluation."""
+        """Return the batches of an evaluation, with features in place of inputs."""
         made = batches_of(part, 0, 0, None if isinstance(rows, NamedRows) else rows)
         return self.completed_of(made, rows, cut, 0)
 
     def completed_of(
         self, made: Iterator[Batch], rows: FeatureRows | NamedRows, cut: Cut, epoch: int
     ) -> Iterator[Batch]:
-        """The same of batches that are made already; `epoch` as `complete` takes it."""
+        """Return given batches with features in place of inputs; `epoch` as in `complete`."""
         return (self.complete(self._loop.ready(batch), rows, cut, epoch) for batch in made)
 
     def _computed(self, cut: Cut, inputs: Any, samples: int, *, alone: bool) -> Features:
         began = time.perf_counter_ns()
         if samples == 1 and not alone:
-            # A single sample often takes other kernels than a batch, which round otherwise.
+            # A single sample often takes other kernels than a batch, with other rounding.
             inputs = map_tensors(lambda tensor: torch.cat([tensor, tensor]), inputs)
         with torch.no_grad(), self._loop.autocast():
             made = cut.prefix(inputs)
@@ -307,13 +307,13 @@ class ModelRows:
         return Features(part[:samples] for part in made)
 
     def taken(self) -> int:
-        """Nanoseconds that the frozen layers took since this was asked last."""
+        """Return the ns that the frozen layers took since the last call."""
         taken, self._ns = self._ns, 0
         return taken
 
 
 def forms_of(batch: Batch) -> list[RowPart]:
-    """What a sample of a batch's inputs is."""
+    """Return shape and dtype of each part of a sample's inputs."""
     return _forms(batch.inputs)
 
 
@@ -336,7 +336,7 @@ def _forms(tensors: Any) -> list[RowPart]:
 def _keep(
     batch: Batch, rows: FeatureRows, slots: Any, missing: Tensor, made: Sequence[Tensor]
 ) -> None:
-    own = missing[missing < batch.samples]  # what fills a batch up has another weight
+    own = missing[missing < batch.samples]  # padding has another weight
     others = [] if rows.are_alone else _beside(batch)
     beside = [tensor.cpu().index_select(0, own) for tensor in others]
     rows.store.put(slots[own.numpy()], [*(part[: len(own)] for part in made), *beside])

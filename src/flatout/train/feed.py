@@ -31,45 +31,45 @@ from flatout.world import World
 
 
 class KeepsFeatures(Protocol):
-    """Keeps what frozen layers give for samples; features.py says what these are."""
+    """Replaces inputs by stored features of frozen layers; implemented in features.py."""
 
     def begin(self, source: Source, part: Source, epoch: int) -> bool:
-        """Before an epoch; whether its batches need be looked at."""
+        """Start an epoch; return whether its batches must pass through this object."""
 
     def read_from(self, part: Source) -> Source:
-        """What batches are read from."""
+        """Return the source that batches are read from."""
 
     def rows_to_make(self, source: Source) -> FeatureRows | None:
-        """The rows whose samples need not be made."""
+        """Return the rows whose samples need not be made."""
 
     def must_restart(self) -> bool:
-        """Whether batches that are being made are not those that are wanted by now."""
+        """Return whether the batches that are being made have become unusable."""
 
     def settle(self, batch: Batch) -> None:
-        """Before the next batch is made ready."""
+        """Run before the next batch is made ready."""
 
     def batch(self, batch: Batch, epoch: int) -> Batch:
-        """A training batch, as the model takes it."""
+        """Return a training batch in the form that the model takes."""
 
     def taken(self) -> int:
-        """Return the time for which features were computed since the last call, in ns."""
+        """Return the ns of computing features since the last call."""
 
     def evaluated(self, source: Source, part: Source) -> AbstractContextManager[Iterator[Batch]]:
-        """Within, the batches of an evaluation."""
+        """Yield the batches of an evaluation."""
 
 
 class Feed:
-    """Gives a rank its batches, as steps take them.
+    """Yields a rank's batches, ready for steps.
 
     Attributes:
-        source: that batches are taken from.
-        device: where they go.
-        channels_last: whether images lie so there.
-        inputs: what becomes of a batch's images on the device; as a Trainer sets it.
-        taken: batches of this epoch that were taken.
+        source: the source that batches are taken from.
+        device: the device that batches are moved to.
+        channels_last: whether images are in that memory format on the device.
+        inputs: conversion of a batch's images on the device; set by a Trainer.
+        taken: number of batches of this epoch that were taken.
         device_data: keeps arrays on the device; None where they stay on the host.
-        features: keeps what frozen leading layers give; None where nothing is kept.
-        claims: the parts of batches that this rank claims; None where it has its own of each.
+        features: replaces inputs by features of frozen layers; None without features.
+        claims: the parts of batches that this rank claims; None where each rank has a fixed part.
         lanes: times of the batches of the present step.
     """
 
@@ -84,10 +84,10 @@ class Feed:
         self.claims: Claims | None = None
         self._lanes: Lanes | None = None
         self.lanes: Lanes = (0, 0, 0, 0)
-        self._told: set[str] = set()  # of what was skipped
+        self._told: set[str] = set()  # lines about skipped rows that were returned
 
     def set_device(self, device: torch.device) -> None:
-        """Where batches go from now on."""
+        """Move batches to this device from now on."""
         self.device = device
         # Asking the device for its type takes 3 us in a step.
         self._copies = device.type != "cpu"
@@ -101,7 +101,7 @@ class Feed:
         *,
         whole: bool = False,
     ) -> Iterator[Batch]:
-        """The batches of an epoch that were not taken yet."""
+        """Yield the batches of an epoch that were not taken yet."""
         assert self.source is not None
         source = self.source
         if self.device_data is not None:
@@ -120,7 +120,7 @@ class Feed:
             batch = next(iterator, None)
             if batch is None:
                 break
-            # Where ranks agree on whether all have a batch, the slowest keeps the others waiting.
+            # The wait for other ranks, which agree on whether all have a batch, is no fetch time.
             fetched, others = clock(), log.waited - before
             if self.claims is None:
                 self.taken += 1
@@ -131,7 +131,7 @@ class Feed:
             batch = self.ready(batch)
             ready = clock()
             first, fetch, copy, waited = self._lanes or (start, 0, 0, 0)
-            # Of several batches that make a step together all count.
+            # If several batches make one step, their times add up.
             fetch += fetched - start - others
             self._lanes = (first, fetch, copy + ready - fetched, waited + others)
             yield batch if features is None else features.batch(batch, epoch)
@@ -145,10 +145,10 @@ class Feed:
         if self.claims is None:
             iterator = batches_of(part, epoch, self.taken, rows)
         else:
-            kept = () if rows is None else (rows,)  # a source of arrays keeps none
+            kept = () if rows is None else (rows,)  # a source of arrays takes no rows
             iterator = part.claimed(epoch, self.claims, *kept)  # type: ignore[attr-defined]
         whole = whole_of(part)
-        # A thread brings batches to the device where no code of the user's runs in it.
+        # A thread moves batches to the device ahead of time, unless it would run the user's code.
         comes_ahead = isinstance(whole, Pipeline) and whole.prefetches is None
         if type(part) is ArraySource and features is None and self.claims is None:
             comes_ahead = part.data.device.type == "cpu"
@@ -158,7 +158,7 @@ class Feed:
 
     @contextmanager
     def evaluated(self, source: Source, part: Source) -> Iterator[Iterator[Batch]]:
-        """Within, the batches of an evaluation, of which what is kept is not computed again."""
+        """Yield the batches of an evaluation, with stored features in place of inputs."""
         if self.device_data is not None and part is source:
             part = self.device_data.evaluated(source)
         if self.features is None:
@@ -168,17 +168,17 @@ class Feed:
             yield batches
 
     def ready(self, batch: Batch) -> Batch:
-        """The batch on the device, in the memory format that was chosen."""
+        """Return the batch on the device, in the chosen memory format."""
         if self._copies:
             batch = batch.to(self.device, True)
-        if isinstance(batch.inputs, Features):  # it was ready before these were put in
+        if isinstance(batch.inputs, Features):  # they replaced inputs that were ready before
             return batch
         if not self.channels_last:
             return self.inputs(batch)
         return self.inputs(batch, torch.channels_last).to_memory_format(torch.channels_last)
 
     def first(self, batch: Batch) -> Batch:
-        """The batch on the device as the model was given, to decide on or to look for a cause."""
+        """Return the batch on the device in its original memory format, for checks."""
         return self.inputs(batch.to(self.device))
 
     def begin_step(self) -> None:
@@ -186,9 +186,9 @@ class Feed:
         self.lanes, self._lanes = self._lanes or (clock(), 0, 0, 0), None
 
     def samples_of(self, batches: Sequence[Batch], ranks: int) -> int:
-        """Samples of all ranks that go with a step of these batches of this rank.
+        """Return the number of samples, over all ranks, in a step of these batches of this rank.
 
-        About, where ranks have their own samples.
+        The number is approximate where ranks read their own samples.
         """
         samples = 0
         for batch in batches:
@@ -198,7 +198,7 @@ class Feed:
         return samples
 
     def notes(self) -> list[str]:
-        """What happened since the last call that the user should know."""
+        """Return and clear the notes for the user since the last call."""
         notes: list[str] = []
         for item in (report_of(self.source), self.device_data):
             if item is not None:
@@ -207,7 +207,7 @@ class Feed:
         return notes
 
     def skipped(self, source: Source | None, world: World) -> list[str]:
-        """Which rows of a source any rank has skipped, in words that were not told yet."""
+        """Return new lines about rows of a source that any rank has skipped."""
         gather = partial(world.gather, what="rows that ranks have skipped")
         lines = source.skipped(gather) if isinstance(source, Pipeline) else []
         new = [words for line in lines if (words := f"input: {line}") not in self._told]
@@ -215,7 +215,7 @@ class Feed:
         return new
 
     def with_workers(self, requested: Recipe, resolved: ResolvedRecipe) -> ResolvedRecipe:
-        """The Recipe with who makes the batches, where that was found while training."""
+        """Return the Recipe with the number of workers that was measured during training."""
         result = report_of(self.source)
         if result is None or not result.trials or requested.input.workers != "auto":
             return resolved
@@ -233,7 +233,7 @@ class Feed:
 def batches_of(
     part: Source, epoch: int, start_step: int, rows: FeatureRows | None
 ) -> Iterator[Batch]:
-    """The batches of an epoch; of a pipeline, made without the samples whose features are kept."""
+    """Return the batches of an epoch; a pipeline skips samples whose features are stored."""
     whole = whole_of(part)
     if rows is None or rows.samples.comes_whole or not isinstance(whole, Pipeline):
         return part.batches(epoch, start_step)

@@ -1,13 +1,13 @@
-"""What a forward and a loss change besides weights: kept before a look, and put back behind it.
+"""Saves and restores the state, other than weights, that a forward and a loss change.
 
-A loss may count its calls, a hook may fill a list, a closure may hold a running mean. What only
-looks at a batch must not move these, or training would go on from another state.
+A loss may count its calls, a hook may fill a list, a closure may hold a running mean. A check of a
+batch must not change these, or training would continue from another state.
 
-What can be reached from a model and from functions of the user's own is walked: attributes, cells
-of closures, defaults, globals that they name, and what containers hold. Objects of libraries are
-left alone but for modules, containers, tensors and arrays up to some size in all, and random
-generators. Of weights that train some are kept, too: a look makes no update, but a forward may
-itself write into them, as spectral norms of Keras, embeddings with max_norm and clipped weights do.
+All objects that a model and the user's own functions refer to are visited: attributes, cells of
+closures, defaults, globals that they name, and items of containers. Objects of libraries are
+skipped, except modules, containers, random generators, and tensors and arrays up to a total size.
+Some trained weights are saved too. A check makes no update, but a forward may itself write to
+weights, as Keras' spectral norms, embeddings with max_norm and clipped weights do.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from flatout.data import is_library
 from flatout.errors import ModelError
 
 _SMALL_BYTES = 65_536
-# Larger tensors and arrays, as of a teacher or a memory bank, are kept while all together are no
-# more, which is copied in some milliseconds.
+# Total bytes of larger tensors and arrays that are saved, such as those of a teacher or a memory
+# bank. Copying this many bytes takes some milliseconds.
 MOST_BYTES = 64 << 20
-# Of weights that train so many are kept again at later looks of a model; which of the others its
-# forward itself moves is known by the first one.
+# Bytes of trained weights that are saved in later checks of a model. Of larger weights, only those
+# that the model's forward changed in its first check are saved.
 _MOST_AGAIN = 1 << 20
 _MOVED: weakref.WeakKeyDictionary[nn.Module, dict[int, weakref.ref[torch.Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
-# A container of more, such as a vocabulary, is not looked at.
+# Largest number of items of a container, such as a vocabulary, that is saved and visited.
 _MOST = 100_000
-# Objects in containers that are walked.
+# Largest number of objects in containers that are visited.
 _MOST_WALKED = 10_000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _KEPT = (bool, int, float, str, type(None), torch.Tensor, tuple)
 _OF_TORCH = frozenset(vars(nn.Module()))
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if type(value) is OrderedDict)
 _OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
-# What another thread works on at the same time is not ours to put back.
+# Objects with these attributes may be in use by another thread, so they are not restored.
 _OF_THREADS = (threading.Thread, type(threading.Lock()), type(threading.RLock()))
-# These have states of their own, which a look that makes updates puts back itself; and what lies in
-# a file is not written to.
+# Objects that are skipped: some have states of their own, which a check that makes updates restores
+# itself, and data in a file must not be written to.
 _APART = (
     np.memmap,
     torch.optim.Optimizer,
@@ -74,23 +74,23 @@ _APART = (
     weakref.ProxyType,
     weakref.CallableProxyType,
 )
-# What a change of settings, which may lie within a look, sets and takes away itself.
+# Attributes that a change of settings, which may happen within a check, sets and removes itself.
 _SWITCHED = frozenset(["forward"])
 _MISSING = object()
 
 
 class HeldState:
-    """What objects and functions hold, to be put back.
+    """The saved state of objects and functions.
 
     Args:
-        held: a model, and what is called with it.
-        tensors: of any size, that are put back too.
-        most_bytes: of tensors and arrays that are not small, in all. Of weights that train so many
-            besides, the smallest ones, at a model's first look; later those that moved in it, and
-            the small ones.
+        held: a model, and the functions called with it.
+        tensors: tensors of any size that are also saved.
+        most_bytes: largest total size of the tensors and arrays that are not small. The same limit
+            holds for the trained weights, the smallest first, in a model's first check. Later
+            checks save the weights that changed in the first one, and the small weights.
 
     Raises:
-        ModelError: a module has buffers without a shape yet, which cannot be put back.
+        ModelError: a module has lazy buffers, which cannot be saved before they have a shape.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class HeldState:
         most_bytes: int = MOST_BYTES,
     ) -> None:
         self._restores: list[Callable[[], None]] = []
-        self._seen: dict[int, Any] = {}  # keeps them alive, so that no id is given twice
+        self._seen: dict[int, Any] = {}  # keeps objects alive, so that no id is used twice
         self._left, self._bytes_left = _MOST_WALKED, most_bytes
         models = [one for one in held if isinstance(one, nn.Module)]
         trained = {id(p): p for one in models for p in one.parameters() if p.requires_grad}
@@ -121,7 +121,7 @@ class HeldState:
         self._seen.clear()
 
     def restore(self) -> None:
-        """Bring everything back; objects keep their identity."""
+        """Restore all saved state; objects keep their identity."""
         for restore in self._restores:
             restore()
         moved = self._moved()
@@ -133,7 +133,7 @@ class HeldState:
                 weight.data.copy_(value)
 
     def moved_weights(self) -> list[torch.Tensor]:
-        """Weights that train and are no longer as they were."""
+        """Return the trained weights that have changed since they were saved."""
         return [weight for weight, _ in self._moved()]
 
     def _moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -184,7 +184,7 @@ class HeldState:
 
     def _look_at_module(self, module: nn.Module) -> None:
         of_module = vars(module)
-        # A scripted module lets its buffers be changed, and no names.
+        # A scripted module allows changes of its buffers, but not of names.
         if isinstance(module._buffers, dict):
             self._restores.append(partial(_refill_dict, module._buffers, dict(module._buffers)))
         for buffer in module._buffers.values():
@@ -204,7 +204,7 @@ class HeldState:
 
     def _keep_buffer(self, buffer: torch.Tensor) -> None:
         if self._is_new(buffer):
-            with _unseen():  # among the buffers are frozen weights of Keras
+            with _unseen():  # buffers may include frozen weights of Keras
                 self._restores.append(partial(_refill_buffer, buffer, clone_of(buffer)))
 
     def _look_at_tensor(self, tensor: torch.Tensor) -> None:
@@ -230,7 +230,7 @@ class HeldState:
             self._restores.append(partial(refill, held, _copied(held)))
             self._walk([*held.values()] if isinstance(held, dict) else [*held])
         if not is_library(type(held)):
-            self._look_at_object(held)  # of the user's own kind, which may keep more
+            self._look_at_object(held)  # a user's own class may have further attributes
 
     def _look_at_function(self, function: FunctionType) -> None:
         is_own = not is_library(function)
@@ -272,12 +272,12 @@ class HeldState:
 
 
 def has_few_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a copy of it costs nothing; a sparse one does not know its bytes."""
+    """Return whether a tensor is dense and small enough to copy at no cost."""
     return tensor.layout is torch.strided and tensor.nbytes <= _SMALL_BYTES
 
 
 def clone_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values, without a graph."""
+    """Return a detached copy of a tensor."""
     if is_lazy(tensor):
         raise ModelError(
             "the model has a lazy layer with buffers, which have no shape before the first batch",
@@ -290,7 +290,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.layout is torch.strided
-        and not tensor.is_meta  # of Keras' shapes: there is nothing to keep
+        and not tensor.is_meta  # Keras computes shapes with these, which have no data
         and not tensor.is_inference()
     )
 
@@ -304,7 +304,7 @@ def _weights_within(
             most_bytes -= weight.nbytes if id(weight) not in moved else 0
             if most_bytes < 0 and id(weight) not in moved:
                 continue
-            if weight.untyped_storage().nbytes() >= weight.nbytes:  # else it was given back
+            if weight.untyped_storage().nbytes() >= weight.nbytes:  # else its memory was freed
                 kept.append((weight, weight._version, clone_of(weight)))
     return kept
 
@@ -320,13 +320,13 @@ def _is_own(kind: type) -> bool:
 
 
 def _refill_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    # .data: no graph of the caller may notice that the value came and went.
+    # .data hides the change from autograd graphs of the caller.
     with _unseen():
         buffer.data.copy_(value)
 
 
 def _refill_tensor(tensor: torch.Tensor, version: int, value: torch.Tensor) -> None:
-    # .data changes no version; what is as it was may lie in memory that cannot be written.
+    # .data changes no version; an unchanged tensor may lie in read-only memory, so it is skipped.
     with _unseen():
         if _is_changed(tensor, version, value):
             tensor.data.copy_(value)
@@ -342,7 +342,7 @@ def _is_same(tensor: torch.Tensor, value: torch.Tensor) -> bool:
         return torch.equal(tensor, value) or bool(
             ((tensor == value) | ((tensor != tensor) & (value != value))).all()
         )
-    except RuntimeError:  # of a dtype that torch does not compare; its version says enough
+    except RuntimeError:  # torch cannot compare this dtype; an unchanged version suffices
         return True
 
 
@@ -358,7 +358,7 @@ def _refill_dict(held: Any, before: Any) -> None:
         map(operator.is_, held.values(), before.values())
     ):
         dict.clear(held)
-        dict.update(held, before)  # a Counter's own would add
+        dict.update(held, before)  # a Counter's own update would add
 
 
 def _refill_set(held: Any, before: Any) -> None:
@@ -381,11 +381,11 @@ _REFILLED: dict[type, Callable[[Any, Any], None]] = {
     array: _refill_values,
 }
 _CONTAINERS = tuple(_REFILLED)
-# A kind that gives other items than it holds cannot be filled again by what was read from it.
+# A class that overrides one of these may yield other items than it stores, so it is not restored.
 _READ = ("__getitem__", "__iter__", "keys", "values", "items")
 _PYTHONS = ("builtins", "collections", "array")
 _OF_PYTHON = (*_CONTAINERS, OrderedDict, defaultdict, Counter)
-# Objects of Python's that only keep what users give them.
+# Python's own classes that only store what users put in.
 _LIKE_OWN = (UserDict, UserList, SimpleNamespace, Namespace)
 
 
@@ -406,7 +406,7 @@ def _copied(held: Any) -> Any:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty yet
+    except ValueError:  # the cell is still empty
         return _MISSING
 
 
@@ -460,7 +460,7 @@ def _slots_of(thing: Any) -> dict[str, Any]:
         if "__slots__" in vars(kind):
             for name, member in vars(kind).items():
                 if isinstance(member, MemberDescriptorType):
-                    with suppress(AttributeError):  # nothing is set
+                    with suppress(AttributeError):  # the slot is not set
                         held[name] = member.__get__(thing)
     return held
 

@@ -1,6 +1,7 @@
-"""What identifies a job, in words that a checkpoint keeps and a resume compares.
+"""Facts that identify a job; a checkpoint stores them, and a resume compares them.
 
-A fact is [words, digest]: for people, and what differs where the words do not.
+A fact is [words, digest]. The words are for people. The digest differs where equal words stand for
+different things.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ if TYPE_CHECKING:
     from flatout.train.metrics import Metric
 
 Facts = dict[str, list[str]]
-# The digest of what was not read: the words alone show.
+# Digest of a value that was not read, so that only its words are compared.
 UNREAD = "unread"
 
 
 def fact(words: Any, digest: str = "") -> list[str]:
-    """Words for people, and a digest where other things may have the same words."""
+    """Return a fact of words for people, and a digest for things with the same words."""
     return [str(words), digest]
 
 
 def compute_fact(compute: Callable[..., Any] | None) -> Facts:
-    """What a user's own loop computes; a Trainer's loss is told by the Trainer."""
+    """Return the fact of a user's own loss function; empty for the Trainer's own."""
     if compute is None or is_library(getattr(compute, "__func__", compute)):
         return {}
     return {"compute": fact(words_of(compute), code_digest(compute))}
 
 
 def losses_facts(loss: Loss | SeveralLosses) -> Facts:
-    """The loss, or each of several, with what they are multiplied by."""
+    """Return the facts of the loss, or of each of several losses and their weights."""
     if not isinstance(loss, SeveralLosses):
         return {"loss": loss_fact(loss)}
     parts = {f"loss of {name!r}": loss_fact(value) for name, value in loss.parts.items()}
@@ -51,7 +52,7 @@ def losses_facts(loss: Loss | SeveralLosses) -> Facts:
 
 
 def loss_fact(loss: Loss) -> list[str]:
-    """What a loss is called, its arguments and buffers, and its code where that is the user's."""
+    """Return the loss's name, arguments and buffers, and a digest of the user's own code."""
     own: Any = loss.module if loss.own is None else loss.own
     if own is None:
         return fact(loss.name)
@@ -62,14 +63,14 @@ def loss_fact(loss: Loss) -> list[str]:
 
 
 def metrics_fact(metrics: dict[str, Metric]) -> list[str]:
-    """Their names, and their code where that is the user's."""
+    """Return the names of metrics, and a digest of the user's own code."""
     inner = {name: getattr(m, "_function", getattr(m, "_metric", m)) for name, m in metrics.items()}
     digest = digest_of(*(f"{name} {code_digest(value)}" for name, value in inner.items()))
     return fact(", ".join(metrics) or "none", digest)
 
 
 def callback_facts(callbacks: Iterable[object]) -> Facts:
-    """Which callbacks there are, and what each was made with."""
+    """Return the classes of callbacks and their arguments."""
     callbacks = list(callbacks)
     kinds = ", ".join(type(callback).__qualname__ for callback in callbacks) or "none"
     facts = {"callbacks": fact(kinds)}
@@ -77,6 +78,6 @@ def callback_facts(callbacks: Iterable[object]) -> Facts:
         words = arguments_words(item)
         facts[f"arguments of callback {number}, {type(item).__qualname__}"] = fact(words or "none")
         scored_by = getattr(item, "scored_by", None)
-        if scored_by is not None:  # scores of two figures cannot be compared
+        if scored_by is not None:  # scores by different figures cannot be compared
             facts["what gives checkpoints their scores"] = fact(scored_by)
     return facts

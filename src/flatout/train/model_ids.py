@@ -1,4 +1,4 @@
-"""The ids of a model: which row of its tables each has, learned from its data and kept with it."""
+"""A model's map from ids to rows of its tables, learned from its data and stored with it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from flatout.train.loop import Loop
 from flatout.train.snapshot import untouched
 from flatout.words import counted
 
-# What tells the ids of columns apart where tables are looked for that read them.
+# Ids per column in a test batch that finds the tables that read a column.
 _APART = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
 class ModelIds:
-    """The ids of a model.
+    """The map from ids to table rows of a model.
 
     Attributes:
-        maps: rows of ids, by column.
-        tables: the column whose rows a table has, by the table's name.
-        sizes: rows of these tables.
-        built: elements of tables as they were built, for new rows.
+        maps: the rows of ids, by column.
+        tables: the column that indexes a table, by the table's name.
+        sizes: number of rows of these tables, by the table's name.
+        built: elements of newly built tables, to initialize new rows.
     """
 
     maps: Mapping[str, IdMap]
@@ -55,28 +55,28 @@ class ModelIds:
 
     @property
     def digest(self) -> str:
-        """16 hex digits over all maps."""
+        """Digest of all maps, in 16 hex digits."""
         return digest_of(*(f"{name}={value.digest}" for name, value in sorted(self.maps.items())))
 
-    # -- as data ---------------------------------------------------------------------------------
+    # -- conversion to data ----------------------------------------------------------------------
 
     def as_state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the map as data for a checkpoint."""
         header, tensors = self._as_data()
         return {"header": header, "tensors": tensors}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], where: str) -> ModelIds:
-        """From a checkpoint."""
+        """Read the map from a checkpoint."""
         return cls._of_data(state["header"], state["tensors"], where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write them beside a model file."""
+        """Write the map next to a model file."""
         save_ids(path, *self._as_data())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ModelIds | None:
-        """Those beside a model file; None where there are none."""
+        """Read the map next to a model file; None where there is none."""
         ids = load_ids(path)
         return None if ids is None else cls._of_data(*ids, ids_beside(path))
 
@@ -109,7 +109,7 @@ class ModelIds:
 
 
 def make_room(model: nn.Module, ids: ModelIds, where: str, optimizer: Any = None) -> ModelIds:
-    """Give the model's tables as many rows as the weights have that are loaded next."""
+    """Resize the model's tables to the rows of the weights that are loaded next."""
     tables = tables_of(model)
     missing = [name for name in ids.tables if name not in tables]
     if missing:
@@ -128,7 +128,7 @@ def make_room(model: nn.Module, ids: ModelIds, where: str, optimizer: Any = None
 def learn_ids(
     source: Source, known: ModelIds | None, model: nn.Module, optimizer: Any, loop: Loop
 ) -> ModelIds | None:
-    """The ids of a model that trains on `source`, whose tables get a row for each."""
+    """Learn the ids of training data, and give the model's tables a row for each new id."""
     maps = _columns(source, known)
     if not maps:
         return known
@@ -136,7 +136,7 @@ def learn_ids(
     tables = tables_of(model)
     if source.seekable:
         readers = _readers(source, tables, model, maps, loop)
-    else:  # looking would use rows up
+    else:  # reading a batch would consume rows
         readers = {} if known is None else {name: [own] for name, own in known.tables.items()}
     groups = read_together(tables, readers)
     unread = [name for name in maps if not any(name in group for group in groups)]
@@ -173,7 +173,7 @@ def learn_ids(
 
 
 def with_ids(source: Source, ids: ModelIds | None) -> Source:
-    """The same data, with rows in place of ids."""
+    """Return the same data, with rows in place of ids."""
     if isinstance(source, Pipeline):
         if ids is None and source.id_columns:
             raise DataError(
@@ -197,7 +197,7 @@ def _columns(source: Source, known: ModelIds | None) -> dict[str, IdMap]:
         with_ids(source, known)
         return {}
     maps = {} if known is None else dict(known.maps)
-    source.with_ids(maps)  # a column that is missing is told here
+    source.with_ids(maps)  # raises for a missing column
     for column in source.id_columns:
         maps.setdefault(column.name, IdMap.empty(column))
     return maps
@@ -255,7 +255,7 @@ def _check_shared_rows(
 
 
 class _Apart:
-    """In place of a map: a number of its own for each id of a batch."""
+    """A test stand-in for IdMap that gives each id of a batch a distinct number."""
 
     def __init__(self, column: str, number: int) -> None:
         self.column, self.numbers = column, range((number + 1) * _APART, (number + 2) * _APART)
@@ -291,7 +291,7 @@ def _readers(
                 call(adapter_of(model).called(training=False), inputs)
             except FlatoutError:
                 raise
-            except Exception:  # what the model does with such ids; training tells what is wrong
+            except Exception:  # the model may not take such ids; training will report errors
                 pass
 
     numbers = [(name, value.among(inputs)) for name, value in apart.items()]

@@ -1,4 +1,4 @@
-"""Which embedding tables of a job can be stepped by rows, and whether that needs a trial."""
+"""Finds embedding tables that can be stepped by rows, and whether that needs a trial."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ from flatout.optim import ByRow, name_of, steppable_rows, why_whole
 from flatout.train.explanation import TABLES
 from flatout.words import counted
 
-# Tables of fewer numbers in all are stepped whole sooner than by rows; from this many on, steps by
-# rows need no trial where a batch reads but a small part.
+# Total numbers in all tables. _FEW: below, steps by rows are not tried. _MANY: from here on, steps by
+# rows need no trial if a batch reads only a small part.
 _FEW, _MANY = 1 << 16, 1 << 21
-# Of the numbers that a batch reads at most, tables have so many times as many: then steps by rows
-# are tried, or taken. A dense step moves 40 bytes of each number, one by rows about twice that.
+# Smallest ratio of the numbers in tables to those that a batch reads at most. _TRIED: to try steps
+# by rows. _TAKEN: to use them without a trial. A dense step moves 40 bytes of each number, a step by
+# rows about twice that.
 _TRIED, _TAKEN = 2, 8
-# A table is left to its optimizer where it is this small beside all tables: calls take longer.
+# A table with fewer numbers, and a smaller share of all numbers, is stepped whole: calls would cost
+# more.
 _SMALL, _SMALL_SHARE = 1 << 14, 1 / 64
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of a model.
+    """The embedding tables of a model.
 
     Attributes:
-        by_rows: those that can be stepped by rows, by optimizer.
-        names: of these, each once, with their rows.
-        whole: by name, why others are stepped whole.
-        sizes: rows and width of every table that is there, those that are stepped whole as well.
-        layout: where their rows lie, in words; "" where each rank has all.
+        by_rows: tables that can be stepped by rows, by optimizer.
+        names: number of rows of these tables by name, each table once.
+        whole: by name, the reason why another table is stepped whole.
+        sizes: rows and width of every table, including those that are stepped whole.
+        layout: the distribution of rows over ranks, in words; "" where each rank has all rows.
     """
 
     by_rows: dict[torch.optim.Optimizer, list[nn.Parameter]]
@@ -53,7 +55,7 @@ class Tables:
         *,
         split: bool = False,
     ) -> Tables:
-        """Looks only; changes nothing."""
+        """Find the tables without changing anything."""
         modules, whole = row_tables(model, split=split)
         tables = list(adapter_of(model).tables())
         named = {id(module): name for name, module, _ in tables}
@@ -81,7 +83,7 @@ class Tables:
         return cls(steppable_rows(optimizers, kept), dict(names.values()), whole, sizes)
 
     def without(self, left: Mapping[torch.Tensor, str], model: nn.Module) -> Tables:
-        """The same, where some are stepped whole after all."""
+        """Return these tables, with some of them moved to those that are stepped whole."""
         if not left:
             return self
         names, whole = dict(self.names), dict(self.whole)
@@ -94,27 +96,27 @@ class Tables:
         return replace(self, by_rows=by_rows, names=names, whole=whole)
 
     def outgrow(self, batch: Batch, *, surely: bool = False) -> bool:
-        """Whether steps by rows could be faster than those of a dense optimizer."""
+        """Return whether steps by rows could be faster than steps of a dense optimizer."""
         sizes = [self.sizes[name] for name in self.names if name in self.sizes]
         ids = most_ids(batch) if surely else _likely_ids(batch, len(sizes))
         return _outgrow(sizes, ids, surely=surely)
 
     def are_whole_though_large(self, batch: Batch) -> bool:
-        """Whether there are large tables that cannot be stepped by rows."""
+        """Return whether there are large tables that cannot be stepped by rows."""
         ids = most_ids(batch)
         whole = [name for name, why in self.whole.items() if why != "small"]
         result = [self.sizes[name] for name in whole if name in self.sizes]
         return _outgrow(result, ids, surely=True)
 
     def share_words(self, batch: Batch) -> str:
-        """How few of the rows a batch reads."""
+        """Describe the share of the rows that a batch reads."""
         rows = sum(self.names.values())
         read = sum(min(name, most_ids(batch)) for name in self.names.values())
         return f"a batch reads at most {read:,} of {rows:,} rows"
 
     @property
     def words(self) -> str:
-        """The line that says how the tables are stepped."""
+        """Line that reports how the tables are stepped."""
         parts = []
         if self.names:
             own = [item for item in self.by_rows if isinstance(item, ByRow)]
@@ -146,7 +148,7 @@ class Tables:
 
 
 def most_ids(batch: Batch) -> int:
-    """How many ids a batch can have at most."""
+    """Return the largest number of ids that a batch can have."""
     return sum(tensor.numel() for tensor in tensors_in(batch.inputs))
 
 

@@ -1,9 +1,9 @@
 """A model of several outputs, each with a loss, a weight of that loss, and its own metrics.
 
-The total is the sum of weight times loss, where each loss is its own sum over its own weight: one
-output may ignore labels that count in another. Where a step is computed in parts (micro-batches,
-accumulated batches, ranks), what each loss divides by is therefore added up over the whole step
-before its first part, from targets and sample weights alone.
+The total is the sum of weight times loss. Each loss is divided by its own weight: one output may
+ignore labels that count in another. If a step is computed in parts (micro-batches, accumulated
+batches, ranks), the divisor of each loss is therefore summed over the whole step before the first
+part. The sum needs targets and sample weights alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SeveralLosses:
         self.weights = {name: float(weights.get(name, 1.0)) for name in self.parts}
 
     def of(self, what: str, value: Any, name: str) -> Any:
-        """The part of outputs or targets that belongs to an output's name."""
+        """Return the part of outputs or targets that belongs to an output."""
         if isinstance(value, Mapping):
             if name in value:
                 return value[name]
@@ -70,7 +70,7 @@ class SeveralLosses:
 
 
 def check_names(argument: str, given: Iterable[str], outputs: Iterable[str]) -> None:
-    """Refuse names that are no outputs'."""
+    """Refuse names that are not among the outputs."""
     outputs = list(outputs)
     unknown = [name for name in given if name not in outputs]
     if unknown:
@@ -81,7 +81,7 @@ def check_names(argument: str, given: Iterable[str], outputs: Iterable[str]) -> 
 
 
 class OutputMetrics:
-    """Metrics of each output, and of all of them together."""
+    """Metrics of each output, and metrics of all outputs together."""
 
     def __init__(self, given: Any, outputs: Iterable[str]) -> None:
         outputs = list(outputs)
@@ -103,7 +103,7 @@ class OutputMetrics:
         self.of_all = as_metrics(whole)
 
     def by_name(self) -> dict[str, Metric]:
-        """Every metric, by its name in the History, such as "a_accuracy"."""
+        """Return every metric by its name in the History, such as "a_accuracy"."""
         named = {
             f"{output}_{name}": metric
             for output, metrics in self.of_output.items()
@@ -113,14 +113,14 @@ class OutputMetrics:
 
 
 class PartLoss(Mean):
-    """The mean of one output's loss over all batches: as a metric, but it is told the values."""
+    """The mean of one output's loss over all batches, as a metric that receives values."""
 
     def update(self, output: Any, batch: Batch) -> None:
-        """Nothing: the loss has been computed already."""
+        """Do nothing, since the loss has been computed already."""
 
 
 class SeveralCompute(Weighing):
-    """Forward and total loss of a batch: what a step differentiates."""
+    """Forward and total loss of a batch, which a step differentiates."""
 
     def __init__(
         self,
@@ -136,12 +136,12 @@ class SeveralCompute(Weighing):
         self._class_weight = class_weight
         self._narrow = narrow
         self._unseen: int | None = None
-        # Of the present step: samples over each loss's weight, or None where a batch is a whole.
+        # By loss, samples divided by its weight in the present step; None for whole batches.
         self._shares: dict[str, torch.Tensor] | None = None
         self.part_losses = {name: PartLoss() for name in losses.parts}
 
     def __call__(self, batch: Batch) -> Value:
-        """The total loss: a mean over the samples, or its sum and their number."""
+        """Return the total loss: a mean over the samples, or its sum and their number."""
         batch = self._narrow(batch)
         outputs = call(self._model, batch.inputs)
         watches = self._unseen is None or self._unseen > 0
@@ -165,11 +165,11 @@ class SeveralCompute(Weighing):
 
     @property
     def own_parts(self) -> list[Any]:
-        """What of the user's own is called."""
+        """The user's own objects that are called."""
         return [self._model, *self._losses.parts.values(), *self._metrics.by_name().values()]
 
     def sums_of_weights(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """What each loss divides by over these batches, and how many samples they are."""
+        """Return the divisor of each loss over these batches, and their number of samples."""
         counted: list[Any] = []
         for name, loss in self._losses.parts.items():
             parts = [(self._part(batch, name), batch.copies) for batch in batches]
@@ -182,7 +182,7 @@ class SeveralCompute(Weighing):
 
     @contextmanager
     def of_step(self, sums: torch.Tensor) -> Iterator[None]:
-        """Within, batches are parts of a step of which these are the sums of weights."""
+        """Treat batches within this context as parts of a step with these sums of weights."""
         shares = sums[-1] / sums[:-1].clamp_min(TINY)
         self._shares = dict(zip(self._losses.parts, shares.unbind(), strict=True))
         try:
@@ -220,7 +220,7 @@ class SeveralCompute(Weighing):
 
 
 def total_of(losses: SeveralLosses, states: Sequence[Mapping[str, Any]]) -> float:
-    """The total over what the parts' losses have counted; a loss that counted nothing adds none."""
+    """Return the total of the losses in `states`; a loss that counted nothing adds zero."""
     total = 0.0
     for name, weight in losses.weights.items():
         own = [state[f"{name}_loss"] for state in states if f"{name}_loss" in state]

@@ -154,7 +154,7 @@ class Tuner(Part):
         waited_s: float,
         prepared_s: float,
     ) -> Done:
-        """Make a step whose batches took the given seconds to wait for and to copy to the device."""
+        """Make a step, given the seconds to wait for its batches and to copy them to the device."""
         batches, turn, number = step.batches, step.turn, step.number
         run = partial(run_step, step)
         if self._started is None:
