@@ -1,20 +1,21 @@
-"""Which settings have ended the process of an earlier run of the same job.
+"""Finds settings that have ended the process of an earlier run of the same job.
 
-A setting may end the process that tries it, by a fault in a kernel or for want of memory. So a mark
-lies in the cache folder while a run tries a setting for the first time: while a few samples run
-under it, while the model is switched to it, and in the first of the job's own steps under it. That
-over, by an error or Ctrl-C too, the mark goes. One whose process is gone tells what ended it.
+A setting may end the process that tries it, by a fault in a kernel or for lack of memory. So a mark
+is kept in the cache folder while a run tries a setting for the first time. This covers a check on a
+few samples, the switch of the model, and the first of the job's own steps under the setting. The
+mark is removed afterwards, also after an error or Ctrl-C. A mark whose process is gone shows the
+setting that may have ended it.
 
-Someone else may have ended that process just then, so one mark alone drops nothing:
+The process may have been killed for another reason, so a single mark excludes no setting:
 
-- On a CPU and one rank, what a mark names is tried in a child of the process first (contained.py).
-  It is tried no more where the child ends, too, and is like any other where it does not.
-- Elsewhere, and where code is compiled, it is tried once more: it is tried no more once two runs
-  have left their marks.
+- On a CPU and one rank, a marked setting is first tried in a child process (contained.py). If the
+  child ends too, the setting is excluded; else it is treated like any other.
+- Elsewhere, and where code is compiled, the setting is tried once more. It is excluded once two
+  runs have left their marks.
 
-What comes to its end takes back the marks that earlier runs have left at the same. They are of one
-job, by the key of its kept settings, and `flatout clean` removes them. Of several ranks the first
-one writes them and reads them for all.
+A trial that ends normally removes the marks of earlier runs for the same trial. Marks belong to one
+job, by the key of its cached settings, and `flatout clean` removes them. With several ranks, the
+first rank writes marks, and reads them for all ranks.
 """
 
 from __future__ import annotations
@@ -42,26 +43,27 @@ from flatout.unfinished import is_abandoned, new_name
 from flatout.world import World
 
 _KIND = "looks"
-# So many runs that ended at a setting are enough.
+# Number of ended runs after which a setting is excluded.
 _ENOUGH = 2
-# A process of another host cannot be seen. Nothing is tried for the first time for so long.
+# Seconds after which a mark of another host counts as abandoned, since that host's processes
+# cannot be checked.
 _LONGEST_S = 3600.0
-# A child that takes longer tells nothing.
+# Seconds to wait for a child; a slower child decides nothing.
 _PATIENCE_S = 120.0
 _FORGET = "so it is not tried; `flatout clean` forgets that"
 
 At = Literal["look", "switch", "step"]
-"""What a run is at: a few samples, the switch of the model, or the first step of the job."""
+"""Stage of a trial: a check on a few samples, the switch of the model, or the first real step."""
 
 
 class Left(NamedTuple):
     """A mark that an earlier run has left.
 
     Attributes:
-        name: of its file.
-        fields: of the Recipe, in which the settings that were tried were not plain.
-        at: what the run was at.
-        ended: how the child has ended that tried it again; "" where none was there.
+        name: name of the mark's file.
+        fields: Recipe fields that were not plain in the trial.
+        at: stage of the trial.
+        ended: how a child ended that repeated the trial; "" without a child.
     """
 
     name: str
@@ -71,18 +73,18 @@ class Left(NamedTuple):
 
 
 class EndsProcess(Exception):
-    """Settings are not tried, for the reason in its text."""
+    """Raised for settings that are not tried, with the reason as text."""
 
 
 def failure(error: Exception) -> str:
-    """Why settings under which an error was raised are not tried."""
+    """Return the reason against settings under which this error was raised."""
     if isinstance(error, EndsProcess):
         return str(error)
     return f"fails here: {first_line(error)}"
 
 
 class Marks:
-    """Those of a job, and those that earlier runs of it have left."""
+    """Writes the marks of a job, and reads those that its earlier runs have left."""
 
     def __init__(
         self,
@@ -99,17 +101,16 @@ class Marks:
 
     @classmethod
     def of(cls, key: str, world: World, *, may_fork: bool) -> Marks:
-        """Those of a job. All ranks call it."""
+        """Read the marks of a job. All ranks call it."""
         own = [tuple(one) for one in _left(key)] if world.is_first and key else []
         found = world.from_first(own, "settings that ended earlier runs")
         left = [Left(name, tuple(fields), at, ended) for name, fields, at, ended in found]
-        # A command that tries numbers of ranks ends them when it has seen enough.
+        # `flatout run --devices auto` ends its trial runs once they have measured enough.
         writes = world.is_first and not is_trial()
         return cls(key, left, writes=writes, may_fork=may_fork and world.size == 1)
 
     def objection(self, fields: Collection[str]) -> str:
-        """Why settings are not to be tried that are not plain in these fields; "" where nothing is
-        known of them."""
+        """Return the reason against settings that are not plain in these fields; "" without one."""
         for own in {one.fields for one in self._left}:
             if not own or not set(own) <= set(fields):
                 continue
@@ -128,11 +129,11 @@ class Marks:
         return ""
 
     def is_suspect(self, fields: Collection[str]) -> bool:
-        """Whether an earlier run may have been ended by any of these fields."""
+        """Return whether any of these fields may have ended an earlier run."""
         return any(not set(fields).isdisjoint(one.fields) for one in self._left)
 
     def check(self, fields: Collection[str], at: At, run: Callable[[], Any] | None) -> None:
-        """See that something may be tried, where that is needed by a child that tries it first."""
+        """Raise if fields must not be tried; try them in a child first where marks require it."""
         is_first = self._may_fork and self.is_suspect(fields) and not self.objection(fields)
         if run is not None and is_first:
             self._try_in_child(fields, at, run)
@@ -144,7 +145,7 @@ class Marks:
             run()
 
         answer = Child(alone).result(_PATIENCE_S)
-        # An error comes again, and is dealt with there. What is late may wait for other work.
+        # An error will recur and is handled there. A late child may just wait for other work.
         if answer.is_told or answer.why == TIME:
             return
         is_memory = answer.why == MEMORY
@@ -154,7 +155,7 @@ class Marks:
 
     @contextmanager
     def on(self, fields: Collection[str], at: At) -> Iterator[None]:
-        """Within, settings are tried for the first time in this run."""
+        """Keep a mark within this context, in which settings are tried for the first time."""
         path = self._write(fields, at) if fields else None
         try:
             yield

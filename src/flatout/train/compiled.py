@@ -1,4 +1,4 @@
-"""A compiled `keras.Model` as a Trainer trains it: with Keras' words and Keras' results."""
+"""The objective of a compiled `keras.Model`, with Keras' arguments and Keras' results."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class CompiledObjective(Objective):
         self._is_balanced = False
 
     def start_warm(self, source: str | Path, say: Callable[[str], None]) -> Signature | None:
-        """With the first batch, which builds the optimizer."""
+        """Remember the source: the first batch builds the optimizer, which then loads it."""
         self._warm_start = source
         return None
 
@@ -148,7 +148,7 @@ class CompiledObjective(Objective):
         return source
 
     def comes_in_samples(self, x: Any, y: Any) -> bool:
-        """Whether batches of the data that `fit` is given are ours to make."""
+        """Return whether `fit` makes the batches, because the data come as samples."""
         if own := own_method(self.model, "fit"):
             raise ModelError(
                 f"{type(self.model).__name__} has its own {own}, which runs as written: no "
@@ -159,7 +159,7 @@ class CompiledObjective(Objective):
         return is_ours or (x is not None and are_arrays(x))
 
     def to_fit(self, data: FitData, loop: Loop, *, drop_last: bool) -> tuple[Source, Source | None]:
-        """What is trained on, and what is validated on, as `model.fit` takes it."""
+        """Return the training source and the validation source, for data as in `model.fit`."""
         x, y, sample_weight = _with_targets(self.model, data.x, data.y, data.sample_weight)
         held_out = data.validation_data
         if data.validation_split and held_out is None:
@@ -214,7 +214,7 @@ class CompiledObjective(Objective):
         return balanced_weights(counts)
 
     def weigh_classes(self, source: Source, loop: Loop, names: tuple[str, ...] | None) -> None:
-        """Weigh classes by how many samples they have, where the fit was asked for that."""
+        """Weigh classes by their numbers of samples, if the fit was asked for balanced weights."""
         if self._is_balanced:
             classes_of = partial(compiled.classes_of, numbers=compiled.takes_numbers(self.model))
             counts = counts_of(source, classes_of, loop.world)
@@ -230,7 +230,7 @@ class CompiledObjective(Objective):
         sample_weight: Any = None,
         steps: int | None = None,
     ) -> Source:
-        """What is read once, in order, as `model.evaluate` takes it."""
+        """Return a source that is read once, in order, for data as in `model.evaluate`."""
         x, y, sample_weight = _with_targets(self.model, x, y, sample_weight)
         return as_keras_source(
             x, y, sample_weight, batch_size=batch_size, steps=steps, restarts=True
@@ -239,11 +239,11 @@ class CompiledObjective(Objective):
     def to_predict(
         self, x: Any, loop: Loop, batch_size: int | None, steps: int | None = None
     ) -> Source:
-        """Inputs, in order."""
+        """Return a source of inputs, in order."""
         return as_keras_source(x, batch_size=batch_size, steps=steps)
 
     def build(self, source: Source, loop: Loop) -> Signature | None:
-        """Build what of model, loss, metrics and optimizer waits for a first batch."""
+        """Build the model, loss, metrics and optimizer on a first batch, and load a warm start."""
         # Each rank may read its own pipe. The pipe keeps the batch that is read here.
         first = agreed(source, loop.world).peek(1)[0]
         compiled.build(self.model, loop.feed.inputs(first))
@@ -253,7 +253,7 @@ class CompiledObjective(Objective):
         self.optimizer = KerasOptimizer(optimizer, variables)
         if self._warm_start is None:
             return None
-        # Weights and the optimizer's averages from there; rate, step and schedule as compiled.
+        # Load weights and the optimizer's averages; keep rate, step count and schedule.
         with self.optimizer.own_rate():
             words, signature = warm_start(self.model, self.optimizer, self._warm_start)
         loop.say(words)
@@ -320,7 +320,7 @@ class CompiledObjective(Objective):
                 )
 
     def job(self, loop: Loop, source: Source | None, *, training: bool) -> Job:
-        """The compiled loss and metrics, to train or to evaluate."""
+        """Return the compiled loss and metrics, to train or to evaluate."""
         if training:
             metrics = compiled.compiled_metrics(self.model)
             self._slow_metrics = SlowMetrics(
@@ -335,19 +335,19 @@ class CompiledObjective(Objective):
             training=training,
             also=None if self._count is None else self._count.count,
             slow_metrics=self._slow_metrics,
-            # Evaluation is the same code on all ranks; of training, the steps are.
+            # All ranks run the same code in an evaluation; in training, only within steps.
             together=lambda: loop.together if training else loop.world,
             class_weight=self._class_weight if training else None,
         )
 
     def facts(self) -> Facts:
-        """What the model was compiled with, for a resume to compare."""
+        """Return the facts of the model's `compile`, for a resume to compare."""
         callbacks = [] if self._callbacks is None else self._callbacks.callbacks
         weights = {"class_weight": fact(str(self._class_weight))} if self._class_weight else {}
         return {**compiled_facts(self.model), **keras_callback_facts(callbacks), **weights}
 
     def split_callbacks(self, callbacks: Any) -> tuple[list[Callback], list[Any]]:
-        """Flatout's callbacks, and Keras'."""
+        """Return Flatout's callbacks, and Keras' callbacks."""
         import keras
 
         is_list = isinstance(callbacks, keras.callbacks.CallbackList)
@@ -369,7 +369,7 @@ class CompiledObjective(Objective):
     def begin(
         self, state: FitState, job: Job, callbacks: list[Any], first: int, verbose: int | str
     ) -> list[Callback]:
-        """Let Keras' callbacks follow a fit from epoch `first`; gives what calls them."""
+        """Start Keras' callbacks at epoch `first`; return callbacks that call them."""
         import keras
 
         loop, history = state.trainer.loop, state.history
@@ -397,7 +397,7 @@ class CompiledObjective(Objective):
         ]
 
     def end(self) -> None:
-        """Take the watch off the metrics."""
+        """Stop timing the metrics."""
         self._callbacks = None
         self._slow_metrics.close()
         self._slow_metrics = None
@@ -405,10 +405,10 @@ class CompiledObjective(Objective):
     def evaluate(
         self, loop: Loop, source: Source, stopped: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
-        """Loss and metrics over `source`; None where `stopped` said so."""
+        """Return loss and metrics over `source`; None if `stopped` returned True."""
         callbacks = self._callbacks or self._callback_list((), loop, source.steps)
         callbacks.on_test_begin()
-        self.model.reset_metrics()  # in a fit those of the epoch have been read by now
+        self.model.reset_metrics()  # within a fit, the epoch's metrics have been read by now
         watch = partial(watched, callbacks, "test", loop.world)
         if self.tests_as_written:
             result = evaluate_as_written(self.model, loop, source, stopped, watch)
@@ -482,11 +482,11 @@ class CompiledObjective(Objective):
         return {**found, "mean_recall": recall}
 
     def sample_loss(self) -> SampleLoss:
-        """The loss of each sample alone."""
+        """Return an object that computes the loss of each sample alone."""
         return of_compiled(self.model)
 
     def output(self, inputs: Any, loop: Loop) -> Any:
-        """What the model gives for a batch's inputs, in evaluation."""
+        """Return the model's outputs for a batch's inputs, in evaluation mode."""
         return call(self.model, inputs, training=False)
 
     def predicted(self, batch: Batch, loop: Loop) -> Any:
@@ -500,7 +500,7 @@ class CompiledObjective(Objective):
         return self.model._flatten_metrics_in_order(figures)
 
     def as_given(self, outputs: Any) -> Any:
-        """Predictions as numpy arrays."""
+        """Return predictions as numpy arrays."""
         return _as_numpy(outputs)
 
 

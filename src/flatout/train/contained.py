@@ -1,9 +1,9 @@
-"""Runs something in a child of this process that can take no more memory than it may.
+"""Runs a function in a child process that can use only a limited amount of memory.
 
-The child is a copy of this process (fork): what it runs sees the model and the data as they are,
-and nothing that it does is done here. It runs in its own thread: OpenMP's threads are not in
-the copy, the thread that forks would wait for them, and a new one begins with new ones. A process
-that has used a GPU cannot use it in a child.
+The child is a copy of this process (fork): the function reads the present model and data, and its
+effects stay in the child. It runs in a new thread. OpenMP's threads are not in the copy, and the
+thread that forks would wait for them; a new thread starts new ones. A process that has used a GPU
+cannot use it in a child.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from flatout.processes import die_with_parent
 from flatout.train.micro_batch import is_out_of_memory
 
 SHARE = 0.9
-"""Of the memory that is free, what a child may take: the rest is for what a step alone does not
-show."""
+"""Share of the free memory that a child may use; the rest is for needs beyond those of one step."""
 
 MEMORY, TIME = "memory", "time"
-"""Why a child has not come to its end."""
+"""Reasons why a child has not finished."""
 
-# A thread's stack where no limit says its size (pthread_create(3)); little of it is ever touched.
+# Bytes of a thread's stack if no limit states the size (pthread_create(3)); little of it is used.
 _STACK = 2 * 2**20
 
 
 class Answer(NamedTuple):
-    """What a child has told.
+    """A child's result.
 
     Attributes:
-        value: what it was to find, as plain data.
-        why: why there is none: `MEMORY`, `TIME`, or the error in a line; "" where there is one.
-        is_told: whether the child has told that itself; it has not where it ended before.
+        value: the function's result, as plain data.
+        why: the reason why there is none: `MEMORY`, `TIME`, or the error in one line; "" if there
+            is a result.
+        is_told: whether the child itself has reported this; False if it ended before.
     """
 
     value: Any
@@ -54,13 +54,13 @@ class Answer(NamedTuple):
 
 
 class Child:
-    """Begins at once."""
+    """A child process that runs a function; it starts at once."""
 
     def __init__(self, run: Callable[[], Any], most: int | None = None) -> None:
         self._reads, writes = os.pipe()
         parent = os.getpid()
         with warnings.catch_warnings():
-            # Python warns of locks that other threads hold: a child that waits for one is ended.
+            # Python warns of locks that other threads hold: a child that waits for one is killed.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
@@ -69,7 +69,7 @@ class Child:
         os.close(writes)
 
     def result(self, timeout_s: float) -> Answer:
-        """What the child has answered in so many seconds, which end it."""
+        """Wait for the child's answer at most this many seconds, then end the child."""
         deadline, data, is_late = time.monotonic() + timeout_s, b"", False
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -85,13 +85,13 @@ class Child:
             return Answer(*json.loads(data))
         if is_late:
             return Answer(None, TIME, is_told=False)
-        # The kernel ends those with SIGKILL for whom there is no memory.
+        # The kernel uses SIGKILL for processes that run out of memory.
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         why = MEMORY if number == signal.SIGKILL else _ended_words(status)
         return Answer(None, why, is_told=False)
 
     def end(self) -> int:
-        """End it, if it has not ended; returns how it has."""
+        """Kill the child if it still runs, and return its exit status."""
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         os.close(self._reads)
@@ -108,10 +108,10 @@ def _be_child(run: Callable[[], Any], most: int | None, writes: int, parent: int
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills this
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_parent(parent)
-        with suppress(OSError):  # where memory runs out after all, this process goes
+        with suppress(OSError):  # if memory runs out, the kernel kills this process first
             Path("/proc/self/oom_score_adj").write_text("1000")
         thread = threading.Thread(target=_report_result, args=(run, most, writes), daemon=True)
         thread.start()
@@ -135,7 +135,7 @@ def _report_result(run: Callable[[], Any], most: int | None, writes: int) -> Non
 
 
 def _limit(most: int) -> None:
-    """Let allocations fail that would take more than so many bytes beyond what there are now."""
+    """Make allocations fail beyond this many bytes in addition to the present ones."""
     with open("/proc/self/status") as status:
         line = next(line for line in status if line.startswith("VmData"))
     stack = resource.getrlimit(resource.RLIMIT_STACK)[0]

@@ -16,12 +16,12 @@ from flatout.optim import ByRow, name_of, steppable_rows, why_whole
 from flatout.train.explanation import TABLES
 from flatout.words import counted
 
-# Total numbers in all tables. _FEW: below, steps by rows are not tried. _MANY: from here on, steps by
-# rows need no trial if a batch reads only a small part.
+# Total of numbers in all tables. _FEW: below, steps by rows are not tried. _MANY: from here on,
+# steps by rows need no trial if a batch reads only a small part.
 _FEW, _MANY = 1 << 16, 1 << 21
 # Smallest ratio of the numbers in tables to those that a batch reads at most. _TRIED: to try steps
-# by rows. _TAKEN: to use them without a trial. A dense step moves 40 bytes of each number, a step by
-# rows about twice that.
+# by rows. _TAKEN: to use them without a trial. A dense step moves 40 bytes of each number, a step
+# by rows about twice that.
 _TRIED, _TAKEN = 2, 8
 # A table with fewer numbers, and a smaller share of all numbers, is stepped whole: calls would cost
 # more.

@@ -1,4 +1,4 @@
-"""Letting frozen layers train from a later epoch on."""
+"""A callback that lets frozen layers train from a later epoch on."""
 
 from __future__ import annotations
 
@@ -19,33 +19,32 @@ if TYPE_CHECKING:
 
 
 class Unfreeze(Callback):
-    """Lets frozen layers train from the start of an epoch on.
+    """Lets frozen layers train from the start of a given epoch on.
 
         flatout.freeze(model, until="features.23")
         unfreeze = flatout.Unfreeze(epoch=4, layers="features.1*", lr=1e-5)
         trainer.fit(train, epochs=10, callbacks=[unfreeze])
 
     The optimizer stays the same object with the same state. From the start of the fit it holds the
-    layers' parameters, which it leaves alone as long as they are frozen, so that a resume is exact
-    before and after that epoch. A compiled Keras optimizer is built once more at that epoch, over
-    all that trains then; what it has kept of the other weights stays.
+    layers' parameters, and does not step them while they are frozen. A resume is therefore exact
+    before and after that epoch. A compiled Keras optimizer is built again at that epoch, over all
+    weights that then train; its state of the other weights is kept.
 
     Args:
-        epoch: from which on they train, counted from 1.
-        layers: their names, as in `flatout.freeze`; None for all that are frozen.
-        lr: their learning rate, in their own parameter group; None for the optimizer's own.
-            A scheduler makes of it what it would had the group been there from the start; under
-            OneCycleLR and CyclicLR it is the highest rate, and the others are the same shares of
-            it as in the first group. Of a compiled Keras model: where the optimizer's is as
-            compiled; whatever a schedule or a callback makes of that, it makes of this.
-        batch_norm: whether BatchNorm layers train and move their statistics on again, too. Else
-            they stay as they are: where only `requires_grad = False` has frozen one, it goes on to
-            move its statistics in training, which is said.
+        epoch: first epoch in which the layers train, counted from 1.
+        layers: names of the layers, as in `flatout.freeze`; None for all frozen layers.
+        lr: learning rate of these layers, in their own parameter group; None for the optimizer's
+            rate. A scheduler treats this rate as if the group had been there from the start. Under
+            OneCycleLR and CyclicLR it is the highest rate, and the other rates are the same shares
+            of it as in the first group. For a compiled Keras model, schedules and callbacks scale
+            it by the same factor as the optimizer's compiled rate.
+        batch_norm: whether BatchNorm layers train and update their statistics again, too. If not,
+            they stay as they are. A layer that only `requires_grad = False` has frozen then goes
+            on to update its statistics in training, which a line reports.
 
     Raises:
         ModelError: before the first step: the model has no layer of such a name, the scheduler
-            cannot take a new parameter group, or `lr` is given beside a Keras rate that begins
-            at 0.
+            cannot take a new parameter group, or `lr` is given with a Keras rate that begins at 0.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Unfreeze(Callback):
         optimizer.hold(self._waiting, trainer.model, self.lr, trainer.scheduler)
 
     def check(self, state: FitState, figures: Figures) -> None:
-        """Let layers train at once where a resume goes on behind their epoch."""
+        """Unfreeze at once if a resume continues after the layers' epoch."""
         if self.epoch > state.epochs:
             state.trainer.loop.say(
                 f"Unfreeze(epoch={self.epoch}) never comes: the last epoch is {state.epochs}"
@@ -80,7 +79,7 @@ class Unfreeze(Callback):
         self._begin_if_due(state)
 
     def on_epoch_start(self, state: FitState) -> None:
-        """Let the layers train from here on."""
+        """Unfreeze the layers at their epoch."""
         self._begin_if_due(state)
 
     def _begin_if_due(self, state: FitState) -> None:
