@@ -1,4 +1,4 @@
-"""The place where an optimizer is asked which framework made it."""
+"""Selection of the adapter for an optimizer's framework."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def as_tuple(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def optimizer_adapter(optimizer: torch.optim.Optimizer) -> TorchOptimizer | KerasOptimizer:
-    """The optimizer with what Flatout asks of it, answered as its framework does."""
+    """Return the adapter of the optimizer's framework."""
     if isinstance(optimizer, KerasOptimizer):
         return optimizer
     return TorchOptimizer(optimizer)
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
-    """What the user calls an optimizer."""
+    """Return the class name of an optimizer as the user knows it."""
     return type(optimizer_adapter(optimizer).given).__name__
 
 
 def why_dense(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
-    """What keeps a group of an optimizer from stepping single rows; "" where nothing does."""
+    """Return the reason why a group of an optimizer cannot step single rows, or ""."""
     why = optimizer_adapter(optimizer).why_all_rows(group)
     return why or ("" if table_rows.available() else "the C extension is absent")
 
@@ -45,7 +45,7 @@ def why_dense(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str:
 def rules_of(
     optimizer: torch.optim.Optimizer, weights: Iterable[nn.Parameter]
 ) -> Iterator[tuple[nn.Parameter, RowRule]]:
-    """By which an optimizer steps tables, of which `why_dense` says that it can."""
+    """Yield tables with the rules by which an optimizer steps them (see `why_dense`)."""
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     adapter = optimizer_adapter(optimizer)
     for weight in weights:

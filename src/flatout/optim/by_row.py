@@ -1,7 +1,8 @@
-"""Optimizers whose rule is by row: rows of a table that a batch has not used stand still.
+"""Optimizers with a rule by row: rows of a table that a batch has not used stay as they are.
 
-They learn something else than dense ones, whose moments go on to move such rows. Dense and sparse
-gradients give the same result, and a step costs the rows that a sparse one has.
+Their results differ from those of dense optimizers, whose moments continue to move unused rows.
+Dense and sparse gradients give the same result. With sparse gradients, a step's cost grows with the
+rows of the gradient.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ State = dict[str, torch.Tensor]
 
 
 class ParameterRows(NamedTuple):
-    """Rows of a parameter, which a rule steps in place.
+    """Rows of a parameter that a rule steps in place.
 
     Attributes:
-        weights: of shape (rows, ...).
-        gradients: of the same shape.
-        state: tensors with as many rows, by name.
+        weights: tensor of shape (rows, ...).
+        gradients: tensor of the same shape.
+        state: state tensors with the same number of rows, by name.
         group: the optimizer's options for the parameter.
-        number: of this step, from 1.
+        number: number of this step, from 1.
     """
 
     weights: torch.Tensor
@@ -35,10 +36,10 @@ class ParameterRows(NamedTuple):
 
 
 class ByRow(torch.optim.Optimizer):
-    """Steps the rows that a gradient has; `nn.Embedding` needs no `sparse=True` for that.
+    """Base of optimizers that step only the rows of a gradient, even without `sparse=True`.
 
-    A rule takes weights, gradients and state of the same rows, and changes weights and state. What
-    has a gradient of zero must stay as it is.
+    A rule gets weights, gradients and state of the same rows, and changes weights and state. It
+    must leave rows whose gradient is zero as they are.
     """
 
     @torch.no_grad()
@@ -84,13 +85,14 @@ class ByRow(torch.optim.Optimizer):
 class LazyAdam(ByRow):
     """Adam in which rows whose gradient is zero keep weights and moments (torch's SparseAdam).
 
-    Besides tables it steps all other parameters: those of one dimension as Adam does.
+    In addition to tables it steps all other parameters. It steps parameters of one dimension as
+    Adam does.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        betas: how much of the mean and of the squares a step keeps.
-        eps: what is added to the root of the squares.
+        betas: decay rates of the first and second moments.
+        eps: added to the square root of the second moment.
 
     Raises:
         ModelError: for a value out of range.
@@ -128,7 +130,7 @@ class LazyAdam(ByRow):
 
 
 class RowwiseAdagrad(ByRow):
-    """Adagrad with one sum for each row of a matrix: a table's state is as wide as one factor.
+    """Adagrad with one sum for each row of a matrix, so that its state has one column.
 
     `sum += mean(g * g)` over the row, `w -= lr * g / (sqrt(sum) + eps)`, as in FBGEMM. Parameters
     of one dimension have a sum for each element.
@@ -136,8 +138,8 @@ class RowwiseAdagrad(ByRow):
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        eps: what is added to the root of the sum.
-        initial_accumulator_value: with which sums begin.
+        eps: added to the square root of the sum.
+        initial_accumulator_value: initial value of the sums.
 
     Raises:
         ModelError: for a value out of range.

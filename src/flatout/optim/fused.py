@@ -10,7 +10,7 @@ from flatout.optim.adapter import optimizer_adapter
 
 
 def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch has a fused kernel for this optimizer, its options and its parameters.
+    """Return whether torch has a fused kernel for this optimizer, its options and its parameters.
 
     A user's explicit `fused=` or `foreach=` is respected: such an optimizer is left alone.
     """
@@ -18,7 +18,7 @@ def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `fuse` was called on this optimizer, or on the one whose state it has loaded."""
+    """Return whether `fuse` was called on this optimizer, or on one whose state it has loaded."""
     return all(g.get("fused") is True and g.get("foreach") is False for g in optimizer.param_groups)
 
 
@@ -30,7 +30,7 @@ def fuse(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             _move_step(optimizer.state.get(parameter, {}), parameter.device)
     align_state(optimizer)
-    # GradScaler asks this attribute whether the optimizer can gate a bad step on the device.
+    # GradScaler reads this to check whether the optimizer can gate a bad step on the device.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
@@ -40,7 +40,7 @@ def unfuse(optimizer: torch.optim.Optimizer) -> None:
         group["fused"] = None
         group["foreach"] = None
         for parameter in group["params"]:
-            # The plain implementations read the count on the host in every step.
+            # The plain implementations read the step count on the host in every step.
             _move_step(optimizer.state.get(parameter, {}), torch.device("cpu"))
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
@@ -48,8 +48,8 @@ def unfuse(optimizer: torch.optim.Optimizer) -> None:
 def align_state(optimizer: torch.optim.Optimizer) -> None:
     """Give each state tensor the strides of its parameter.
 
-    Fused kernels walk parameter and state side by side in memory, so after a change of memory
-    format a state in the old order would be applied to the wrong elements.
+    Fused kernels read parameter and state in the order of memory. After a change of memory format,
+    they would apply a state in the old order to the wrong elements.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
@@ -62,9 +62,9 @@ def align_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def begins_late(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether some parameter has its first gradient now, after others have had theirs.
+    """Return whether a parameter gets its first gradient now, later than other parameters.
 
-    torch's fused SGD with momentum fails there; its plain implementation does not.
+    torch's fused SGD with momentum fails in this case; its plain implementation does not.
     """
     if type(optimizer) is not torch.optim.SGD:
         return False

@@ -20,15 +20,15 @@ class Lamb(Layerwise):
         u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * w
         w = w - lr * (|w| / |u|) * u
 
-    |w| / |u| is 1 where one of them is 0. Biases and the parameters of normalization layers (what
-    has one dimension) take Adam's steps, without that ratio and without weight decay, as in the
-    paper's own program.
+    |w| / |u| is 1 where one of them is 0. Tensors of one dimension (biases, parameters of normalization
+    layers) take Adam's steps, without that ratio and without weight decay, as in the paper's own
+    code.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
         betas: b1 and b2.
-        eps: added to the root.
+        eps: added to the square root.
         weight_decay: decoupled, as in AdamW.
         adapt_1d: treat tensors of one dimension as all others.
 
@@ -63,7 +63,7 @@ class Lamb(Layerwise):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # torch leaves the step count where a checkpoint has it, on the CPU.
+        # torch leaves the step count on the device of the checkpoint, the CPU.
         for parameter, own in self.state.items():
             if "step" in own:
                 own["step"] = own["step"].to(parameter.device)
@@ -91,7 +91,8 @@ class Lamb(Layerwise):
         torch._foreach_add_(means, gradients, alpha=1 - beta1)
         torch._foreach_mul_(squares, part.unless_bad(beta2, 1.0))
         torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
-        # In float64, because 1 - b2^t is small; a first step that was bad counts none.
+        # In float64, because 1 - b2^t is small. The minimum is for a bad first step, which does not
+        # count.
         count = torch.stack(counts).double().clamp_(min=1)
         updates = torch._foreach_sqrt(squares)
         torch._foreach_mul_(updates, list((1 - beta2**count).rsqrt().unbind()))

@@ -19,16 +19,16 @@ class Lars(Layerwise):
         v     = m * v + lr * local * (g + b * w)
         w     = w - v
 
-    `local` is 1 where |w| or |g| is 0. Biases and the parameters of normalization layers (what has
-    one dimension) take plain steps, with neither `local` nor weight decay, as has become usual
-    since. Because `trust` is small, `lr` is large: of the order of 10.
+    `local` is 1 where |w| or |g| is 0. Tensors of one dimension (biases, parameters of
+    normalization layers) take plain steps, with neither `local` nor weight decay, as is usual since
+    the paper. Because `trust` is small, `lr` is large: of the order of 10.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
         momentum: m, from 0 to below 1.
         weight_decay: b.
-        trust: how much of its own norm a tensor may move by with lr=1 (0.001 in the paper).
+        trust: the move of a tensor with lr=1, as a fraction of its norm (0.001 in the paper).
         adapt_1d: treat tensors of one dimension as all others.
 
     Raises:

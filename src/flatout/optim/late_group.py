@@ -1,9 +1,9 @@
-"""A parameter group that joins an optimizer whose schedule is made already.
+"""A parameter group that joins an optimizer whose schedule exists already.
 
-Its rate is from then on what it would be had the group been there when the schedule was made: the
-schedule is run once more from its start, on copies of the groups. Where that does not lead to the
-rates that the other groups have by now, as where they were set by hand, the new rate is the
-same multiple of its first one as that of the first group.
+From then on, the group's rate is the one it would have if the group had existed when the schedule
+was made. To compute it, copies of the groups run through the schedule from its start. If this does
+not lead to the present rates of the other groups (for example because a user has set them), the
+first group decides: the new rate is the same multiple of its initial rate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.optim.swa_utils import SWALR
 
 from flatout.errors import ModelError
 
-# What a schedule that cycles the momentum, too, writes into each group.
+# Names that a schedule writes into each group if it also cycles the momentum.
 _CYCLED = ("max_momentum", "base_momentum", "momentum")
 
 
@@ -34,14 +34,14 @@ def add_late_group(
     """Add a parameter group that follows the optimizer's schedule.
 
     Args:
-        optimizer: gets the group.
-        scheduler: of its rates, or None.
-        parameters: that no other group has.
-        lr: what the schedule starts from; under OneCycleLR and CyclicLR what it goes up to. None
-            for what the optimizer, or the schedule, has for groups that say nothing.
+        optimizer: the optimizer that gets the group.
+        scheduler: the scheduler of its rates, or None.
+        parameters: parameters that are in no other group.
+        lr: the rate that the schedule starts from; under OneCycleLR and CyclicLR, the highest rate.
+            None for the default of the optimizer or the schedule.
 
     Raises:
-        ModelError: the schedule has a function for each group.
+        ModelError: the schedule has a different function for each group.
     """
     own = {} if lr is None else {"lr": lr}
     optimizer.add_param_group({"params": parameters, **own})
@@ -69,7 +69,7 @@ def _leaves(scheduler: Any) -> Iterator[Any]:
 
 
 def _join(scheduler: Any, group: dict[str, Any], other: dict[str, Any], lr: float | None) -> None:
-    """Let one schedule know of the group, as its `__init__` would have."""
+    """Add the group to one schedule, as the schedule's `__init__` would."""
     if isinstance(scheduler, ReduceLROnPlateau):
         scheduler.min_lrs = [*scheduler.min_lrs, scheduler.min_lrs[0]]
         return
@@ -127,13 +127,13 @@ def _rate_by_now(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
         one["lr"] = _apart(one["initial_lr"])
     copied = _copied(scheduler, SimpleNamespace(param_groups=groups, step=None))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no optimizer has stepped in between
+        warnings.simplefilter("ignore")  # hides the warning that no optimizer stepped in between
         try:
             steps = _steps(scheduler)
             _start(copied)
             for _ in range(steps):
                 copied.step()
-        except Exception:  # of a schedule of the user's own that cannot be run again
+        except Exception:  # a custom schedule that cannot be run again
             groups[0]["lr"] = None
     if groups[0]["lr"] == now:
         return groups[-1]["lr"]

@@ -1,9 +1,9 @@
-"""The learning rate for another batch than the one it was found with.
+"""The learning rate for another global batch than the one it was found with.
 
-A rule multiplies the rates that the user's optimizer and scheduler say, in each step again and only
-while the optimizer steps. What they say stays theirs: a schedule runs on as if there were no rule,
-and a checkpoint holds its rates. The factor is a function of the step's number alone, so a resumed
-run needs nothing else to go on with it.
+A rule multiplies the rates of the user's optimizer and scheduler, in each step anew and only during
+the optimizer's step. Outside of it the rates stay the user's: the schedule runs as if there were no
+rule, and a checkpoint holds its rates. The factor depends on the step's number only, so that a
+resumed run needs no further state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RULES = ("linear", "sqrt", "power", "none")
 
 @dataclass(frozen=True)
 class LrRule:
-    """How the learning rate follows the global batch: asked for by the user, never assumed.
+    """A rule that adapts the learning rate to the global batch. It applies only if the user asks.
 
     With k = global batch / reference batch, the rate is multiplied by
 
@@ -38,15 +38,15 @@ class LrRule:
     Args:
         rule: one of these names.
         reference_batch: the global batch, in samples, that the learning rate was found with.
-        warm_up: epochs in which the rate rises, by the same amount in each step, from the one for
-            the reference batch to the multiplied one (Goyal et al. 2017 took 5).
+        warm_up: epochs in which the rate rises, by the same amount in each step, from the rate for
+            the reference batch to the multiplied rate (Goyal et al. 2017 took 5).
         warm_up_steps: the same in optimizer steps, in place of `warm_up`.
-        exponent: of "power", above 0 and up to 1.
-        most: above 1; the rate is multiplied by no more than this. `LrRule("sqrt", 64, most=1.5)`
-            makes a rate of 0.001 one of 0.0015 from four times the batch on.
+        exponent: exponent of "power", above 0 and up to 1.
+        most: largest factor, above 1. With `LrRule("sqrt", 64, most=1.5)` a rate of 0.001 becomes
+            0.0015 from four times the batch on.
 
     Raises:
-        ModelError: for an unknown rule, or a value that it cannot take.
+        ModelError: for an unknown rule, or a value out of its range.
     """
 
     rule: str
@@ -94,7 +94,7 @@ class LrRule:
             raise ModelError(f"most is what a rate is multiplied by, above 1, found {most!r}")
 
     def factor(self, batch: int) -> float:
-        """What the learning rate is multiplied by, for a global batch of so many samples."""
+        """Return the factor of the learning rate for a global batch of `batch` samples."""
         return min(self._factor(batch / self.reference_batch), self.most or math.inf)
 
     def _factor(self, times: float) -> float:
@@ -105,17 +105,17 @@ class LrRule:
         return 1.0 if self.exponent is None else float(times**self.exponent)
 
     def for_batch(self, batch: int, steps_per_epoch: int | None) -> LrScale:
-        """What the rule does to a job.
+        """Return the effect of the rule on a job.
 
         Args:
             batch: samples of one optimizer step, of all ranks.
-            steps_per_epoch: optimizer steps; None where it is not known.
+            steps_per_epoch: optimizer steps, or None if unknown.
 
         Raises:
-            ModelError: for a warm-up in epochs where no one knows how long an epoch is.
+            ModelError: for a warm-up in epochs if the steps of an epoch are unknown.
         """
         factor = self.factor(batch)
-        if factor <= 1:  # to rise toward a smaller rate would mean to begin above it
+        if factor <= 1:  # a warm-up toward a smaller rate would begin above that rate
             return LrScale(self, batch, factor, 0)
         if self.warm_up_steps is not None or not self.warm_up:
             return LrScale(self, batch, factor, self.warm_up_steps or 0)
@@ -128,19 +128,19 @@ class LrRule:
         return LrScale(self, batch, factor, max(1, round(self.warm_up * steps_per_epoch)))
 
     def as_dict(self) -> dict[str, Any]:
-        """The rule as plain data, without what was not given."""
+        """Return the rule as plain data, without options at their defaults."""
         return {name: value for name, value in asdict(self).items() if value}
 
 
 @dataclass(frozen=True)
 class LrScale:
-    """What a rule does to a job.
+    """The effect of a rule on a job.
 
     Attributes:
-        rule: the user's.
+        rule: the user's rule.
         batch: samples of one optimizer step, of all ranks.
-        factor: what the learning rates are multiplied by, after the warm-up.
-        warm_up_steps: optimizer steps until then.
+        factor: factor of the learning rates after the warm-up.
+        warm_up_steps: optimizer steps of the warm-up.
     """
 
     rule: LrRule
@@ -149,22 +149,22 @@ class LrScale:
     warm_up_steps: int
 
     def at(self, step: int) -> float:
-        """The factor in a step, of those since training began; the first is 0."""
+        """Return the factor in optimizer step `step`, counted from 0 since training began."""
         if step >= self.warm_up_steps:
             return self.factor
         return 1 + (self.factor - 1) * step / self.warm_up_steps
 
     @property
     def changes(self) -> bool:
-        """Whether any rate is another one than without the rule."""
+        """Whether the rule changes any rate."""
         return self.factor != 1
 
     def words(self, rates: list[float], *, scheduled: bool) -> str:
-        """What was done, in one line.
+        """Describe the rule's effect in one line.
 
         Args:
-            rates: of the optimizer's parameter groups, without the rule.
-            scheduled: whether these rates change while training.
+            rates: learning rates of the optimizer's parameter groups, without the rule.
+            scheduled: whether these rates change during training.
         """
         rule, given = self.rule, _listed(rates)
         if not self.changes and rule.rule != "none":
@@ -191,7 +191,6 @@ class LrScale:
         return ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data."""
         return {
             **self.rule.as_dict(),
             "batch": self.batch,
@@ -202,7 +201,7 @@ class LrScale:
 
 @contextmanager
 def scaled(optimizers: Optimizers, factor: float) -> Iterator[None]:
-    """The learning rates of all parameter groups times `factor`, while this lasts."""
+    """Multiply the learning rates of all parameter groups by `factor` in the block."""
     with ExitStack() as each:
         for optimizer in as_tuple(optimizers):
             each.enter_context(optimizer_adapter(optimizer).scaled(factor))
@@ -210,7 +209,7 @@ def scaled(optimizers: Optimizers, factor: float) -> Iterator[None]:
 
 
 def rates_of(optimizers: Optimizers) -> list[float]:
-    """The different learning rates of the parameter groups, in their order."""
+    """Return the different learning rates of the parameter groups, in their order."""
     groups = [group for optimizer in as_tuple(optimizers) for group in optimizer.param_groups]
     return list(dict.fromkeys(float(group["lr"]) for group in groups))
 

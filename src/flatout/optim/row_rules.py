@@ -1,4 +1,4 @@
-"""How an optimizer steps single rows of a table: torch's own here, Keras' in models/keras."""
+"""Steps of single rows of a table by torch's optimizers. models/keras has those of Keras."""
 
 from __future__ import annotations
 
@@ -23,66 +23,66 @@ _RULES: dict[type, str] = {
     torch.optim.RMSprop: "rmsprop",
     torch.optim.Adagrad: "adagrad",
 }
-# Ends the names of lower halves in an optimizer's state.
+# Suffix of the names of lower halves in an optimizer's state.
 _LOWER = "_lower_half"
-# Options under which a row's missed steps do not follow from its own state, or that no kernel has.
+# Options that no kernel has, or under which a row's missed steps depend on more than its state.
 _OPTIONS = ("amsgrad", "maximize", "centered", "dampening", "differentiable", "capturable")
 
 
 class RowRule(Protocol):
-    """By which one table is stepped.
+    """The rule by which an optimizer steps one table.
 
     Attributes:
-        name: one of `table_rows.RULES`; "" of an optimizer that steps rows itself.
+        name: one of `table_rows.RULES`, or "" for an optimizer that steps rows itself.
     """
 
     name: str
 
     @property
     def epsilon(self) -> float:
-        """What is added to the root of the squares."""
+        """The constant that is added to the square root of the second moment."""
         ...
 
     @property
     def decay(self) -> float | None:
-        """The weight decay that is added to gradients; None where it is decoupled from them."""
+        """Weight decay that is added to gradients, or None if it is decoupled from them."""
         ...
 
     def shares(self, other: Any) -> bool:
-        """Whether the steps of another table have the same numbers."""
+        """Return whether the steps of another table have the same numbers."""
         ...
 
     def state(self) -> State:
-        """The two tensors of a `table_rows.Table`, made as the optimizer makes them."""
+        """Return the two state tensors of a `table_rows.Table`, created as the optimizer does it."""
         ...
 
     def lower(self) -> LowerBits | None:
-        """The lower halves of a table of bfloat16 and its state; None of one of float32."""
+        """Return the lower halves of a bfloat16 table and its state, or None for a float32 table."""
         ...
 
     def count(self) -> int | None:
-        """How many steps were made; None where the optimizer does not count them."""
+        """Return the number of steps made, or None if the optimizer does not count them."""
         ...
 
     def step(self, count: int) -> Step:
-        """What step `count` is, from 1."""
+        """Return the numbers of step `count`, which begins at 1."""
         ...
 
     def count_step(self) -> None:
-        """A step was made."""
+        """Add one to the number of steps made."""
         ...
 
     def attach(self, reader: Reader) -> None:
-        """From now on the optimizer leaves the table alone."""
+        """Keep the optimizer from stepping the table."""
         ...
 
     def detach(self) -> None:
-        """The optimizer steps it again."""
+        """Let the optimizer step the table again."""
         ...
 
 
 def why_all_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
-    """What keeps a group of torch's from stepping single rows; "" where nothing does."""
+    """Return the reason why a group of a torch optimizer cannot step single rows, or ""."""
     if type(optimizer) not in _RULES and not isinstance(optimizer, ByRow):
         return f"{type(optimizer).__name__} steps all rows"
     if is_patched(optimizer) or has_hooks_of_others(optimizer._optimizer_step_pre_hooks):
@@ -97,7 +97,7 @@ def why_all_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
 
 
 def is_patched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether someone other than torch's schedulers has put a `step` on the object."""
+    """Return whether a method `step` was set on the object by other code than torch's schedulers."""
     own = optimizer.__dict__.get("step")
     if own is None:
         return False
@@ -108,18 +108,18 @@ def is_patched(optimizer: torch.optim.Optimizer) -> bool:
 def row_rule(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter
 ) -> RowRule:
-    """By which an optimizer of torch's steps a table, where `why_all_rows` says nothing."""
+    """Return the rule by which a torch optimizer steps a table (see `why_all_rows`)."""
     return _TorchRule(optimizer, group, weight)
 
 
 class _TorchRule:
-    """Of an optimizer of torch's."""
+    """The rule of a torch optimizer."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter
     ) -> None:
         self._optimizer, self._weight = optimizer, weight
-        # load_state_dict makes new groups in the same order: the number of a group stays right.
+        # load_state_dict makes new groups in the same order, so the index of a group stays right.
         self._number = next(n for n, one in enumerate(optimizer.param_groups) if one is group)
         self.name = _RULES.get(type(optimizer), "")
 
@@ -150,10 +150,10 @@ class _TorchRule:
             state["step"] += 1
 
     def attach(self, reader: Reader) -> None:
-        """A parameter whose gradient is None is left alone."""
+        """Do nothing: torch skips a parameter whose gradient is None."""
 
     def detach(self) -> None:
-        """Leave the state as it is: the optimizer goes on with it."""
+        """Leave the state as it is: the optimizer continues with it."""
 
     @property
     def _names(self) -> tuple[str | None, str | None]:
@@ -187,8 +187,8 @@ class _TorchRule:
         for name in filter(None, names):
             value = state.get(name)
             if value is None or not value.is_contiguous() or value.dtype is not dtype:
-                # Written at once: the system would give page after page to the steps that come
-                # first.
+                # Written at once. Otherwise the first steps would wait for the system to provide
+                # each page.
                 is_large = dtype is torch.float32
                 fresh = huge_pages.empty(shape) if is_large else torch.empty_like(self._weight)
                 state[name] = fresh.zero_() if value is None else fresh.copy_(value)

@@ -1,12 +1,12 @@
-"""Tables whose rows lie on several ranks while they train: who owns which, and who asks for them.
+"""Tables whose rows are sharded over ranks in training: ownership of rows and requests for them.
 
-Blocks of rows go round the ranks. A rank reads the rows that its part of a batch needs from their
-owners, and sends their gradients back; the owner alone steps a row. So what a rank does in a step
-grows with its part of the batch and not with the number of ranks.
+The blocks of a table are assigned to the ranks in turn. A rank requests the rows that its part of a
+batch needs from their owners, and sends the gradients of these rows back. Only the owner steps a
+row. A rank's work in a step thus grows with its part of the batch, not with the number of ranks.
 
-A rank keeps its rows beside one another. The table and the optimizer's state keep their shape, but
-their memory is given back to the system. Where someone reads a table whole, all ranks give one
-another their rows first.
+A rank keeps its own rows in one contiguous tensor. The table and the optimizer's state keep their
+shape, but their memory is released to the system. Before anyone reads a whole table, all ranks
+gather its rows.
 """
 
 from __future__ import annotations
@@ -30,30 +30,32 @@ from flatout.models import Lookup, watch_table
 from flatout.words import size_words
 from flatout.world import World, to_eight
 
-# Rows in a block, as a power of two: few, for rows that many samples use are often beside one
-# another.
+# Rows in a block, as a power of two. A block is small because rows that many samples use are often
+# neighbors.
 _SHIFT = 6
 _BLOCK = 1 << _SHIFT
-# A smaller table stays on every rank: asking for its rows takes longer than stepping them.
+# Bytes of the smallest table that is sharded. Fetching rows of a smaller one takes longer than
+# stepping all of its rows.
 _LEAST_BYTES = 1 << 18
-# What ranks tell one another at a time of rows that all are to have.
+# Bytes of a table's rows that `gather` exchanges at a time.
 _GATHERED_BYTES = 1 << 23
-# In the place of a table's number: a forward is over.
+# Sent in place of a table's number when a rank's forward has ended.
 _NO_MORE = -1
 _FLOAT = 4
-# As many tables have their own bit in an int64.
+# Number of tables that have a bit of their own in an int64 (see `RowShards._together`).
 _MOST_TOGETHER = 62
 
 
 class RowRequest(NamedTuple):
-    """Rows that ranks ask one another for, of tables that are read by the same ids.
+    """Rows that ranks request from one another, for tables that are read by the same ids.
 
     Attributes:
-        dealt: those that this rank asks for.
-        local: int64, where those lie here that all ranks ask this one for, rank after rank.
-        lengths: how many each rank asks this one for.
-        groups: of `local`.
-        rows: int64, the rows of `groups` in the whole table.
+        dealt: the rows that this rank requests.
+        local: int64, places in this rank's part of the rows that all ranks request from it, in the
+            order of the ranks.
+        lengths: for each rank, the number of rows that it requests from this rank.
+        groups: groups of `local`.
+        rows: int64, the indices in the whole table of the rows of `groups`.
     """
 
     dealt: GroupsByRank
@@ -64,20 +66,20 @@ class RowRequest(NamedTuple):
 
 
 class OwnedRows(Protocol):
-    """Rows of a table that this rank owns."""
+    """Access to the rows of a table that this rank owns."""
 
     def read(self, local: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Rows that lie here at these places; those of `groups` are brought up to date."""
+        """Return the rows at these places of this rank's part. Brings `groups` up to date first."""
         ...
 
 
 class _Table(NamedTuple):
-    """How a table is cut.
+    """The partition of a table into blocks.
 
     Attributes:
-        number: of the table, the same on all ranks.
-        first: the rank of its first block; the next blocks are the next ranks'.
-        blocks: of it.
+        number: the number of the table, the same on all ranks.
+        first: the rank that owns the first block; the next blocks belong to the next ranks.
+        blocks: number of blocks of the table.
     """
 
     number: int
@@ -86,16 +88,16 @@ class _Table(NamedTuple):
 
 
 class RowShards:
-    """Which rank owns which row of which table.
+    """Assignment of the rows of tables to ranks, with exchange of rows and gradients.
 
     Args:
-        world: of this rank, of several.
+        world: the world of this rank, with several ranks.
 
     Attributes:
-        spread: of tables of which this rank has nothing but its own rows now, the weights and the
-            tensors of the optimizer's state, each with this rank's rows of it.
-        is_in_step: whether all ranks make a step, so that rows can be asked for.
-        lies: whether rows that lie elsewhere are zeros, for someone who looks only at ids.
+        spread: for each table of which this rank now holds only its own rows: pairs of a tensor (the
+            weights, or one of the optimizer's state) and this rank's rows of it.
+        is_in_step: whether all ranks make a step, so that rows can be requested.
+        lies: whether `fetch` returns zeros, for a caller that needs only the ids.
     """
 
     def __init__(self, world: World) -> None:
@@ -104,31 +106,36 @@ class RowShards:
         self._takes_lookups = False
         self._tables: dict[torch.Tensor, _Table] = {}
         self._reads: dict[int, OwnedRows] = {}
-        # By a table's number: of this step, rows that have come, and who has asked for which; of
-        # earlier ones, a bit for each table that was read by the same ids after it.
+        # By a table's number. `_ahead`: rows that arrived in this step. `_asked`: the requests of
+        # this step. `_together`: from earlier steps, a bit for each table that was read after it by
+        # the same ids.
         self._ahead: dict[int, tuple[GroupsByRank, torch.Tensor]] = {}
         self._asked: dict[int, RowRequest] = {}
         self._together: dict[int, int] = {}
-        self._read: list[tuple[int, GroupsByRank]] = []  # tables by number, and their rows
-        # Of this step: groups of rows, and the same by owner.
+        # number and rows of each table read in this step
+        self._read: list[tuple[int, GroupsByRank]] = []
+        # Groups of rows of this step, and the same groups ordered by owner.
         self._dealt: dict[int, tuple[Groups, GroupsByRank]] = {}
-        # Where the rows of a table's gradient lie here.
+        # By table: places in this rank's part of the rows of the table's gradient.
         self._stepped: dict[torch.Tensor, torch.Tensor] = {}
-        self._held = [0] * world.size  # bytes of weights, by rank
+        self._held = [0] * world.size  # bytes of weights of each rank
         self.spread: dict[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def __contains__(self, weight: object) -> bool:
         return weight in self._tables
 
     def takes(self, weight: nn.Parameter) -> bool:
-        """Shard a table, if it is large enough; all ranks ask in the same order."""
+        """Assign the rows of a table to ranks, if it is large enough to be sharded.
+
+        All ranks call this in the same order.
+        """
         if weight in self._tables:
             return True
         row = weight.shape[1] * weight.element_size()
         if len(weight) * row < _LEAST_BYTES:
             return False
         number, ranks = len(self._tables), self.world.size
-        # Tables of as many rows may be read by the same ids, which then have the same owners.
+        # Tables with equal numbers of rows may be read by the same ids. They get the same owners.
         alike = [table.first for value, table in self._tables.items() if len(value) == len(weight)]
         blocks = -(-len(weight) // _BLOCK)
         starts = [_Table(number, first, blocks) for first in alike[:1] or range(ranks)]
@@ -141,7 +148,7 @@ class RowShards:
         return [held + self._count(table, rows, rank) * row for rank, held in enumerate(self._held)]
 
     def words(self) -> str:
-        """How many bytes of weights each rank holds."""
+        """Describe the bytes of weights that each rank holds."""
         if not self._tables:
             return f"too small to be sharded over {self.world.size} ranks"
         least, most = size_words(min(self._held)), size_words(max(self._held))
@@ -155,7 +162,7 @@ class RowShards:
         return rows.div(_BLOCK, rounding_mode="floor").add_(table.first) % self.world.size
 
     def dealt(self, weight: torch.Tensor, groups: Groups) -> GroupsByRank:
-        """Groups of a table's rows in the order of their owners; the same object in a step."""
+        """Return groups of a table's rows in the order of their owners (one object per step)."""
         known = self._dealt.get(id(groups))
         if known is None:
             first = self._tables[weight].first
@@ -164,13 +171,14 @@ class RowShards:
         return known[1]
 
     def owned(self, weight: torch.Tensor) -> int:
-        """How many of a table's rows this rank owns."""
+        """Return the number of a table's rows that this rank owns."""
         return self._count(self._tables[weight], len(weight), self.world.rank)
 
     def in_whole(self, weight: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """Which rows of the whole table those are that lie here at these places."""
+        """Return the indices in the whole table of rows at these places of this rank's part."""
         ranks = self.world.size
-        first = (self.world.rank - self._tables[weight].first) % ranks  # of this rank's blocks
+        # the first block that this rank owns
+        first = (self.world.rank - self._tables[weight].first) % ranks
         skipped = (local >> _SHIFT).mul_(ranks - 1).add_(first)
         return skipped.mul_(_BLOCK).add_(local)
 
@@ -184,11 +192,12 @@ class RowShards:
     # -- rows that lie elsewhere ---------------------------------------------------------------
 
     def part(self, weight: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows, beside one another: from now on, until `gather`, they are those here.
+        """Copy this rank's rows to a contiguous tensor, which replaces the table until `gather`.
 
         Args:
-            weight: of the table.
-            whole: its values, or the optimizer's: contiguous, with a row for each of the table's.
+            weight: the table.
+            whole: its values or a tensor of the optimizer's state: contiguous, with one row for
+                each row of the table.
         """
         held = self.spread.setdefault(weight, [])
         for other, part in held:
@@ -210,10 +219,10 @@ class RowShards:
         return len(own) * _BLOCK - is_last_short * (table.blocks * _BLOCK - rows)
 
     def gather(self, weight: torch.Tensor) -> None:
-        """Fill the table and its state in with the rows of all ranks; all of them call it.
+        """Fill the table and its state with the rows of all ranks. All ranks call this.
 
         Args:
-            weight: of the table, which is spread.
+            weight: a table that is spread.
         """
         for whole, part in self.spread[weight]:
             at = 0
@@ -229,21 +238,24 @@ class RowShards:
         del self.spread[weight]
 
     def reads(self, weight: nn.Parameter, kept: OwnedRows) -> None:
-        """Say what gives rows of a table that lie here."""
+        """Set the object that reads this rank's rows of a table."""
         self._reads[self._tables[weight].number] = kept
 
     def fetch(self, weight: nn.Parameter, dealt: GroupsByRank) -> torch.Tensor:
-        """Rows of a table from their owners, of shape (rows, width), in the order of `dealt`.
+        """Fetch rows of a table from their owners.
 
-        All ranks call it. With the rows come those of other tables that were read by the same ids
-        in an earlier step, as a factorization machine's are, so that these need not be asked for.
+        All ranks call this. It also fetches the rows of other tables that the same ids read in an
+        earlier step (as in a factorization machine), which saves their requests.
 
         Args:
-            weight: of the table.
+            weight: the table.
             dealt: the rows that this rank needs.
 
+        Returns:
+            The rows, of shape (rows, width), in the order of `dealt`.
+
         Raises:
-            ModelError: ranks look up rows of different tables, or not equally often.
+            ModelError: ranks look up rows of different tables, or different numbers of times.
         """
         if self.lies:
             return torch.zeros(len(dealt.local), weight.shape[1])
@@ -315,7 +327,7 @@ class RowShards:
     # -- gradients -----------------------------------------------------------------------------
 
     def asked_for(self, weight: torch.Tensor, rows: torch.Tensor) -> RowRequest | None:
-        """What ranks have asked for last, where this rank asked for these rows; else None."""
+        """Return the last request for a table, or None if this rank requested other rows."""
         asked = self._asked.get(self._tables[weight].number)
         if asked is None:
             return None
@@ -324,22 +336,26 @@ class RowShards:
         return asked if is_same else None
 
     def last_asked(self, weight: torch.Tensor) -> RowRequest:
-        """The same, where another rank has found that its gradient has the rows it asked for."""
+        """Return the last request for a table, after another rank found that its gradient matches
+        it.
+        """
         return self._asked[self._tables[weight].number]
 
     def is_stepped(self, weight: torch.Tensor, local: torch.Tensor) -> None:
-        """Say where those rows lie here that a table's gradient has."""
+        """Set the places in this rank's part of the rows of a table's gradient."""
         self._stepped[weight] = local
 
     def places(self, weight: torch.Tensor) -> torch.Tensor:
-        """Where the rows of a table's gradient lie here, int64 of shape (rows,)."""
+        """Return the places in this rank's part of a gradient's rows, int64 of shape (rows,)."""
         return self._stepped[weight]
 
     # -- a step --------------------------------------------------------------------------------
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Within, all ranks run the same forward and backward."""
+        """Allow requests of rows in the block, in which all ranks run the same forward and
+        backward.
+        """
         self.is_in_step = self._takes_lookups = True
         try:
             yield
@@ -349,10 +365,10 @@ class RowShards:
                 known.clear()
 
     def end_forward(self) -> None:
-        """No more lookups come in this step; all ranks call it before the last backward.
+        """End the lookups of this step. All ranks call this before the last backward.
 
         Raises:
-            ModelError: another rank has one more.
+            ModelError: another rank has one more lookup.
         """
         self._say(_NO_MORE, 0, [[] for _ in range(self.world.size)])
         self._takes_lookups = False
@@ -368,7 +384,7 @@ class RowShards:
             )
 
     def refuse(self, weight: nn.Parameter) -> None:
-        """Someone reads a table while its rows lie on several ranks.
+        """Raise because a table is read while its rows are on several ranks.
 
         Raises:
             ModelError: always.
@@ -381,16 +397,18 @@ class RowShards:
         )
 
     def keep_from_reads(self) -> None:
-        """Refuse reads of tables whose rows will not come any more: the ranks did not end well."""
+        """Refuse reads of tables whose rows no longer arrive, after the ranks ended with an
+        error.
+        """
         for weight in self.spread:
             assert isinstance(weight, nn.Parameter)
             watch_table(weight, _Elsewhere(self, weight))
 
     def total_norm(self, alike: torch.Tensor, own: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The 2-norm of all gradients; all ranks call it.
+        """Return the 2-norm of all gradients. All ranks call this.
 
         Args:
-            alike: that of gradients which are the same on all ranks.
+            alike: the norm of the gradients that are the same on all ranks.
             own: gradients of the rows that this rank owns.
         """
         squares = torch.zeros((), dtype=torch.float64)
@@ -400,13 +418,13 @@ class RowShards:
         return (alike.double().square() + torch.stack(each).sum()).sqrt().float()
 
     def share(self, flag: torch.Tensor) -> None:
-        """Let a flag be set where any rank has set it; all ranks call it."""
+        """Set a flag if it is set on any rank. All ranks call this."""
         each = self.world.gather_tensors(flag, "whether gradients of sharded tables are finite")
         flag.copy_(torch.stack(each).amax(0))
 
 
 class _Elsewhere(NamedTuple):
-    """Refuses reads of a table."""
+    """A table watcher that refuses reads."""
 
     shards: RowShards
     weight: nn.Parameter

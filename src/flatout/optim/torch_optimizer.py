@@ -1,4 +1,4 @@
-"""What Flatout asks of an optimizer, answered for torch's; models/keras does it for Keras'."""
+"""The adapter for torch's optimizers. models/keras has the one for Keras' optimizers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 class TorchOptimizer:
-    """An optimizer, in the ways in which frameworks differ.
+    """Common interface to the optimizers of torch and Keras.
 
     Attributes:
         given: the user's own object.
-        averages_state: whether its state can be averaged over ranks that step alone.
-        clips_itself: whether it clips gradients by its own options, in its step.
+        averages_state: whether its state can be averaged over ranks that step independently.
+        clips_itself: whether its step clips gradients by its own options.
         is_scheduled: whether it changes the learning rate without a scheduler.
-        batches_per_update: how many batches it puts together for one change of the weights.
-        rate_names: what `options` call the learning rate.
+        batches_per_update: number of batches whose gradients it accumulates for one update.
+        rate_names: names of the learning rate in `options`.
     """
 
     averages_state = True
@@ -41,7 +41,7 @@ class TorchOptimizer:
 
     @property
     def can_be_fused(self) -> bool:
-        """Whether torch has a fused kernel for it, and the user has not chosen already."""
+        """Whether torch has a fused kernel for it, and the user has chosen no implementation."""
         kind = type(self.given)
         return kind in _FUSED and all(
             group.get("fused") is None
@@ -53,11 +53,11 @@ class TorchOptimizer:
         )
 
     def scaler(self, device: str) -> torch.amp.GradScaler | None:
-        """None: it takes gradients of a loss as it is."""
+        """Return None: the optimizer takes gradients of an unscaled loss."""
         return None
 
     def second(self, parameters: Sequence[Sequence[torch.Tensor]]) -> torch.optim.Optimizer:
-        """One of the same class and options, as it would be unpickled, without hooks and state."""
+        """Return an optimizer of the same class and options, without hooks and state."""
         groups = [
             {**group, "params": own}
             for group, own in zip(self.given.param_groups, parameters, strict=True)
@@ -85,11 +85,10 @@ class TorchOptimizer:
                 group["lr"] = rate
 
     def options(self) -> list[dict[str, Any]]:
-        """The options of each group."""
         return list(self.given.param_groups)
 
     def take_option(self, group: int, name: str, value: Any) -> None:
-        """Go on with another option than the one that was loaded."""
+        """Replace an option's loaded value."""
         self.given.param_groups[group][name] = value
 
     # -- parameters --------------------------------------------------------------------------
@@ -102,7 +101,7 @@ class TorchOptimizer:
     def hold(
         self, values: Sequence[torch.Tensor], model: Any, lr: float | None, scheduler: Any = None
     ) -> None:
-        """Hold parameters that do not train yet."""
+        """Take over parameters that do not train yet, in a parameter group of their own."""
         groups = self.given.param_groups
         grouped = {id(p) for group in groups for p in group["params"]}
         if lr is None:
@@ -116,20 +115,20 @@ class TorchOptimizer:
             add_late_group(self.given, scheduler, own, lr)
 
     def begin(self) -> None:
-        """Step those that train by now, which torch's optimizers do by themselves."""
+        """Do nothing: torch's optimizers step newly trained parameters without preparation."""
 
     # -- rows of tables ----------------------------------------------------------------------
 
     def why_all_rows(self, group: Mapping[str, Any]) -> str:
-        """What keeps a group from stepping single rows of a table; "" where nothing does."""
+        """Return the reason why a group cannot step single rows of a table, or ""."""
         return why_all_rows(self.given, group)
 
     def row_rule(self, group: dict[str, Any], weight: nn.Parameter) -> RowRule:
-        """By which it steps rows of a table, of which `why_all_rows` says that it can."""
+        """Return the rule by which the optimizer steps rows of a table (see `why_all_rows`)."""
         return row_rule(self.given, group, weight)
 
     def clip_rows(self, weights: Sequence[torch.Tensor]) -> None:
-        """Clip the gradients of tables as the optimizer clips by itself: none of torch's does."""
+        """Do nothing: no torch optimizer clips gradients by itself."""
 
     @torch.no_grad()
     def change_state(
@@ -138,14 +137,14 @@ class TorchOptimizer:
         shape: torch.Size,
         change: Callable[[str, torch.Tensor], torch.Tensor],
     ) -> None:
-        """Change the tensors that have a row for each of a table's."""
+        """Change the state tensors that have one row for each row of a table."""
         state = self.given.state.get(parameter, {})
         for key, value in state.items():
             if torch.is_tensor(value) and value.dim() == 2 and len(value) == shape[0]:
                 state[key] = change(key, value)
 
     def first_state(self, parameter: torch.Tensor, name: str) -> float:
-        """What an element of a tensor of its state is before the first step."""
+        """Return the value of a state tensor's elements before the first step."""
         for group in self.given.param_groups:
             if name == "sum" and any(parameter is item for item in group["params"]):
                 return float(group.get("initial_accumulator_value", 0.0))

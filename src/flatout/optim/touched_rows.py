@@ -1,12 +1,13 @@
-"""Steps tables by the rows that a batch has used, with the result of their dense optimizer.
+"""Steps tables by the rows that a batch has used, with the result of a dense optimizer.
 
-A dense optimizer walks through all rows of a table in each step, those that no sample has used
-included, since their moments decay and move them. Here a row is brought through the steps that it
-missed when it is read next (kernels/table_rows.py), and all rows are, by `settle`, before someone
-looks at the whole table: a state dict, an evaluation, the end.
+A dense optimizer steps all rows of a table, also rows that no sample has used, because their
+moments decay and move them. Here a row makes up for missed steps when it is read next
+(kernels/table_rows.py). Before anyone reads the whole table (a state dict, an evaluation, the end),
+`settle` brings all rows up to date.
 
-Gradients are torch's sparse ones, of the rows that were read: a dense one is never made. Each row's
-are added up in the order of the samples, so that results do not depend on the number of threads.
+Gradients are torch's sparse tensors with the rows that were read; no dense gradient is made. The
+gradients of a row are summed in the order of the samples, so that results do not depend on the
+number of threads.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ from flatout.optim.by_row import ByRow
 from flatout.optim.row_rules import RowRule, State
 from flatout.optim.row_shards import RowShards
 
-# Of so many rows that no batch has read is looked at what their gradient is.
+# _LOOKED_AT: unread rows of a table that are sampled to check whether their gradient is a multiple
+# of their weights, as with L2. _MOST: fraction of these rows that must be such multiples.
 _LOOKED_AT = 1024
 _MOST = 0.5
-# So many steps are kept; then all rows are brought up to date, in one pass over the table.
+# Steps that are kept for rows to make up for. When they are full, one pass over the table brings
+# all rows up to date.
 _ROOM = 4096
 
 
 def why_whole(optimizers: Sequence[torch.optim.Optimizer], weight: torch.Tensor) -> str:
-    """What keeps a table that is read by rows from being stepped by rows; "" where nothing does."""
+    """Return the reason why a table that is read by rows cannot be stepped by rows, or ""."""
     owners = [
         (optimizer, group)
         for optimizer in optimizers
@@ -50,11 +53,11 @@ def why_whole(optimizers: Sequence[torch.optim.Optimizer], weight: torch.Tensor)
 def steppable_rows(
     optimizers: Sequence[torch.optim.Optimizer], modules: Iterable[nn.Module]
 ) -> dict[torch.optim.Optimizer, list[nn.Parameter]]:
-    """Tables of these modules that can be stepped by rows, by optimizer.
+    """Return the tables of these modules that can be stepped by rows, by optimizer.
 
     Args:
-        optimizers: of the model.
-        modules: that read their tables by rows alone.
+        optimizers: the optimizers of the model.
+        modules: modules that read their tables by rows only.
     """
     owners: dict[int, list[torch.optim.Optimizer]] = {}
     for optimizer in optimizers:
@@ -71,7 +74,7 @@ def steppable_rows(
 
 
 class KeptTable:
-    """A table, its optimizer's state, and which of its rows are behind."""
+    """A table, its optimizer's state, and a record of its rows that have missed steps."""
 
     def __init__(
         self,
@@ -84,43 +87,43 @@ class KeptTable:
         self.steps: Steps | None = None
         self.table: Table | None = None
         self._grouped, self._size = grouped, len(weight)
-        self._state: State = (None, None)  # of the optimizer, of all rows
+        self._state: State = (None, None)  # the optimizer's state of all rows
         self._lower: LowerBits | None = None
-        self._address = 0  # of the weights
-        self._settled = -1  # the step to which all rows were brought
-        self._rows: torch.Tensor | None = None  # of the gradient that was made last
+        self._address = 0  # data pointer of the weights
+        self._settled = -1  # the last step that all rows have made
+        self._rows: torch.Tensor | None = None  # rows of the latest gradient
 
     def attach(self) -> None:
-        """Bring rows up to date before they are read, and get sparse gradients."""
+        """Bring rows up to date before each read, and make sparse gradients."""
         watch_table(self.weight, self)
         self.rule.attach(self)
         if self.shards is not None:
             self.shards.reads(self.weight, self)
 
     def detach(self) -> None:
-        """Bring all rows that are here up to date, and leave them to the optimizer."""
+        """Bring this rank's rows up to date, and leave them to the optimizer."""
         unwatch_table(self.weight)
         self.rule.detach()
         self.bring_all()
         self.steps = self.table = None
 
     def whole(self) -> None:
-        """The values are to be read, or written."""
+        """Bring all rows up to date before the values are read or written."""
         self.settle()
 
     @property
     def values(self) -> torch.Tensor:
-        """The weights as they are, whose reads no one watches."""
+        """The weights, without a watcher that notices reads."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.weight.detach()
 
     @property
     def is_spread(self) -> bool:
-        """Whether this rank has nothing but its own rows now."""
+        """Whether this rank holds only its own rows now."""
         return self.shards is not None and self.weight in self.shards.spread
 
     def by_rows(self, ids: torch.Tensor) -> Lookup | None:
-        """Bring the rows of ids up to date; None of ids that are none: torch says it."""
+        """Bring the rows of ids up to date, or return None for invalid ids, which torch reports."""
         if ids.is_floating_point():
             return None
         try:
@@ -148,7 +151,7 @@ class KeptTable:
     # -- rows that this rank owns, for others --------------------------------------------------
 
     def read(self, local: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Rows that lie here at these places; those of `groups` are brought up to date."""
+        """Return the rows at these places of this rank's part. Brings `groups` up to date first."""
         assert self.shards is not None
         self._bring(groups.rows)
         return self.shards.part(self.weight, self.values).index_select(0, local)
@@ -156,7 +159,7 @@ class KeptTable:
     # -- gradients -----------------------------------------------------------------------------
 
     def places_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Where the rows of the gradient lie in `table`."""
+        """Return the places in `table` of the rows of the gradient."""
         if self.shards is None or not self.is_spread:
             return rows
         return self.shards.places(self.weight)
@@ -164,10 +167,10 @@ class KeptTable:
     def gradient(
         self, rows: torch.Tensor, values: torch.Tensor, *, rise: bool = True
     ) -> torch.Tensor:
-        """The table's gradient: these values in these rows, each once, and zeros elsewhere.
+        """Return the table's sparse gradient of these rows, each of which occurs once.
 
-        Where rows do not rise, torch may not take it for one that is coalesced: it would add up two
-        such wrongly.
+        If rows do not rise, `rise` must be False: torch would add up two such gradients wrongly if
+        they were marked as coalesced.
         """
         self._rows = rows
         return torch.sparse_coo_tensor(
@@ -175,21 +178,21 @@ class KeptTable:
         )
 
     def gather(self) -> None:
-        """Make the gradient one with every row once."""
+        """Coalesce the gradient, so that each row occurs once."""
         gradient = self.weight.grad
         if gradient is None or gradient.is_coalesced():
             return
         rows = gradient._indices()[0]
         known = self._rows
         if known is not None and (rows.data_ptr(), len(rows)) == (known.data_ptr(), len(known)):
-            gradient._coalesced_(True)  # autograd does not pass that on
+            gradient._coalesced_(True)  # autograd does not pass the mark on
             return
         groups = table_rows.group(rows, len(self.weight))
         values = table_rows.sum_rows(gradient._values(), groups)
         self.weight.grad = self.gradient(groups.rows, values)
 
     def holds(self, state: State, count: int | None) -> bool:
-        """Whether its table is made of this state, at this step, and of the options that hold."""
+        """Return whether `table` has this state, is at this step, and has the current options."""
         table = self.table
         return (
             table is not None
@@ -210,7 +213,7 @@ class KeptTable:
         self.bring_all()
 
     def bring_all(self) -> None:
-        """The rows that are here."""
+        """Bring the rows of this rank up to date."""
         if self._is_behind:
             assert self.steps is not None
             assert self.table is not None
@@ -219,7 +222,7 @@ class KeptTable:
             torch.autograd.graph.increment_version(self.weight)
 
     def begin(self, state: State, steps: Steps) -> None:
-        """Step from here on: all rows are at the last step."""
+        """Record steps from here on. All rows must have made the last step."""
         self.steps, self._settled = steps, steps.now
         self._state, self._address = state, self.weight.data_ptr()
         self._lower = self.rule.lower()
@@ -239,7 +242,7 @@ class KeptTable:
         self.table = Table(weights, first, second, last, self.rule.epsilon, self._lower)
 
     def spread(self) -> None:
-        """From now on this rank has nothing but its own rows, until `gather_rows`."""
+        """Keep only this rank's rows, until `gather_rows`."""
         if self.shards is None or self.is_spread:
             return
         self.settle()
@@ -248,7 +251,7 @@ class KeptTable:
             self._lay_out()
 
     def gather_rows(self) -> None:
-        """Get the rows of all ranks, which all call it."""
+        """Get the rows of all ranks. All ranks call this."""
         if self.shards is None or not self.is_spread:
             return
         self.bring_all()
@@ -263,20 +266,20 @@ def _same(lower: LowerBits | None, other: LowerBits | None) -> bool:
 
 
 class Grouped:
-    """The rows of the ids that were read since the last step, each sorted once.
+    """Grouped rows of the ids that were read since the last step, each sorted once.
 
-    Several tables are read by the same ids, such as a factorization machine's two.
+    Several tables can be read by the same ids, such as the two tables of a factorization machine.
     """
 
-    # An evaluation makes no steps.
+    # Most groups that are kept. An evaluation makes no steps that would clear them.
     _MOST = 512
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[torch.Tensor, int, Groups]] = {}
 
     def of(self, ids: torch.Tensor, size: int) -> Groups:
-        """The rows of ids in a table of `size` rows."""
-        # An array may be filled in once more, which only its next tensor shows.
+        """Return the grouped rows of ids in a table of `size` rows."""
+        # Ids may be overwritten in place. Then a new tensor's version differs, not its address.
         storage = ids.untyped_storage()._cdata
         key = (storage, ids.data_ptr(), ids.dtype, ids.shape, ids.stride(), size)
         version = -1 if ids.is_inference() else ids._version
@@ -287,25 +290,25 @@ class Grouped:
         if version >= 0:
             if len(self._known) >= self._MOST:
                 self._known.clear()
-            # With the ids themselves: as long as they live no others lie at this address.
+            # Keeps the ids alive, so that no other ids get this address.
             self._known[key] = ids, version, groups
         return groups
 
     def rows_of(self, size: int) -> list[torch.Tensor]:
-        """What was read of tables with so many rows."""
+        """Return the rows that were read of tables with `size` rows."""
         return [groups.rows for key, (_, _, groups) in self._known.items() if key[-1] == size]
 
     def forget(self) -> None:
-        """After a step."""
+        """Forget the groups, after a step."""
         self._known.clear()
 
 
 class _FetchedRows(NamedTuple):
-    """Rows that have come from other ranks.
+    """Rows that were fetched from other ranks.
 
     Attributes:
         block: float32 of shape (rows, width).
-        numbers: int64, of each place which of them is used there.
+        numbers: int64, for each id the index of its row in `block`.
     """
 
     block: torch.Tensor
@@ -313,12 +316,12 @@ class _FetchedRows(NamedTuple):
 
 
 class _Lookup(NamedTuple):
-    """Reads the rows of ids, which are up to date."""
+    """A lookup of rows that are up to date."""
 
     kept: KeptTable
     ids: torch.Tensor
     groups: Groups
-    fetched: _FetchedRows | None  # in the order of `groups`; None where they lie in the table
+    fetched: _FetchedRows | None  # in the order of `groups`; None if this rank holds the table
 
     def embedding(self, padding_idx: int | None, scale_grad_by_freq: bool) -> torch.Tensor:
         return _Gathered.apply(self.kept.weight, *self, padding_idx, scale_grad_by_freq)  # type: ignore[no-any-return,no-untyped-call]
@@ -348,7 +351,7 @@ class _Lookup(NamedTuple):
 
 
 class _Gathered(torch.autograd.Function):
-    """Rows of a table by ids, with a gradient of these rows alone."""
+    """Rows of a table by ids, with a sparse gradient of these rows."""
 
     @staticmethod
     def forward(
@@ -369,7 +372,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # it is to be differentiated itself
+        if torch.is_grad_enabled():  # the gradient is to be differentiated itself
             options = (len(ctx.kept.weight), ctx.padding_idx, ctx.scale_grad_by_freq)
             return _whole_gradient(gradient, ctx.ids, *options), *[None] * 6
         groups = ctx.groups
@@ -400,7 +403,7 @@ def _whole_gradient(
 
 
 class _Compact(torch.autograd.Function):
-    """The rows that a batch uses, each once and rising, for an operator that reads a table."""
+    """The rows that a batch uses, once each and rising, for an operator that reads a table."""
 
     @staticmethod
     def forward(
@@ -431,13 +434,12 @@ class TouchedRows:
 
     Args:
         optimizer: stays the owner of options and state.
-        weights: tables of its groups that are read by rows.
-        shards: takes those whose rows are to lie on several ranks while they train; None where
-            each rank has all rows.
+        weights: tables of its parameter groups that are read by rows.
+        shards: shards tables over ranks in training; None if each rank has all rows.
 
     Attributes:
-        left: tables that were left to the optimizer since, and why.
-        by_optimizer: whether the optimizer steps rows itself, and none misses a step.
+        left: tables that were left to the optimizer later, each with the reason.
+        by_optimizer: whether the optimizer steps rows itself, and no row misses a step.
     """
 
     def __init__(
@@ -459,11 +461,10 @@ class TouchedRows:
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        """The tables."""
         return [kept.weight for kept in self._kept]
 
     def attach(self) -> None:
-        """Read, from now on, rows that are up to date, and get sparse gradients."""
+        """Bring rows up to date before each read, and make sparse gradients."""
         _leave_invariants()
         for kept in self._kept:
             kept.attach()
@@ -485,28 +486,28 @@ class TouchedRows:
             kept.settle()
 
     def spread(self) -> None:
-        """From now on this rank has nothing but its own rows of tables that are sharded."""
+        """Keep only this rank's rows of tables that are sharded."""
         for kept in self._kept:
             kept.spread()
 
     def gather_rows(self) -> None:
-        """Get the rows of all ranks, which all call it."""
+        """Get the rows of all ranks. All ranks call this."""
         for kept in self._kept:
             kept.gather_rows()
 
     # -- a step ------------------------------------------------------------------------------
 
     def merge(self) -> None:
-        """Make each sparse gradient one with every row once, before ranks add it up."""
+        """Coalesce each sparse gradient, before ranks add it up."""
         for kept in self._kept:
             if kept.weight.grad is not None and kept.weight.grad.is_sparse:
                 kept.gather()
 
     def gather(self) -> bool:
-        """Make each table's gradient one with every row once.
+        """Coalesce each table's gradient.
 
-        Returns whether a table was left to the optimizer: its gradient is dense, since something
-        has read it in another way than by rows.
+        Return whether a table was left to the optimizer. Its gradient is dense, because it was read
+        in another way than by rows.
         """
         whole = [k for k in self._kept if k.weight.grad is not None and not k.weight.grad.is_sparse]
         for kept in whole:
@@ -522,13 +523,13 @@ class TouchedRows:
         return why_read_whole(self._optimizer, kept.weight, kept.weight.grad, read)
 
     def step(self) -> None:
-        """Apply the gradients, and set them to None; where the optimizer steps rows, it is next.
+        """Apply the gradients, and set them to None unless the optimizer steps rows itself.
 
-        A table without a gradient is left as it is, as torch's and Keras' optimizers do.
+        A table without a gradient stays as it is, as with torch's and Keras' optimizers.
         """
         self._grouped.forget()
         if not self.by_optimizer:
-            with torch._C.DisableTorchFunctionSubclass():  # no one reads values in it
+            with torch._C.DisableTorchFunctionSubclass():  # no watcher is needed in it
                 self._step()
 
     def _step(self) -> None:
@@ -540,7 +541,7 @@ class TouchedRows:
         for kept in used:
             self._begin(kept)
         optimizer_adapter(self._optimizer).clip_rows([kept.weight for kept in used])
-        # Tables that are stepped by the same numbers go together.
+        # Step tables with the same options together.
         changes: dict[Steps, list[Change]] = {}
         for kept in used:
             assert kept.steps is not None
@@ -568,7 +569,7 @@ class TouchedRows:
         state, count = rule.state(), rule.count()
         if kept.holds(state, count):
             return
-        kept.bring_all()  # nothing where another state was loaded: all rows were up to date
+        kept.bring_all()  # no effect if another state was loaded: all rows were up to date
         for values in () if kept.is_spread else (kept.weight, *state, *(rule.lower() or ())):
             if values is not None:
                 huge_pages.move(values)
@@ -585,7 +586,7 @@ class TouchedRows:
 
 
 def _leave_invariants() -> None:
-    """Let torch leave sparse gradients unchecked, as it does by itself, of which 2.11 warns."""
+    """Leave sparse gradients unchecked, as torch does by default. torch 2.11 warns without this."""
     checks = torch.sparse.check_sparse_tensor_invariants
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -599,12 +600,12 @@ def why_read_whole(
     gradient: torch.Tensor | None,
     read: Iterable[torch.Tensor],
 ) -> str:
-    """What the gradient of a table shows of who reads it whole.
+    """Return the reason why a table has a dense gradient, as far as the gradient shows it.
 
     Args:
-        optimizer: that steps the table.
-        weight: of the table.
-        gradient: dense; None where there is none.
+        optimizer: the optimizer that steps the table.
+        weight: the table.
+        gradient: a dense gradient, or None.
         read: rows that were looked up.
     """
     times = None if gradient is None else _times_itself(weight, gradient, read)

@@ -1,7 +1,7 @@
 """The updates of SGD, Adam and AdamW in plain operators, to be compiled with the rest of a step.
 
-What a schedule may change is an input: a vector in float64 for each group, so that 1 - beta keeps
-its digits.
+Numbers that a schedule may change are inputs: one float64 vector for each parameter group, so that
+1 - beta keeps its digits.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ Group = dict[str, Any]
 
 
 class Kind(NamedTuple):
-    """How optimizers of one class step.
+    """The update of optimizers of one class.
 
     Attributes:
-        rates: of a group, the numbers that are inputs.
-        facts: of a group, what decides its operators.
-        states: names in the state of each parameter, by a group's facts.
-        factors: what all parameters of a group share, given the rates, the facts, and the first
-            parameter's state.
-        update: a parameter and its state after a step: `(parameter, gradient, state, rates, facts,
-            factors)`.
+        rates: returns the numbers of a parameter group that are inputs.
+        facts: returns the options of a parameter group that decide its operators.
+        states: returns the names in the state of each parameter, given the facts of its group.
+        factors: returns factors that all parameters of a group share, given the rates, the facts,
+            and the first parameter's state.
+        update: returns a parameter and its state after a step, given `(parameter, gradient, state,
+            rates, facts, factors)`.
     """
 
     rates: Callable[[Group], list[float]]
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
-    """How the optimizer steps; None where that is not known here."""
+    """Return the update of the optimizer's class, or None if this module does not have it."""
     return _KINDS.get(type(optimizer))
 
 

@@ -1,8 +1,8 @@
-"""How far large batches were tried by those who proposed the methods, and what lies beyond.
+"""The largest batches of the publications on large-batch methods, and warnings beyond them.
 
 Large batches can reach the same training loss and still generalize worse (Keskar et al. 2017), and
-no rule holds for all models and data (Shallue et al. 2019). So beyond what was tried, or with fewer
-steps an epoch, the user is told once.
+no rule holds for all models and data (Shallue et al. 2019). So the user gets one warning if the
+batch is larger, or an epoch has fewer steps, than in the publications.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flatout.optim.rates import LrScale
 
 
 class PublishedBatch(NamedTuple):
-    """The largest batch of a publication, and the steps that an epoch then had."""
+    """The largest batch of a publication, and the steps of an epoch with this batch."""
 
     source: str
     batch: int
@@ -29,9 +29,9 @@ class PublishedBatch(NamedTuple):
 GOYAL = PublishedBatch("Goyal et al. 2017: SGD, ResNet-50, ImageNet", 8_192, 156)
 LARS = PublishedBatch("You et al. 2017: LARS, ResNet-50, ImageNet", 32_768, 39)
 LAMB = PublishedBatch("You et al. 2020: LAMB, BERT and ResNet-50", 32_768, 39)
-# From 256 to 8,192 samples (Goyal et al. 2017).
+# Largest ratio of batch to reference batch in Goyal et al. 2017: from 256 to 8,192 samples.
 _TIMES_TRIED = 32
-# Up to here a larger batch is no large one (Krizhevsky 2014: from 128 to 1,024).
+# Largest ratio of batch to reference batch that is usual (Krizhevsky 2014: from 128 to 1,024).
 _TIMES_USUAL = 8
 _ADAPTIVE = ("ada", "rmsprop", "lamb", "lion")
 _CHECK = "compare the validation figures with those of a smaller batch"
@@ -43,12 +43,12 @@ def warnings_of(
     batch: int | None,
     steps_per_epoch: int | None,
 ) -> list[str]:
-    """What a user of a rule, of LARS or of LAMB should know; nothing where no one asked for them.
+    """Return warnings for a user of a rule, of LARS or of LAMB; none without these.
 
     Args:
-        optimizer: of the job.
-        scale: what the user's rule does, or None.
-        batch: samples of one optimizer step, of all ranks; None where it is not known.
+        optimizer: the job's optimizer.
+        scale: the effect of the user's rule, or None.
+        batch: samples of one optimizer step, of all ranks, or None if unknown.
         steps_per_epoch: optimizer steps, or None.
     """
     warnings = []
@@ -77,7 +77,7 @@ def warnings_of(
 
 
 def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each weight's step is divided by the size of its gradients."""
+    """Return whether the optimizer divides each weight's step by the size of its gradients."""
     return any(word in name_of(optimizer).lower() for word in _ADAPTIVE)
 
 

@@ -1,8 +1,8 @@
-"""What LARS and LAMB share: the trust ratio, and updates that bad gradients do not reach.
+"""Common parts of LARS and LAMB: the trust ratio, and updates that ignore bad gradients.
 
-Both follow torch's convention for optimizers that work with loss scaling on the device: the one who
-calls `step` may set `found_inf` (not 0 where a gradient is not finite) and `grad_scale` on the
-optimizer. Nothing waits for the device.
+Both follow torch's convention for optimizers that support loss scaling on the device. The caller of
+`step` may set `found_inf` (not 0 if a gradient is not finite) and `grad_scale` on the optimizer.
+The host never waits for the device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class GroupPart(NamedTuple):
     """Parameters of a group that are computed together: of one device and dtype, with gradients.
 
     Attributes:
-        parameters: of any shapes.
-        gradients: of theirs; not those of the optimizer where they had to be changed.
-        adapted: whether trust ratio and weight decay are for them.
-        bad: a bool scalar on their device, true where a gradient is not finite; None where the
-            caller has made sure of that. Gradients are then zero.
+        parameters: tensors of any shapes.
+        gradients: their gradients; changed copies if the optimizer's gradients had to be changed.
+        adapted: whether the trust ratio and the weight decay apply to them.
+        bad: a bool scalar on their device, true if a gradient is not finite; None if the caller has
+            excluded that. If it is true, the gradients are zero.
     """
 
     parameters: Tensors
@@ -33,15 +33,15 @@ class GroupPart(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What norms and factors are computed in: float32, also for half precision, or float64."""
+        """dtype of norms and factors: float64 for float64 parameters, else float32."""
         return torch.float64 if self.parameters[0].dtype is torch.float64 else torch.float32
 
     def norms(self, tensors: Tensors) -> torch.Tensor:
-        """2-norms of tensors of these parameters, as a vector."""
+        """Return the 2-norms of tensors of these parameters as a vector."""
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=self.dtype))
 
     def unless_bad(self, value: Any, otherwise: float) -> Any:
-        """`value`, or `otherwise` for bad gradients, without asking the device which."""
+        """Return `value`, or `otherwise` for bad gradients, without waiting for the device."""
         if self.bad is None:
             return value
         if not torch.is_tensor(value):
@@ -50,14 +50,14 @@ class GroupPart(NamedTuple):
 
 
 class Layerwise(torch.optim.Optimizer):
-    """An optimizer that steps part by part."""
+    """Base of optimizers that step parameters in parts (see `GroupPart`)."""
 
-    # The one who scales losses leaves the look at `found_inf` to this class.
+    # GradScaler then leaves the check of `found_inf` to this class.
     _step_supports_amp_scaling = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the gradients; returns what `closure` gives."""
+        """Apply the gradients, and return the closure's result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -72,7 +72,7 @@ class Layerwise(torch.optim.Optimizer):
 
 
 def parts_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterator[GroupPart]:
-    """The parts of a parameter group, unscaled, and with zeros where gradients are bad."""
+    """Yield the parts of a parameter group, with unscaled gradients; bad gradients are zero."""
     kinds: dict[tuple[torch.device, torch.dtype, bool], Tensors] = {}
     for parameter in group["params"]:
         if parameter.grad is None:
@@ -96,5 +96,5 @@ def parts_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterato
 
 
 def ratio(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-    """above / below, and 1 where one of them is zero: such a layer takes a plain step."""
+    """Return above / below, or 1 if one of them is zero, so that the layer takes a plain step."""
     return torch.where((above > 0) & (below > 0), above / below, 1.0)

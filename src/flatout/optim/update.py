@@ -1,15 +1,14 @@
 """One optimizer update: clip, gate, step, forget the gradients.
 
-Gradients that lie in the parameters before a step's first backward are someone else's, such as
-those that another loss has sent through this model. They are forgotten, so that a step applies the
-gradients of its own batches only.
+Gradients that exist before a step's first backward come from other code, such as another loss that
+uses this model. They are forgotten, so that a step applies the gradients of its own batches only.
 
-A step whose gradients are not finite must not reach the weights, and finding out must not make the
-host wait for the device. So the check runs on the device (the same one that `GradScaler` uses) and
-its flag goes to the fused kernel, which then leaves weights and state as they are. The flag is
-never cleared: once a step was bad, all later ones are held back too, until the host reads it. On a
-CPU, where reading is free, it is read at once. Where an optimizer on another device has no fused
-kernel and does not read such a flag itself, a bad step cannot be held back, only reported.
+A step whose gradients are not finite must not change the weights, and the check must not make the
+host wait for the device. So the check runs on the device (as in `GradScaler`) and sets a flag
+there. The fused kernel reads the flag and leaves weights and state as they are. The flag stays set:
+after a bad step, all later steps are held back too, until the host reads it. On a CPU, where
+reading is free, the host reads it at once. On another device, an optimizer without a fused kernel
+that does not read such a flag itself cannot hold back a bad step; the step is only reported.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ class Update:
     """Applies the gradients of the optimizers' parameters, unless they hold a NaN or infinity.
 
     Args:
-        optimizers: any torch optimizer, or several that step together; they stay the owners of
+        optimizers: one or several torch optimizers that step together. They stay the owners of
             their state and options.
         clip_norm: largest total 2-norm of all gradients (Pascanu et al. 2013), or None.
         clip_value: largest absolute value of a gradient element, or None.
-        flags: of updates that stop together where one of them was bad.
-        rows: of optimizers, the tables that are stepped by the rows that a batch has used.
+        flags: flags, by device, of updates that all stop after a bad step of one of them.
+        rows: by optimizer, the tables that are stepped by the rows that a batch has used.
 
     Attributes:
-        parameters: of all optimizers, each once.
-        across: adds up numbers, in place, over all ranks that hold the other parts of these
-            parameters; None where they are whole.
+        parameters: the parameters of all optimizers, each once.
+        across: sums numbers, in place, over all ranks that hold the other parts of these
+            parameters; None if the parameters are whole.
 
     Raises:
-        ModelError: an optimizer's step needs a closure, as that of LBFGS.
+        ModelError: an optimizer's step needs a closure, such as LBFGS.
     """
 
     def __init__(
@@ -79,20 +78,20 @@ class Update:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at the optimizers again, after options, state or parameters were exchanged."""
+        """Read the optimizers again after their options, state or parameters were exchanged."""
         for part in self.parts:
             part.refresh()
         self.parameters: Tensors = list(
             dict.fromkeys(p for part in self.parts for p in part.parameters)
         )
         devices = dict.fromkeys(p.device for p in self.parameters)
-        if not devices:  # other ranks have all of these optimizers' parameters
+        if not devices:  # other ranks have all parameters of these optimizers
             devices = {torch.device("cpu"): None}
         for device in devices:
             # A flag that is set stays set, until someone clears it.
             self._flags.setdefault(device, torch.zeros((), device=device))
         self._one = {d: torch.ones((), device=d) for d in devices}
-        # The usual case, one device, without a walk through a dictionary in each step.
+        # A shortcut for the usual case of one device.
         self.flag = self._flags[next(iter(devices))] if len(devices) == 1 else None
         self._one_kind = _one_kind(self.parameters) and self.parameters[0].is_floating_point()
         self._on_cpu = list(devices) == [torch.device("cpu")]
@@ -101,12 +100,12 @@ class Update:
 
     @property
     def gated(self) -> bool:
-        """Whether a bad step is held back before it reaches the weights."""
+        """Whether a bad step is held back before it changes the weights."""
         heeded = all(part.heeds_flag for part in self.parts)
         return self._on_cpu or (heeded and self.flag is not None)
 
     def was_bad(self) -> bool:
-        """Whether some step had gradients that are not finite. Waits for the device."""
+        """Return whether gradients of a step were not finite. Waits for the device."""
         if self.flag is not None:
             return self.flag.item() != 0
         return any(flag.item() != 0 for flag in self._flags.values())
@@ -117,7 +116,7 @@ class Update:
             flag.zero_()
 
     def clip(self) -> None:
-        """Limit the gradients as asked."""
+        """Clip the gradients by norm and by value, as configured."""
         if self.clip_norm is None and self.clip_value is None:
             return
         if any(g.layout is not torch.strided for g in _gradients(self.parameters)):
@@ -155,7 +154,7 @@ class Update:
     def _check_and_clip_parts(
         self, gradients: Tensors, across: Callable[[torch.Tensor], None]
     ) -> None:
-        """Check and clip where other ranks hold the rest, so that all do the same."""
+        """Check and clip, with the same result on all ranks that hold the other parts."""
         assert self.flag is not None
         self._check(gradients)
         numbers = torch.zeros(2, dtype=torch.float64, device=self.flag.device)
@@ -171,7 +170,7 @@ class Update:
             torch.nn.utils.clip_grad_value_(self.parameters, self.clip_value)
 
     def begin(self) -> None:
-        """Before a step's first backward: forget the gradients that are there."""
+        """Forget existing gradients before a step's first backward."""
         if any(part.is_stale() for part in self.parts):
             self.refresh()
         self.forget()
@@ -179,7 +178,7 @@ class Update:
     def forget(self) -> None:
         """Set the gradients of the optimizers' parameters to None, and no others."""
         with self._unwatched():
-            # Setting what is None already costs 50 ns, less than asking first.
+            # Setting an attribute to None costs 50 ns, less than a check for None.
             for parameter in self.parameters:
                 parameter.grad = None
 
@@ -204,7 +203,7 @@ class Update:
                 self._check_and_clip_parts(gradients, self.across)
         if (shards := self._shards_now()) is not None and self.flag is not None:
             shards.share(self.flag)
-        # On a CPU the flag can be read at no cost, and a bad step need not even begin.
+        # On a CPU reading the flag costs nothing, so a bad step is not even begun.
         if not (self._on_cpu and self.was_bad()):
             alone = len(self.parts) == 1 and not self._rows
             for part in self.parts:
@@ -213,8 +212,8 @@ class Update:
         self.forget()
 
     def scaled(self, scaler: torch.amp.GradScaler) -> None:
-        """The same, of gradients of a loss that was scaled; a step that overflowed is left out."""
-        # An optimizer whose parameters no loss has reached has nothing to do.
+        """Clip, check and apply gradients of a scaled loss; leave out a step that overflowed."""
+        # An optimizer whose parameters got no gradients has nothing to do.
         if self._rows:
             for part in self.parts:
                 part.gather_rows()
@@ -262,12 +261,12 @@ class Update:
 
 
 class OptimizerStep:
-    """One optimizer's own step, gated where it can be.
+    """One optimizer's own step, gated if possible.
 
     Attributes:
-        heeds_flag: whether it leaves weights and state alone where a flag on the device says so.
+        heeds_flag: whether it leaves weights and state as they are if a flag on the device is set.
         own: its parameters that are stepped whole.
-        direct: kernels that take the place of the optimizer's own step; None where none may.
+        direct: kernels that replace the optimizer's own step, or None.
     """
 
     def __init__(
@@ -279,12 +278,12 @@ class OptimizerStep:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at the optimizer again."""
+        """Read the optimizer's groups, state and options again."""
         optimizer = self.optimizer
         self._groups, self._state = optimizer.param_groups, optimizer.state
         self.parameters: Tensors = [p for g in self._groups for p in g["params"]]
         self._fused = all(g.get("fused") for g in self._groups)
-        # torch's mark of optimizers that look at `found_inf` themselves, as Lars and Lamb.
+        # torch marks optimizers that read `found_inf` themselves, such as Lars and Lamb.
         self.heeds_flag = self._fused or getattr(optimizer, "_step_supports_amp_scaling", False)
         if self._fused:
             align_state(optimizer)
@@ -295,7 +294,7 @@ class OptimizerStep:
         self.own: Tensors = [p for parameters in self._own for p in parameters]
 
     def is_stale(self) -> bool:
-        """Whether someone loaded a state into the optimizer, or added parameters to it."""
+        """Return whether a state was loaded into the optimizer, or parameters were added."""
         optimizer, groups = self.optimizer, self._groups
         return (
             optimizer.param_groups is not groups
@@ -304,19 +303,19 @@ class OptimizerStep:
         )
 
     def gather_rows(self) -> None:
-        """Add up the gradients of each row of a table."""
+        """Sum the gradients of each row of a table."""
         if self.rows is not None and self.rows.gather():
             self.refresh()
 
     def step_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        """The optimizer's own step, and that of its tables before it, unless one overflowed."""
+        """Step the tables and then the optimizer, unless a gradient overflowed."""
         rows = self.rows
         if rows is None:
             scaler.step(self.optimizer)
             return
 
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            # A fused optimizer is called all the same, and looks at this itself.
+            # A fused optimizer is called in any case, because it reads this flag itself.
             bad = getattr(optimizer, "found_inf", None)
             if bad is None or not bad.item():
                 self.step_rows()
@@ -336,9 +335,9 @@ class OptimizerStep:
             self.rows.step()
 
     def __call__(self, gradients: Tensors, flag: torch.Tensor | None, on_cpu: bool) -> None:
-        """Step."""
+        """Apply the gradients."""
         complete = len(gradients) == len(self.own)
-        # An empty state means that someone had the optimizer start over.
+        # The state is empty after someone has reset the optimizer.
         if self.direct is not None and complete and self._state and not self.hooked():
             self._step_directly(gradients, None if on_cpu else flag)
             return
@@ -376,11 +375,11 @@ class OptimizerStep:
             end = start + len(own)
             kernel(gradients[start:end], flag)
             start = end
-        # torch's schedulers look here to see that the optimizer stepped before them.
+        # torch's schedulers read this to check that the optimizer stepped before them.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def hooked(self) -> bool:
-        """Whether someone wants to be called around the optimizer's own step."""
+        """Return whether step hooks are registered, or the step method was patched."""
         optimizer = self.optimizer
         return bool(
             optimizer._optimizer_step_pre_hooks
@@ -396,11 +395,12 @@ def _gradients(parameters: Tensors) -> Tensors:
 
 
 def _set_if_bad(gradients: Tensors, flag: torch.Tensor, tensor: torch.Tensor) -> None:
-    if flag.is_cuda and gradients[0].dtype is torch.bfloat16:  # for which CUDA has no such kernel
+    # CUDA has no such kernel for bfloat16
+    if flag.is_cuda and gradients[0].dtype is torch.bfloat16:
         sums = torch.stack(torch._foreach_norm(gradients, 1))
         flag.masked_fill_(~sums.isfinite().all(), 1.0)
         return
-    # Multiplied by one on the way, which leaves every value as it is.
+    # Multiplies by one, which leaves every value as it is.
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, tensor)
 
 
@@ -416,10 +416,10 @@ def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def direct_kernels(optimizer: torch.optim.Optimizer, own: Sequence[Tensors]) -> list[Kernel] | None:
-    """One function per parameter group that calls torch's fused kernel with cached lists.
+    """Return one function per parameter group that calls torch's fused kernel with cached lists.
 
-    Returns None where the optimizer must step itself: another class, options that the kernels do
-    not take, or state that does not exist yet.
+    Return None if the optimizer must step itself: another class, options that the kernels do not
+    take, or state that does not exist yet.
     """
     build = {
         torch.optim.Adam: _adam_kernel,
@@ -438,7 +438,7 @@ def direct_kernels(optimizer: torch.optim.Optimizer, own: Sequence[Tensors]) -> 
 
 
 def _no_step(gradients: Tensors, flag: torch.Tensor | None) -> None:
-    """Of a group that has nothing but tables."""
+    """Do nothing, for a group that has only tables."""
 
 
 def _states(
@@ -466,7 +466,7 @@ def _adam_kernel(
         return None
     if not plain or not _one_kind(parameters):
         return None
-    # With a number in its place, or without alpha, torch makes a tensor of it for each step count.
+    # With a Python number, or without alpha, torch would make a tensor for each step count.
     one = torch.ones((), device=steps[0].device)
     decoupled = type(optimizer) is torch.optim.AdamW or group.get("decoupled_weight_decay", False)
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
@@ -491,7 +491,7 @@ def _adam_kernel(
             found_inf=flag,
         )
         if flag is not None:
-            # A step held back does not count.
+            # A step that was held back does not count.
             torch._foreach_sub_(steps, [flag] * len(steps))
 
     return step

@@ -1,8 +1,8 @@
-"""What an optimizer's update takes, told before the first one is made.
+"""The duration of an optimizer's update, measured before the first one is made.
 
-A second optimizer of the same class and options steps tensors of its own, of the same shapes: so
-that neither weights nor state are touched. A class of the user's own may hold anything, also other
-optimizers, so that no second one is made of it: SGD with momentum tells what it takes at least.
+The measurement steps a second optimizer of the same class and options, with tensors of the same
+shapes, so that weights and state stay as they are. A class of the user's own may hold anything,
+even other optimizers, so it is not copied. For such a class, SGD with momentum gives a lower bound.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.optim import optimizer as torch_optimizer
 from flatout.measure import finish_device
 from flatout.optim.adapter import optimizer_adapter
 
-# So many numbers are stepped at most; of more, what they take is extended.
+# Most parameter values that are stepped. For a larger model, the result is scaled up.
 _MOST = 1 << 21
-# Classes that hold nothing but their groups and state, so that a second one is soon made.
+# Packages whose optimizers hold only their groups and state, so that a second one is soon made.
 _KNOWN = ("torch.optim", "flatout.optim", "keras.src")
 
 
@@ -59,13 +59,13 @@ def seconds_of_update(
     try:
         made = [[_like(p, share) for p in own] for own in trained]
         other = _second(optimizer, made)
-        other.step()  # makes its state
+        other.step()  # creates its state
         finish_device()
         began = clock()
         other.step()
         finish_device()
         took = clock() - began
-    except Exception:  # the run's own update will say what is wrong
+    except Exception:  # the run's own update will report the error
         return 0.0
     kept = sum(p.numel() for own in made for p in own)
     return took * numbers / kept
