@@ -1,11 +1,11 @@
-"""What a model is to Flatout: facts about it, and changes that leave its result alone.
+"""Facts about models, and changes that leave a model's result alone.
 
-adapter.py finds the framework of a model; torch_model.py and keras/model.py answer all else, and
-all that is private to Keras is in keras/. frozen/ finds where a forward is best cut after its
-frozen layers (min_cut.py) and runs its two parts; rewrites.py finds exact rewrites by torch.fx.
-fused_norms.py is one kernel for BatchNorm and ReLU, fp32_operators.py keeps in fp32 what is
-slower in bf16. freezing.py is flatout.freeze, hold.py keeps a frozen module in evaluation,
-operators.py counts what a step computes and moves.
+adapter.py selects the adapter of a model's framework: torch_model.py or keras/model.py. All uses of
+Keras' internals are in keras/. frozen/ finds the best place to cut a forward after its frozen
+layers (min_cut.py) and runs both parts. rewrites.py finds exact rewrites by torch.fx.
+fused_norms.py has one kernel for BatchNorm and ReLU. fp32_operators.py keeps operators in fp32 that
+are slower in bf16. freezing.py has flatout.freeze, and hold.py keeps a frozen module in evaluation.
+operators.py counts the operators of a step.
 """
 
 from flatout.lazy import attach

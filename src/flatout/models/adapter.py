@@ -1,4 +1,4 @@
-"""The place where a model is asked which framework made it."""
+"""Selection of the adapter for a model's framework."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flatout.recipe import ModelFacts
 
 
 def adapter_of(model: nn.Module) -> TorchModel:
-    """The model with what Flatout asks of it, answered as its framework does."""
-    # Not imported here: which backend Keras takes is decided when the user imports it.
+    """Return the adapter of the model's framework."""
+    # Keras is not imported here, because it chooses its backend when the user imports it.
     kind = getattr(sys.modules.get("keras"), "Model", None)
     if kind is not None and isinstance(model, kind):
         return KerasModel(model)
@@ -24,23 +24,23 @@ def adapter_of(model: nn.Module) -> TorchModel:
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Everything that is saved of a model, by name; the tensors themselves."""
+    """Return all tensors that are saved of a model, by name, without copies."""
     return adapter_of(model).weights()
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Put into the model what `weights_of` gave; names and shapes have been checked."""
+    """Load the output of `weights_of` into the model; names and shapes have been checked."""
     adapter_of(model).load_weights(weights)
 
 
 def find_rewrites(model: nn.Module) -> list[Rewrite]:
-    """The rewrites that fit `model` in training. Looks only; changes nothing."""
+    """Return the rewrites that fit `model` in training. Changes nothing."""
     return adapter_of(model).rewrites()
 
 
 def facts_of(model: nn.Module, device: str) -> ModelFacts:
-    """What `flatout.recipe.of_change` needs to know about `model` on `device`."""
+    """Return the facts about `model` on `device` that `flatout.recipe.of_change` needs."""
     own = adapter_of(model)
     return ModelFacts(
         batch_coupled=own.is_batch_coupled(),
@@ -51,10 +51,10 @@ def facts_of(model: nn.Module, device: str) -> ModelFacts:
 
 
 def is_batch_coupled(model: nn.Module) -> bool:
-    """Whether a sample's result depends on the other samples of its (micro-)batch."""
+    """Return whether a sample's result depends on the other samples of its (micro-)batch."""
     return adapter_of(model).is_batch_coupled()
 
 
 def calls_hooks(model: nn.Module) -> bool:
-    """Whether calls of all its parts go through torch's hooks, as those of Keras' layers do not."""
+    """Return whether calls of all parts run torch's hooks. Calls of Keras' layers do not."""
     return all(adapter_of(part).calls_hooks for part in model.modules())

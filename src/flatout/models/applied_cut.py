@@ -1,4 +1,4 @@
-"""Which models take `Features` in place of their inputs; frozen/cut.py makes that so."""
+"""The models that take `Features` in place of their inputs (see frozen/cut.py)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import nn
 
 
 class AppliedCut(Protocol):
-    """A cut that lets its model take what its frozen prefix gave."""
+    """A cut that lets its model take the output of its frozen prefix."""
 
     def rest(self, features: Any) -> Any:
-        """The model's outputs for features."""
+        """Return the model's outputs for features."""
 
     def is_current(self) -> bool:
-        """Whether the frozen part is what it was."""
+        """Return whether the frozen part is unchanged."""
 
 
 applied: WeakKeyDictionary[nn.Module, AppliedCut] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""BatchNorm with the ReLU behind it as one operator, by our kernel where it fits."""
+"""BatchNorm with the ReLU after it as one operator, by Flatout's kernel where it applies."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-# Named `forward`, so that a pickled model looks its forward up in its class again.
+# The name `forward` lets a pickled model find the forward of its class again.
 def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """The forward of a BatchNorm: the same but for rounding."""
+    """Run the forward of a BatchNorm; the result is equal to rounding."""
     result = _by_kernel(input, self, None, None)
     own: Callable[..., torch.Tensor] = type(self).forward
     return own(self, input) if result is None else result
@@ -34,7 +34,7 @@ def norm_and_activation(
     activation: str,
     module: nn.Module | None,
 ) -> torch.Tensor:
-    """`activation(norm(x) + skip)`, the same but for rounding."""
+    """Return `activation(norm(x) + skip)`, equal to rounding."""
     if not is_watched(norm) and (module is None or not is_watched(module)):
         result = _by_kernel(x, norm, skip, activation)
         if result is not None:
@@ -62,13 +62,13 @@ def _by_kernel(
 
 @torch.no_grad()
 def move_statistics(norm: Any, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
-    """Move a BatchNorm's running statistics on, as it does itself in training.
+    """Update a BatchNorm's running statistics, as the layer itself does in training.
 
     Args:
         norm: the layer.
-        mean: of the batch, of shape (channels,).
-        variance: of the batch, biased, of shape (channels,).
-        count: values of each channel.
+        mean: mean of the batch, of shape (channels,).
+        variance: biased variance of the batch, of shape (channels,).
+        count: number of values of each channel.
     """
     if norm.running_mean is None or norm.running_var is None or not norm.training:
         return
@@ -102,7 +102,7 @@ class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _moments: Any) -> tuple[Any, ...]:
         x, weight, bias, saved_tensors = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient of this gradient is wanted
+        if torch.is_grad_enabled():  # a gradient of this gradient is needed
             return (*_differentiable(ctx, x, weight, bias, saved_tensors, gradient), None, None)
         wants_skip = ctx.has_skip and ctx.needs_input_grad[3]
         of_x, of_weight, of_bias, of_skip = kernel.backward(

@@ -1,6 +1,6 @@
-"""What of a model learns though it seems frozen, and what does not though it seems to train.
+"""Parts of a model that learn though they seem frozen, and parts that seem to train but do not.
 
-Imports nothing, as scripts are observed with it before anything of theirs was imported.
+Imports nothing, because it observes scripts before they have imported anything.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def moving_norms(model: Any) -> list[str]:
-    """Names of BatchNorms whose weights are frozen, though they normalize by batches and learn.
+    """Return the names of BatchNorms whose weights are frozen, but whose statistics still change.
 
-    They are in training, so that each batch moves their running statistics.
+    They are in training mode, so that each batch updates their running statistics.
     """
     return [name for name, part in model.named_modules() if _moves(part)]
 
@@ -26,7 +26,7 @@ def _moves(part: Any) -> bool:
 
 
 def not_stepped(model: Any, stepped: Collection[int]) -> list[str]:
-    """Names of parameters that train, but are in no optimizer.
+    """Return the names of parameters that require gradients, but are in no optimizer.
 
     Args:
         model: a torch module.

@@ -1,4 +1,4 @@
-"""Tables of embeddings that a batch reads by rows alone."""
+"""Embedding tables of which a batch reads only rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ _KINDS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def row_tables(model: nn.Module, *, split: bool = False) -> tuple[list[nn.Module], dict[str, str]]:
-    """Modules whose tables may be read by rows alone, and why others are not, by name.
+    """Return the modules whose tables may be read only by rows, and by name why other tables are
+    not.
 
-    Who else reads a parameter that several modules have is not known. Whether a forward that is
-    not torch's own reads all of it, its gradient shows.
+    If several modules have a parameter, its readers are not known, so that it is left out. If a
+    forward that is not torch's own reads all of a table, the gradient shows it.
 
     Args:
-        model: of torch or Keras.
-        split: tables of bfloat16 too, whose lower halves lie elsewhere.
+        model: a model of torch or Keras.
+        split: whether to include bfloat16 tables, whose lower halves are stored elsewhere.
     """
     readers: dict[int, list[str]] = {}
     for name, module in model.named_modules():
@@ -45,25 +46,27 @@ def row_tables(model: nn.Module, *, split: bool = False) -> tuple[list[nn.Module
 
 
 def look_at_ids(model: nn.Module, names: Container[str]) -> list[Callable[[], None]]:
-    """Raise IndexError where tables of these names are given ids that they have no rows for.
+    """Raise IndexError when tables of these names get ids without a row.
 
-    torch's own raise by themselves.
+    torch's own tables raise by themselves.
 
     Returns:
-        what ends that.
+        functions that end the checks.
     """
     named = [module for name, module, _ in adapter_of(model).tables() if name in names]
     return [tables.look_at_ids(module) for module in named if not isinstance(module, _KINDS)]
 
 
 def has_hooks_of_others(*hooks: Mapping[int, Any] | None) -> bool:
-    """Whether hooks, as torch keeps them, are of someone other than Flatout."""
+    """Return whether torch's dictionaries of hooks have a hook that is not Flatout's."""
     every = [getattr(hook, "func", hook) for of_kind in hooks for hook in (of_kind or {}).values()]
     return not all(str(getattr(hook, "__module__", "")).startswith("flatout.") for hook in every)
 
 
 def is_hooked(weight: torch.Tensor) -> bool:
-    """Whether someone is told of its gradient, and expects one of all rows."""
+    """Return whether a hook of other code reads a weight's gradient, and expects one of all
+    rows.
+    """
     after = getattr(weight, "_post_accumulate_grad_hooks", None)
     return has_hooks_of_others(weight._backward_hooks, after)
 

@@ -1,8 +1,9 @@
 """Operators that stay in fp32 under autocast to bf16 on a CPU, because bf16 may be slower there.
 
-Two are known, of torch's kernels without AMX: the gradient of attention with short sequences or
-small heads (up to four times as long), and that of depthwise convolutions with a stride (fifteen
-times). Their inputs are cast to fp32 and their results to bf16, so all around them is as it was.
+Two are known, of torch's kernels without AMX. One is the gradient of attention with short sequences
+or small heads (up to 4 times as long). The other is the gradient of depthwise convolutions with a
+stride (15 times). Their inputs are cast to fp32 and their results to bf16, so that other operators
+see no difference.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _ATTENTION = "scaled_dot_product_attention"
 
 
 def may_be_slower_in_bf16(model: nn.Module) -> bool:
-    """Whether the model has such operators, as far as its modules and their code show."""
+    """Return whether the model has such operators, as far as its modules and their code show."""
     return any(_is_strided_depthwise(m) or _uses_attention(m) for m in model.modules())
 
 
 def keep_in_fp32(model: nn.Module) -> list[Callable[[], None]]:
-    """Run them in fp32 under autocast to bf16; returns what undoes it.
+    """Run these operators in fp32 under autocast to bf16, and return functions that undo it.
 
     Attention is a function, so until then it runs in fp32 for every model of this process.
     """
@@ -53,9 +54,9 @@ def _uses_attention(module: nn.Module) -> bool:
     )
 
 
-# Named `forward`, so that a pickled model looks its forward up in its class again.
+# The name `forward` lets a pickled model find the forward of its class again.
 def forward(self: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    """The module's own forward, in fp32 where autocast would make it bf16."""
+    """Run the module's own forward, in fp32 where autocast would use bf16."""
     own: Callable[..., torch.Tensor] = type(self).forward
     if not _casts_to_bf16(input):
         return own(self, input)
@@ -75,7 +76,7 @@ def _casts_to_bf16(tensor: torch.Tensor) -> bool:
 def _attention_in_fp32() -> Callable[[], None]:
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torch's own kernel is overridden
+        warnings.simplefilter("ignore")  # hides the warning that torch's own kernel is overridden
         library.impl(  # type: ignore[no-untyped-call]
             _ATTENTION, _attention, "AutocastCPU", allow_override=True
         )

@@ -25,23 +25,24 @@ def freeze(model: _M, until: str | None = None, *, layers: Patterns = ()) -> _M:
         flatout.freeze(model, layers=["encoder.layer.[0-5]", "embeddings"])
         flatout.freeze(model.backbone)
 
-    Their parameters no longer require gradients. BatchNorm uses its running statistics and leaves
-    them alone, dropout passes everything on, and both stay so when `.train()` is called on the
-    model or on a part of it, by a Trainer too. A copy or a pickle of the model is frozen as it is,
-    and the state dict stays the same. Freezing twice is freezing once.
+    The parameters no longer require gradients. BatchNorm uses its running statistics without
+    updating them, and dropout drops nothing. Both stay so when code, such as a Trainer, calls
+    `.train()` on the model or a part of it. A copy or pickle of the model is frozen in the same
+    way, and the state dict stays the same. Freezing twice has the effect of freezing once.
 
-    Of a Keras model, layers get `trainable=False`, and those that draw random numbers are told that
-    nothing trains; layers that augment the data, such as RandomFlip, go on. A Keras model that was
-    saved, cloned or copied keeps `trainable`, but its dropout acts until it is frozen once more.
+    Frozen layers of a Keras model get `trainable=False`, and layers that draw random numbers run as
+    in inference. Layers that augment the data, such as RandomFlip, remain active. A Keras model
+    that was saved, cloned or copied keeps `trainable`, but its dropout acts until the model is
+    frozen again.
 
     Args:
         model: the user's own object; it is changed in place.
-        until: the last layer to freeze: its name in `model.named_modules()`, or of a Keras layer
-            `layer.name`. All that its output depends on is frozen with it, by the graph of each
-            `forward` where that is certain, else all that is registered before it, and parameters
-            that the modules around it hold themselves.
+        until: the last layer to freeze: its name in `model.named_modules()`, or `layer.name` of a
+            Keras layer. All parts that its output depends on are frozen with it. They are found by
+            the graph of each `forward`. If a graph is not certain, they are all modules registered
+            before the layer, and the parameters that the modules around it hold themselves.
         layers: names of layers, with `*`, `?` and `[0-9]` as in file names; each is frozen with all
-            that is inside it.
+            parts inside it.
 
     Without `until` and `layers` the whole model is frozen.
 
@@ -49,7 +50,7 @@ def freeze(model: _M, until: str | None = None, *, layers: Patterns = ()) -> _M:
         The same model.
 
     Raises:
-        ModelError: the model has no layer of such a name; with those that are near.
+        ModelError: the model has no layer of such a name; the message lists similar names.
     """
     own, patterns = adapter_of(model), _listed(layers)
     if until is not None:
@@ -62,21 +63,21 @@ def freeze(model: _M, until: str | None = None, *, layers: Patterns = ()) -> _M:
 def unfreeze(model: _M, layers: Patterns | None = None, *, batch_norm: bool = False) -> _M:
     """Let frozen parts of a model train again.
 
-    Dropout acts in training again. BatchNorm layers stay as they are, statistics, weight and bias:
-    on the small batches of fine-tuning their statistics would move away from what the other layers
-    were trained with. One that only `requires_grad = False` has frozen goes on as it was, too: its
-    statistics move in training.
+    Dropout acts in training again. BatchNorm layers stay as they are, with statistics, weight and
+    bias: on the small batches of fine-tuning their statistics would move away from those that the
+    other layers were trained with. A BatchNorm layer that was frozen only by `requires_grad =
+    False` also stays as it was: its statistics move in training.
 
     Args:
         model: the user's own object; it is changed in place.
-        layers: names of layers as in `freeze`, each with all that is inside it; None for all.
-        batch_norm: whether BatchNorm layers train and move their statistics on again, too.
+        layers: names of layers as in `freeze`, each with all parts inside it; None for all.
+        batch_norm: whether BatchNorm layers also train and update their statistics again.
 
     Returns:
         The same model.
 
     Raises:
-        ModelError: the model has no layer of such a name; with those that are near.
+        ModelError: the model has no layer of such a name; the message lists similar names.
     """
     own = adapter_of(model)
     chosen = [model] if layers is None else _chosen(own.named(), _listed(layers))
@@ -87,10 +88,10 @@ def unfreeze(model: _M, layers: Patterns | None = None, *, batch_norm: bool = Fa
 def frozen_parameters(
     model: nn.Module, layers: Patterns | None = None, *, batch_norm: bool = False
 ) -> list[torch.Tensor]:
-    """The parameters that `unfreeze` may let train.
+    """Return the parameters that `unfreeze` may let train.
 
     Raises:
-        ModelError: as of `unfreeze`.
+        ModelError: as for `unfreeze`.
     """
     own = adapter_of(model)
     chosen = [model] if layers is None else _chosen(own.named(), _listed(layers))
@@ -98,9 +99,9 @@ def frozen_parameters(
 
 
 def moving_within(model: nn.Module, layers: Patterns | None = None) -> list[str]:
-    """BatchNorms of these layers that do not train, though they go on to move their statistics.
+    """Return the BatchNorms of these layers that do not train but still update their statistics.
 
-    Those are frozen by `requires_grad` alone, not by `freeze`.
+    They are frozen only by `requires_grad`, not by `freeze`.
     """
     chosen = [model] if layers is None else _chosen(adapter_of(model).named(), _listed(layers))
     parts = {id(part) for layer in chosen for part in layer.modules()}
@@ -125,7 +126,7 @@ def _only(named: list[tuple[str, nn.Module]], name: str) -> nn.Module:
     result = {id(module): module for own, module in named if own == name}
     if not result:
         raise _unknown(name, named)
-    return list(result.values())[-1]  # what a wrapper of the same name holds
+    return list(result.values())[-1]  # the part that a wrapper of the same name holds
 
 
 def _unknown(name: str, named: list[tuple[str, nn.Module]]) -> ModelError:

@@ -1,9 +1,9 @@
-"""BatchNorm in training, with the ReLU behind it, as one operator: fewer passes over memory.
+"""BatchNorm in training, with the ReLU after it, as one operator: fewer passes over memory.
 
-Where a `forward` can be traced as a graph, pairs of BatchNorm and ReLU or ReLU6, and a residual
-block's sum between them, become one call. Every other BatchNorm is done by the same kernel alone.
-Sums are added up in another order than torch's, so results are equal to rounding. Modules, their
-names and the state dict stay as they are.
+In a `forward` that can be traced as a graph, pairs of BatchNorm and ReLU or ReLU6, with a residual
+block's sum between them, become one call. The same kernel runs every other BatchNorm alone. It adds
+sums in another order than torch, so results are equal to rounding. Modules, their names and the
+state dict stay as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SUMS = (operator.add, torch.add, add_in_place)
 
 
 def fused_norms_of(model: nn.Module) -> list[Rewrite]:
-    """What would be fused in `model` in training. Looks only; changes nothing."""
+    """Return the rewrites that would fuse parts of `model` in training. Changes nothing."""
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return []
     rewrites: list[Rewrite] = []
@@ -98,7 +98,9 @@ def _rewrite(name: str, module: nn.Module, traced: Traced, count: int) -> Rewrit
 
 
 def _fuse(graph: fx.Graph, module: nn.Module) -> list[nn.Module]:
-    """Make one call of each BatchNorm with the activation that alone reads it; returns these."""
+    """Join each BatchNorm with the activation that is its only reader, and return these
+    BatchNorms.
+    """
     fused = []
     for node in list(graph.nodes):
         if node.op != "call_module" or len(node.args) != 1 or node.kwargs or len(node.users) != 1:
@@ -113,7 +115,7 @@ def _fuse(graph: fx.Graph, module: nn.Module) -> list[nn.Module]:
         activation = _activation(reader, module)
         if activation is None or (total is not None and activation == "relu6"):
             continue
-        # An activation reads what no one else does, so it may as well run where that is made.
+        # Nothing else reads the activation's input, so the activation may run where that is made.
         place = node if total is None else total
         with graph.inserting_before(place):
             skip = None if total is None else next(n for n in total.args if n is not node)

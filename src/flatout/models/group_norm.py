@@ -23,13 +23,15 @@ _within = 0
 
 
 def has_group_norms(model: nn.Module) -> bool:
-    """Whether a module is a GroupNorm."""
+    """Return whether a module is a GroupNorm."""
     return any(isinstance(module, nn.GroupNorm) for module in model.modules())
 
 
 @contextmanager
 def guarding_group_norms(inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """Within, and within another context, what is normalized in groups needs a gradient."""
+    """Enter another context, and make inputs of group normalization need a gradient in the
+    block.
+    """
     global _within
     with _lock:
         _within += 1

@@ -1,8 +1,7 @@
-"""Parts of a torch module that stay in evaluation, also where someone calls `.train()`.
+"""Parts of a torch module that stay in evaluation mode, even after `.train()`.
 
-Which parts run before a layer is read off the graph of each written `forward`, level by level down
-to the layer; where a graph might not be the same program, off the order in which modules are
-registered.
+The graph of each written `forward` shows which parts run before a layer, level by level down to the
+layer. If a graph might not be the same program, the order in which modules are registered decides.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from flatout.models.trace import trace
 
 
 class Held:
-    """The `train` of a module that stays in evaluation; a copy or pickle of the module has its own.
+    """The `train` method of a module that stays in evaluation mode.
 
-    It lies on the module itself, so that whatever calls `.train()` finds it, and it refers to the
-    module weakly, so that a model is freed as soon as it is no longer used.
+    It is an attribute of the module, so every call of `.train()` finds it. It refers to the module
+    weakly, so that an unused model is freed. A copy or pickle of the module gets one of its own.
     """
 
     def __init__(self, module: nn.Module, trained: tuple[str, ...], mode: bool) -> None:
@@ -33,7 +32,7 @@ class Held:
         self.mode = mode
 
     def __call__(self, mode: bool = True) -> nn.Module:
-        """Stay in evaluation; what is inside decides for itself."""
+        """Stay in evaluation mode. Submodules have a `Held` of their own."""
         module = self._module()
         assert module is not None
         module.training, self.mode = False, mode
@@ -46,19 +45,19 @@ class Held:
 
 
 def hold(module: nn.Module) -> None:
-    """Let a module and all inside it neither train nor act as in training."""
+    """Set a module and all its submodules to neither train nor act as in training."""
     for part in module.modules():
         if not is_held(part):
             own = part.named_parameters(recurse=False)
             trained = tuple(name for name, value in own if value.requires_grad)
-            # Past torch's own __setattr__, which wrappers override.
+            # Bypasses torch's own __setattr__, which wrappers override.
             vars(part)["train"] = Held(part, trained, part.training)
         part.training = False
         fix(part.parameters(recurse=False))
 
 
 def release(part: nn.Module) -> None:
-    """Let one module train and follow `.train()` again; those inside it stay as they are."""
+    """Let one module train and follow `.train()` again; its submodules stay as they are."""
     own = dict(part.named_parameters(recurse=False))
     if is_held(part):
         own = {name: own[name] for name in vars(part)["train"].trained if name in own}
@@ -69,41 +68,42 @@ def release(part: nn.Module) -> None:
 
 
 def follow(part: nn.Module) -> None:
-    """Let one module follow `.train()` again, beginning with what was last asked for."""
+    """Let one module follow `.train()` again, in the mode of the last such call."""
     if is_held(part):
         part.training = vars(part).pop("train").mode
 
 
 def is_held(part: nn.Module) -> bool:
-    """Whether a module stays in evaluation."""
+    """Return whether a module stays in evaluation mode."""
     return isinstance(vars(part).get("train"), Held)
 
 
 def fix(parameters: Iterable[nn.Parameter]) -> None:
-    """Let parameters no longer train: an optimizer leaves alone what has no gradient."""
+    """Stop the training of parameters. Optimizers skip parameters without a gradient."""
     for parameter in parameters:
         parameter.requires_grad_(False)
         parameter.grad = None
 
 
 def keeps_statistics(part: nn.Module) -> bool:
-    """Whether a layer normalizes by statistics that it moves on in training, as BatchNorm does."""
+    """Return whether a layer normalizes by running statistics, as BatchNorm does."""
     return isinstance(part, _NormBase)
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> dict[str, list[str]]:
-    """For each pattern the names that it fits."""
+    """Return the matching names of each pattern."""
     known = list(names)
     return {p: [name for name in known if fnmatchcase(name, p)] for p in patterns}
 
 
 def hold_until(module: nn.Module, path: str) -> None:
-    """Hold all that the layer at `path` depends on, and the layer."""
+    """Hold the layer at `path` and all parts that it depends on."""
     level = _traced(module, path) or _registered(module, path)
     fix(level.parameters)
     for part in level.before:
         if any(part is item for item in level.behind):
-            fix(part.parameters())  # what it does in training, it does behind the layer too
+            # it also acts after the layer, where it may behave as in training
+            fix(part.parameters())
         else:
             hold(part)
     if level.rest:
@@ -114,14 +114,14 @@ def hold_until(module: nn.Module, path: str) -> None:
 
 @dataclass(frozen=True)
 class _Level:
-    """What runs before a layer in one `forward`.
+    """The parts of one `forward` that run before a layer.
 
     Attributes:
-        parameters: of this module itself.
-        before: submodules that are whole before the layer.
-        last: the submodule that is the layer or holds it.
+        parameters: parameters of this module itself.
+        before: submodules that run completely before the layer.
+        last: the submodule that is the layer or contains it.
         rest: the path of the layer within `last`; "" if it is the layer.
-        behind: submodules that also run elsewhere.
+        behind: submodules that also run after the layer.
     """
 
     parameters: list[nn.Parameter]

@@ -1,4 +1,4 @@
-"""In which order a model's images lie in memory."""
+"""The memory format of a model's images."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 
 def format_of(model: nn.Module) -> str:
-    """The memory format of the model's images, going by its convolutions' weights."""
+    """Return the memory format of the model's images, as its convolutions' weights show it."""
     images = [p for p in model.parameters() if p.dim() == 4 and not p.is_contiguous()]
     last = any(p.is_contiguous(memory_format=torch.channels_last) for p in images)
     return "channels_last" if last else "contiguous"
 
 
 def lay_out(model: nn.Module, memory_format: torch.memory_format) -> None:
-    """Like `model.to(memory_format=...)`, which would refuse a model with 3-D convolutions."""
+    """Set the memory format like `model.to`, which would refuse a model with 3-D convolutions."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.dim() == 4:
             tensor.data = _laid_out(tensor.data, memory_format)

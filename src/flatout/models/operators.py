@@ -1,4 +1,4 @@
-"""Counts the operators of a training step: what they compute, what they move, and how many.
+"""Counts the operators of a training step: their number, computations and memory traffic.
 
     with OperatorCount() as count:
         loss = model(x).sum()
@@ -6,7 +6,7 @@
         optimizer.step()
     count.lanes()
 
-The counts are what `flatout.measure.roofline` takes. The step computes what it always does.
+`flatout.measure.roofline` takes these counts. The step's result does not change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.data import tensors_in
 
-# An operator that touches no more is taken to find all of it in a cache.
+# Most bytes of an operator's tensors at which all of them are assumed to be in a cache.
 CACHED_BYTES = 2**21
 
 _Args = tuple[Any, ...]
@@ -31,21 +31,20 @@ _Kinds = dict[str, dict[str, float]]
 
 
 class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within, operators are counted by lane and kind."""
+    """Counts operators in the block by lane and kind."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._before: _Kinds = {}
         self._backward: _Kinds = {}
-        # Since the last node of a backward pass: another forward pass, or the update.
+        # Operators since the last node of a backward pass: another forward pass, or the update.
         self._since: _Kinds = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: _Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the operator, and count it."""
         out = func(*args, **(kwargs or {}))
-        with suppress(Exception):  # what cannot be counted is no reason to end a step
+        with suppress(Exception):  # a failed count must not end a step
             self._count(func, args, out)
         return out
 
@@ -69,9 +68,9 @@ class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._since.clear()
 
     def lanes(self) -> dict[str, _Kinds]:
-        """By lane and kind `calls`, `flops`, `bytes` as if in fp32, and `cached_bytes`.
+        """Return by lane and kind `calls`, `flops`, `bytes` as if in fp32, and `cached_bytes`.
 
-        What comes after the last backward pass is the optimizer's.
+        Operators after the last backward pass count as the optimizer's.
         """
         if not self._backward:
             self._end_forward()
@@ -80,11 +79,11 @@ class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class OperatorTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within, it is timed what a CPU takes for products, attention and recurrence.
+    """Times products, attention and recurrence on a CPU in the block.
 
     Attributes:
-        kernels_s: seconds in these: compiled code calls the same kernels. Not of convolutions,
-            whose images a compiler lays out otherwise.
+        kernels_s: seconds of these operators, for which compiled code calls the same kernels.
+            Excludes convolutions, because a compiler uses another memory order for their images.
     """
 
     kernels_s: float = 0.0
@@ -92,7 +91,6 @@ class OperatorTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: _Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the operator, and time it."""
         began = perf_counter()
         out = func(*args, **(kwargs or {}))
         if _is_kernel(func):
@@ -103,13 +101,13 @@ class OperatorTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def weights_counted(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
 ) -> dict[str, float]:
-    """Bytes of what is trained and of the optimizers' state for it, and how many tensors that is.
+    """Return the bytes of trained weights and of their optimizer state, and the number of tensors.
 
-    The state comes with the first step.
+    The state exists after the first step.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     states = [state for o in optimizers for state in o.state.values()]
-    # A count of steps is no state of each weight.
+    # Excludes step counts, which have no dimension.
     tensors = [t for state in states for t in tensors_in(state) if t.dim()]
     return {
         "bytes": sum(map(_bytes, trained)),
@@ -138,7 +136,7 @@ def _is_cast(x: torch.Tensor, out: torch.Tensor) -> bool:
     return torch.float32 in dtypes and bool(dtypes & {torch.bfloat16, torch.float16})
 
 
-# -- what is known of an operator; multiplications and additions count one each -------------------
+# -- facts about operators; a multiplication and an addition count one each --------------------
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _Flops = Callable[[_Args, Any], float]
@@ -165,7 +163,7 @@ def _is_kernel(func: Any) -> bool:
 
 
 _KERNELS = ("matmul", "attention", "recurrent")
-# What torch runs as one operator in evaluation.
+# Operations that torch runs as one operator in evaluation.
 _WHOLE = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 _BY_NAME = {
     "normalization": ("_norm",),

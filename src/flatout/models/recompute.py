@@ -1,8 +1,8 @@
 """Activation checkpointing: keep a block's inputs, compute its activations again in backward.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". torch's own `checkpoint` does the
-work and replays the random state. What it leaves to us is that buffers, such as BatchNorm's running
-statistics, have the values of the first forward during the second, and are not updated twice.
+work and replays the random state. This module adds the buffers, such as BatchNorm's running
+statistics: they have the values of the first forward during the second, and are not updated twice.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def recompute_activations(model: nn.Module) -> Callable[[], None]:
-    """Checkpoint the blocks of `model` in training; returns what undoes it.
+    """Checkpoint the blocks of `model` in training, and return a function that undoes it.
 
-    Blocks are the composite members of a `ModuleList` or `Sequential` (the layers of a
-    transformer, the residual blocks of a ConvNet). A Sequential of plain layers is cut into about
-    as many runs of layers as a run is long. Where there is neither, blocks are the composite
-    children of the model. The result is bit-identical to the plain step.
+    Blocks are the composite members of a `ModuleList` or `Sequential` (the layers of a transformer,
+    the residual blocks of a ConvNet). A Sequential of n plain layers is cut into about sqrt(n) runs
+    of layers. In a model without either, blocks are its composite children. The result is
+    bit-identical to the plain step.
 
     Raises:
         ModelError: the model has no such parts, so that nothing would be saved.
@@ -57,7 +57,7 @@ def recompute_activations(model: nn.Module) -> Callable[[], None]:
 
 def _places(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
     if "forward" in vars(module) or not _has_code(module):
-        return  # someone else replaced it: left as it is
+        return  # other code replaced it, so it stays as it is
     if _is_flat(module) or (listed and _parts(module) and not isinstance(module, _LISTS)):
         yield module
         return
@@ -89,7 +89,7 @@ def _starts(layers: nn.Sequential) -> list[int]:
 def _keeps_all(module: nn.Module) -> bool:
     if not (module.training and torch.is_grad_enabled()):
         return True
-    # What torch's compiler makes of the question is always yes.
+    # torch's compiler would always evaluate this to true.
     is_compiling = torch.compiler.is_compiling()
     return not is_compiling and torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -110,7 +110,7 @@ def _in_runs(forward: Callable[..., Any]) -> Callable[..., Any]:
         layers = list(self)
         for start, stop in pairwise([*_starts(self), len(layers)]):
             run = layers[start:stop]
-            # The last run's activations are wanted at once: keeping them costs nothing more.
+            # Backward needs the last run's activations at once, so keeping them costs nothing more.
             last = stop == len(layers)
             input = _through(run, input) if last else _checkpointed(_through, run, run, input)
         return input
@@ -140,7 +140,7 @@ def _checkpointed(
 
 
 class _BuffersAsNow(AbstractContextManager[None]):
-    """Within it, the modules have copies of the buffers as they were when this was made."""
+    """Gives modules copies of the buffers as they were when this was made, in the block."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._values = [

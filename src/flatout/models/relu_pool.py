@@ -1,4 +1,4 @@
-"""ReLU behind 2x2 max-pooling as one operator, by our kernel where it fits."""
+"""ReLU after 2x2 max-pooling as one operator, by Flatout's kernel where it applies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KERNEL_SIZE = 2
 def relu_pool(
     images: torch.Tensor, pool: nn.Module | None, relu: nn.Module | None, is_written: bool
 ) -> torch.Tensor:
-    """`F.relu(F.max_pool2d(images, 2))`, the same bits but for the sign of a zero."""
+    """Return `F.relu(F.max_pool2d(images, 2))`, bit for bit except for the sign of a zero."""
     if (
         is_at_work(images)
         and kernel.fits(images)
@@ -32,7 +32,7 @@ def relu_pool(
 
 
 def is_at_work(x: torch.Tensor) -> bool:
-    """Whether autograd is at work, and no one looks at single operators: a compiler, a tracer."""
+    """Return whether autograd is active and no compiler or tracer reads single operators."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state()
@@ -51,7 +51,7 @@ class _ReluPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         (codes,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient of this gradient is wanted
+        if torch.is_grad_enabled():  # a gradient of this gradient is needed
             return _spread(gradient, codes, ctx.size)
         return kernel.backward(gradient, codes, *ctx.size)
 

@@ -1,16 +1,17 @@
 """Exact rewrites: the same values and gradients with less memory traffic.
 
-One rewrite is known: an activation that only clamps (ReLU, ReLU6) followed by max-pooling. The
-maximum of clamped values is the clamped maximum, so pooling first leaves the activation a quarter
-of the elements; the commonest pair, ReLU and 2x2 windows, becomes one pass over memory. In
-backward the pool sends the gradient to the first largest element of a window; that element differs
-between the two orders only where all candidates are clamped, and there the gradient is zero in
-both. So values and gradients are equal bit for bit, but for the sign of a zero where the input
-holds negative zeros, which no sum can tell.
+There is one rewrite: of an activation that only clamps (ReLU, ReLU6) followed by max-pooling. The
+maximum of clamped values is the clamped maximum. Pooling first thus leaves the activation a quarter
+of the elements. The most frequent pair, ReLU and 2x2 windows, becomes one pass over memory.
 
-A `forward`, a Sequential's too, is traced as a graph, and the graph with the pairs exchanged runs
-in its place in training. Nothing is rewritten that is hooked, or whose intermediate value something
-else reads; submodules, their names and the state dict stay as they are.
+In backward the pool sends the gradient to the first largest element of a window. That element
+differs between the two orders only if all candidates are clamped, and then the gradient is zero in
+both. So values and gradients are equal bit for bit, except for the sign of a zero where the input
+has negative zeros, which no sum can show.
+
+A `forward`, also of a Sequential, is traced as a graph. In training, the graph with the pairs
+exchanged runs in its place. Nothing is rewritten that has hooks, or whose intermediate value has
+another reader. Submodules, their names and the state dict stay as they are.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _POOL_FUNCTIONS = (
     torch.max_pool2d,
     torch.max_pool3d,
 )
-# What only reads, and gives a new tensor, one that no one else can hold.
+# Modules and functions that only read their input, and return a new tensor that nothing else holds.
 _FRESH_MODULES = (_ConvNd, _NormBase, nn.GroupNorm, nn.LayerNorm, nn.Linear, *_POOLS)
 _FRESH_FUNCTIONS = (
     *_POOL_FUNCTIONS,
@@ -67,11 +68,11 @@ _FRESH_FUNCTIONS = (
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A change that is found but not yet made.
+    """A change that was found but is not made yet.
 
     Attributes:
-        words: what it changes, for people.
-        apply: makes the change and returns what undoes it.
+        words: a description of the change.
+        apply: makes the change, and returns a function that undoes it.
     """
 
     words: str
@@ -79,7 +80,7 @@ class Rewrite:
 
 
 def rewrites_of(model: nn.Module) -> list[Rewrite]:
-    """The rewrites that fit `model` in training. Looks only; changes nothing."""
+    """Return the rewrites that fit `model` in training. Changes nothing."""
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return []
     rewrites: list[Rewrite] = []
@@ -100,10 +101,10 @@ class Pair:
     """An activation that could run after max-pooling.
 
     Attributes:
-        activation, pooling: the modules' names in the model, or the functions'.
-        modules: names of the modules whose own time both take: they themselves, or the one whose
-            forward calls a function.
-        file, line: of the written `forward` in which the pooling stands; "" and 0 in a Sequential.
+        activation, pooling: names of the modules in the model, or of the functions.
+        modules: names of the modules whose own time includes both: the two modules themselves, or
+            the module whose forward calls a function.
+        file, line: the place of the pooling in a written `forward`; "" and 0 in a Sequential.
     """
 
     activation: str
@@ -114,7 +115,7 @@ class Pair:
 
 
 def find_pairs(model: nn.Module) -> list[Pair]:
-    """What `rewrites_of` would exchange in a torch module, one by one, with its place."""
+    """Return the pairs that `rewrites_of` would exchange in a torch module, with their places."""
     pairs: list[Pair] = []
     done: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -178,14 +179,14 @@ def _rewrite(name: str, module: nn.Module, traced: Traced, pairs: int) -> Rewrit
 def in_training(
     rewritten: Callable[..., Any], module: nn.Module, traced: Traced
 ) -> Callable[..., Any]:
-    """`rewritten` as the forward of `module`, which runs as it is written where that would differ.
+    """Return a forward of `module` that runs `rewritten` unless its result could differ.
 
-    Its attribute `traced` holds the graph that it runs, for what else is rewritten on top of it.
+    Its attribute `traced` holds the graph that it runs, for further rewrites.
     """
     as_written = type(module).forward
     constants = {**traced.constants, "training": True}
 
-    # Named `forward`, so that a pickled model looks its forward up in its class again.
+    # The name `forward` lets a pickled model find the forward of its class again.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = self.__dict__
         for name, value in constants.items():
@@ -205,7 +206,7 @@ def _exchange(graph: fx.Graph, module: nn.Module) -> int:
         activation = pool.args[0]
         if not isinstance(activation, fx.Node) or not _is_movable(activation, module):
             continue
-        # Both go where the activation was: later the source might hold something else.
+        # Both run at the activation's place: later the source might hold other values.
         with graph.inserting_before(activation):
             pool.replace_all_uses_with(_exchanged(graph, module, activation, pool))
         graph.erase_node(pool)
@@ -237,7 +238,7 @@ def _unsaved(activation: fx.Node, module: nn.Module, pooled: fx.Node) -> tuple[A
 
 
 def kind_of(node: fx.Node, module: nn.Module) -> Any:
-    """The class of a module node, or the function."""
+    """Return the class of a module node, or the function."""
     if node.op == "call_module":
         return type(module.get_submodule(str(node.target)))
     return node.target
@@ -306,7 +307,7 @@ def _is_movable(node: fx.Node, module: nn.Module) -> bool:
 
 
 def is_fresh(node: fx.Node, module: nn.Module) -> bool:
-    """Whether the node reads its input without writing, and gives a tensor that no one else has."""
+    """Return whether a node only reads its input, and returns a tensor that nothing else holds."""
     if node.op == "call_module":
         source = module.get_submodule(str(node.target))
         is_torchs = type(source).__module__.startswith("torch.") and not is_watched(source)
@@ -315,10 +316,10 @@ def is_fresh(node: fx.Node, module: nn.Module) -> bool:
 
 
 def forward_as_written(module: Any) -> Callable[..., Any] | None:
-    """The forward of its class where a rewrite of ours is on a module; None where none is.
+    """Return the forward of a module's class if a Flatout rewrite is on the module, else None.
 
-    A rewrite makes calls in another order, and only in training: a module that is cut runs as it is
-    written, so that it is cut in the same place whatever is rewritten meanwhile.
+    A rewrite calls parts in another order, and only in training. A module that is cut runs as
+    written, so that the cut stays in the same place whatever rewrites are on the module.
     """
     return (
         MethodType(type(module).forward, module) if is_ours(vars(module).get("forward")) else None
@@ -326,5 +327,5 @@ def forward_as_written(module: Any) -> Callable[..., Any] | None:
 
 
 def is_ours(forward: Any) -> bool:
-    """Whether a module's own forward is a rewrite, or takes part in a run."""
+    """Return whether a module's own forward is a rewrite, or redirects its calls to a run."""
     return str(getattr(forward, "__module__", "")).startswith("flatout.models.")

@@ -1,15 +1,16 @@
-"""Dropout keyed by sample: what is dropped is a function of (seed, step, layer, sample) alone.
+"""Dropout keyed by sample: the dropped elements depend only on (seed, step, layer, sample).
 
-So it is the same on any number of ranks, in any micro-batches, accumulated or not, in any memory
-format, and after a resume. torch's own dropout draws from a stream instead, in which all that a
-process has drawn before counts.
+They are the same on any number of ranks, in any micro-batches, with or without accumulation, in any
+memory format, and after a resume. torch's own dropout draws from a random stream instead, so that
+its result depends on all earlier draws of the process.
 
-While a step runs, torch's dropout functions are replaced (those below `torch.nn.functional`, which
-modules and a written `forward` both end in), attention that drops weights, and recurrent layers
-that drop between them. Outside of a step all is torch's own.
+While a step runs, three things are replaced: torch's dropout functions (those below
+`torch.nn.functional`, which both modules and a written `forward` end in), attention that drops
+weights, and recurrent layers that drop between their layers. Outside of a step nothing is replaced.
 
-A checkpointed block runs twice and must drop the same twice. What replays in such a run is torch's
-generator, so each call draws one number from it: a number seen before is that same call again.
+A checkpointed block runs twice and must drop the same elements twice. torch replays its random
+generator in the second run, so each call draws one number from it: a number that was drawn before
+identifies the same call.
 """
 
 from __future__ import annotations
@@ -36,53 +37,54 @@ _NAMES = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"
 _TORCHS = {name: getattr(_VF, name) for item in _NAMES for name in (item, f"{item}_")}
 _RECURRENT = {name: getattr(_VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 _ATTENTION = F.scaled_dot_product_attention
-# The value far below that SELU goes to, with its sign turned (Klambauer et al., "Self-Normalizing
+# Limit of SELU for large negative inputs, with its sign turned (Klambauer et al., "Self-Normalizing
 # Neural Networks", 2017).
 _ALPHA = 1.7580993408473766
 
 
 class _DropoutCall(NamedTuple):
-    """A call while looking where samples lie: whose, and what was given."""
+    """A call of dropout during `look`: its layer's number and its input."""
 
     site: int
     given: torch.Tensor
 
 
 class Layout(NamedTuple):
-    """Where in a tensor samples lie.
+    """The position of samples in a tensor.
 
     Attributes:
-        axis: the dimension.
-        is_last: a dimension that other things share with them goes through them one by one.
+        axis: the dimension of the samples.
+        is_last: whether the dimension is divided by other indices first, so that the sample is the
+            index that changes fastest.
     """
 
     axis: int
     is_last: bool = False
 
 
-# Where nothing is known: rows of a sample follow one another.
+# The default: dimension 0, with the rows of a sample next to each other.
 _FIRST = Layout(0)
-# Nothing in the tensor is a sample's: one draw for all.
+# No sample owns a part of the tensor: one draw for all.
 _SHARED = Layout(-1)
-# Samples in the smaller of two looks.
+# Samples in the smaller of the two runs of `look`.
 _FEW = 2
 
 
 class SampleDropout:
     """Makes dropout in a model's steps a function of the sample, until `close`.
 
-    Modules, parameters and the keys of the state dict stay.
+    Modules, parameters and the keys of the state dict stay the same.
 
     Args:
-        model: the user's own.
-        seed: of the job.
+        model: the user's own model.
+        seed: the job's seed.
 
     Raises:
         ModelError: the model is compiled.
 
     Attributes:
-        has_calls: whether `look` has seen dropout at work.
-        layouts: where samples lie in the input of each layer, by its number.
+        has_calls: whether `look` has found active dropout.
+        layouts: the position of samples in the input of each layer, by its number.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -103,22 +105,23 @@ class SampleDropout:
 
     def _mark(self, name: str, module: nn.Module) -> None:
         if "forward" in vars(module):
-            return  # someone else replaced it: its calls count as those of the code around it
+            return  # other code replaced it: its calls count as calls of the surrounding code
         self._marked.append((f"{name} ({type(module).__name__})", module))
         module.forward = MethodType(_forward(self, len(self._marked)), module)
 
     def close(self) -> None:
-        """Give the layers their own forward back."""
+        """Restore the layers' own forward."""
         for _, module in self._marked:
             vars(module).pop("forward", None)
 
     # -- where samples lie ---------------------------------------------------------------------
 
     def look(self, run: Callable[[int], object]) -> None:
-        """Find out where in each layer's input the samples lie, from runs on a few of them.
+        """Find the position of samples in each layer's input, from two runs on a few samples.
 
         Args:
-            run: forward of so many samples, without a trace; more of them begin with the same.
+            run: runs a forward of the given number of samples and leaves no trace. A larger number
+                adds samples at the end.
 
         Raises:
             ModelError: a layer's input is not divided among samples.
@@ -132,7 +135,7 @@ class SampleDropout:
             except ModelError:
                 raise
             except Exception:
-                return  # the first real step will say what is wrong
+                return  # the first real step will report the error
             finally:
                 result, self._looking = self._looking, None
             calls.append(result)
@@ -153,7 +156,7 @@ class SampleDropout:
         )
 
     def refusal(self, site: int, why: str, do: str) -> ModelError:
-        """The error for a layer that cannot be keyed by sample."""
+        """Return the error for a layer that cannot be keyed by sample."""
         name = self._marked[site - 1][0] if site else "a dropout in a written forward"
         return ModelError(
             f"dropout by sample: {name} {why}", do=f"{do}, or leave Compute(dropout='torch')"
@@ -163,7 +166,7 @@ class SampleDropout:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Within it dropout draws for the optimizer step of this number."""
+        """Let dropout in the block draw for the optimizer step of this number."""
         self._step = number
         with self._replacing():
             try:
@@ -173,11 +176,11 @@ class SampleDropout:
                 self._known.clear()
 
     def at(self, start: int, size: int) -> None:
-        """Next is the forward of these samples.
+        """Set the samples of the next forward.
 
         Args:
-            start: place of the first among all samples of the step, of all ranks.
-            size: how many.
+            start: index of the first sample among all samples of the step, of all ranks.
+            size: number of samples.
         """
         self._start, self._size = start, size
         self._calls.clear()
@@ -210,7 +213,7 @@ class SampleDropout:
                 "Compute(dropout='torch')",
             )
         site = self._site
-        # Of calls and layers, a number that no other call of this forward has.
+        # A number of the call and the layer that is unique in this forward.
         number = self._call(site) * (len(self._marked) + 1) + site
         layout = self.layouts.get(site, _FIRST)
         if layout == _SHARED:
@@ -262,13 +265,13 @@ class SampleDropout:
         if not 0 < dropout_p < 1 or not self._is_ours():
             return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **given)
         if self._looking is not None:
-            # What is dropped is as large as the weights; its values do not matter here.
+            # Dropout acts on a tensor of this shape; the values do not matter here.
             weights = query.new_zeros(*query.shape[:-1], key.shape[-2])
             self._looking.append(_DropoutCall(self._site, weights))
             return _ATTENTION(query, key, value, attn_mask, 0.0, is_causal, **given)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = query.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -math.inf)
-        # Of no values: only the weights are wanted.
+        # The values have width 0 because only the weights are needed.
         _, weights = torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value[..., :0], attn_mask, 0.0, is_causal, **given
         )
@@ -294,7 +297,8 @@ def _recurrent(draws: SampleDropout, name: str) -> Callable[..., Any]:
     run = _RECURRENT[name]
 
     def function(x: torch.Tensor, state: Any, weights: Any, *options: Any) -> Any:
-        is_packed = not isinstance(weights, list)  # then it is the state, and weights come next
+        # for a packed sequence it is the state, and weights come next
+        is_packed = not isinstance(weights, list)
         bias, layers, p, train, *ways = options[is_packed:]
         if not train or not 0 < p < 1 or layers == 1 or not draws._is_ours():
             return run(x, state, weights, *options)
@@ -322,7 +326,7 @@ def _recurrent(draws: SampleDropout, name: str) -> Callable[..., Any]:
 
 
 def _forward(draws: SampleDropout, site: int) -> Callable[..., Any]:
-    # Named `forward`, so that a pickled model looks its forward up in its class again.
+    # The name `forward` lets a pickled model find the forward of its class again.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before, draws._site = draws._site, site
         try:
@@ -334,7 +338,7 @@ def _forward(draws: SampleDropout, site: int) -> Callable[..., Any]:
 
 
 class _Dropped(torch.autograd.Function):
-    """Nothing is kept for backward: it draws again."""
+    """Dropout that keeps nothing for backward, which draws again."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, p: float, draw: Draw, in_place: bool) -> torch.Tensor:
@@ -361,7 +365,7 @@ def _layout(a: torch.Tensor, b: torch.Tensor) -> Layout | None:
         return None
     if each == 1:
         return Layout(axis)
-    # The same samples with one more behind them: right is what finds the same values again.
+    # The two runs differ by one last sample. The right axis is the one that matches the values.
     first = _distance(_cut(a, axis, _FEW, each), _cut(b, axis, _FEW + 1, each), axis)
     last = _distance(_cut(a, axis, each, _FEW), _cut(b, axis, each, _FEW + 1), axis + 1)
     return Layout(axis, is_last=last < first)

@@ -1,6 +1,7 @@
 """Parameters of which each rank holds a part (torch's DTensor), read whole or by their part.
 
-torch is not asked what a DTensor is: where none was made, that would import all of it.
+The module does not import torch's DTensor to recognize one: if none was made, that would import all
+of it.
 """
 
 from __future__ import annotations
@@ -11,29 +12,31 @@ import torch
 
 
 def is_shard(tensor: Any) -> bool:
-    """Whether this rank holds a part of it."""
+    """Return whether this rank holds only a part of a tensor."""
     return hasattr(tensor, "full_tensor")
 
 
 @torch.no_grad()
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor: a view; of one that is no shard, all."""
+    """Return a view of the part of a tensor that this rank holds: all of it if it is no shard."""
     parts: Any = tensor
     return parts.to_local() if is_shard(tensor) else tensor
 
 
 @torch.no_grad()
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A shard put together, in its own memory: all ranks call it. Another tensor as it is."""
+    """Return a shard's whole tensor in new memory (all ranks call this), or another tensor
+    unchanged.
+    """
     parts: Any = tensor
     return parts.full_tensor() if is_shard(tensor) else tensor
 
 
 @torch.no_grad()
 def sharded_like(value: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """A whole tensor, which all ranks have, laid over them as `shard` is; this rank keeps its part.
+    """Distribute a whole tensor, which all ranks have, as `shard` is, and return this rank's part.
 
-    What is a shard already, or `shard` is none, stays as it is.
+    Return `value` unchanged if it is a shard already, or if `shard` is none.
     """
     if not is_shard(shard) or is_shard(value):
         return value

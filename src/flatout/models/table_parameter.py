@@ -1,4 +1,4 @@
-"""A parameter that reports when its values are read, and by which rows an embedding reads it."""
+"""A parameter that reports reads of its values, and the rows that an embedding reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# What is asked of a parameter without a look at its values; not every torch has all of them.
+# Attributes that do not read the values. Some versions of torch lack some of them.
 _PROPERTIES = (
     "_backward_hooks", "_grad", "_post_accumulate_grad_hooks", "_version", "device", "dtype",
     "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn", "is_mps",
@@ -28,38 +28,38 @@ _WITHOUT_VALUES = {
     *(getattr(torch, name) for name in ("is_complex", "is_floating_point", "numel")),
     *(getattr(Tensor, name).__set__ for name in ("_grad", "grad", "requires_grad")),
 }
-# What reads rows as an embedding does, where it is given whole numbers.
+# Functions that read rows as an embedding does if they get integer indices.
 _INDEXED = (Tensor.__getitem__, Tensor.index_select, torch.index_select)
 
 
 class Lookup(Protocol):
-    """Reads rows in the place of torch's operators."""
+    """Reads rows in place of torch's operators."""
 
     def embedding(self, padding_idx: int | None, scale_grad_by_freq: bool) -> Tensor:
-        """As torch.nn.functional.embedding."""
+        """Return the result of torch.nn.functional.embedding."""
         ...
 
     def embedding_bag(
         self, offsets: Tensor | None, padding_idx: int | None, **options: Any
     ) -> Tensor:
-        """As torch.nn.functional.embedding_bag."""
+        """Return the result of torch.nn.functional.embedding_bag."""
         ...
 
 
 class Reader(Protocol):
-    """Hears of reads before they are done."""
+    """Is called before each read."""
 
     def by_rows(self, ids: Tensor) -> Lookup | None:
-        """An embedding reads these rows; returns what does so, or None for torch's operator."""
+        """Return an object that reads these rows of an embedding, or None for torch's operator."""
         ...
 
     def whole(self) -> None:
-        """Something reads or writes any of the values."""
+        """Prepare for a read or write of any of the values."""
         ...
 
 
 class TableParameter(nn.Parameter):
-    """An nn.Parameter whose reads are watched; copies and pickles of it are plain ones."""
+    """An nn.Parameter whose reads are watched. Copies and pickles of it are plain parameters."""
 
     _reader: Reader
 
@@ -79,7 +79,7 @@ class TableParameter(nn.Parameter):
                 lookup = args[0]._reader.by_rows(ids)
                 return func(*args, **given) if lookup is None else lookup.embedding(None, False)
             if func is Tensor.to and (same := func(*args, **given)) is args[0]:
-                return same  # Keras asks before each use that it is on the device
+                return same  # Keras makes sure before each use that the value is on the device
             for table in _tables((args, given)):
                 table._reader.whole()
             return func(*args, **given)
@@ -96,13 +96,16 @@ class TableParameter(nn.Parameter):
 
 
 def watch_table(weight: nn.Parameter, reader: Reader) -> None:
-    """Tell `reader` of every read of a parameter, which must be an nn.Parameter and no subclass."""
+    """Report every read of a parameter to `reader`.
+
+    The parameter must be an nn.Parameter and not of a subclass.
+    """
     weight.__class__ = TableParameter
     weight._reader = reader  # type: ignore[attr-defined]
 
 
 def unwatch_table(weight: nn.Parameter) -> None:
-    """Make it a plain parameter again."""
+    """Make a watched parameter plain again."""
     weight.__class__ = nn.Parameter
     del weight._reader  # type: ignore[attr-defined]
 
@@ -170,7 +173,8 @@ def _place(padding_idx: int | None, weight: Tensor) -> int | None:
 def _lookup(ids: Any, weight: Any, max_norm: float | None) -> Lookup | None:
     if isinstance(weight, TableParameter) and max_norm is None:
         return weight._reader.by_rows(ids)
-    for table in _tables((ids, weight)):  # max_norm changes it, and torch takes both orders
+    # max_norm changes the weights; torch takes both orders of arguments
+    for table in _tables((ids, weight)):
         table._reader.whole()
     return None
 
@@ -187,7 +191,7 @@ def _rows_of(func: Any, table: Any, *given: Any, **named: Any) -> Tensor | None:
         return None
     if func is not Tensor.__getitem__ or (ids.is_cpu and not bool((ids < 0).any())):
         return ids
-    return torch.where(ids < 0, ids + len(table), ids)  # counted from the end
+    return torch.where(ids < 0, ids + len(table), ids)  # negative ids count from the end
 
 
 def _first_index(index: Any) -> Any:

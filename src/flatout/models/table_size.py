@@ -1,4 +1,4 @@
-"""The weights of embedding tables, of torch or Keras, which may get other rows."""
+"""The weights of embedding tables, of torch or Keras, whose number of rows may change."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _KINDS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def table_weight(table: Any) -> torch.Tensor:
-    """The weights of a table, of shape (rows, width).
+    """Return the weights of a table, of shape (rows, width).
 
     Args:
-        table: a module as `TorchModel.tables` gives it.
+        table: a module from `TorchModel.tables`.
 
     Raises:
-        ModelError: it is not built yet, or its weights are no parameter of its own.
+        ModelError: the table is not built yet, or its weights are no parameter of its own.
     """
     try:
         result = table.weight if isinstance(table, _KINDS) else keras_tables.weight_of(table)
@@ -35,7 +35,7 @@ def table_weight(table: Any) -> torch.Tensor:
 
 
 def set_table_rows(table: Any) -> None:
-    """Let a module know how many rows its weights have by now."""
+    """Update a module's number of rows to that of its weights."""
     rows = len(table_weight(table))
     if isinstance(table, _KINDS):
         table.num_embeddings = rows

@@ -12,7 +12,7 @@ from torch import nn, overrides
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-# A private function of torch, which compiled code calls right before each run.
+# A private function of torch that compiled code calls right before each run.
 _BEGINS = "_callback_from_stance"
 _Mode = TorchFunctionMode | TorchDispatchMode
 
@@ -27,7 +27,7 @@ def before_compiled(act: Callable[[], None] = lambda: None) -> Iterator[Callable
     # torch.compile imports this module: without it, there is no compiled code.
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     begin, thread = getattr(dynamo, _BEGINS, None), get_ident()
-    is_called = dynamo is not None and begin is None  # a torch without this function
+    is_called = dynamo is not None and begin is None  # a torch version without this function
 
     def act_and_begin(callback: Any) -> Any:
         nonlocal is_called
@@ -77,7 +77,7 @@ def left_before_compiled(mode: _Mode) -> Iterator[Callable[[], bool]]:
 
 def _leave(mode: _Mode) -> bool:
     if isinstance(mode, TorchDispatchMode):
-        # Under another such mode nothing is compiled anyway.
+        # Another mode of this kind prevents compilation anyway.
         is_last = _get_current_dispatch_mode() is mode
         if is_last:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -93,18 +93,18 @@ def _leave(mode: _Mode) -> bool:
 
 
 def has_compiled(model: nn.Module) -> bool:
-    """Whether the model or a part of it was compiled."""
+    """Return whether the model or a part of it was compiled."""
     return any(map(is_compiled, model.modules()))
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether this module itself was."""
+    """Return whether this module itself was compiled."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Within, calls of a model that `model.compile()` has compiled run it as written."""
+    """Run a model that `model.compile()` has compiled as written, in the block."""
     compiled, model._compiled_call_impl = model._compiled_call_impl, None
     try:
         yield

@@ -1,4 +1,4 @@
-"""What Flatout asks of a model, answered for a torch module; keras/model.py does it for Keras."""
+"""The adapter for torch modules. keras/model.py has the one for Keras models."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from flatout.models.rewrites import Rewrite, forward_as_written, rewrites_of
 from flatout.models.shards import is_shard, sharded_like, whole
 from flatout.models.weights import layers_of, own_names
 
-# Gets a layer's name and kind, its inputs and its output.
+# Called with a layer's name and kind, its inputs and its output.
 Look = Callable[[str, str, tuple[Any, ...], Any], None]
 
 
 class TorchModel:
-    """A model, in the ways in which frameworks differ.
+    """Common interface to the models of torch and Keras.
 
     Attributes:
         module: the user's own object.
-        rewrites_round: whether rewrites give the layers' results to rounding only.
-        meets_in_loss: whether its loss may wait for other ranks' in each batch.
-        is_compiled: whether it has its own loss, metrics and optimizer.
-        framework: that it is written in.
-        calls_hooks: whether calls of its parts go through torch's hooks.
-        endings: of the files that it is saved as, of which the framework itself writes `own_files`.
+        rewrites_round: whether rewrites change the layers' results by rounding.
+        meets_in_loss: whether the loss may wait for other ranks' losses in each batch.
+        is_compiled: whether the model has its own loss, metrics and optimizer.
+        framework: the framework that the model is written in.
+        calls_hooks: whether calls of its parts run torch's hooks.
+        endings: suffixes of the files that it can be saved as; the framework itself writes
+            `own_files`.
         saved_as: the same in words.
     """
 
@@ -64,15 +65,15 @@ class TorchModel:
             )
 
     def called(self, *, training: bool) -> Any:
-        """The model as a function of a batch's inputs."""
+        """Return the model as a function of a batch's inputs."""
         return self.module
 
     def outputs(self, inputs: Any, *, as_written: bool = False) -> Any:
-        """What forward gives for a batch's inputs, past the model's own hooks.
+        """Return the forward's outputs for a batch's inputs, without the model's own hooks.
 
         Args:
             inputs: a tensor, a tuple, or a mapping by argument.
-            as_written: by the forward of its class, though a rewrite is on the model.
+            as_written: whether to run the forward of its class, even if a rewrite is on the model.
         """
         forward = forward_as_written(self.module) if as_written else None
         forward = forward or self.module.forward
@@ -81,26 +82,30 @@ class TorchModel:
         return forward(**inputs) if isinstance(inputs, Mapping) else forward(*inputs)
 
     def parts(self) -> dict[str, Any]:
-        """Each part whose calls can be told apart, by its name; not the model itself."""
+        """Return each part whose calls can be distinguished, by its name, without the model
+        itself.
+        """
         named = self.module.named_modules()
         return {name: part for name, part in named if part is not self.module}
 
     def scales_images(self) -> bool | None:
-        """Whether a layer scales or normalizes images; None where only trying would show."""
+        """Return whether a layer scales or normalizes images, or None if only a trial would show
+        it.
+        """
 
     def takes_channels_last(self) -> bool:
-        """Whether its images are of shape (size, height, width, channels)."""
+        """Return whether its images are of shape (size, height, width, channels)."""
         return False
 
     def is_batch_coupled(self) -> bool:
-        """Whether a sample's result depends on the other samples of its (micro-)batch."""
+        """Return whether a sample's result depends on the other samples of its (micro-)batch."""
         return any(
             isinstance(m, _BatchNorm) and (m.training or not m.track_running_stats)
             for m in self.module.modules()
         )
 
     def draws_random(self) -> bool:
-        """Whether a training step draws random numbers inside the model."""
+        """Return whether a training step draws random numbers inside the model."""
         return any(
             (isinstance(m, _DropoutNd) and m.p > 0)
             or isinstance(m, nn.RReLU)
@@ -109,33 +114,33 @@ class TorchModel:
         )
 
     def is_partly_frozen(self) -> bool:
-        """Whether some of its layers do not train."""
+        """Return whether some of its layers do not train."""
         return not all(parameter.requires_grad for parameter in self.module.parameters())
 
     def rewrites(self) -> list[Rewrite]:
-        """What would run with less memory traffic. Looks only; changes nothing."""
+        """Return the rewrites that need less memory traffic. Changes nothing."""
         return rewrites_of(self.module)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Everything that is saved of the model, by name; the tensors themselves.
+        """Return all tensors that are saved of the model, by name, without copies.
 
-        Where each rank holds a part, all call it, and get whole tensors.
+        If each rank holds a part, all ranks call this and get whole tensors.
         """
         state = self.module.state_dict()
         own = own_names(self.module, state)
         return {own[name]: whole(value) for name, value in state.items()}
 
     def replicated(self) -> dict[str, torch.Tensor]:
-        """Those weights of which each rank has all."""
+        """Return the saved tensors that are whole on each rank."""
         state = self.module.state_dict()
         own = own_names(self.module, state)
         return {own[name]: value for name, value in state.items() if not is_shard(value)}
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Put into the model what `weights` gave; names and shapes have been checked."""
+        """Load the output of `weights` into the model; names and shapes have been checked."""
         state = self.module.state_dict()
         own = own_names(self.module, state)
-        # What another rank has is on the meta device here.
+        # Tensors of other ranks are on the meta device here.
         values = {name: value for name, value in state.items() if not value.is_meta}
         self.module.load_state_dict(
             {name: sharded_like(weights[own[name]], value) for name, value in values.items()},
@@ -143,33 +148,33 @@ class TorchModel:
         )
 
     def parameters(self) -> list[torch.Tensor]:
-        """What a step may change of the model, but for its buffers."""
+        """Return the tensors of the model, without buffers, that a step may change."""
         return list(self.module.parameters())
 
     def untrained(self) -> list[torch.Tensor]:
-        """What a forward may change of the model."""
+        """Return the tensors of the model that a forward may change."""
         return list(self.module.buffers())
 
     def layers(self) -> list[tuple[str, Any]]:
-        """Each part of the model whose calls can be watched, by its own name."""
+        """Return each part of the model whose calls can be watched, with its own name."""
         return layers_of(self.module)
 
     def named(self) -> list[tuple[str, nn.Module]]:
-        """Each layer by the name that the user knows it by."""
+        """Return each layer with the name that the user knows."""
         return layers_of(self.module)
 
     def hold(self, layers: Iterable[nn.Module]) -> None:
-        """Let layers and all inside them neither train nor act as in training."""
+        """Set layers and all parts inside them to neither train nor act as in training."""
         for layer in layers:
             hold.hold(layer)
 
     def hold_until(self, last: nn.Module) -> None:
-        """The same for a layer and all that it depends on."""
+        """Hold a layer and all layers that it depends on (see `hold`)."""
         paths = {id(module): path for path, module in self.module.named_modules()}
         hold.hold_until(self.module, paths[id(last)]) if paths[id(last)] else hold.hold(last)
 
     def release(self, layers: Iterable[nn.Module], *, batch_norm: bool) -> None:
-        """Let layers and all inside them train again, BatchNorm only where that is asked for."""
+        """Let layers and all parts inside them train again, BatchNorm only if asked."""
         parts = {id(part): part for layer in layers for part in layer.modules()}
         for part in parts.values():
             if batch_norm or not hold.keeps_statistics(part):
@@ -179,7 +184,7 @@ class TorchModel:
                 hold.follow(outer)
 
     def frozen(self, layers: Iterable[nn.Module], *, batch_norm: bool) -> list[torch.Tensor]:
-        """The parameters that `release` may let train."""
+        """Return the parameters that `release` may let train."""
         parts = {id(part): part for layer in layers for part in layer.modules()}
         result = {
             id(value): value
@@ -191,7 +196,7 @@ class TorchModel:
         return list(result.values())
 
     def watch(self, look: Look, watches: ExitStack) -> None:
-        """Have `look` called after each call of a layer, until `watches` is closed."""
+        """Call `look` after each call of a layer, until `watches` is closed."""
 
         def hook(name: str, module: nn.Module) -> Callable[..., None]:
             kind = type(module).__name__
@@ -201,13 +206,13 @@ class TorchModel:
             watches.callback(module.register_forward_hook(hook(name, module)).remove)
 
     def tables(self) -> Iterator[tuple[str, nn.Module, int]]:
-        """Name, module and rows of each embedding table."""
+        """Yield name, module and number of rows of each embedding table."""
         for name, module in self.layers():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 yield name, module, module.num_embeddings
 
     def first_layer(self) -> str:
-        """The first layer with parameters, in words."""
+        """Return the first layer with parameters, in words."""
         for name, module in self.module.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
                 own = own_names(self.module, [name])[name]
@@ -215,14 +220,14 @@ class TorchModel:
         return f"{type(self.module).__name__} without parameters"
 
     def structure(self) -> str:
-        """Its layers and options as text: two models with the same text compute the same."""
+        """Return the layers and options as text. Models with the same text compute the same."""
         return repr(self.module)
 
     def lines(self, parts: Iterable[nn.Module] | None = None) -> dict[str, str]:
-        """Each layer: its class, what it was made with, and the user's code in it.
+        """Return for each layer its class, its arguments, and the user's code in it.
 
         Args:
-            parts: which layers; None for all.
+            parts: the layers to describe; None for all.
         """
         own = None if parts is None else set(map(id, parts))
         layers = [layer for layer in self.layers() if own is None or id(layer[1]) in own]
@@ -230,7 +235,7 @@ class TorchModel:
 
 
 def uses_convolution(model: nn.Module) -> bool:
-    """Whether the model has 2-D convolutions, which care for the memory format."""
+    """Return whether the model has 2-D convolutions, whose speed depends on the memory format."""
     return any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
 
 

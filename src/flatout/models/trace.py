@@ -1,11 +1,11 @@
-"""The program of a written `forward` as a graph, where the graph is sure to be the same program.
+"""The program of a written `forward` as a graph, if the graph is certain to be the same program.
 
-torch.fx runs `forward` once on stand-ins for tensors and records what is done to them. It does not
-see the rest: which branch was taken, a context that was entered, a list that was appended to. So
-the source is read first, and a forward is run on stand-ins only where there is no rest: it is a
-straight line of assignments that ends in a return, and what it calls is torch's, a submodule, or a
-method of the same kind. Plain attributes that it reads become constants of the graph; they are
-handed back, so that a call can see whether they still hold.
+torch.fx runs `forward` once on stand-ins for tensors and records the operations on them. It does
+not record anything else: the branch that was taken, a context that was entered, a list that was
+appended to. So the source is read first, and a forward is run on stand-ins only if it has none of
+these. It must be a straight line of assignments that ends in a return, and may call only torch, a
+submodule, or a method of the same kind. Plain attributes that it reads become constants of the
+graph. They are returned too, so that a call can check whether they still hold.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flatout.data import random_state, set_random_state
 
 _PLAIN = (bool, int, float, str, type(None))
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For, ast.Return)
-# Expressions that run a part of the code only sometimes, later, or that assign on the way.
+# Expressions that run a part of the code only sometimes or later, or that contain assignments.
 _NOT_STRAIGHT = (
     ast.IfExp,
     ast.BoolOp,
@@ -53,7 +53,7 @@ _LINE = "flatout_line"
 
 
 def add_in_place(a: Any, b: Any) -> Any:
-    """`a += b`: into a tensor, as Python does it. torch.fx would make `a + b` of it."""
+    """Run `a += b` in place, as Python does. torch.fx would record `a + b`."""
     a += b
     return a
 
@@ -68,7 +68,7 @@ class Traced:
     """A module's forward as a graph.
 
     Attributes:
-        graph: calls every submodule as a module, but for the plain Sequentials in `inlined`.
+        graph: calls every submodule as a module, except for the plain Sequentials in `inlined`.
         constants: plain attributes of the module that the graph holds as constants.
         inlined: Sequentials whose members the graph calls one by one.
     """
@@ -79,7 +79,7 @@ class Traced:
 
 
 def trace(module: nn.Module, *, with_lines: bool = False) -> Traced | None:
-    """The graph of `module.forward`, or None where a graph might not be the same program."""
+    """Return the graph of `module.forward`, or None if the graph might not be the same program."""
     forward = type(module).forward
     if "forward" in vars(module) or not isinstance(forward, FunctionType):
         return None
@@ -93,7 +93,7 @@ def trace(module: nn.Module, *, with_lines: bool = False) -> Traced | None:
     except Exception:
         return None
     finally:
-        # torch.fx leaves tensors that it met in the module.
+        # torch.fx adds tensors that it found to the module's attributes.
         met = [vars(module).pop(name) for name in vars(module).keys() - attributes]
         drew = not _same(random_state(), before)
         set_random_state(before)
@@ -101,13 +101,13 @@ def trace(module: nn.Module, *, with_lines: bool = False) -> Traced | None:
 
 
 def line_of(node: fx.Node) -> tuple[str, int]:
-    """File and line of the written `forward` in which a node was made; "" and 0 in a Sequential."""
+    """Return file and line of the written `forward` that made a node; "" and 0 in a Sequential."""
     file, line = node.meta.get(_LINE, ("", 0))
     return str(file), int(line)
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether someone hooked this module, or replaced its forward."""
+    """Return whether the module has hooks, or its forward was replaced."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -118,7 +118,7 @@ def is_watched(module: nn.Module) -> bool:
 
 
 class _Tracer(fx.Tracer):
-    """Looks into plain Sequentials; every other module stays a module."""
+    """Traces into plain Sequentials; every other module stays a module."""
 
     def __init__(self, lines_of: CodeType | None) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 class _Unsure(Exception):
-    """A graph of this function might not be the same program."""
+    """Raised if a graph of this function might not be the same program."""
 
 
 def _read(function: FunctionType, module: nn.Module) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _read(function: FunctionType, module: nn.Module) -> dict[str, Any]:
 
 
 class _Source:
-    """The source of a function that is a straight line, and what its names stand for."""
+    """The source of a straight-line function, and the objects that its names refer to."""
 
     def __init__(self, function: FunctionType, module: nn.Module) -> None:
         self.tree = _parsed(function.__code__)
@@ -221,7 +221,7 @@ class _Source:
 
     def constant(self, node: ast.Attribute) -> dict[str, Any]:
         owner = self.value(node.value)
-        self.value(node)  # raises for what is more than an attribute
+        self.value(node)  # raises if it is more than an attribute
         if not isinstance(owner, nn.Module) or node.attr not in vars(owner):
             return {}
         value = vars(owner)[node.attr]
@@ -234,7 +234,7 @@ class _Source:
             return None
         value = self.value(called)
         if value is _LOCAL:
-            # A method of a tensor, or a layer of the list that is looped over.
+            # A method of a tensor, or a layer of the list that the loop runs over.
             if isinstance(called, ast.Attribute):
                 return None
             if isinstance(called, ast.Name) and called.id in self.layers:

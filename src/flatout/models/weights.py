@@ -1,8 +1,8 @@
 """The names of a torch module's weights, buffers and submodules.
 
-They are those of its state dict, without the levels that wrappers (DataParallel,
-DistributedDataParallel, torch.compile) put around modules: the same weights have the same names,
-wrapped or not.
+They are the names in its state dict, without the levels that wrappers (DataParallel,
+DistributedDataParallel, torch.compile) add. The same weights have the same names with or without a
+wrapper.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Each module with its own name: a wrapper has that of what it holds, and comes before it."""
+    """Return each module with its own name. A wrapper has the name of its content, and precedes
+    it.
+    """
     levels = _wrapped(model)
     return [(_strip_levels(path, levels), module) for path, module in model.named_modules()]
 
 
 def own_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Each name of a parameter, buffer or module of `model`, without the levels of wrappers.
+    """Return each name of a parameter, buffer or module of `model` without the levels of wrappers.
 
-    Where two names would become equal, because a wrapper has its own state, all stay as they
-    are.
+    If two names would become equal, because a wrapper has its own state, all names stay unchanged.
     """
     levels = _wrapped(model)
     own = {name: _strip_levels(name, levels) for name in names}
@@ -32,7 +33,7 @@ def own_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def _wrapped(model: nn.Module) -> set[str]:
-    # Only where something was compiled is torch's compiler imported.
+    # torch's compiler is imported only if something was compiled.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     compiled = (dynamo.OptimizedModule,) if dynamo is not None else ()
     parameters: set[str] = set()

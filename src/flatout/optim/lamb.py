@@ -20,9 +20,9 @@ class Lamb(Layerwise):
         u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * w
         w = w - lr * (|w| / |u|) * u
 
-    |w| / |u| is 1 where one of them is 0. Tensors of one dimension (biases, parameters of normalization
-    layers) take Adam's steps, without that ratio and without weight decay, as in the paper's own
-    code.
+    The ratio |w| / |u| is 1 where one of them is 0. Tensors of one dimension (biases, parameters of
+    normalization layers) take Adam's steps, without that ratio and without weight decay, as in the
+    paper's own code.
 
     Args:
         params: parameters, or groups of them.

@@ -156,7 +156,7 @@ class LrScale:
 
     @property
     def changes(self) -> bool:
-        """Whether the rule changes any rate."""
+        """True if the rule changes any rate."""
         return self.factor != 1
 
     def words(self, rates: list[float], *, scheduled: bool) -> str:

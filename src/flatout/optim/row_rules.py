@@ -53,11 +53,13 @@ class RowRule(Protocol):
         ...
 
     def state(self) -> State:
-        """Return the two state tensors of a `table_rows.Table`, created as the optimizer does it."""
+        """Return the two state tensors of a `table_rows.Table`, made as the optimizer makes
+        them.
+        """
         ...
 
     def lower(self) -> LowerBits | None:
-        """Return the lower halves of a bfloat16 table and its state, or None for a float32 table."""
+        """Return the lower halves of a bfloat16 table and its state; None for a float32 table."""
         ...
 
     def count(self) -> int | None:
@@ -97,7 +99,7 @@ def why_all_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
 
 
 def is_patched(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a method `step` was set on the object by other code than torch's schedulers."""
+    """Return whether a method `step` was set on the object, except by torch's schedulers."""
     own = optimizer.__dict__.get("step")
     if own is None:
         return False

@@ -94,8 +94,8 @@ class RowShards:
         world: the world of this rank, with several ranks.
 
     Attributes:
-        spread: for each table of which this rank now holds only its own rows: pairs of a tensor (the
-            weights, or one of the optimizer's state) and this rank's rows of it.
+        spread: for each table of which this rank now holds only its own rows: pairs of a tensor
+            (the weights, or one of the optimizer's state) and this rank's rows of it.
         is_in_step: whether all ranks make a step, so that rows can be requested.
         lies: whether `fetch` returns zeros, for a caller that needs only the ids.
     """
@@ -353,9 +353,7 @@ class RowShards:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Allow requests of rows in the block, in which all ranks run the same forward and
-        backward.
-        """
+        """Allow row requests in the block. All ranks run the same forward and backward in it."""
         self.is_in_step = self._takes_lookups = True
         try:
             yield

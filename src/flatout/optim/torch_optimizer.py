@@ -41,7 +41,7 @@ class TorchOptimizer:
 
     @property
     def can_be_fused(self) -> bool:
-        """Whether torch has a fused kernel for it, and the user has chosen no implementation."""
+        """True if torch has a fused kernel for it, and the user has chosen no implementation."""
         kind = type(self.given)
         return kind in _FUSED and all(
             group.get("fused") is None

@@ -119,7 +119,7 @@ class KeptTable:
 
     @property
     def is_spread(self) -> bool:
-        """Whether this rank holds only its own rows now."""
+        """True if this rank holds only its own rows now."""
         return self.shards is not None and self.weight in self.shards.spread
 
     def by_rows(self, ids: torch.Tensor) -> Lookup | None:

@@ -100,7 +100,7 @@ class Update:
 
     @property
     def gated(self) -> bool:
-        """Whether a bad step is held back before it changes the weights."""
+        """True if a bad step is held back before it changes the weights."""
         heeded = all(part.heeds_flag for part in self.parts)
         return self._on_cpu or (heeded and self.flag is not None)
 

@@ -1,6 +1,6 @@
-"""The frozen prefix of a model: what gives the same for a sample in each epoch.
+"""The frozen prefix of a model: the part with the same result for a sample in each epoch.
 
-A forward is run on stand-ins for its inputs, and each function and module that they reach is noted
-(`recording.py`). From that follows what is frozen and where it may be cut (`find.py`). A cut runs
-the user's own forward in two parts (`cut.py`): once up to what is kept, once from there.
+A forward runs on stand-ins for its inputs, and each function and module that gets one is recorded
+(`recording.py`). The recording shows which part is frozen and where it may be cut (`find.py`). A
+cut runs the user's own forward in two parts (`cut.py`): one up to the kept values, one from there.
 """

@@ -1,4 +1,6 @@
-"""Whose calls a run through a model's forward takes part in."""
+"""Identification of the calls in a run of a model's forward, and redirection of calls to the
+run.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,13 @@ Path = tuple[str, ...]
 
 
 class Key(NamedTuple):
-    """Which call of a forward: the same in each run, however much of the rest is left out.
+    """Identifies a call of a forward. The key is the same in each run, even if other calls are left
+    out.
 
     Attributes:
-        path: the containers around.
-        name: the module's in the model, or the function's after a colon.
-        nth: how many of this name there were before in the same container.
+        path: the containers around the call.
+        name: the module's name in the model, or a function's name after a colon.
+        nth: number of earlier calls of this name in the same container.
     """
 
     path: Path
@@ -39,24 +42,27 @@ class Frame:
         self.counts: Counter[str] = Counter()
 
     def key(self, name: str) -> Key:
-        """Of the next call of this name."""
+        """Return the key of the next call of this name."""
         count = self.counts[name]
         self.counts[name] += 1
         return Key(self.path, name, count)
 
     def inside(self, key: Key) -> Frame:
-        """That of a container that is called here."""
+        """Return the frame of a container that is called here."""
         return Frame((*self.path, f"{key.name}#{key.nth}"))
 
 
 def is_transparent(part: Any) -> bool:
-    """A plain Sequential: what stands in it stands in what is around, for a rewrite calls that."""
+    """Return whether a module is a plain Sequential.
+
+    Calls in it count as calls in the container around it, because a rewrite calls them from there.
+    """
     return type(part) is nn.Sequential
 
 
 @contextmanager
 def taking_part(run: Run, parts: Iterable[tuple[str, Any]]) -> Iterator[None]:
-    """Within, the calls of these parts ask the run."""
+    """Redirect the calls of these parts to the run in the block."""
     kept = []
     for name, part in parts:
         attribute = "call" if is_layer(part) else "forward"

@@ -1,6 +1,7 @@
-"""What tensors hold, also where it was written past torch's count of their changes.
+"""Detection of changed tensor contents, including changes that torch's version counter misses.
 
-`tensor.data`, and arrays that share memory with a tensor, change it and not its `_version`.
+Code that writes through `tensor.data`, or through arrays that share memory with a tensor, does not
+change the tensor's `_version`.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from torch import Tensor
 
 from flatout.kernels import available, crc32c
 
-# Of the time, what looking again and again may take.
+# Largest fraction of the time that repeated reads may take.
 _SHARE = 0.01
-# As which numbers values of so many bytes are added up.
+# Integer types by item size, as which values are summed.
 _NUMBERS = {1: torch.uint8, 2: torch.int16}
 
 
 class Contents:
-    """Whether tensors hold what they held when this was made.
+    """A check whether tensors still hold the values that they had when this was made.
 
     Args:
-        tensors: on any device.
+        tensors: tensors on any device.
         clock: returns seconds.
 
     Attributes:
-        next_look: the time before which `seem_same` does not look again.
+        next_look: the time before which `seem_same` does not read the tensors again.
     """
 
     def __init__(
@@ -38,11 +39,14 @@ class Contents:
         self._were, self.next_look = contents_of(self._tensors), 0.0
 
     def are_same(self) -> bool:
-        """Read all of them, and wait for their device."""
+        """Read all tensors, wait for their devices, and return whether they are unchanged."""
         return contents_of(self._tensors) == self._were
 
     def seem_same(self) -> bool:
-        """The same, asked at any time: in between, so that it takes no time, they seem to be."""
+        """Return whether the tensors are unchanged, at little cost.
+
+        Between reads, which are rare enough to take little time, the answer is True.
+        """
         began = self._clock()
         if began < self.next_look:
             return True
@@ -52,9 +56,10 @@ class Contents:
 
 
 def contents_of(tensors: Iterable[Tensor]) -> list[int]:
-    """A number for each tensor, which nearly every change of its values changes.
+    """Return a number for each tensor that nearly every change of its values changes.
 
-    On a CPU a checksum, elsewhere, and without the C extensions, a sum that is waited for.
+    On a CPU the number is a checksum. On other devices, and without the C extensions, it is a sum,
+    for which the host waits.
     """
     sums = [_sum_of(tensor) for tensor in tensors]
     there = [value for value in sums if torch.is_tensor(value)]
@@ -66,7 +71,7 @@ def _sum_of(tensor: Tensor) -> Any:
     if tensor.layout is not torch.strided:
         return tensor._version
     values = tensor.detach()
-    # As they lie in memory, so that none is copied.
+    # In memory order, so that nothing is copied.
     order = sorted(range(values.dim()), key=values.stride, reverse=True)
     flat = values.permute(order).reshape(-1)
     if not flat.numel():

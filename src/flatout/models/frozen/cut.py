@@ -1,4 +1,4 @@
-"""A forward in two parts: up to the values that are kept of a frozen prefix, and from there."""
+"""A forward in two parts: from the inputs to the kept values of a frozen prefix, and from there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from flatout.models.rewrites import is_ours
 
 _ACTING = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 _PLAIN = (bool, int, float, str)
-# Of changes around the frozen part so many are tried out, and from then on one in so many.
+# After changes around the frozen part, the prefix is checked on a few samples. _TRIED: number of
+# first changes that are all checked. _TRIED_EVERY: from then on, one of this number of changes.
 _TRIED, _TRIED_EVERY = 4, 64
 
 
@@ -49,21 +50,23 @@ def _children_of(
         for name, child in part._modules.items():
             if child is not None and not own.isdisjoint(map(id, child.modules())):
                 result.append((part._modules, name))
-    # Those of a ScriptModule are in something else than a dict, and stay.
+    # A ScriptModule does not hold them in a dict, and cannot replace them.
     return [(children, name) for children, name in result if isinstance(children, dict)]
 
 
 def autocast_now(device: str) -> tuple[bool, torch.dtype]:
-    """Whether autocast is on for a kind of device, and its dtype."""
+    """Return whether autocast is on for a kind of device, and its dtype."""
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 class _Enough(BaseException):
-    """All that is kept is there: no error, and nothing of the user's code should catch it."""
+    """Ends a forward when all kept values exist. No error, so the user's code should not catch
+    it.
+    """
 
 
 class _Part:
-    """A run through a forward of which only a part is computed."""
+    """A run of a forward that computes only a part of it."""
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class _Part:
         self._forms = forms
         self._samples = samples
         self._frame = Frame(())
-        self._inside = 0  # how many modules run as they are
+        self._inside = 0  # number of active modules that run whole
         self.values = values
 
     def stand_in(self, number: int) -> StandIn:
@@ -164,12 +167,12 @@ class _Part:
 
 
 class _Remembered(NamedTuple):
-    """What the prefix gave for a few samples.
+    """The prefix's results for a few samples.
 
     Attributes:
-        inputs: of the model.
-        features: of them.
-        autocast: in which it did, as `autocast_now` tells it.
+        inputs: the model's inputs.
+        features: the kept values of these inputs.
+        autocast: the autocast state of that run (see `autocast_now`).
     """
 
     inputs: Any
@@ -178,14 +181,14 @@ class _Remembered(NamedTuple):
 
 
 class Cut:
-    """A place in a model's forward: what is before it is frozen.
+    """A place in a model's forward; everything before it is frozen.
 
     Attributes:
         name: the place, in words.
         tensors: parameters and buffers that the prefix reads, by their name in the model.
-        bytes_per_sample: of what is kept.
+        bytes_per_sample: bytes of a sample's kept values.
         place: the calls before it, by their order in the forward.
-        calls: differs for a prefix that does something else with the same tensors.
+        calls: differs between prefixes that do different things with the same tensors.
     """
 
     def __init__(
@@ -217,7 +220,7 @@ class Cut:
         self._modules = list(own.values())
         self._attributes = _attributes_of(self._modules)
         self._children = _children_of(self._modules, around)
-        # What has changed in these may concern what is behind the cut alone.
+        # Changes of these attributes may concern only the part after the cut.
         self._around = _attributes_of([part for part in around if id(part) not in own])
         self._could_act = [part for part in self._modules if not part.training]
         self._around_was = self._around_now()
@@ -241,29 +244,29 @@ class Cut:
 
     @property
     def model(self) -> nn.Module:
-        """That is cut."""
+        """The model that is cut."""
         model = self._model()
         assert model is not None
         return model
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All that are before it whole, with those in them."""
+        """All modules that are whole before the cut, and the modules in them."""
         return self._modules
 
     @property
     def bytes_per_sample(self) -> int:
-        """Of what is kept."""
+        """Bytes of a sample's kept values."""
         return sum(self._forms[number].bytes_per_sample for number in self._kept)
 
     def prefix(self, inputs: Any) -> Features:
-        """What is kept of a batch, computed without gradients in the caller's autocast.
+        """Return the kept values of a batch, computed without gradients in the caller's autocast.
 
         Args:
-            inputs: as the model takes them.
+            inputs: the model's inputs.
 
         Raises:
-            ModelError: the model's forward is another one than when it was cut.
+            ModelError: the model's forward has changed since it was cut.
         """
         leaves = self._inputs.spec.flatten_up_to(inputs)
         numbers = [number if is_value else None for is_value, number in self._inputs.leaves]
@@ -283,10 +286,10 @@ class Cut:
         return Features(self._forms[n].rows(run.values[n]) for n in self._kept)
 
     def rest(self, features: Features) -> Any:
-        """The model's outputs from what is kept.
+        """Return the model's outputs, computed from the kept values.
 
         Raises:
-            ModelError: the model's forward is another one than when it was cut.
+            ModelError: the model's forward has changed since it was cut.
         """
         values = {
             number: self._forms[number].value(rows)
@@ -313,14 +316,16 @@ class Cut:
         )
 
     def remember(self, inputs: Any, features: Sequence[torch.Tensor]) -> None:
-        """Have a few inputs, and what the prefix gives for them in the autocast of now."""
+        """Remember a few inputs and the prefix's results for them in the present autocast state."""
         self._remembered = _Remembered(inputs, features, autocast_now(features[0].device.type))
 
     def is_current(self) -> bool:
-        """Whether the frozen part is what it was: its tensors, flags, attributes, hooks, modules.
+        """Return whether the frozen part is unchanged: its tensors, flags, attributes, hooks,
+        modules.
 
-        Where an attribute of a module around it has changed, which may concern what is behind it
-        alone, the prefix is run on a few samples; of one that changes in each step, seldom.
+        If an attribute of a module around it has changed, which may concern only the part after the
+        cut, the prefix is run on a few samples. If attributes change in each step, this check
+        becomes rare.
         """
         if self._state != self._state_now():
             return False
@@ -337,10 +342,10 @@ class Cut:
 
     @property
     def contents(self) -> Contents:
-        """What its tensors held when it was applied, or this was asked first.
+        """The contents of its tensors when it was applied, or when this property was first read.
 
-        To look costs more than `is_current`, and finds what that does not: values that were
-        written through `tensor.data` or an array.
+        A comparison costs more than `is_current`, and also finds values that were written through
+        `tensor.data` or an array.
         """
         self._contents = self._contents or Contents(self.tensors.values())
         return self._contents
@@ -355,7 +360,8 @@ class Cut:
         state += [id(own.get(name)) for own, name in self._children]
         for part in self._modules:
             state.append(len(part._forward_hooks) + len(part._forward_pre_hooks))
-            # Only these do something else in training; an evaluation turns them off, never on.
+            # Only these modules act differently in training. An evaluation turns that off, never
+            # on.
             state.append(part.training if isinstance(part, _ACTING) else None)
             forward = vars(part).get("forward")
             state.append(None if forward is None or is_ours(forward) else forward)
@@ -379,12 +385,13 @@ class Cut:
         return all(map(is_same, now, then.features))
 
     def apply(self) -> Callable[[], None]:
-        """Let the model take `Features` in place of its inputs, until what this returns is called.
+        """Let the model take `Features` in place of its inputs, and return a function that ends
+        this.
 
         All other calls of the model stay as they are, and so do its pickle, its copies and its
-        state dict. It is `_call_impl` of the instance that is replaced, so rewrites may put another
-        `forward` on the model, and take it off, meanwhile. Keras' models are called past it:
-        `applied` tells who calls them.
+        state dict. The method replaces `_call_impl` of the instance, so rewrites may meanwhile put
+        another `forward` on the model and remove it. Calls of Keras models bypass it; their caller
+        reads `applied`.
         """
         model = self.model
         self._contents = self._contents or Contents(self.tensors.values())
@@ -400,7 +407,7 @@ class Cut:
         return undo
 
 
-# Named so that a copy or a pickle of the model finds that of its class again.
+# Has this name so that a copy or pickle of the model finds the method of its class again.
 def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     cut = applied.get(self)
     if cut is not None and len(args) == 1 and isinstance(args[0], Features):

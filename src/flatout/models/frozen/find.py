@@ -1,4 +1,4 @@
-"""Where a model's forward may be cut: what is before gives the same for a sample each time."""
+"""Search for cuts of a model's forward whose first part gives the same for a sample each time."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from flatout.models.frozen.recording import (
 )
 from flatout.models.frozen.stand_in import StandIn, Uncut
 
-# So many samples of a batch are looked at.
+# Most samples of a batch that the search runs on.
 _SAMPLES = 4
-# So many modules may be found that cannot be looked into.
+# Most modules that may be treated as opaque because the search cannot follow their forward.
 _ATTEMPTS = 8
-# Of what is kept in several places, so many are named.
+# Most places of a kept value that are named in a message.
 _NAMED = 3
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where a model may be cut.
+    """The places at which a model may be cut.
 
     Attributes:
-        cuts: that for some rate of reading are the fastest, the one that keeps the fewest bytes
-            first; and of those within a limit the fastest.
-        hindrance: which layer keeps more from being frozen, and what to do; "" if none does.
-        at: the cuts at the places of others, which another rank found by its own times; one that
-            does not hold is left out.
+        cuts: the fastest cuts for different reading rates, in the order of rising bytes; with a
+            limit on bytes, also the fastest cut within it.
+        hindrance: the layer that prevents more freezing, and what to do; "" if there is none.
+        at: the cuts at places that another rank found by its own times. A cut that does not hold is
+            left out.
     """
 
     cuts: list[Cut] = field(default_factory=list)
@@ -57,27 +57,27 @@ class Cuts:
 
 
 def find_cuts(model: Any, inputs: Any, most: float = inf) -> Cuts:
-    """The places at which `model` may be cut, in the state and mode that it is in.
+    """Return the places at which `model` may be cut, in its present state and mode.
 
-    A part of the forward is frozen if no parameter in it is trained, nothing in it acts in training
-    (dropout, BatchNorm with the batch's statistics), nothing draws random numbers, and what it
-    gives for a sample does not depend on the batch's other samples, which is tried out: with others
-    in their place the numbers must stay the same bit for bit. Each cut's two parts were run, and
-    gave what the whole forward gives, bit for bit.
+    A part of the forward is frozen under four conditions. No parameter in it is trained. Nothing in
+    it acts in training (dropout, BatchNorm with the batch's statistics). Nothing draws random
+    numbers. Its result for a sample does not depend on the batch's other samples: with other
+    samples in their place, the numbers must stay the same bit for bit. Both parts of each cut were
+    run, and their result equals that of the whole forward bit for bit.
 
-    Each branch is cut at its own depth. Which cuts are worth it follows from the time that each
-    call takes and the bytes that it gives for a sample (`min_cut.py`).
+    Each branch is cut at its own depth. The time of each call and the bytes of its result for a
+    sample decide which cuts are useful (`min_cut.py`).
 
-    A module that is hooked, or sets its attributes in forward, is not left out; with a hook on the
+    A module that has hooks, or sets its attributes in forward, is not left out. With a hook on the
     model itself there are no cuts. Parameters, buffers, random streams and attributes stay as they
     are.
 
     Args:
         model: a torch module, or a Keras model on torch.
-        inputs: of a batch of at least two samples, as the model takes them: a tensor, a tuple, or
-            a mapping by argument. Its first dimension is the samples'. Called in the autocast of
-            the training steps.
-        most: bytes of a sample that there is room for.
+        inputs: inputs of at least two samples, as the model takes them: a tensor, a tuple, or a
+            mapping by argument. Dimension 0 is the sample. The caller sets the autocast of the
+            training steps.
+        most: most bytes of a sample that may be kept.
     """
     if (why := _hook_around(model)) is not None:
         return Cuts(hindrance=why)
@@ -85,13 +85,13 @@ def find_cuts(model: Any, inputs: Any, most: float = inf) -> Cuts:
         with _left_alone(model), torch.enable_grad():
             result, dropped = _Search(model, inputs, as_written=True).cuts(most)
             if dropped:
-                # A rewrite that rounds: as rewritten it gives what the whole model gives.
+                # For a rewrite that rounds: the rewritten model gives what the whole model gives.
                 other, _ = _Search(model, inputs, as_written=False).cuts(most)
                 result = max(result, other, key=lambda cuts: len(cuts.cuts))
             return result
     except Uncut as error:
         return Cuts(hindrance=str(error))
-    except Exception as error:  # it was given part of a batch, which it may not be made for
+    except Exception as error:  # the forward may not work on part of a batch
         return Cuts(hindrance=f"forward fails on part of a batch: {first_line(error)}")
 
 
@@ -147,7 +147,7 @@ class _Search:
     def cuts(self, most: float) -> tuple[Cuts, int]:
         every = list(range(2 * self.half))
         first, second = every[: self.half], every[self.half :]
-        # What is made once, in the first call, is made here.
+        # The first call makes everything that is made once.
         with nothing_random():
             self.outputs(self.inputs(first))
         attributes = _attributes(self.model)
@@ -393,7 +393,7 @@ def _same_rows(form: Form, own: torch.Tensor, other: torch.Tensor, rows: list[in
     if form.axis is None:
         return is_same(own, other)
     a, b = form.rows(own), form.rows(other)
-    here = slice(rows[0], rows[-1] + 1)  # views
+    here = slice(rows[0], rows[-1] + 1)  # slices give views
     places = [at for at in range(len(b)) if at not in rows]
     there = slice(places[0], places[-1] + 1)
     return is_same(a[here], b[here]) and _close(a[here], b[there])

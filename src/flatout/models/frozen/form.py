@@ -1,4 +1,4 @@
-"""The form of a tensor of a batch, for any number of samples, and its rows by sample."""
+"""The form of a batch's tensor for any number of samples, and its rows by sample."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 @dataclass(frozen=True)
 class Form:
-    """How a value lies in memory, whatever the number of samples.
+    """Sizes and strides of a value for any number of samples.
 
     Attributes:
         fixed, per_sample: each size is `fixed + samples * per_sample`.
-        strides: in the batch that was looked at.
-        samples: of that batch.
-        dtype, device: of the value.
-        axis: the only dimension that grows with the samples, each of which has `per_sample` of it;
-            None where the value has no rows by sample.
+        strides: the strides in the batch that the form was derived from.
+        samples: the number of samples in that batch.
+        dtype, device: those of the value.
+        axis: the only dimension that grows with the number of samples, by `per_sample` for each;
+            None if the value has no rows by sample.
     """
 
     fixed: tuple[int, ...]
@@ -31,7 +31,9 @@ class Form:
 
     @classmethod
     def of(cls, value: torch.Tensor, samples: int, other: torch.Tensor, others: int) -> Form | None:
-        """From the value in two batches; None where its sizes follow no rule."""
+        """Derive the form from the value in two batches, or return None if its sizes follow no
+        rule.
+        """
         if value.dim() != other.dim() or value.dtype != other.dtype:
             return None
         apart = [(a - b, samples - others) for a, b in zip(value.shape, other.shape, strict=True)]
@@ -44,12 +46,12 @@ class Form:
         return cls(fixed, per, value.stride(), samples, value.dtype, value.device, axis)
 
     def shape(self, samples: int) -> tuple[int, ...]:
-        """Of so many samples."""
+        """Return the shape for this number of samples."""
         return tuple(f + samples * p for f, p in zip(self.fixed, self.per_sample, strict=True))
 
     @property
     def bytes_per_sample(self) -> int:
-        """Of a value with rows."""
+        """Bytes of a sample, for a value with rows."""
         return prod(self.shape(1)) * self.dtype.itemsize
 
     def _order(self) -> list[int]:
@@ -67,9 +69,9 @@ class Form:
         return size[self.axis] == 1 or self.strides[self.axis] == expected
 
     def rows(self, value: torch.Tensor) -> torch.Tensor:
-        """A row for each sample, contiguous, in the order in which the value lies in memory.
+        """Return a row for each sample, contiguous, in the order in which the value lies in memory.
 
-        A view where the value's rows lie one after another.
+        Returns a view if the value's rows lie one after another.
         """
         assert self.axis is not None
         count = self.per_sample[self.axis]
@@ -80,7 +82,7 @@ class Form:
         return (ordered if count > 1 else ordered.squeeze(1)).contiguous()
 
     def value(self, rows: torch.Tensor) -> torch.Tensor:
-        """The value again, with the strides that it had."""
+        """Return the value of these rows, with its original strides."""
         assert self.axis is not None
         rows, size = rows.contiguous(), self.shape(len(rows))
         if self._is_outermost():

@@ -1,10 +1,11 @@
-"""Which frozen calls to leave out: the cuts of a graph that trade time for bytes best.
+"""Selection of the frozen calls to leave out: cuts of a graph with the best time for their bytes.
 
-What is left out takes no time, and needs before it all that it is given: a closure of the graph,
-whose best is a minimum cut (Picard, 1976), found here by Dinic's algorithm (1970). A value that
-several calls read is its own node, so that it is kept, and counted, once. All cuts that are
-best for some price of a byte come from solving between two known ones (Eisner and Severance, 1976);
-with a limit on bytes, the same bounds what is left to try. In integers, so exact.
+A call that is left out takes no time, but all calls before it that it depends on must be left out
+too. Such a set is a closure of the graph, and the best closure is a minimum cut (Picard, 1976),
+found here by Dinic's algorithm (1970). A value that several calls read is a node of its own, so
+that it is kept, and counted, once. All cuts that are best for some price of a byte result from
+solving between two known ones (Eisner and Severance, 1976). With a limit on bytes, the same method
+bounds the remaining candidates. Integers make the results exact.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 Prefix = frozenset[int]
-# With a limit on bytes it is a knapsack: after so many parts of the cuts, the best so far holds.
+# Most branch-and-bound steps with a limit on bytes, a knapsack problem. Then the best so far holds.
 _TRIED = 64
 
 
 @dataclass(frozen=True)
 class Value:
-    """What a call gives, or the model is given.
+    """The result of a call, or an input of the model.
 
     Attributes:
-        maker: the call; None for an input.
-        size: bytes of a sample; None where it cannot be kept.
+        maker: the index of the call that makes it; None for an input.
+        size: bytes of a sample; None if the value cannot be kept.
         readers: the frozen calls that read it.
-        is_needed: whether something reads it that is never left out.
+        is_needed: whether a call reads it that is never left out.
     """
 
     maker: int | None
@@ -37,12 +38,13 @@ class Value:
 
 @dataclass(frozen=True)
 class Graph:
-    """The frozen calls of a forward, each behind those that it needs.
+    """The frozen calls of a forward, each after the calls that it depends on.
 
     Attributes:
-        spent: time of each, in any unit.
-        values: that they read and give.
-        needs: pairs of a call and one that must be left out with it though it reads nothing of it.
+        spent: time of each call, in any unit.
+        values: the values that the calls read and make.
+        needs: pairs of a call and another call that must be left out with it, though no value
+            connects them.
     """
 
     spent: list[int]
@@ -50,19 +52,19 @@ class Graph:
     needs: list[tuple[int, int]]
 
     def time(self, prefix: Collection[int]) -> int:
-        """Of the calls that are computed again where these are left out."""
+        """Return the time of the calls that are not in a prefix, so are computed in each step."""
         return sum(spent for call, spent in enumerate(self.spent) if call not in prefix)
 
     def bytes(self, prefix: Collection[int]) -> int:
-        """Of what is kept of a sample."""
+        """Return the bytes of a sample's kept values."""
         return sum(value.size or 0 for value in self.values if self.is_kept(value, prefix))
 
     def cost(self, prefix: Collection[int], unit: int, byte: int) -> int:
-        """With these prices of a unit of time and of a byte."""
+        """Return the cost of a prefix with these prices of a unit of time and of a byte."""
         return unit * self.time(prefix) + byte * self.bytes(prefix)
 
     def is_kept(self, value: Value, prefix: Collection[int]) -> bool:
-        """Whether what is not left out reads a value of what is."""
+        """Return whether a value made in the prefix is read outside of it."""
         is_made = value.maker is None or value.maker in prefix
         return is_made and (
             value.is_needed or any(reader not in prefix for reader in value.readers)
@@ -71,7 +73,7 @@ class Graph:
     def best(
         self, unit: int, byte: int, inside: Collection[int] = (), outside: Collection[int] = ()
     ) -> Prefix | None:
-        """The legal prefix of least cost; None where there is none."""
+        """Return the legal prefix of least cost, or None."""
         calls = len(self.spent)
         source, sink = calls + len(self.values), calls + len(self.values) + 1
         never = self.cost((), unit, 0) + byte * sum(v.size or 0 for v in self.values) + 1
@@ -91,10 +93,11 @@ class Graph:
 
 
 def condense(graph: Graph) -> tuple[Graph, list[frozenset[int]]]:
-    """The same choice among fewer calls, and which calls each of them stands for.
+    """Return a smaller graph with the same best prefixes, and the calls that each of its calls
+    joins.
 
-    A call whose results go to one other, which is given nothing else and gives no more bytes, is
-    left out only together with that: so there are no more bytes, and less time.
+    A call is joined to its only reader if that has no other input and no larger output. To leave
+    out both together then takes no more bytes, and saves more time.
     """
     calls = range(len(graph.spent))
     gives: dict[int, list[Value]] = {call: [] for call in calls}
@@ -136,7 +139,7 @@ def _most(values: list[Value]) -> float:
 
 
 def best_cuts(graph: Graph, inside: Collection[int] = ()) -> list[Prefix]:
-    """The prefixes that have the least time + price * bytes for some price of a byte."""
+    """Return the prefixes with the least time + price * bytes, for all prices of a byte."""
     few, fast = _fewest(graph, inside), _fastest(graph, inside)
     if few is None or fast is None:
         return []
@@ -156,9 +159,10 @@ def best_cuts(graph: Graph, inside: Collection[int] = ()) -> list[Prefix]:
 
 
 def fastest_within(graph: Graph, most: int, inside: Collection[int] = ()) -> Prefix | None:
-    """The prefix with the least time of those that keep at most so many bytes; None for none.
+    """Return the prefix with the least time among those that keep at most `most` bytes, or None.
 
-    By branch and bound; of a graph that takes more than some dozens of steps, the best found.
+    Uses branch and bound. For a graph that takes more than `_TRIED` steps, returns the best one
+    found.
     """
     best: Prefix | None = None
     left = [(frozenset(inside), frozenset[int]())]

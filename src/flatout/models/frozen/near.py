@@ -1,20 +1,21 @@
-"""How far apart results of the same sample may lie in batches that differ in place or size."""
+"""Comparison of results for the same sample in batches that differ in size or in its place."""
 
 from __future__ import annotations
 
 import torch
 
-# Of the largest number. A CPU's kernels for other batches sum up in another order; those of a GPU
-# may round what they multiply to TF32 besides, or use transforms as Winograd's.
+# Largest differences, as a fraction of the largest number. _SHARES: on a CPU, whose kernels sum in
+# another order for other batches. _ON_DEVICES: for float32 on a GPU, whose kernels may also round
+# factors to TF32, or use transforms such as Winograd's. _IN_HALF: for half precision.
 _SHARES = {torch.float64: 1e-8, torch.float32: 1e-4}
 _ON_DEVICES, _IN_HALF = 5e-3, 2e-2
 
 
 def is_near(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two results differ by no more than rounding; integers must be the same.
+    """Return whether two results differ by no more than rounding. Integers must be equal.
 
     Args:
-        a, b: of the same shape, dtype and device.
+        a, b: tensors of the same shape, dtype and device.
     """
     if a.shape != b.shape or not a.is_floating_point() or not a.numel():
         return torch.equal(a, b)

@@ -1,4 +1,6 @@
-"""Where it is worth cutting a forward: its frozen calls as a graph with times and bytes."""
+"""The places where a cut of a forward saves time: its frozen calls as a graph with times and
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from flatout.models.frozen.min_cut import (
 )
 from flatout.models.frozen.recording import ForwardRecording, store_of
 
-# So many branches may begin with weights.
+# Most branches whose first call with weights is tried as the begin of a cut.
 _FIRST = 8
 
 
@@ -24,7 +26,7 @@ class Places:
     """The places at which a recorded forward may be cut.
 
     Attributes:
-        frozen: as given.
+        frozen: indices of the frozen events.
     """
 
     def __init__(
@@ -40,12 +42,12 @@ class Places:
                 self._writers.setdefault(store, []).append(index)
 
     def best(self, most: float) -> list[list[int]]:
-        """The events before each sensible cut, the one that keeps the fewest bytes first."""
+        """Return the events before each useful cut, in the order of rising kept bytes."""
         graph, groups = condense(self.graph())
         weigh = {n for n, group in enumerate(groups) if any(map(self._weighs, group))}
         result = _cuts(graph, most)
         if result and weigh.isdisjoint(result[0]):
-            # To keep the inputs would take the fewest bytes, and saves nothing of the model.
+            # Keeping the inputs would take the fewest bytes, but saves no computation.
             for place in self._first_weights():
                 result += _cuts(
                     graph, most, [n for n, group in enumerate(groups) if place in group]
@@ -58,7 +60,7 @@ class Places:
         return [prefix for prefix in sensible if self._is_legal(prefix)]
 
     def kept(self, prefix: Sequence[int]) -> list[int]:
-        """The values before a cut that what is behind it reads."""
+        """Return the values made before a cut that are read after it."""
         events, before = self._noted.events, set(prefix)
         read = {n for at, event in enumerate(events) if at not in before for n in event.reads}
         read.update(self._given)
@@ -66,7 +68,7 @@ class Places:
         return [number for number in dict.fromkeys(born) if number in read]
 
     def graph(self) -> Graph:
-        """The frozen events, by their place among them, with what they read and give."""
+        """Return the graph of the frozen events with the values that they read and make."""
         places = {index: place for place, index in enumerate(self.frozen)}
         makers: dict[int, int | None] = dict.fromkeys(self._noted.inputs)
         readers: dict[int, set[int]] = {}

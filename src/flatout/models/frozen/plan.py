@@ -1,4 +1,4 @@
-"""What is to be done at each call of a forward, when only a part of it is computed."""
+"""The action at each call of a forward of which only a part is computed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from flatout.models.frozen.recording import Call, Event, ForwardRecording, Outpu
 
 @dataclass(frozen=True)
 class Step:
-    """What is to be done at a call.
+    """The action at a call.
 
     Attributes:
-        kind: `enter` it; `do` it, and note what it gives; or only `give` that.
-        given: what it gives.
-        writes: the places of stand-ins that it writes into, and their numbers after it.
-        is_last: behind it is nothing that is kept.
+        kind: `enter` the call; `do` it, and record its output; or only `give` that output.
+        given: the output.
+        writes: the places of stand-ins that it writes into, and their new numbers.
+        is_last: whether no kept value is made after it.
     """
 
     kind: str
@@ -30,19 +30,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps by call, and the modules whose calls have one."""
+    """Steps by call, and the modules whose calls have a step."""
 
     steps: dict[Key, Step]
     parts: dict[str, Any]
 
 
 def plan_prefix(noted: ForwardRecording, chosen: Collection[int], kept: Collection[int]) -> Plan:
-    """Compute the chosen events, and nothing else."""
+    """Return a plan that computes the chosen events, and nothing else."""
     return _plan(noted, chosen, kept, "do", "give")
 
 
 def plan_rest(noted: ForwardRecording, chosen: Collection[int], kept: Collection[int]) -> Plan:
-    """Compute all but the chosen events, from what is kept."""
+    """Return a plan that computes all events except the chosen ones, from kept values."""
     return _plan(noted, chosen, kept, "give", "")
 
 
@@ -65,7 +65,7 @@ def _plan(
     for call in noted.calls:
         events = range(call.start, call.stop)
         if call.stop > call.start and call.stop <= hidden_until:
-            continue  # in one that is taken as a whole
+            continue  # within a call that is taken as a whole
         parts[call.key.name] = call.module
         if call.is_leaf:
             continue

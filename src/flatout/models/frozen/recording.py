@@ -1,4 +1,4 @@
-"""A forward as the calls that its inputs reach, in order, with what each reads and gives."""
+"""A forward as the sequence of calls that its inputs reach, with what each call reads and gives."""
 
 from __future__ import annotations
 
@@ -22,45 +22,46 @@ from flatout.models.frozen.stand_in import StandIn, about, name_of, stand_ins, w
 from flatout.models.keras.layers import has_layers, is_layer
 
 _SMALL_BYTES = 65_536
-# Modules of torch's that hold others, and do nothing but call them.
+# torch's modules that hold other modules, and only call them.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.TransformerEncoder)
 
 
 @dataclass
 class OutputStructure:
-    """The structure that a call gives.
+    """The structure that a call returns.
 
     Attributes:
-        spec: of the structure.
-        leaves: for each of its leaves the number of a value, or what it is otherwise.
+        spec: the structure's tree spec.
+        leaves: for each leaf, whether it is a value, and the number of the value or the leaf
+            itself.
     """
 
     spec: TreeSpec
     leaves: list[tuple[bool, Any]]
 
     def numbers(self) -> list[int]:
-        """Those of its values."""
+        """Numbers of the values in the structure."""
         return [leaf for is_value, leaf in self.leaves if is_value]
 
 
 @dataclass
 class Event:
-    """A call of a function, or of a module that is not looked into.
+    """A call of a function, or of a module that is recorded as a whole.
 
     Attributes:
-        path: the containers around.
-        name: the module's, or the function's after a colon.
-        module: that is called, or None.
-        reads: numbers of the values that it is given.
-        given: what it gives; None where that holds no tensor.
-        writes: which of the stand-ins that it is given it changes, and the values' new numbers.
+        path: the containers around the call.
+        name: the module's name, or the function's after a colon.
+        module: the module that is called, or None.
+        reads: numbers of the values that it gets.
+        given: its output; None if the output contains no tensor.
+        writes: places among its stand-ins that it changes, and the new numbers of the values.
         stores: the memory that it writes.
         is_trained: whether something in it is trained.
         weighs: whether it has weights.
-        spent: nanoseconds that it took.
-        constants: what else it is given than tensors.
-        why: why its result cannot be kept though nothing in it is trained; "" if it can.
-        key: as in runs that note all calls.
+        spent: its nanoseconds.
+        constants: its arguments other than tensors.
+        why: the reason why its result cannot be kept though nothing in it is trained, or "".
+        key: its key in runs that record all calls.
     """
 
     path: Path
@@ -79,7 +80,7 @@ class Event:
     key: Key | None = None
 
     def gives(self) -> list[int]:
-        """The numbers of all values that are there after it and were not before."""
+        """Numbers of all values that the call adds."""
         own = [] if self.given is None else self.given.numbers()
         return [*own, *(number for _, number in self.writes)]
 
@@ -89,10 +90,10 @@ class Call:
     """A call of a module with calls in it.
 
     Attributes:
-        key: which one.
-        module: that is called.
-        start, stop: the events in it.
-        given: what it gives; None where that holds a tensor that no event gave.
+        key: identifies the call.
+        module: the module that is called.
+        start, stop: the range of events in it.
+        given: its output; None if that contains a tensor that no event made.
     """
 
     key: Key
@@ -104,14 +105,14 @@ class Call:
 
 
 class Read(NamedTuple):
-    """A tensor that a function was given, and that is no stand-in.
+    """A tensor that a function got, and that is no stand-in.
 
     Attributes:
-        tensor: that was read.
-        at: the event in which it was or, where `is_within` is false, before which: any later one
-            may have what was made of it.
+        tensor: the tensor that was read.
+        at: the event that read it or, if `is_within` is false, an event before which it was read:
+            any later one may have a value made of it.
         is_within: see `at`.
-        is_in_module: whether a module that is not looked into read it, which may have made it of
+        is_in_module: whether a module that is recorded as a whole read it, and may have made it of
             its inputs.
     """
 
@@ -122,14 +123,14 @@ class Read(NamedTuple):
 
 
 class ForwardRecording(TorchFunctionMode):
-    """Notes the calls of one forward.
+    """Records the calls of one forward.
 
     Attributes:
         events, calls: in order.
-        values: all tensors that were given, by number.
-        tensors_read: other tensors that functions were given.
-        stopped_at, stopped_why: from which event on nothing is certain.
-        given: by the whole forward.
+        values: all tensors that were made, by number.
+        tensors_read: other tensors that functions got.
+        stopped_at, stopped_why: the event from which on nothing is certain, and the reason.
+        given: the output of the whole forward.
     """
 
     def __init__(self, parts: dict[str, Any], opaque: set[str], *, as_written: bool) -> None:
@@ -137,7 +138,7 @@ class ForwardRecording(TorchFunctionMode):
         self.as_written = as_written
         self._parts = parts
         self._opaque = opaque
-        self._inside = 0  # how many opaque modules are running
+        self._inside = 0  # number of active modules that are recorded as a whole
         self._frame = Frame(())
         self._drawn = _random()
         self.events: list[Event] = []
@@ -151,7 +152,7 @@ class ForwardRecording(TorchFunctionMode):
         self.failed_in = ""
 
     def take(self, value: torch.Tensor) -> StandIn:
-        """A stand-in for an input."""
+        """Return a stand-in for an input."""
         made = self._stand_in(value)
         self.inputs.append(made.number)
         return made
@@ -173,7 +174,7 @@ class ForwardRecording(TorchFunctionMode):
         return self.function(func, args, kwargs or {})
 
     def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Any function of torch."""
+        """Record a call of a torch function."""
         name = name_of(function)
         answer = about(name, function, args, kwargs)
         if answer is not NotImplemented:
@@ -219,7 +220,7 @@ class ForwardRecording(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A call of a part."""
+        """Record a call of a part."""
         if self._inside:
             return call(*args, **kwargs)
         part = self._parts[name]
@@ -251,8 +252,8 @@ class ForwardRecording(TorchFunctionMode):
         if is_layer(part):
             return not has_layers(part)
         if isinstance(part, nn.TransformerEncoder):
-            # TransformerEncoder writes into a mask that it makes, so it cannot be cut. An encoder
-            # that is frozen as a whole needs no cut.
+            # TransformerEncoder writes into a mask that it makes, so it cannot be cut. A completely
+            # frozen encoder needs no cut.
             return not any(p.requires_grad for p in part.parameters())
         is_torchs = type(part).__module__.startswith("torch.")
         return is_torchs and not isinstance(part, _CONTAINERS)
@@ -334,7 +335,7 @@ class ForwardRecording(TorchFunctionMode):
 
 @contextmanager
 def nothing_random() -> Iterator[None]:
-    """Within, random numbers may be drawn: the next one after it is as if none had been."""
+    """Restore the state of all random generators after the block."""
     torchs, pythons, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()
     devices = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
@@ -367,7 +368,7 @@ def _is_marked(tensor: torch.Tensor, mark: tuple[int, torch.Tensor | None]) -> b
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit."""
+    """Return whether two tensors are equal bit for bit."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(*(x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
@@ -413,7 +414,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def tensors_of(module: Any) -> list[torch.Tensor]:
-    """Parameters, buffers and plain tensors of a module and of those in it."""
+    """Return the parameters, buffers and plain tensors of a module and of the modules in it."""
     own = [*module.parameters(), *module.buffers()]
     for part in module.modules():
         own += [value for value in vars(part).values() if torch.is_tensor(value)]
@@ -421,5 +422,5 @@ def tensors_of(module: Any) -> list[torch.Tensor]:
 
 
 def store_of(tensor: torch.Tensor) -> int:
-    """Which memory it lies in."""
+    """Return the address of a tensor's memory."""
     return tensor.untyped_storage().data_ptr()

@@ -1,7 +1,7 @@
-"""What stands for a tensor while a forward is noted, or run in part.
+"""Stand-ins for tensors while a forward is recorded, or run in part.
 
-A stand-in is a torch.Tensor with shape, dtype and device, but without its own data. Every
-function of torch that is given one asks the run that made it what to do.
+A stand-in is a torch.Tensor with shape, dtype and device, but without its own data. Every torch
+function that gets a stand-in asks the run that made it what to do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from flatout.errors import ModelError
 
-# They read how a tensor is made, not what it holds.
+# Attributes and methods that read a tensor's form, not its values.
 _ABOUT = frozenset(
     """
     shape dtype device ndim layout is_cuda is_cpu is_mps is_meta is_leaf is_sparse is_nested
@@ -23,7 +23,7 @@ _ABOUT = frozenset(
     dim_order type __hash__ is_conj is_neg is_coalesced has_names retains_grad output_nr
     """.split()  # noqa: SIM905
 )
-# They give something new that only has the form of what they are given.
+# Functions that make a new tensor and use only the form of their argument.
 _LIKE = frozenset(
     """
     new_zeros new_ones new_full new_tensor new_empty zeros_like ones_like full_like empty_like
@@ -32,11 +32,11 @@ _LIKE = frozenset(
 
 
 class Uncut(ModelError):
-    """Something reads a tensor that this part of the forward does not compute."""
+    """Raised when a tensor is read that this part of the forward does not compute."""
 
 
 class Run(Protocol):
-    """What decides about each call that a stand-in reaches.
+    """Decides about each call that gets a stand-in.
 
     Attributes:
         as_written: whether modules that are cut run as they are written, not as rewritten.
@@ -45,7 +45,7 @@ class Run(Protocol):
     as_written: bool
 
     def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Instead of a function of torch."""
+        """Run in place of a torch function."""
 
     def module(
         self,
@@ -55,16 +55,18 @@ class Run(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Instead of a module's forward: `call` as a whole, `written` where it is looked into."""
+        """Run in place of a module's forward: `call` runs it whole, `written` allows to look into
+        it.
+        """
 
 
 class StandIn(torch.Tensor):
-    """Stands for a tensor.
+    """A stand-in for a tensor.
 
     Attributes:
-        run: is asked by each function.
-        number: of the value that it stands for.
-        value: the tensor, or None where it is not computed.
+        run: the run that each torch function asks.
+        number: the number of the value that it stands for.
+        value: the tensor, or None if it is not computed.
     """
 
     run: Run
@@ -73,7 +75,7 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def of(cls, run: Run, number: int, value: torch.Tensor) -> StandIn:
-        """For a tensor that is there."""
+        """Return a stand-in for an existing tensor."""
         with torch._C.DisableTorchFunction():
             return cls.blank(run, number, value.shape, value.stride(), value, value)
 
@@ -87,7 +89,7 @@ class StandIn(torch.Tensor):
         like: Any,
         value: torch.Tensor | None = None,
     ) -> StandIn:
-        """For a tensor of this form, with the dtype and device of `like`."""
+        """Return a stand-in of this form, with the dtype and device of `like`."""
         made: StandIn = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=like.dtype, device=like.device
         )
@@ -112,7 +114,7 @@ class StandIn(torch.Tensor):
 
 
 def stand_ins(value: Any) -> Iterator[StandIn]:
-    """Those in nested lists, tuples and dicts, in order."""
+    """Yield the stand-ins in nested lists, tuples and dicts, in order."""
     if isinstance(value, StandIn):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -126,7 +128,7 @@ def stand_ins(value: Any) -> Iterator[StandIn]:
 
 
 def with_values(value: Any) -> Any:
-    """The same with each stand-in's tensor in its place."""
+    """Return the structure with each stand-in replaced by its tensor."""
     if isinstance(value, StandIn):
         if value.value is None:
             raise Uncut(
@@ -153,13 +155,13 @@ def with_values(value: Any) -> Any:
 
 
 def shape_of(value: StandIn) -> torch.Size:
-    """Its shape, without asking its run."""
+    """Return the shape of a stand-in without asking its run."""
     with torch._C.DisableTorchFunctionSubclass():
         return value.shape
 
 
 def name_of(function: Any) -> str:
-    """What a function of torch, or a property of its tensors, is called."""
+    """Return the name of a torch function, or of a property of tensors."""
     name = getattr(function, "__name__", type(function).__name__)
     if name in ("__get__", "__set__"):
         owner = getattr(getattr(function, "__self__", None), "__name__", "")
@@ -168,7 +170,9 @@ def name_of(function: Any) -> str:
 
 
 def about(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function says that reads the form of its arguments alone; else NotImplemented."""
+    """Return the result of a function that reads only the form of its arguments, or
+    NotImplemented.
+    """
     if name in _ABOUT:
         known = [stand_in.value is not None for stand_in in stand_ins((args, kwargs))]
         if all(known):

@@ -1,1 +1,1 @@
-"""Keras models on the torch backend: all that Flatout takes from within Keras is in here."""
+"""Keras models on the torch backend. All uses of Keras' internals are in this package."""

@@ -1,9 +1,9 @@
-"""Keras' BatchNormalization over the whole batch, whatever number of ranks it is spread over.
+"""Keras' BatchNormalization over the whole batch, on any number of ranks.
 
-The layer asks for the moments of a batch in one place; all else (moving statistics, `renorm`,
-`axis`, `epsilon`, `momentum`) follows from them and stays Keras' own code. So the moments are taken
-over all ranks there, put together as in sync_batch_norm.py, and their gradients are added up over
-all ranks in backward.
+The layer computes the moments of a batch in one place. All else (moving statistics, `renorm`,
+`axis`, `epsilon`, `momentum`) follows from them and stays Keras' own code. So the moments are
+computed over all ranks there, combined as in sync_batch_norm.py. In backward, their gradients are
+summed over all ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ def _is_norm(layer: nn.Module) -> bool:
 
 
 def has_own_moments(layer: nn.Module) -> bool:
-    """Whether a BatchNormalization of the user's own takes its moments where we cannot see it."""
+    """Return whether a custom BatchNormalization computes its moments where they cannot be
+    replaced.
+    """
     kind: Any = _kind()
     cls: Any = type(layer)
     return _is_norm(layer) and (cls.call, cls._moments) != (kind.call, kind._moments)
 
 
 def _kind() -> type | None:
-    # Not imported here: which backend Keras takes is decided when the user imports it.
+    # Keras is not imported here, because it chooses its backend when the user imports it.
     keras = sys.modules.get("keras")
     layers = getattr(keras, "layers", None)
     return getattr(layers, "BatchNormalization", None)
@@ -42,25 +44,25 @@ def _kind() -> type | None:
 def share_moments(
     modules: Iterable[nn.Module], part: Callable[[], tuple[World, bool]]
 ) -> list[nn.Module]:
-    """Let BatchNormalizations take their moments over a World, until `own_moments`.
+    """Let BatchNormalizations compute their moments over a World, until `own_moments`.
 
     Args:
-        modules: among which they are.
-        part: gives the ranks that have the parts of a batch, and whether no row of this rank's
-            part is a sample, so that none counts.
+        modules: modules among which they are searched.
+        part: returns the ranks that have the parts of a batch, and whether this rank's part has
+            only padding rows, so that none counts.
 
     Returns:
-        the layers that do.
+        the layers whose moments are shared.
     """
     layers = [layer for layer in modules if _is_norm(layer)]
     for layer in layers:
-        # Past Keras' own __setattr__, which would track it as a part of the layer.
+        # Bypasses Keras' own __setattr__, which would track it as a part of the layer.
         vars(layer)["_moments"] = _moments_over(part, layer)
     return layers
 
 
 def own_moments(layers: Iterable[nn.Module]) -> None:
-    """Take off what `share_moments` has put on these layers."""
+    """Undo `share_moments` on these layers."""
     for layer in layers:
         del vars(layer)["_moments"]
 
@@ -95,7 +97,7 @@ class _Moments(torch.autograd.Function):
         mean, squares, count = _of_part(x, counted, dims, axis)
         mean, squares, count = _over_all(world, mean, squares, -count if is_filling else count)
         if mask is not None:
-            # Keras divides by the count and its epsilon, so that nothing counted gives no NaN.
+            # Keras divides by the count plus its epsilon, so that an empty count gives no NaN.
             divisor = count + _epsilon()
             shrunk = mean * count / divisor
             squares = squares + count * (mean - shrunk) ** 2

@@ -1,8 +1,8 @@
-"""A Keras optimizer that is built again over other variables, and keeps what it knows.
+"""A Keras optimizer that is built again over other variables, and keeps its state.
 
-Keras builds an optimizer once, over the variables that train by then. Built again it has fresh
-slots, in the order of the new variables, as a `.keras` file of the model wants them; the values of
-the slots and counts that it had are put back.
+Keras builds an optimizer once, over the variables that train at that time. Built again, it has new
+slots in the order of the new variables, as a `.keras` file of the model needs them. The previous
+values of slots and counts are restored.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 from flatout.errors import ModelError
 
-# What Keras keeps of the variables themselves.
+# Attributes in which Keras keeps the variables themselves.
 _KEPT = ("_variables", "_trainable_variables", "_trainable_variables_indices", "_tracker")
 
 
 @torch.no_grad()
 def build_again(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Let a built Keras optimizer hold these variables; those that it had go on."""
+    """Build a built Keras optimizer over these variables; known variables keep their state."""
     if (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
         build_again(inner, variables)
     old, tracked = list(optimizer._trainable_variables), list(optimizer._variables)

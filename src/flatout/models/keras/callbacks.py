@@ -1,7 +1,8 @@
-"""Which of Keras' callbacks run where, on several ranks.
+"""Selection of the Keras callbacks that run on each rank.
 
-What decides (EarlyStopping, ReduceLROnPlateau, schedules, the user's own) runs on every rank and
-finds the same logs, so it decides the same. What writes runs on the first rank alone.
+Callbacks that decide (EarlyStopping, ReduceLROnPlateau, schedules, the user's own) run on every
+rank. They get the same logs, so they decide the same. Callbacks that write files run only on the
+first rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flatout.world import World
 
 
 def on_rank(given: list[Any], world: World) -> list[Any]:
-    """The callbacks of this rank, of those that the user has given."""
+    """Return the callbacks of this rank, from all callbacks that the user gave."""
     if world.is_first:
         return given
     from keras.callbacks import BackupAndRestore
@@ -28,12 +29,14 @@ def on_rank(given: list[Any], world: World) -> list[Any]:
         elif not _writes(callback):
             own.append(callback)
         if type(callback).__module__.startswith("keras.") and hasattr(callback, "verbose"):
-            callback.verbose = 0  # the first rank speaks for all
+            callback.verbose = 0  # only the first rank prints
     return own
 
 
 def reads_batches(callback: Any) -> bool:
-    """Whether it may read a batch's logs on some ranks only, where reading takes all of them."""
+    """Return whether a callback may read a batch's logs on only some ranks; reading needs all
+    ranks.
+    """
     from keras import callbacks
 
     if not watches_batches(callback):
@@ -56,7 +59,7 @@ def _writes(callback: Any) -> bool:
 def _beginning_of(backup: Any) -> Any:
     from keras.callbacks import LambdaCallback
 
-    # Its model is set with that of the others, by the list.
+    # The list of callbacks sets its model.
     restoring = LambdaCallback()
 
     def begin(logs: Any = None) -> None:
@@ -83,17 +86,19 @@ def watches_batches(callback: Any, kind: str = "train") -> bool:
 
 
 def first_epoch(model: Any) -> int | None:
-    """The epoch that a backup has told a model to go on from, if any."""
+    """Return the epoch from which a backup lets a model continue, or None."""
     return model._initial_epoch  # type: ignore[no-any-return]
 
 
 def keeps_best_weights(callback: Any) -> bool:
-    """Whether it keeps the best weights at the end of an epoch, and puts them back at the end."""
+    """Return whether a callback keeps the best weights, and restores them at the end."""
     return bool(getattr(callback, "restore_best_weights", False))
 
 
 def saves_model(callback: Any) -> bool:
-    """Whether it is one of Keras' own that reads or changes weights and what the optimizer has."""
+    """Return whether a callback is one of Keras' own that reads or changes weights and optimizer
+    state.
+    """
     from keras import callbacks
 
     names = ("BackupAndRestore", "ModelCheckpoint", "OrbaxCheckpoint", "SwapEMAWeights")
@@ -147,7 +152,8 @@ def _as_plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, str, type(None))) else float(value)
 
 
-# Attributes of EarlyStopping, ReduceLROnPlateau and ModelCheckpoint.
+# _WEIGHTS: an attribute of EarlyStopping with weights. _COUNTED: attributes of EarlyStopping,
+# ReduceLROnPlateau and ModelCheckpoint with counters.
 _WEIGHTS = "best_weights"
 _COUNTED = (
     _WEIGHTS, "_batches_seen_since_last_saving", "best", "best_epoch", "cooldown_counter",

@@ -20,25 +20,26 @@ from flatout.models.keras.slow_metrics import SlowMetrics
 from flatout.world import ONE, World
 
 _HALF = (torch.bfloat16, torch.float16)
-# A mean loss, or a sum of losses and what it weighs.
+# A mean loss, or a pair of a sum of losses and its total weight.
 Value = torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]
 # Inputs, targets, outputs and sample weights.
 _Given = tuple[Any, Any, Any, Any]
 
 
 class KerasJob:
-    """Forward, the compiled loss with all that layers add to it, and the compiled metrics.
+    """Forward, the compiled loss including the losses of layers, and the compiled metrics.
 
-    The metrics are the model's own objects, as in Keras: one job uses them at a time. They are
-    updated in each step and read when someone asks.
+    The metrics are the model's own objects, as in Keras, so only one job uses them at a time. They
+    are updated in each step, and read on request.
 
     Args:
-        model: built and compiled.
+        model: a built and compiled model.
         training: whether layers behave as in training.
-        slow_metrics: times the metrics in training, and feeds those that are slow less often.
-        together: the ranks that compute their parts of a batch at this moment.
-        class_weight: weight of each class number, for batches that do not bring it.
-        also: gets outputs and targets of the samples that this rank counts, beside the metrics.
+        slow_metrics: times the metrics in training, and updates slow ones less often.
+        together: returns the ranks that compute parts of the same batch at this moment.
+        class_weight: weight of each class number, for batches without class weights.
+        also: called with outputs and targets of the samples that this rank counts, in addition to
+            the metrics.
     """
 
     def __init__(
@@ -63,10 +64,10 @@ class KerasJob:
         self._own_results: dict[str, Any] = {}
 
     def compute(self, batch: Batch) -> Value:
-        """The batch's loss; its outputs go to the metrics.
+        """Return the batch's loss, and update the metrics with its outputs.
 
-        Of several ranks' parts it is such that the mean over all their samples is the whole
-        batch's.
+        If several ranks have parts of a batch, the mean of these losses over all samples is the
+        loss of the whole batch.
         """
         self.step_begins()
         world = self._together()
@@ -78,31 +79,31 @@ class KerasJob:
             self._tell(given)
         return _of_samples(loss, batch)
 
-    # For a step whose forward is recorded once and run again.
+    # Attributes for a step whose forward is recorded once and run again.
     own, metrics = None, True
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """All that the model is made of."""
+        """Return the modules of the model."""
         return list(self._model.modules())
 
     @property
     def own_parts(self) -> list[Any]:
-        """What of the user's own is called."""
+        """Return the user's own objects that are called."""
         return [self._model, getattr(self._model, "loss", None)]
 
     def step_begins(self) -> None:
-        """Let metrics that may be slow be timed beside steps."""
+        """Let the slow metrics measure the time of steps."""
         if self._slow is not None and self._training:
             self._slow.step_begins()
 
     def traced(self, batch: Batch) -> tuple[Value, Any]:
-        """The loss of a batch, of a rank alone, and what metrics take."""
+        """Return the loss of a batch that this rank has whole, and the inputs of the metrics."""
         loss, given = self._forward(batch)
         return _of_samples(loss, batch), given
 
     def feed(self, given: Any, batch: Batch) -> None:
-        """Let the metrics take it."""
+        """Update the metrics with the output of `traced`."""
         self._update(*given)
         self._tell(given)
 
@@ -120,13 +121,13 @@ class KerasJob:
         if batch.samples:
             y_pred, batch = _outputs_of_samples(y_pred, batch), batch.without_padding()
         else:
-            batch = batch._replace(weight=None)  # whatever its loss, it counts nothing
+            batch = batch._replace(weight=None)  # whatever its loss, it has no weight
         y, weight = self._targets(batch, y_pred)
         loss: torch.Tensor = model._compute_loss(
             x=batch.inputs, y=y, y_pred=y_pred, sample_weight=weight, training=self._training
         )
         y_pred = _with_masks(torch.Tensor.detach, y_pred)
-        if batch.padding:  # nothing else, so that metrics get nothing
+        if batch.padding:  # drops the padding, so that it does not reach the metrics
             y_pred, batch = _outputs_of_samples(y_pred, batch), batch.without_padding()
             y, weight = self._targets(batch, y_pred)
         return loss, (batch.inputs, y, y_pred, weight)
@@ -146,7 +147,7 @@ class KerasJob:
             model._compile_metrics.update_state(y, y_pred, weight)
 
     def _compute_part(self, batch: Batch, world: World) -> Value:
-        # Another rank counts a copy, also in what the loss and layers feed.
+        # Another rank counts this copy, also in the variables that the loss and layers update.
         counted = self._summed() if batch.is_copy else []
         before = [variable.value.clone() for variable in counted]
         with shared_losses(world, batch):
@@ -175,7 +176,9 @@ class KerasJob:
         return [variable for variable in self._variables() if id(variable) not in fed]
 
     def results(self, world: World = ONE) -> dict[str, float]:
-        """The metrics over all ranks' batches since `reset`, by Keras' names; without the loss."""
+        """Return the metrics over all ranks' batches since `reset`, by Keras' names, without the
+        loss.
+        """
         if self._slow is not None:
             self._slow.flush()
         if self._computes_own:
@@ -189,7 +192,8 @@ class KerasJob:
             for key, number in value.items() if isinstance(value, dict) else [(name, value)]:
                 if key != "loss":
                     plain[key] = as_number(number)
-        # The same bits on all ranks, whatever their processors: callbacks decide by them.
+        # From one rank, because callbacks decide by these numbers and processors may round
+        # differently.
         return dict(world.from_first(plain))
 
     def reset(self) -> None:
@@ -201,14 +205,14 @@ class KerasJob:
         self._own_results = {}
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The metrics' variables, in their order."""
+        """Return the metrics' variables, in their order."""
         if self._slow is not None:
             self._slow.flush()
         return [{str(n): v.value.detach().clone() for n, v in enumerate(self._variables())}]
 
     @torch.no_grad()
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Go on from there: what each rank has fed is added up, what all have fed is taken once."""
+        """Continue from a state: add up the values of each rank, and take shared values once."""
         summed = {id(variable) for variable in self._summed()}
         for number, variable in enumerate(self._variables()):
             result = [state[str(number)] for state in states if str(number) in state]
@@ -221,7 +225,7 @@ class KerasJob:
 
 
 def compiled_metrics(model: Any) -> list[Any]:
-    """The metrics of `compile`, once they are built."""
+    """Return the metrics of `compile` if they are built."""
     compiled = model._compile_metrics
     if compiled is None or not compiled.built:
         return []
@@ -230,14 +234,14 @@ def compiled_metrics(model: Any) -> list[Any]:
 
 
 def sample_losses(model: Any) -> tuple[Callable[[Any, Any], torch.Tensor], str, bool]:
-    """The one compiled loss of a built model, for each sample alone.
+    """Return the only compiled loss of a built model as a function of each sample.
 
     Returns:
-        what gives the loss of each sample of targets and outputs, of shape (samples,); the name of
-        its function; and whether it takes logits.
+        a function that returns the losses of shape (samples,) from targets and outputs; the name of
+        the loss function; and whether it takes logits.
 
     Raises:
-        ModelError: there are several, or the model has its own `compute_loss`.
+        ModelError: there are several losses, or the model has its own `compute_loss`.
     """
     losses = getattr(model._compile_loss, "_flat_losses", None) or []
     if len(losses) != 1 or is_overridden(model, "compute_loss"):
@@ -251,7 +255,7 @@ def sample_losses(model: Any) -> tuple[Callable[[Any, Any], torch.Tensor], str, 
     loss = losses[0].loss
 
     def values(y: Any, y_pred: Any) -> torch.Tensor:
-        # As loss(y, y_pred) does before it reduces.
+        # As loss(y, y_pred) does before its reduction.
         y, y_pred = (keras.ops.convert_to_tensor(item, dtype=loss.dtype) for item in (y, y_pred))
         given: torch.Tensor = loss.call(y, y_pred)
         return given.reshape(len(y_pred), -1).mean(1)
@@ -262,7 +266,7 @@ def sample_losses(model: Any) -> tuple[Callable[[Any, Any], torch.Tensor], str, 
 
 
 def build(model: Any, batch: Batch) -> None:
-    """Build what of model, loss, metrics and optimizer waits for a first batch."""
+    """Build the parts of model, loss, metrics and optimizer that need a first batch."""
     y, weight = targets_of(batch)
     if _takes(model, "sparsecategorical") and _are_shares(y):
         raise ModelError(
@@ -372,7 +376,7 @@ def takes_numbers(model: Any) -> bool:
 
 
 def targets_of(batch: Batch) -> tuple[Any, Any]:
-    """Targets and sample weights of a batch, either of them None where there are none."""
+    """Return targets and sample weights of a batch; None for the missing ones."""
     targets = batch.targets
     if isinstance(targets, dict) and WEIGHTS in targets:
         return targets["targets"], targets[WEIGHTS]
@@ -380,9 +384,9 @@ def targets_of(batch: Batch) -> tuple[Any, Any]:
 
 
 def in_full_precision(outputs: Any) -> Any:
-    """The same outputs in float32 where autocast made them half: losses are computed there.
+    """Return outputs that autocast made half precision in float32, in which losses are computed.
 
-    A half precision that the user asked Keras for, by a policy, is left alone.
+    Half precision that the user has chosen by a Keras policy stays.
     """
     if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
         return outputs
@@ -418,7 +422,7 @@ def _with_masks(function: Callable[[torch.Tensor], torch.Tensor], outputs: Any) 
 
 
 def as_number(value: Any) -> Any:
-    """A metric's result as a float; what is not one number stays as it is."""
+    """Return a metric's result as a float, or unchanged if it is not a single number."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What Keras' `fit` takes, as a Source: arrays by our own gather, all else by Keras' adapters."""
+"""Inputs of Keras' `fit` as a Source: arrays by Flatout's gather, others by Keras' adapters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flatout.data import (
 )
 from flatout.errors import DataError
 
-# Where a batch's targets hold sample weights that are not one number a sample.
+# Key in a batch's targets for sample weights that are not one number for each sample.
 WEIGHTS = "flatout:sample_weight"
 
 
@@ -43,24 +43,24 @@ def as_keras_source(
     workers: Workers | Literal["auto"] = 0,
     restarts: bool = False,
 ) -> Source:
-    """Whatever `keras.Model.fit` takes, as a Source.
+    """Return a Source of any input that `keras.Model.fit` takes.
 
     Args:
-        x: inputs, or an iterable that gives (x, y) or (x, y, sample_weight) in batches.
+        x: inputs, or an iterable that yields (x, y) or (x, y, sample_weight) in batches.
         y: targets, for arrays.
-        sample_weight: one number a sample, or in the structure of `y`.
+        sample_weight: one number for each sample, or in the structure of `y`.
         batch_size: samples per batch of arrays; 32 by default.
-        shuffle: a new order each epoch.
-        seed: of the orders of arrays.
-        class_weight: weight of each class number; a Pipeline and Arrays are left as they are.
-        steps: batches that make an epoch, where the data do not say.
+        shuffle: whether each epoch has a new order.
+        seed: seed of the orders of arrays.
+        class_weight: weight of each class number; not applied to a Pipeline or Arrays.
+        steps: batches of an epoch, if the data do not define it.
         restarts: whether each pass of `steps` begins with the first batch, as an evaluation in
             Keras does. Otherwise it continues after the last pass, as training in Keras does.
-        workers: "thread" reads a PyDataset, generator or loader ahead; "auto" where that is
+        workers: "thread" reads a PyDataset, generator or loader ahead; "auto" does so if it is
             measured faster.
 
     Raises:
-        DataError: nothing here takes `x`, or its parts do not fit together.
+        DataError: `x` is of no known kind, or its parts do not fit together.
     """
     if x is None:
         raise DataError("x is None: expected inputs", do="pass arrays, or an iterable of batches")
@@ -125,7 +125,8 @@ def _is_one_a_sample(weight: Any) -> bool:
     return torch.is_tensor(weight) and weight.dim() == 1
 
 
-# -- all else --------------------------------------------------------------------------------------
+# -- other kinds
+# ------------------------------------------------------------------------------------
 
 
 def _by_keras(
@@ -181,7 +182,7 @@ def _has_readers(x: Any) -> bool:
 
 
 class _Watched:
-    """A DataLoader that names its workers if they fail or give nothing."""
+    """A DataLoader whose errors name its workers if they fail or yield nothing."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
@@ -191,7 +192,7 @@ class _Watched:
 
 
 class _KerasBatches:
-    """Epochs of Keras' own iterator, which can be looked into without losing a batch."""
+    """Epochs of Keras' own iterator, whose next batch can be read without losing it."""
 
     def __init__(self, iterator: Any, *, draws_order: bool, restarts: bool) -> None:
         self._iterator = iterator

@@ -1,4 +1,4 @@
-"""What identifies a job of a compiled Keras model: its layers, losses and metrics."""
+"""The facts that identify a job of a compiled Keras model: its layers, losses and metrics."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 
 from flatout.data import arguments_of, arguments_words, code_digest, digest_of, is_library, words_of
 
-# Names are counted by what else a process has made; what only begins the weights is in them.
+# Left out of a layer's facts. Names are numbered by what else the process has made, and some
+# entries only concern the initial weights.
 _UNTOLD = ("name", "seed", "build_config", "registered_name", "layers", "dtype")
 
 
 def layer_lines(model: Any, parts: Iterable[Any] | None = None) -> dict[str, str]:
-    """Each layer in Keras' order: its class and configuration, and the user's code in it."""
+    """Return for each layer, in Keras' order, its class, configuration, and the user's code in
+    it.
+    """
     own = None if parts is None else set(map(id, parts))
     layers = [layer for layer in model._flatten_layers() if own is None or id(layer) in own]
     numbers = {layer.name: f"layer {number}" for number, layer in enumerate(layers)}
@@ -22,7 +25,7 @@ def layer_lines(model: Any, parts: Iterable[Any] | None = None) -> dict[str, str
 
 
 def compiled_facts(model: Any) -> dict[str, list[str]]:
-    """The loss and metrics that a model was compiled with."""
+    """Return the loss and metrics that a model was compiled with."""
     compiled = model._compile_config.config
     return {
         "loss": _named(compiled.get("loss")),
@@ -32,11 +35,11 @@ def compiled_facts(model: Any) -> dict[str, list[str]]:
 
 
 def keras_callback_facts(callbacks: Iterable[Any]) -> dict[str, list[str]]:
-    """Which of Keras' callbacks there are, and what each was made with."""
+    """Return the kinds of Keras' callbacks, with the arguments of each."""
     kinds = [
         f"{type(callback).__qualname__}({arguments_words(callback)})"
         for callback in callbacks
-        if type(callback).__qualname__ != "History"  # in every fit
+        if type(callback).__qualname__ != "History"  # every fit has one
     ]
     return {"Keras callbacks": [", ".join(kinds) or "none", ""]}
 
@@ -63,7 +66,7 @@ def _digests(given: Any) -> str:
     if not hasattr(given, "get_config"):
         return code_digest(given)
     config = {}
-    with suppress(Exception):  # a class of the user's may have none
+    with suppress(Exception):  # a user's class may have none
         config = given.get_config()
     made = {name: value for name, value in arguments_of(given).items() if name not in _UNTOLD}
     code = code_digest((type(given), made))
@@ -74,12 +77,12 @@ def _layer_words(layer: Any, numbers: dict[str, str]) -> str:
     words = type(layer).__qualname__
     try:
         config = layer.get_config()
-    except Exception:  # a class of the user's need not have one
+    except Exception:  # a user's class need not have one
         config = arguments_of(layer)
     nodes = [
         item.get("inbound_nodes") for item in config.get("layers", ()) if isinstance(item, dict)
     ]
-    if any(nodes):  # which layers feed which
+    if any(nodes):  # the connections of the layers
         words += f" graph {digest_of(json.dumps(_plain(nodes, numbers), sort_keys=True))[:8]}"
     options = {k: v for k, v in _plain(config, numbers).items() if not k.endswith("_initializer")}
     words += f"({', '.join(f'{name}={_short(value)}' for name, value in options.items())})"

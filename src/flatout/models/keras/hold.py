@@ -1,8 +1,8 @@
 """Keras layers that neither train nor act as in training.
 
-Keras' own `trainable=False` keeps BatchNormalization in inference; dropout acts in spite of it, so
-layers that draw random numbers get a `call` that is told that nothing trains. Augmentation, such as
-RandomFlip, goes on: it is part of the data.
+Keras' `trainable=False` keeps BatchNormalization in inference, but dropout still acts. So layers
+that draw random numbers get a `call` with training=False. Augmentation, such as RandomFlip, remains
+active: it is part of the data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _HELD = "_flatout_held"
 
 
 def hold(layer: Any) -> None:
-    """Let a layer and all inside it neither train nor act as in training."""
+    """Set a layer and all layers inside it to neither train nor act as in training."""
     layer.trainable = False
     for part in layer._flatten_layers():
         if _acts(part) and not _is_held(part):
@@ -23,9 +23,9 @@ def hold(layer: Any) -> None:
 
 
 def release(model: Any, chosen: Iterable[Any], *, batch_norm: bool) -> None:
-    """Let layers and all inside them train again."""
+    """Let layers and all layers inside them train again."""
     chosen = list(chosen)
-    # From the outermost inward, as a layer hands its own flag on to those inside.
+    # From the outermost inward, because a layer passes its own flag to the layers inside.
     for layer, trains in _trains_then(model, chosen, batch_norm=batch_norm):
         if layer.trainable != trains:
             layer.trainable = trains
@@ -35,7 +35,7 @@ def release(model: Any, chosen: Iterable[Any], *, batch_norm: bool) -> None:
 
 
 def frozen(model: Any, chosen: Iterable[Any], *, batch_norm: bool) -> list[Any]:
-    """The variables that `release` lets train, in the model's order."""
+    """Return the variables that `release` lets train, in the model's order."""
     layers = _trains_then(model, chosen, batch_norm=batch_norm)
     own = (v for layer, trains in layers if trains for v in layer._trainable_variables)
     result = {id(variable) for variable in own if not variable.trainable}
@@ -53,12 +53,12 @@ def _trains_then(model: Any, chosen: Iterable[Any], *, batch_norm: bool) -> list
 
 
 def keeps_statistics(layer: Any) -> bool:
-    """Whether a layer normalizes by statistics that it moves on in training."""
+    """Return whether a layer normalizes by statistics that it updates in training."""
     return type(layer).__name__ == "BatchNormalization"
 
 
 def before(model: Any, last: Any) -> Iterator[Any]:
-    """All layers that `last` depends on, and `last`; by their graph, else as they are listed."""
+    """Yield all layers that `last` depends on, and `last`: by their graph, else in listed order."""
     if last is model:
         yield model
         return
@@ -87,7 +87,7 @@ def _flow_into(layer: Any, known: set[int]) -> Iterator[Any]:
 
 
 def _acts(layer: Any) -> bool:
-    cell = getattr(layer, "cell", None)  # of a recurrent layer, which draws with its cell's
+    cell = getattr(layer, "cell", None)  # a recurrent layer draws with its cell's generator
     draws = layer._seed_generators or getattr(cell, "_seed_generators", None)
     return bool(draws) and ".preprocessing." not in type(layer).__module__
 

@@ -1,9 +1,9 @@
-"""A Keras model as torch modules, for what hooks into calls and puts other parameters into modules.
+"""A Keras model as torch modules, for code that hooks into calls and replaces parameters.
 
-Keras' layers are torch modules too, but they read weights from Keras' variables, and a module has
-those of all layers within once more. Here a plain module stands beside each layer. It has the
-layer's own weights as parameters, the layer runs within its call, and variables give whatever
-parameters their module has by then.
+Keras' layers are torch modules too, but they read weights from Keras' variables, and each module
+also lists the variables of all layers within. Here each layer gets a plain module as its companion,
+with the layer's own weights as parameters. The layer runs within the call of this module, and its
+variables return the present parameters of the module.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from flatout.models.keras.tables import set_shape
 
 
 class LayerModule(nn.Module):
-    """Stands beside a layer.
+    """The companion module of a layer.
 
     Attributes:
-        read: of this module and those within, each variable, and where its parameter is.
+        read: for each variable of this module and those within: the variable, its module and the
+            parameter's name.
     """
 
     def __init__(self) -> None:
@@ -31,25 +32,25 @@ class LayerModule(nn.Module):
         self.read: list[tuple[Any, nn.Module, str]] = []
 
     def forward(self, call: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-        """Let the layer run."""
+        """Run the layer."""
         self.show()
         return call(*args, **options)
 
     def show(self) -> None:
-        """Let the variables give what is in the modules now."""
+        """Set the variables to the modules' present parameters."""
         for variable, module, name in self.read:
             variable._value = module._parameters[name]
 
 
 class LayerModules:
-    """The modules of a model.
+    """The companion modules of a model.
 
     Args:
         model: a built `keras.Model`; it stays as it is until `open`.
 
     Attributes:
-        root: the model's own, which has the others within. Statistics, seeds and states, which
-            Keras does not train, are in none.
+        root: the module of the model itself, with the others within. Statistics, seeds and states,
+            which Keras does not train, are in no module.
     """
 
     def __init__(self, model: Any) -> None:
@@ -68,7 +69,7 @@ class LayerModules:
                 module.register_parameter(name, variable._value)
                 module.read.append((variable, module, name))
         for inner in layer._flatten_layers(include_self=False, recursive=False):
-            # One that is in several places runs within the same module in each.
+            # A layer in several places runs within the same module in each.
             if inner not in self._modules:
                 within = self._module_of(inner)
                 module.add_module(_free(inner.name, module), within)
@@ -76,24 +77,24 @@ class LayerModules:
         return module
 
     def open(self) -> None:
-        """From now on layers run within the calls of their modules."""
+        """Run layers within the calls of their modules from now on."""
         for layer, module in self._modules.items():
             if module.read:
                 self._before[layer] = vars(layer).get("call")
-                # Past Keras' own __setattr__, which would track it as a part of the layer.
+                # Bypasses Keras' own __setattr__, which would track it as a part of the layer.
                 vars(layer)["call"] = _within(module, layer.call)
 
     def show(self) -> None:
-        """Let all variables give what is in the modules now."""
+        """Set all variables to the modules' present parameters, and adapt their shapes."""
         self.root.show()
         for variable, _, _ in self.root.read:
             set_shape(variable)
 
     def show_instead(self, others: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Let variables give other tensors.
+        """Set variables to other tensors.
 
         Args:
-            others: by the parameters that the variables had at the beginning.
+            others: the tensors, by the parameters that the variables had at the beginning.
         """
         for parameter, other in others.items():
             variable = self._variables[parameter]
@@ -101,7 +102,7 @@ class LayerModules:
             set_shape(variable)
 
     def close(self) -> None:
-        """Let the layers run as they did; variables give what is in the modules now."""
+        """Restore the layers' calls; the variables keep the modules' present parameters."""
         self.show()
         for layer, before in self._before.items():
             if before is None:
@@ -124,15 +125,15 @@ def _within(module: LayerModule, call: Callable[..., Any]) -> Callable[..., Any]
         given = _tensors_in((args, options))
 
         def run(*args: Any, **options: Any) -> Any:
-            # Hooks may have put other tensors in their place, without what Keras notes on them.
+            # Hooks may have replaced the tensors, without Keras' masks on them.
             own = _tensors_in((args, options))
             _take_masks(own, given)
             output = call(*args, **options)
-            _take_masks(given, own)  # attention takes masks away
+            _take_masks(given, own)  # attention removes masks
             return output
 
         output = module(run, *args, **options)
-        module.show()  # what it was given for the call may be gone again
+        module.show()  # parameters that a hook set for the call may be gone again
         return output
 
     return within

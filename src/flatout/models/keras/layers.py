@@ -1,4 +1,4 @@
-"""Layers of Keras, which are torch modules too, but called by `call` and past torch's hooks."""
+"""Keras layers, which are torch modules, but run by `call` without torch's hooks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from typing import Any
 
 
 def is_layer(part: Any) -> bool:
-    """Whether a part of a model is one of Keras' layers or models."""
+    """Return whether a part of a model is a Keras layer or model."""
     return hasattr(part, "_flatten_layers")
 
 
 def has_layers(layer: Any) -> bool:
-    """Whether a layer has others inside it."""
+    """Return whether a layer has other layers inside."""
     return next(iter(layer._flatten_layers(include_self=False)), None) is not None
 
 
 def modules_of(model: Any) -> list[Any]:
-    """All modules of a model, each once; also the layers that Keras keeps in its own lists."""
+    """Return all modules of a model, each once, including layers that only Keras' own lists
+    hold.
+    """
     result: dict[int, Any] = {}
     waiting = [model]
     while waiting:
@@ -31,6 +33,6 @@ def modules_of(model: Any) -> list[Any]:
 
 
 def two_mode_layers(model: Any) -> list[str]:
-    """Kinds of the layers that compute otherwise in training: dropout, normalization by batch."""
+    """Return the kinds of layers that act differently in training: dropout, batch normalization."""
     kinds = [type(module).__name__ for module in modules_of(model)]
     return [kind for kind in kinds if "Dropout" in kind or "BatchNorm" in kind]

@@ -1,7 +1,7 @@
-"""Keras models: what they are, and what keeps them from being trained here.
+"""The adapter for Keras models, and the reasons for which a model cannot be trained here.
 
-Keras itself is imported nowhere before the user has imported it: which backend it takes is decided
-at that moment.
+No module imports Keras before the user has imported it, because Keras chooses its backend at that
+moment.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KerasModel(TorchModel):
 
     @property
     def is_compiled(self) -> bool:  # type: ignore[override]
-        """Whether it has been through `compile`."""
+        """True if the model has been through `compile`."""
         return bool(self.module.compiled)
 
     def check(self) -> None:
@@ -80,17 +80,17 @@ class KerasModel(TorchModel):
             )
 
     def called(self, *, training: bool) -> Any:
-        """The layers are told whether they train, as Keras tells them."""
+        """Return the model as a function of a batch's inputs, with Keras' `training` argument."""
         return _Called(self.module, training=training)
 
     def outputs(self, inputs: Any, *, as_written: bool = False) -> Any:
-        """What a call gives for a batch's inputs, in the mode that the model is in."""
+        """Return the outputs for a batch's inputs, in the model's present mode."""
         model = self.module
         training = {"training": model.training} if model._call_has_training_arg else {}
         return model(inputs, **training)
 
     def parts(self) -> dict[str, Any]:
-        """Each layer, by its name; not the model itself."""
+        """Return each layer by its name, without the model itself."""
         parts: dict[str, Any] = {}
         for layer in self.module._flatten_layers(include_self=False):
             name = layer.name
@@ -100,107 +100,119 @@ class KerasModel(TorchModel):
         return parts
 
     def scales_images(self) -> bool:
-        """Whether a layer of the model scales or normalizes what it gets, as `Rescaling` does."""
+        """Return whether a layer of the model scales or normalizes its input, as `Rescaling`
+        does.
+        """
         keras: Any = sys.modules["keras"]
         kinds = (keras.layers.Rescaling, keras.layers.Normalization)
         return any(isinstance(layer, kinds) for layer in self.module._flatten_layers())
 
     def takes_channels_last(self) -> bool:
-        """By its layers, or Keras' own setting."""
+        """Return whether images have their channels last, by the layers or Keras' own setting."""
         keras: Any = sys.modules["keras"]
         formats = (getattr(layer, "data_format", None) for layer in self.module._flatten_layers())
         own = next((format for format in formats if format is not None), None)
         return bool((own or keras.config.image_data_format()) == "channels_last")
 
     def is_batch_coupled(self) -> bool:
-        """Whether a layer takes statistics over the batch."""
+        """Return whether a layer computes statistics over the batch."""
         return any(
             type(layer).__name__ == "BatchNormalization" and layer.trainable
             for layer in self.module._flatten_layers()
         )
 
     def draws_random(self) -> bool:
-        """Whether a training step draws random numbers inside the model."""
+        """Return whether a training step draws random numbers inside the model."""
         return any(layer._seed_generators for layer in self.module._flatten_layers())
 
     def rewrites(self) -> list[Rewrite]:
-        """Layers that would call torch's operators directly; the same to rounding."""
+        """Return a rewrite of layers that could call torch's operators directly, equal to
+        rounding.
+        """
         calls = keras_calls(self.module)
         words = f"{len(calls)} Keras layers call torch's operators directly"
         return [Rewrite(words, lambda: put_on(self.module, calls))] if calls else []
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Weights, statistics, seeds and states, in Keras' order.
+        """Return weights, statistics, seeds and states, in Keras' order.
 
-        Where each rank holds a part, all call it, and get whole tensors.
+        If each rank holds a part, all ranks call this and get whole tensors.
         """
         return {name: whole(value) for name, value in keras_values(self.module).items()}
 
     def replicated(self) -> dict[str, torch.Tensor]:
-        """Those of which each rank has all."""
+        """Return the values that are whole on each rank."""
         values = keras_values(self.module)
         return {name: value for name, value in values.items() if not is_shard(value)}
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Put into the variables what `weights` gave."""
+        """Load the output of `weights` into the variables."""
         for name, variable in _variables(self.module).items():
             value = variable.value
             own_part(value).copy_(own_part(sharded_like(weights[name], value)))
 
     def parameters(self) -> list[torch.Tensor]:
-        """The tensors of all variables."""
+        """Return the tensors of all variables."""
         return [variable._value for variable in _all_variables(self.module)]
 
     def untrained(self) -> list[torch.Tensor]:
-        """Keras keeps statistics, seeds and states as parameters that are not trained."""
+        """Return buffers, and Keras' statistics, seeds and states: parameters that are not
+        trained.
+        """
         return [*super().untrained(), *(p for p in self.parameters() if not p.requires_grad)]
 
     def is_partly_frozen(self) -> bool:
-        """Whether some of its layers do not train: statistics and states never do."""
+        """Return whether some layers do not train. Statistics and states, which never train, do not
+        count.
+        """
         layers = self.module._flatten_layers()
         return any(layer.weights and not layer.trainable for layer in layers)
 
     def layers(self) -> list[tuple[str, Any]]:
-        """Also those that Keras keeps elsewhere than torch."""
+        """Return torch's modules, and the layers that Keras keeps elsewhere."""
         own = [(layer.name, layer) for layer in self.module._flatten_layers()]
         return [*self.module.named_modules(), *own]
 
     def named(self) -> list[tuple[str, Any]]:
-        """Each layer by its name."""
+        """Return each layer with its name."""
         return [(layer.name, layer) for layer in self.module._flatten_layers()]
 
     def hold(self, layers: Iterable[Any]) -> None:
-        """Let layers and all inside them neither train nor act as in training."""
+        """Set layers and all parts inside them to neither train nor act as in training."""
         for layer in layers:
             hold.hold(layer)
 
     def hold_until(self, last: Any) -> None:
-        """The same for a layer and all that it depends on."""
+        """Hold a layer and all layers that it depends on (see `hold`)."""
         self.hold(list(hold.before(self.module, last)))
 
     def release(self, layers: Iterable[Any], *, batch_norm: bool) -> None:
-        """Let layers and all inside them train again, BatchNorm only where that is asked for."""
+        """Let layers and all parts inside them train again, BatchNorm only if asked."""
         hold.release(self.module, layers, batch_norm=batch_norm)
 
     def frozen(self, layers: Iterable[Any], *, batch_norm: bool) -> list[torch.Tensor]:
-        """The values of the variables that `release` lets train, in Keras' order."""
+        """Return the values of the variables that `release` lets train, in Keras' order."""
         result = hold.frozen(self.module, layers, batch_norm=batch_norm)
         return [variable._value for variable in result]
 
     def watch(self, look: Look, watches: ExitStack) -> None:
-        """Keras layers are torch modules, but their calls pass torch's hooks by."""
+        """Call `look` after each call of a layer. Keras layers are torch modules, but skip torch's
+        hooks.
+        """
         for layer in self.module._flatten_layers(include_self=False):
             watches.enter_context(_watching(layer, look))
 
     def tables(self) -> Iterator[tuple[str, Any, int]]:
-        """Name, layer and rows of each of Keras' embeddings."""
+        """Yield name, layer and number of rows of each of Keras' embeddings."""
         for layer in modules_of(self.module):
             kind = next((k for k in type(layer).__mro__ if k.__name__ == "Embedding"), None)
             if kind is not None and kind.__module__.startswith("keras."):
                 yield layer.name, layer, layer.input_dim
 
     def first_layer(self) -> str:
-        """The first layer with weights, in words: its own are kept in modules that say nothing."""
+        """Return the first layer with weights, in words; names of Keras' torch modules say
+        nothing.
+        """
         for layer in self.module._flatten_layers(include_self=False):
             if layer.weights:
                 shape = tuple(layer.weights[0].shape)
@@ -208,7 +220,7 @@ class KerasModel(TorchModel):
         return f"{self.module.name} without weights"
 
     def structure(self) -> str:
-        """Its configuration; of a layer without one, what there is to tell."""
+        """Return the model's configuration, or a description of a layer without one."""
         try:
             return str(self.module.to_json())
         except Exception:
@@ -216,12 +228,14 @@ class KerasModel(TorchModel):
             return " ".join([type(self.module).__qualname__, *kinds])
 
     def lines(self, parts: Iterable[Any] | None = None) -> dict[str, str]:
-        """Each layer in Keras' order: its class and configuration, and the user's code in it."""
+        """Return for each layer, in Keras' order, its class, configuration, and the user's code in
+        it.
+        """
         return layer_lines(self.module, parts)
 
 
 class _Called:
-    """The model as a function of a batch's inputs."""
+    """A model as a function of a batch's inputs."""
 
     def __init__(self, model: Any, *, training: bool) -> None:
         self._model = model
@@ -237,7 +251,7 @@ class _Called:
 
 
 def call(model: Any, inputs: Any, *, training: bool) -> Any:
-    """The model's outputs for a batch's inputs, or for the features in their place."""
+    """Return the model's outputs for a batch's inputs, or for features in their place."""
     if isinstance(inputs, Features):
         return applied[model].rest(inputs)
     return model(inputs, training=training) if model._call_has_training_arg else model(inputs)
@@ -251,7 +265,7 @@ def _foreign_calls(layer: Any) -> Iterator[tuple[str, str]]:
         for function in vars(cls).values()
         if isinstance(function, FunctionType)
     ]
-    own = getattr(layer, "function", None)  # of a Lambda layer
+    own = getattr(layer, "function", None)  # the user's function in a Lambda layer
     if isinstance(own, FunctionType):
         functions.append(own)
     for function in functions:
@@ -263,7 +277,7 @@ def _foreign_calls_in(function: FunctionType) -> Iterator[tuple[str, str]]:
         lines, first = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError):
-        return  # typed at a prompt, or a lambda within a call: nothing to read
+        return  # no source can be read: typed at a prompt, or a lambda within a call
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute):
             continue
@@ -284,7 +298,7 @@ def _framework(value: object) -> str | None:
     return _FOREIGN.get(value.__name__.partition(".")[0])
 
 
-# The methods that make up each verb of Keras; the user's class may override any of them.
+# Names of the methods that make up each verb of Keras. The user's class may override any of them.
 _METHODS = {
     "fit": ("fit", "make_train_function", "train_step"),
     "evaluate": ("evaluate",),
@@ -326,7 +340,7 @@ def _watching(layer: Any, look: Look) -> Iterator[None]:
 
 
 def keras_values(model: Any) -> dict[str, torch.Tensor]:
-    """Weights, statistics, seeds and states by name, in Keras' order; shards as they are."""
+    """Return weights, statistics, seeds and states by name, in Keras' order; shards as they are."""
     return {name: variable.value.detach() for name, variable in _variables(model).items()}
 
 

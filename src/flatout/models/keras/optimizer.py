@@ -1,13 +1,13 @@
-"""A Keras optimizer as one of torch's: Keras' formulas, on Keras' own variables.
+"""A Keras optimizer as a torch optimizer, with Keras' formulas on Keras' own variables.
 
-The state stays where Keras keeps it, so a `.keras` file, a learning-rate callback and Keras itself
-see every step. Without fusing, a step is Keras' own `apply`. Fused, Adam and AdamW run torch's
-fused kernel, which differs from Keras only in where epsilon stands:
+The state stays in Keras' variables, so that a `.keras` file, a learning-rate callback and Keras
+itself see every step. Without fusing, a step is Keras' own `apply`. With fusing, Adam and AdamW run
+torch's fused kernel, which differs from Keras only in the place of epsilon:
 
     torch   p -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
     Keras   p -= lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)
 
-Both agree where torch is given eps / sqrt(1 - b2^t), which is what each step does.
+Both agree if torch gets eps / sqrt(1 - b2^t), so each step passes this value.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from flatout.models.keras.row_rule import ROW_RULES, KerasRule
 from flatout.models.keras.tables import set_shape
 
 Tensors = list[torch.Tensor]
-# Attributes of Keras' optimizers that its `get_config` has too.
+# Attributes of Keras' optimizers that are also in their `get_config`.
 _OPTIONS = (
     "weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema", "ema_momentum",
     "ema_overwrite_frequency", "loss_scale_factor", "gradient_accumulation_steps", "beta_1",
     "beta_2", "epsilon", "amsgrad", "momentum", "nesterov", "rho", "centered",
 )  # fmt: skip
 
-# Under which a row's missed steps do not follow from its own state, or that no kernel has.
+# Options that no kernel has, or under which a row's missed steps depend on more than its state.
 _ALL_ROWS = ("amsgrad", "centered", "use_ema", "gradient_accumulation_steps")
 
-# These step each element by itself, but for these options.
+# Optimizers that step each element independently, unless one of their options prevents it.
 _ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion",
 }  # fmt: skip
 _ALL_ELEMENTS = ("clipnorm", "global_clipnorm", "use_ema")
 
-# Lists of variables that are none of the state of one.
+# Lists of variables that are not a variable's state.
 _NOT_STATE = ("_variables", "_trainable_variables")
 
 
 class KerasOptimizer(torch.optim.Optimizer):
     """Steps a Keras optimizer, built over `variables`.
 
-    What Flatout asks of an optimizer, it answers as `TorchOptimizer` in `flatout.optim` does.
+    Has the interface of `TorchOptimizer` in `flatout.optim`.
 
     Args:
-        optimizer: a `keras.optimizers.Optimizer`; it is built if it is not yet, and built again
-            where it does not know some of the variables.
+        optimizer: a `keras.optimizers.Optimizer`. It is built if necessary, and built again if it
+            does not know some of the variables.
         variables: the model's trainable variables.
 
     Attributes:
@@ -73,9 +73,9 @@ class KerasOptimizer(torch.optim.Optimizer):
             build_again(optimizer, variables)
         self.keras = optimizer
         self.by_rows: set[torch.Tensor] = set()
-        self._is_clipped = False  # of the present gradients, whether `clip_rows` has
+        self._is_clipped = False  # whether `clip_rows` has clipped the present gradients
         self._variables = list(variables)
-        # Those that do not train yet, which Keras does not know of.
+        # Ids of variables that do not train yet, which Keras does not know.
         self._late: set[int] = set()
         self._places: dict[int, int] = {}
         self._parameters: Tensors = [v._value for v in variables]
@@ -85,16 +85,17 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @property
     def given(self) -> Any:
-        """The user's own object."""
+        """The user's own optimizer object."""
         return self.keras
 
     def second(self, parameters: Sequence[Sequence[torch.Tensor]]) -> KerasOptimizer:
-        """One of the same class and options, without state.
+        """Return an optimizer of the same class and options, without state.
 
         Args:
-            parameters: what each group is to hold.
+            parameters: the parameters of each group.
         """
-        with self.scaled(1.0):  # a schedule, or a function of the user's own, stays out of it
+        # keeps a schedule, or a function of the user's own, out of the configuration
+        with self.scaled(1.0):
             config = self.keras.get_config()
         variable = type(self._variables[0])
         values = [value for own in parameters for value in own]
@@ -102,34 +103,38 @@ class KerasOptimizer(torch.optim.Optimizer):
         return KerasOptimizer(type(self.keras).from_config(config), made)
 
     def scaler(self, device: str) -> torch.amp.GradScaler | None:
-        """What scales the loss as Keras does under mixed_float16; None where it does not.
+        """Return a scaler that scales the loss as Keras does under mixed_float16, else None.
 
         Args:
-            device: type of the device that it is on.
+            device: type of the loss' device.
         """
         is_half = any(p.dtype is torch.float16 for p in self._parameters)
         scales = hasattr(self.keras, "dynamic_scale") and not is_half
         return _Scaler(self.keras, device) if scales else None
 
     def drives(self, optimizer: Any, variables: Sequence[Any]) -> bool:
-        """Whether this is that optimizer over these variables: `compile` may have come between."""
+        """Return whether this wraps that optimizer over these variables, also after a new
+        `compile`.
+        """
         driven = {*map(id, self._variables)}
         return optimizer is self.keras and {*map(id, variables)} == driven and not self._late
 
     def hold(
         self, values: Sequence[torch.Tensor], model: Any, lr: float | None, scheduler: Any = None
     ) -> None:
-        """Hold variables that do not train yet; `begin` lets Keras know of those that do.
+        """Take over variables that do not train yet; `begin` later passes those that train to
+        Keras.
 
         Args:
-            values: of the variables.
-            model: that they are of; its order decides theirs.
-            lr: their rate where the optimizer's is as it was compiled; it follows that one's
-                schedule, and whatever callbacks make of it. None for the optimizer's own.
-            scheduler: None, as the optimizer has its own.
+            values: the values of the variables.
+            model: the model of the variables, whose order decides their order.
+            lr: the learning rate of these variables while the optimizer's rate is as compiled. It
+                changes in proportion to the optimizer's rate, by a schedule or callbacks. None for
+                the optimizer's own rate.
+            scheduler: None, because the optimizer has its own schedule.
 
         Raises:
-            ModelError: the optimizer's rate begins at 0, so nothing is a multiple of it.
+            ModelError: the optimizer's rate begins at 0, so no rate is a multiple of it.
         """
         moved = {*map(id, values)}
         late = [variable for variable in model.weights if id(variable._value) in moved]
@@ -152,7 +157,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         self._variables = [by_value[id(p)] for p in self._parameters]
 
     def begin(self) -> None:
-        """Let Keras know of variables that train by now."""
+        """Pass variables that train by now to Keras."""
         started = [v for v in self._variables if id(v) in self._late and v.trainable]
         if started:
             self._start(started)
@@ -183,9 +188,9 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @property
     def can_be_fused(self) -> bool:
-        """Whether torch's kernel computes what this optimizer does: a plain Adam or AdamW.
+        """True if torch's fused kernel can compute this optimizer's steps: a plain Adam or AdamW.
 
-        Not where it is in use already, or was refused.
+        False if the kernel is in use already, or was refused.
         """
         optimizer, variables = self.keras, self._variables
         names = {cls.__name__ for cls in type(optimizer).__mro__}
@@ -204,11 +209,11 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def scaled(self, factor: float) -> Iterator[None]:
-        """Multiply the learning rate, be it a number or a schedule, while this lasts."""
+        """Multiply the learning rate, a number or a schedule, by a factor in the block."""
         inner = self._inner
         given = inner._learning_rate
         rate = torch.tensor(self._rate() * factor, dtype=torch.float32)
-        # Past Keras' `__setattr__`, which would take it for a new piece of state.
+        # Bypasses Keras' `__setattr__`, which would register the rate as state.
         vars(inner)["_learning_rate"] = rate
         try:
             yield
@@ -218,12 +223,12 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether the learning rate is Keras' to change: a schedule, or a function."""
+        """True if Keras changes the learning rate by itself: by a schedule, or a function."""
         return not hasattr(self._inner._learning_rate, "assign")
 
     @property
     def batches_per_update(self) -> int:
-        """How many batches Keras puts together for one change of the weights."""
+        """Number of batches whose gradients Keras accumulates for one update."""
         return int(self._inner.gradient_accumulation_steps or 1)
 
     @property
@@ -243,7 +248,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         self._show_rates()
         is_clipped, self._is_clipped = self._is_clipped, False
         complete = [g for g in gradients if g is not None]
-        if self.by_rows and not complete:  # nothing but tables had gradients
+        if self.by_rows and not complete:  # only tables had gradients
             self.keras._iterations.value.add_(1)
             return
         with _unclipped(self.keras) if is_clipped else nullcontext():
@@ -284,7 +289,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         optimizer._iterations.value.add_(1 if flag is None else (1 - flag).to(torch.int64))
 
     def why_all_rows(self, group: Mapping[str, Any]) -> str:
-        """What keeps a group from stepping single rows of a table; "" where nothing does."""
+        """Return the reason why a group cannot step single rows of a table, or ""."""
         kind = type(self.keras)
         if kind.__name__ not in ROW_RULES or not kind.__module__.startswith("keras."):
             return f"{kind.__name__} steps all rows"
@@ -292,16 +297,16 @@ class KerasOptimizer(torch.optim.Optimizer):
         return f"{asked[0]} steps all rows" if asked else ""
 
     def row_rule(self, group: dict[str, Any], weight: nn.Parameter) -> KerasRule:
-        """By which it steps rows of a table, of which `why_all_rows` says that it can."""
+        """Return the rule by which the optimizer steps rows of a table (see `why_all_rows`)."""
         return KerasRule(self, group, weight)
 
     def decays(self, weight: torch.Tensor) -> bool:
-        """Whether its weight decay is also a variable's with this value."""
+        """Return whether the optimizer's weight decay applies to the variable of this value."""
         keras = self.keras
         return keras.weight_decay is not None and keras._use_weight_decay(self._variable(weight))
 
     def slot(self, weight: torch.Tensor, name: str | None) -> Any:
-        """The value of what Keras keeps for a variable in the list of this name, if it does."""
+        """Return the state tensor of a variable in Keras' list of this name, or None."""
         slots = getattr(self.keras, name) if name else []
         return (
             slots[self.keras._get_variable_index(self._variable(weight))]._value if slots else None
@@ -311,14 +316,14 @@ class KerasOptimizer(torch.optim.Optimizer):
         return next(variable for variable in self._variables if variable._value is weight)
 
     def rate_of(self, group: dict[str, Any]) -> float:
-        """The present rate of a group."""
+        """Return the present learning rate of a group."""
         return self._rate() * float(group.get("factor", 1.0))
 
     def clip_rows(self, weights: Sequence[torch.Tensor]) -> None:
-        """Clip all gradients as Keras does, those of tables by the rows that they have.
+        """Clip all gradients as Keras does; clip gradients of tables by the rows that they have.
 
         Args:
-            weights: tables whose gradients are sparse, with every row once.
+            weights: tables whose gradients are sparse and coalesced.
         """
         keras = self.keras
         if not weights or not (keras.clipnorm or keras.global_clipnorm or keras.clipvalue):
@@ -334,7 +339,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         return [states[index(variable)].value for variable in variables]
 
     def _show_rates(self) -> None:
-        """Write the present rate into the groups, for those who look there."""
+        """Write the present rate into the groups, for code that reads it there."""
         rate = self._rate()
         for group in self.param_groups:
             group["lr"] = rate * group.get("factor", 1.0)
@@ -350,7 +355,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         inner = self._inner
         update, decay = inner._backend_update_step, inner._apply_weight_decay
         factors = {id(variable): factor for factor, part in parts for variable in part}
-        # Such as Nadam's product of momenta, which a step moves on once.
+        # For example Nadam's product of momenta, which each step multiplies once.
         shared = [var for var in vars(inner).values() if hasattr(var, "assign")]
 
         def updated(gradients: Tensors, variables: Sequence[Any], _rate: Any) -> None:
@@ -386,12 +391,14 @@ class KerasOptimizer(torch.optim.Optimizer):
         shape: torch.Size,
         change: Callable[[str, torch.Tensor], torch.Tensor],
     ) -> None:
-        """Change what Keras keeps for each element of a parameter, such as its averages.
+        """Change Keras' state tensors with a value for each element of a parameter, such as
+        averages.
 
         Args:
-            parameter: of one of the variables.
-            shape: that the parameter has had, and its state has.
-            change: gives the new tensor for the name of a list of Keras' and the old tensor.
+            parameter: the value of one of the variables.
+            shape: the previous shape of the parameter, which the state still has.
+            change: returns the new tensor, given the name of one of Keras' lists and the old
+                tensor.
         """
         inner = self._inner
         variable = next((v for v in self._variables if v._value is parameter), None)
@@ -407,16 +414,18 @@ class KerasOptimizer(torch.optim.Optimizer):
                 set_shape(result)
 
     def first_state(self, parameter: torch.Tensor, name: str) -> float:
-        """What an element of a list of Keras' is before the first step."""
+        """Return the value of the elements of one of Keras' lists before the first step."""
         is_sum = name == "_accumulators"
         return float(getattr(self.keras, "initial_accumulator_value", 0.0)) if is_sum else 0.0
 
     def parameters_left_out(self, model: nn.Module) -> Sequence[str]:
-        """No names: Keras gives an optimizer all that trains."""
+        """Return no names: Keras passes all trainable variables to its optimizer."""
         return ()
 
     def state_places(self) -> dict[int, int]:
-        """What of `state_dict` has a value for each element of which parameter, by number."""
+        """Return the index of the variable for each entry of `state_dict` with a value per
+        element.
+        """
         inner = self._inner
         places: dict[int, int] = {}
         for place, variable in enumerate(self._variables):
@@ -428,7 +437,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         return {number: places[id(held)] for number, held in numbered if id(held) in places}
 
     def why_whole(self) -> str:
-        """What keeps parts of weights from being stepped as the whole would be; "" if nothing."""
+        """Return the reason why parts of weights cannot be stepped as the whole would be, or ""."""
         kind = type(self.keras)
         if kind.__name__ not in _ELEMENTWISE or not kind.__module__.startswith("keras."):
             return f"{kind.__name__} is not known to step each element alone"
@@ -441,10 +450,10 @@ class KerasOptimizer(torch.optim.Optimizer):
         return f"the constraint of {bound[0]} reads all of it" if bound else ""
 
     def options(self) -> list[dict[str, Any]]:
-        """What the Keras optimizer was made with, as plain values by dotted name: one group."""
+        """Return the Keras optimizer's options as plain values by dotted name, in one group."""
         try:
             config = self.keras.get_config()
-        except NotImplementedError:  # a schedule of the user's that only runs
+        except NotImplementedError:  # a custom schedule without a configuration
             config = {k: v for k, v in vars(self.keras).items() if k in _OPTIONS}
         result = dict(_flat(config))
         if self.is_scheduled:
@@ -455,24 +464,26 @@ class KerasOptimizer(torch.optim.Optimizer):
         return [result]
 
     def take_option(self, group: int, name: str, value: Any) -> None:
-        """Go on with another learning rate than the one that was loaded; no state has the rest."""
+        """Replace the loaded learning rate; no state holds other options."""
         if name in self.rate_names:
             self._inner._learning_rate.assign(value)
             self._show_rates()
 
     @contextmanager
     def own_rate(self) -> Iterator[None]:
-        """Afterwards the rate is what it was, or a schedule begins, whatever state was loaded."""
+        """Restore the present rate after the block, or start a schedule, whatever state was
+        loaded.
+        """
         keras, rate = self.keras, float(self.keras._get_current_learning_rate())
         yield
         if hasattr(keras._learning_rate, "assign"):
             keras._learning_rate.assign(rate)
-        else:  # a schedule, which counts by the optimizer's steps
+        else:  # a schedule, which depends on the optimizer's step count
             keras._iterations.assign(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Every variable of the Keras optimizer, in its order; the tensors themselves."""
-        self._show_rates()  # a callback may have set another since the last step
+        """Return the tensors of all variables of the Keras optimizer, in its order."""
+        self._show_rates()  # a callback may have changed the rate since the last step
         state = {
             number: {"value": variable.value.detach()}
             for number, variable in enumerate(self._state_variables())
@@ -497,10 +508,10 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave, into the same variables; those that train by then begin.
+        """Load the output of `state_dict` into the same variables; those that trained then begin.
 
         Raises:
-            ValueError: the state is of another optimizer.
+            ValueError: the state belongs to another optimizer.
         """
         late = set(state_dict.get("late", ()))
         started = [
@@ -529,9 +540,9 @@ def _unclipped(optimizer: Any) -> Iterator[None]:
 
 
 class _Scaler(torch.amp.GradScaler):
-    """Scales losses by the rule of a `LossScaleOptimizer`, which is told the scale in each step.
+    """Scales losses by the rule of a `LossScaleOptimizer`, and writes the scale back in each step.
 
-    So a `.keras` file and the next fit go on from there.
+    A `.keras` file and the next fit thus continue with this scale.
     """
 
     def __init__(self, optimizer: Any, device: str) -> None:
@@ -576,5 +587,5 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def keras_optimizers(
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> dict[torch.optim.Optimizer, KerasOptimizer]:
-    """Those of Keras', which keep their state in variables of its."""
+    """Return the Keras optimizers, which keep their state in Keras' variables."""
     return {item: item for item in optimizers if isinstance(item, KerasOptimizer)}

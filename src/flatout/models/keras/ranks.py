@@ -1,13 +1,13 @@
-"""Losses and metrics of a compiled Keras model over the parts of a batch that several ranks have.
+"""Losses and metrics of a compiled Keras model when several ranks have parts of a batch.
 
-A Keras loss is a mean over what it is given. A part's mean counts by its samples, which gives the
-whole batch's mean where every sample counts the same. Where masks, `ignore_class`,
-"mean_with_sample_weight" or "sum" decide otherwise, each part's value is brought to its share of
-the whole batch's value first, so that its weighing by samples comes out as on one rank.
+A Keras loss is a mean over its inputs. Weighting the mean of each part by its number of samples
+gives the mean of the whole batch if every sample counts the same. This is not so with masks,
+`ignore_class`, "mean_with_sample_weight" or "sum". Then each part's value is first converted to its
+share of the whole batch's value, so that the weighted mean is the value of one rank.
 
-Metrics of Keras add up sums over samples. Each rank feeds its own, and the sums of all ranks are
-put together when someone reads. A metric of the user's own may do anything with a batch, so it
-gets the whole of each, on every rank.
+Keras' metrics add up sums over samples. Each rank updates its own metrics, and a read adds up the
+sums of all ranks. A metric of the user's own may do anything with a batch, so it gets the whole of
+each batch on every rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from flatout.world import World
 
 @contextmanager
 def shared_losses(world: World, batch: Batch) -> Iterator[None]:
-    """Within, a Keras loss of this rank's part is its share of the loss of the whole batch."""
+    """Turn the Keras loss of this rank's part into its share of the whole batch's loss, in the
+    block.
+    """
     if world.size == 1 or batch.copies > 1:  # a copy is the whole batch
         yield
         return
@@ -45,13 +47,13 @@ def shared_losses(world: World, batch: Batch) -> Iterator[None]:
         if reduction == "sum":
             return value * _share(world, batch.samples, None)
         if reduction != "mean_with_sample_weight":
-            sample_weight = None  # divides by the samples, whatever they weigh
+            sample_weight = None  # divides by the number of samples, whatever their weights
         if mask is None and sample_weight is None:
             return value
         # A copy, because Keras multiplies by the mask in place.
         weight = None if sample_weight is None else sample_weight.clone()
         counted = module.apply_mask(weight, mask, dtype=value.dtype, reduction="sum")
-        # Of filling alone nothing counts.
+        # A part of only padding has weight 0.
         return value * _share(world, batch.samples, counted.sum() * bool(batch.samples))
 
     module.reduce_weighted_values = reduce
@@ -76,7 +78,7 @@ def _share(world: World, size: int, counted: torch.Tensor | None) -> torch.Tenso
 
 @contextmanager
 def over_all(variables: Sequence[Any], world: World) -> Iterator[None]:
-    """Within, these variables of metrics hold the sums of all ranks' own."""
+    """Set these metric variables to the sums over all ranks, in the block."""
     variables = list({id(variable): variable for variable in variables}.values())
     if world.size == 1 or not variables:
         yield
@@ -97,13 +99,13 @@ def over_all(variables: Sequence[Any], world: World) -> Iterator[None]:
 
 @torch.no_grad()
 def put_back(variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
-    """Give the variables these values again."""
+    """Restore the variables' values."""
     for variable, value in zip(variables, values, strict=True):
         variable.value.copy_(value)
 
 
 def whole_batch(world: World, given: Any) -> Any:
-    """Tensors with a row for each sample, joined with those of all ranks; and their masks."""
+    """Return tensors with a row for each sample, and their masks, joined over all ranks."""
     own = map_tensors(_on_host, given)
     parts = world.gather(own)
     return _joined(given, parts)
@@ -128,9 +130,10 @@ def _joined(like: Any, parts: Sequence[Any]) -> Any:
 
 
 def adds_up(metric: Any) -> bool:
-    """Whether a metric's variables are sums over samples: those of Keras', with Keras' functions.
+    """Return whether a metric is Keras' own with Keras' function, so its variables are sums over
+    samples.
 
-    A function of the user's own may give one number for a batch, and so may a loss object.
+    A function of the user's own may return one number for a batch, and so may a loss object.
     """
     function = getattr(metric, "_fn", None)
     if not type(metric).__module__.startswith("keras."):

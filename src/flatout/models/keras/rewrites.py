@@ -1,14 +1,14 @@
 """Rewrites of Keras layers on the torch backend: the same layers with less memory traffic.
 
-Keras copies channels-last images into another order before it pools them, adds the bias of a
-convolution in its own pass, and under autocast that addition leaves half precision. Here
+Keras copies channels-last images into another order before it pools them. It adds the bias of a
+convolution in a separate pass, and under autocast that addition leaves half precision. Here
 
     Conv2D, Dense     call torch's operator with the bias inside
-    MaxPooling2D      pools the images as they lie
+    MaxPooling2D      pools the images in their own memory order
     ReLU -> 2x2 pool  becomes one pass over memory (relu_pool)
 
-Adding the bias inside rounds otherwise than adding it afterwards. The layers, their names, weights
-and configuration stay as they are: only their `call` is another while the model trains.
+Adding the bias inside the operator rounds differently. The layers, their names, weights and
+configuration stay as they are; only their `call` is replaced while the model trains.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _here = threading.local()
 
 @contextmanager
 def training_step() -> Iterator[None]:
-    """Only in here a layer may leave its ReLU to the pool behind it.
+    """Allow layers in the block to leave their ReLU to the pool after them.
 
-    Elsewhere someone may look at what the layer gives, as a callback with a model of features.
+    Elsewhere, code may read a layer's output, such as a callback with a model of features.
     """
     before = _is_step()
     _here.is_step = True
@@ -46,7 +46,7 @@ def _is_step() -> bool:
 
 
 def keras_calls(model: Any) -> dict[Any, Call]:
-    """The faster `call` of each layer that has one. Looks only; changes nothing."""
+    """Return the faster `call` of each layer that has one. Changes nothing."""
     calls: dict[Any, Call] = {}
     kinds, left_to_pools = _kinds(), set[Any]()
     for layer in model._flatten_layers():
@@ -62,8 +62,8 @@ def keras_calls(model: Any) -> dict[Any, Call]:
 
 
 def put_on(model: Any, calls: dict[Any, Call]) -> Callable[[], None]:
-    """Let the layers run their faster `call`; returns what undoes it."""
-    # Both past Keras' own __setattr__, which would track them as parts of the layer.
+    """Set the layers' faster `call`, and return a function that undoes it."""
+    # Both bypass Keras' own __setattr__, which would track them as parts of the layer.
     for layer, call in calls.items():
         vars(layer)["call"] = call
     uncast = [layer for layer in _passing_on(model) if layer.autocast]
@@ -116,7 +116,7 @@ def _conv(layer: Any, left_to_pools: Collection[Any]) -> Call | None:
     elif layer.padding == "valid":
         padding = [0, 0]
     else:
-        return None  # padded unevenly
+        return None  # uneven padding
 
     def call(inputs: torch.Tensor) -> torch.Tensor:
         outputs = F.conv2d(
@@ -169,7 +169,7 @@ def _value(variable: Any) -> torch.Tensor:
     return value
 
 
-# -- ReLU and the pool behind it -------------------------------------------------------------------
+# -- ReLU and the pool after it --------------------------------------------------------------------
 
 
 def _runs_its_graph(model: Any) -> bool:
@@ -182,7 +182,7 @@ def _runs_its_graph(model: Any) -> bool:
 def _pairs(model: Any, calls: dict[Any, Call]) -> Iterator[tuple[Any, Any]]:
     from keras import layers, tree
 
-    # Also what a model within the model gives.
+    # Includes the outputs of models within the model.
     graphs = [part for part in model._flatten_layers() if hasattr(part, "outputs")]
     outputs = tree.flatten([graph.outputs for graph in graphs])
     given = {id(output._keras_history.operation) for output in outputs}

@@ -1,10 +1,10 @@
-"""How Keras' optimizers step single rows of a table.
+"""Steps of single rows of a table by Keras' optimizers.
 
-Keras' formulas are not torch's (src/backend/torch/optimizers of Keras):
+Keras' formulas differ from torch's (src/backend/torch/optimizers of Keras):
 
-- Adam adds epsilon to the root before the squares are corrected, as if they were not.
+- Adam adds epsilon to the root of the uncorrected squares.
 - RMSprop and Adagrad add it to the squares, under the root.
-- The momentum of SGD and RMSprop has the learning rates of the past in it, and SGD's is subtracted.
+- The momentum of SGD and RMSprop contains past learning rates, and SGD's is subtracted.
 - Weight decay is decoupled in all of them.
 """
 
@@ -22,7 +22,7 @@ ROW_RULES = {
     "Adam": "adam", "AdamW": "adam", "SGD": "sgd", "RMSprop": "rmsprop", "Adagrad": "adagrad",
 }  # fmt: skip
 """By which rule of `flatout.kernels` rows of a table are stepped, by the optimizer's name."""
-# Where Keras has the state of a rule.
+# Names of Keras' lists that hold the state of a rule.
 _SLOTS = {
     "adam": ("_momentums", "_velocities"),
     "sgd": ("momentums", None),
@@ -32,7 +32,7 @@ _SLOTS = {
 
 
 class _Optimizer(Protocol):
-    """The `KerasOptimizer`, of which a rule asks this."""
+    """The parts of `KerasOptimizer` that a rule uses."""
 
     keras: Any
     by_rows: set[torch.Tensor]
@@ -45,7 +45,7 @@ class _Optimizer(Protocol):
 
 
 class KerasRule:
-    """By which an optimizer of Keras' steps one table.
+    """The rule by which a Keras optimizer steps one table.
 
     Attributes:
         name: one of `flatout.kernels.table_rows.RULES`.
@@ -61,16 +61,16 @@ class KerasRule:
 
     @property
     def epsilon(self) -> float:
-        """Adam's, which stands beside the root; that of others is in their steps."""
+        """Adam's epsilon, which is added to the root. Other rules have theirs in their steps."""
         return float(self._keras.epsilon) if self.name == "adam" else 0.0
 
     @property
     def decay(self) -> None:
-        """Keras' weight decay is decoupled from gradients."""
+        """None, because Keras' weight decay is decoupled from gradients."""
         return None
 
     def shares(self, other: Any) -> bool:
-        """Whether the steps of another table have the same numbers."""
+        """Return whether the steps of another table have the same numbers."""
         return (
             isinstance(other, KerasRule)
             and other._group is self._group
@@ -78,7 +78,7 @@ class KerasRule:
         )
 
     def state(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Keras' own variables: mean, momentum or sum, and the squares."""
+        """Return Keras' own variables: the mean, momentum or sum, and the squares."""
         first, second = (self._optimizer.slot(self._weight, name) for name in _SLOTS[self.name])
         slots = [slot for slot in (first, second) if slot is not None]
         if self._reader is not None and [*map(id, slots)] != [*map(id, self._watched)]:
@@ -89,11 +89,11 @@ class KerasRule:
         return first, second
 
     def count(self) -> int:
-        """Keras' count of steps, which goes on where the table has no gradient too."""
+        """Return Keras' step count, which also grows when the table has no gradient."""
         return int(self._keras._iterations.value)
 
     def step(self, count: int) -> Step:
-        """Its numbers are rounded as Keras' own step on torch rounds them."""
+        """Return the numbers of step `count`, rounded as in Keras' own step on torch."""
         keras = self._keras
         rate = torch.tensor(self._optimizer.rate_of(self._group), dtype=torch.float32)
         keep = float(1 - keras.weight_decay * rate) if self._decays else 1.0
@@ -111,25 +111,27 @@ class KerasRule:
         if self.name == "sgd":
             if not keras.momentum:
                 return step
-            # Keras' momentum is what is added to a weight.
+            # Keras' momentum is the amount that is added to a weight.
             return step._replace(rate=-1.0, scale=-step.rate, nesterov=bool(keras.nesterov))
         rho, rest = in_float32(keras.rho), in_float32(1 - keras.rho)
         step = step._replace(within=keras.epsilon, second=rho, second_rest=rest)
         return step._replace(rate=1.0, scale=step.rate) if keras.momentum else step
 
     def lower(self) -> None:
-        """Keras' tables are float32."""
+        """Return None: Keras' tables are float32."""
 
     def count_step(self) -> None:
-        """Keras counts, in the step of all other variables."""
+        """Do nothing: Keras counts in the step of all other variables."""
 
     def attach(self, reader: Reader) -> None:
-        """Keras leaves the table alone, and all that looks at its state calls the reader first."""
+        """Keep Keras from stepping the table, and call the reader before other reads of its
+        state.
+        """
         self._reader = reader
         self._optimizer.by_rows.add(self._weight)
 
     def detach(self) -> None:
-        """Keras steps it again."""
+        """Let Keras step the table again."""
         self._reader = None
         self._unwatch()
         self._optimizer.by_rows.discard(self._weight)

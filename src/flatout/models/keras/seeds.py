@@ -1,4 +1,4 @@
-"""What Keras draws from its seed generators."""
+"""The seeds of random numbers that Keras draws."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 
 @contextmanager
 def keras_seeds_moved(by: int) -> Iterator[None]:
-    """Within, this thread draws other numbers from seed generators; their states go on as in Keras.
+    """Add a number to the seeds that this thread draws in the block; seed states advance as in
+    Keras.
 
-    Every draw on the torch backend gets its seed from one function. What is drawn by a whole number
-    as its seed stays as it is.
+    Every draw on the torch backend gets its seed from one function. Draws with an integer as seed
+    stay the same.
 
     Args:
-        by: what is added to each seed, modulo 2**32.
+        by: the number added to each seed, modulo 2**32.
     """
     random: Any = sys.modules.get("keras.src.backend.torch.random")
     if random is None:

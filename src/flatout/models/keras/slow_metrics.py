@@ -1,11 +1,11 @@
-"""Metrics of Keras that take longer than the step they measure: timed, and fed less often.
+"""Keras metrics that take longer than the step they measure: timed, and updated less often.
 
-Some of Keras' metrics cost many small operators in each update whatever the batch (MeanIoU builds a
-confusion matrix). The first updates of every metric are timed beside the steps. A metric of Keras'
-own that takes more than half of what the rest of a step takes keeps the outputs from then on, and
-is updated with many batches at once, at the latest when someone reads it. Its result is the same
-to rounding, because these metrics add up sums over samples. A metric of the user's own is only
-named.
+Some of Keras' metrics run many small operators in each update, whatever the size of the batch
+(MeanIoU builds a confusion matrix). The first updates of every metric are timed along with the
+steps. If a metric of Keras' own takes more than half of the rest of a step, its inputs are kept
+from then on, and it is updated with many batches at once, at the latest when its result is read.
+The result is the same except for rounding, because these metrics add up sums over samples. A slow
+metric of the user's own is only reported.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 
-# Updates that are not looked at, since things are built in them, and updates that are.
+# _SKIPPED: first updates that are not timed, because things are built in them. _TIMED: updates that
+# are timed after them.
 _SKIPPED, _TIMED = 3, 5
 
 Update = Callable[..., Any]
 
 
 class SlowMetrics:
-    """Watch the compiled metrics of a model while it trains.
+    """Times the compiled metrics of a model in training, and updates slow ones less often.
 
     Args:
         metrics: built Keras metrics.
@@ -57,7 +58,7 @@ class SlowMetrics:
             vars(metric)["update_state"] = partial(self._timed, number)
 
     def step_begins(self) -> None:
-        """A forward begins: the time since the last one is a step's."""
+        """Note the begin of a forward: the time since the last one is the time of a step."""
         if len(self._steps) > _SKIPPED + _TIMED or not self._times:
             return
         now = self._clock()
@@ -68,18 +69,18 @@ class SlowMetrics:
             self._decide()
 
     def flush(self) -> None:
-        """Update the metrics with all that was kept."""
+        """Update the metrics with all kept inputs."""
         for number, kept in self._kept.items():
             if kept:
                 self._kept[number] = []
                 self._updates[number](*map(_joined, zip(*kept, strict=True)))
 
     def forget(self) -> None:
-        """Drop what was kept, as after a reset."""
+        """Drop the kept inputs, as after a reset."""
         self._kept = {number: [] for number in self._kept}
 
     def close(self) -> None:
-        """Give the metrics their own update back."""
+        """Update the metrics, and restore their own update method."""
         self.flush()
         for metric in self._metrics:
             vars(metric).pop("update_state", None)
@@ -117,7 +118,7 @@ class SlowMetrics:
         size = sum(part.nbytes for parts in kept for part in parts if part is not None)
         if kept and (size > self._kept_bytes or not _alike(kept[0], given)):
             self.flush()
-        # A copy: the source may write the next batch into the same memory.
+        # A copy, because the source may write the next batch into the same memory.
         copied = tuple(None if part is None else part.detach().clone() for part in given)
         self._kept[number].append(copied)
 

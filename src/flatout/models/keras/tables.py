@@ -1,4 +1,4 @@
-"""Keras' embeddings: their weights, how many rows they have, and whether rows are all they read."""
+"""Keras' embeddings: their weights, numbers of rows, and the check that only rows are read."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from flatout.models.keras.layers import modules_of
 
 
 def weight_of(layer: Any) -> torch.Tensor:
-    """The parameter that holds the rows of an embedding."""
+    """Return the parameter that holds the rows of an embedding."""
     value: torch.Tensor = layer._embeddings._value
     return value
 
 
 def set_rows(layer: Any, rows: int) -> None:
-    """Let an embedding know that its parameter has so many rows by now."""
+    """Set an embedding's number of rows after its parameter has changed."""
     layer.input_dim = rows
     set_shape(layer._embeddings)
 
 
 def set_shape(variable: Any) -> None:
-    """Let a variable know which shape its value has by now."""
+    """Set a variable's shape after its value has changed."""
     variable._shape = tuple(variable._value.shape)
 
 
 def look_at_ids(layer: Any) -> Callable[[], None]:
-    """Raise IndexError where an embedding is given ids that it has no rows for.
+    """Raise IndexError when an embedding gets ids without a row.
 
-    Keras itself takes negative ids as counted from the end, and 32 bits of int64 ids.
+    Keras itself counts negative ids from the end, and takes the lower 32 bits of int64 ids.
 
     Returns:
-        what ends that.
+        a function that ends the check.
     """
     end: Callable[[], None] = layer.register_forward_pre_hook(_look, with_kwargs=True).remove
     return end
@@ -49,11 +49,11 @@ def _look(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def why_whole(layer: Any, model: Any) -> str:
-    """What keeps the table of an embedding from being read by rows alone; "" where nothing does.
+    """Return the reason why the table of an embedding is not read only by rows, or "".
 
     Args:
         layer: an `Embedding`.
-        model: that it is in; who else has its variable is found there.
+        model: the model of the layer, in which other users of its variable are searched.
     """
     kind: Any = type(layer)
     own: Any = next(item for item in kind.__mro__ if item.__name__ == "Embedding")
