@@ -1,8 +1,8 @@
-"""What holds a script back, or endangers its result: a file per check.
+"""Checks of a script for problems that slow it down or endanger its result: one file per check.
 
-A check is a function of an Observation that gives its Findings. Where the signal that it needs
-could not be had, it raises NoSignal with the reason: it does not guess. Every file of this folder
-is imported here, by name, and registers its check.
+A check is a function of an Observation that returns Findings. If the signal that it needs is
+missing, it does not guess, but raises NoSignal with the reason. This file imports every file of
+the folder, by name, and each registers its check.
 """
 
 from importlib import import_module

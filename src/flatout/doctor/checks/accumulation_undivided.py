@@ -1,4 +1,4 @@
-"""Gradients of several batches are added up, each of a mean, and not divided by their number."""
+"""Check for mean losses of several batches that are added up without division by their number."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Optimizer
 
 _SCALED = ("SGD", "ASGD", "LBFGS")
-"""Optimizers whose step grows with the gradient; that of Adam and the like does not."""
+"""Optimizers whose step scales with the gradient; steps of Adam and similar ones do not."""
 
 _DECOUPLED = ("AdamW",)
-"""Optimizers whose decay is no part of the gradient."""
+"""Optimizers whose weight decay is not part of the gradient."""
 
 _SHARED = ("DistributedDataParallel", "FullyShardedDataParallel")
 """Wrappers that change gradients in each backward pass."""
@@ -19,7 +19,7 @@ _SHARED = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Whether losses that are means were added up over batches of the loader."""
+    """Report mean losses that were added up over batches of the loader."""
     losses = list(in_losses(observation, "undivided"))
     shared = {model.wrapper for model in observation.models} & {*_SHARED}
     if not losses and shared and any(item.backwards > 1 for item in observation.optimizers):
@@ -49,7 +49,7 @@ def _left_of_it(observation: Observation, optimizer: Optimizer | None, name: str
     if any(call.kind == "clip" for call in observation.calls):
         parts.append(f"it is clipped as if at 1/{many} of the limit")
     is_torchs = optimizer is not None and optimizer.kind.startswith("torch.optim.")
-    is_coupled = is_torchs and name not in _DECOUPLED  # Keras' own never are
+    is_coupled = is_torchs and name not in _DECOUPLED  # Keras' weight decay never is
     if optimizer and optimizer.options.get("weight_decay") and is_coupled:
         parts.append(f"decay counts 1/{many}")
     return f"; {name or 'the optimizer'} divides that out" + (

@@ -1,4 +1,4 @@
-"""An activation before max-pooling, where it would have a quarter of the work behind it."""
+"""Check for activations before max-pooling, which would cost a quarter after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.observe import Model, Observation
 
 @check()
 def look(observation: Observation) -> Iterator[Finding]:
-    """Which pairs could change places."""
+    """Report models with such a pair of layers, which could be swapped."""
     swappable = [model for model in models(observation) if model.pool_after]
     for model in swappable:
         cost = lane(observation, "forward", "backward")

@@ -1,4 +1,4 @@
-"""A loss is given what it would compute itself: softmax before cross_entropy, and its like."""
+"""Check for losses whose input has been through an activation that the loss applies itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WHY = {
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Which activations the graph has right before a loss that has its own."""
+    """Report activations right before a loss that applies its own."""
     for loss in in_losses(observation, "twice"):
         outer, inner = loss.detail["outer"], loss.detail["inner"]
         is_same = outer in ("cross_entropy", "log_softmax") and inner == "log_softmax"

@@ -1,4 +1,4 @@
-"""Batches are picked from tensors by advanced indexing."""
+"""Check for batches that are picked from tensors by advanced indexing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flatout.observe import Observation
 
 @check(edit=tensors.index_select, hooks=True)
 def look(observation: Observation) -> Findings:
-    """Which lines index a batch in most steps."""
+    """Report lines that index a batch in most steps."""
     for call in calls(observation, "index"):
         cost = cost_ms(observation, call)
         if not is_each_step(observation, call):
             continue
         takes = "" if cost is None else f" in {ms(cost)}"
-        # A mask, or what a model indexes within, is no batch; on a GPU it is not known.
+        # A mask, or indexing within a model, picks no batch. On a GPU this is unknown.
         is_batch = call.detail.get("rows") != []
         what = (
             f"advanced indexing picks each batch{takes}; index_select does the same on all cores"

@@ -1,4 +1,4 @@
-"""A recurrent layer or attention takes the samples of a batch for the places of a sequence."""
+"""Check for recurrent layers or attention that run over samples instead of sequence positions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from flatout.observe import Observation
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Layers that got batches of a loader that shuffles, or of texts whose targets are the next
-    tokens, with the samples where they take steps."""
+    """Report layers that run over the samples of a batch.
+
+    Evidence is that the loader shuffles, or that the targets are the next tokens.
+    """
     models(observation)
     told = set()
     for layer in observation.over_batch:
-        if layer.site in told:  # those of an encoder are called at one line
+        if layer.site in told:  # the layers of an encoder are called on one line
             continue
         told.add(layer.site)
         samples, places = layer.shape[:2]

@@ -1,4 +1,4 @@
-"""The batch is far below what memory holds, or beyond it."""
+"""Check for batches far smaller than memory allows, or too large for it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from flatout.observe import Observation, is_users
 from flatout.words import rounded
 
 _OUT = re.compile(r"out of memory|can't allocate memory|Unable to allocate|^MemoryError", re.M)
-"""How torch, numpy and Python say that there is none left."""
+"""Messages of torch, numpy and Python when memory runs out."""
 
 _PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 
 _ROOM = 4.0
-"""A batch so many times as large has to fit before it is told: memory is no end in itself."""
+"""Smallest factor of batch growth that is reported: free memory alone is no problem."""
 
 _SWAPPED_MB = 64.0
-"""Less than this the kernel moves to swap by itself, of what is not used."""
+"""Megabytes in swap up to which the kernel may have just moved out unused memory."""
 
 _SMALLER = (
     "a smaller batch with gradients accumulated over several, activation checkpointing "
@@ -29,7 +29,7 @@ _SMALLER = (
 
 @check()
 def look(observation: Observation) -> list[Finding]:
-    """Whether memory ran out; on a GPU, how much more would fit."""
+    """Report that memory ran out; on a GPU, also how much larger a batch could be."""
     if observation.ended == "failed" and _OUT.search(observation.error):
         last = next(line for line in reversed(observation.error.splitlines()) if line.strip())
         return [

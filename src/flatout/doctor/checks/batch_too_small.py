@@ -1,4 +1,4 @@
-"""A step takes as long whatever the batch: samples per second would rise with it."""
+"""Check for steps whose time does not depend on the batch: a larger one would raise throughput."""
 
 from __future__ import annotations
 
@@ -27,24 +27,30 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation, Site
 
 _COMPUTES = 0.5
-"""Share of a step that the model has to take: what input takes grows with the batch."""
+"""Smallest share of a step that the model has to take, since input time grows with the batch."""
 
 _FAST = 0.05
-"""Share of the steps that are faster than the one that counts: others wait for a CPU too."""
+"""Quantile of step times that counts: slower steps also wait for a CPU."""
 
 _ROOM = 5
-"""A batch so many times as large has to be one of calls still, and not of arithmetic."""
+"""Factor by which a batch could grow while calls still take longer than arithmetic."""
 
 _PART, _FEWEST = 0.6, 4
-"""A last batch is told apart where it is no larger a part of a whole one, so many of them."""
+"""Conditions to compare last batches with whole ones.
+
+_PART: largest size of a last batch relative to a whole one; _FEWEST: fewest such batches.
+"""
 
 _AS_LONG = 0.9
-"""A step of the smaller batch over one of the whole, from which on both take as long."""
+"""Ratio of step times, smaller batch over whole batch, from which on both count as equally long."""
 
 
 @check()
 def look(observation: Observation) -> list[Finding]:
-    """Whether the step's time depends on its samples: by the last batches, else by its FLOP."""
+    """Report that step time hardly depends on the number of samples.
+
+    The evidence is the time of the last batches of epochs, otherwise the step's FLOP.
+    """
     whole = step_ms(observation)
     if observation.world_size > 1:
         raise NoSignal("what the ranks wait for one another is a part of each step")

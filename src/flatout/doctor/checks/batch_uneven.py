@@ -1,4 +1,4 @@
-"""The batch does not divide by the devices: some get more samples than others, in each step."""
+"""Check for batches that do not divide evenly over the devices, in each step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Site
 
 _UNEVEN = 1.1
-"""The largest part over the smallest from which on it is told."""
+"""Smallest ratio of the largest part to the smallest that is reported."""
 
 
 @rank_check()
 def look(observations: Sequence[Observation]) -> Findings:
-    """Whether the parts of a batch that devices get, or ranks, are of different sizes."""
+    """Report that the devices or ranks get parts of different sizes."""
     first = observations[0]
     wrapped = [model for model in models(first) if model.wrapper == "DataParallel"]
     if wrapped:

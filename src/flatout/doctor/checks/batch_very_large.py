@@ -1,4 +1,4 @@
-"""The global batch is larger than what the usual recipes were tried with."""
+"""Check for global batches larger than those of published recipes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
 _SGD = (8_192, 156)
-"""Samples of the largest batch, and steps that an epoch then had (Goyal et al. 2017)."""
+"""Largest batch in samples, and its steps per epoch, with SGD (Goyal et al. 2017)."""
 
 _LAYERWISE = (32_768, 39)
-"""With LARS or LAMB (You et al. 2017, 2020)."""
+"""The same with LARS or LAMB (You et al. 2017, 2020)."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether a step has more samples, and an epoch fewer steps, than anyone reports."""
+    """Report steps with more samples, and epochs with fewer steps, than published ones."""
     step_ms(observation)
     at_once = samples_per_call(observation)
     if at_once is None:
@@ -55,5 +55,5 @@ def _is_layerwise(observation: Observation) -> bool:
 def _steps_per_epoch(loader: Loader, batch: int, ranks: int) -> float:
     if loader.length is None:
         raise NoSignal("how many samples an epoch has was not seen")
-    copies = 1 if loader.is_distributed else ranks  # else each rank goes through all of them
+    copies = 1 if loader.is_distributed else ranks  # without a sampler each rank reads all samples
     return loader.length * copies / batch

@@ -1,4 +1,4 @@
-"""Autocast around a model so small that the casts cost more than bf16 saves."""
+"""Check for autocast around a model so small that the casts cost more than bf16 saves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether a model under autocast takes its time for anything but arithmetic."""
+    """Report models under autocast that spend little of their time on arithmetic."""
     cast = [model for model in models(observation) if model.autocast and not model.has_convolutions]
     if is_gpu(observation) or not cast:
         return

@@ -1,4 +1,4 @@
-"""Samples are kept in memory as they are read, and all of them will not fit."""
+"""Check for samples that a dataset caches as they are read, and that will not all fit in memory."""
 
 from __future__ import annotations
 
@@ -12,31 +12,40 @@ from flatout.measure import grows_steadily
 from flatout.observe import Loader, Observation
 
 _POINTS = 5
-"""Fewer measurements are no line."""
+"""Fewest measurements of memory for a line through them."""
 
 _STRAIGHT, _STRAIGHT_KEPT = 0.9, 0.7
-"""How well memory has to follow the steps: their correlation. Heaps grow in stairs of 16 MB. It may
-be less where the dataset was seen to keep an entry for each sample."""
+"""Smallest correlation between memory and steps that counts as steady growth.
+
+It is less than 1, since heaps grow in stairs of 16 MB. _STRAIGHT_KEPT: the same for a dataset that
+was observed to keep an entry for each sample.
+"""
 
 _STAIRS_MB = 16.0
-"""Higher stairs are jumps, as where images become larger, unless the dataset was seen to keep an
-entry for each sample."""
+"""Largest stair in memory that counts as steady growth; larger ones are jumps, as of image sizes.
+
+Datasets that were observed to keep an entry for each sample are exempt.
+"""
 
 _LEAST_MB = 32.0
-"""Less growth than this is the allocator's own."""
+"""Least growth of memory in megabytes that is not the allocator's own."""
 
 _LIKE_A_SAMPLE = (0.7, 2.0)
-"""Bytes by which memory grows with each sample, over the sample's own, where it is what grows:
-objects and containers come on top, and what was read before may be read again."""
+"""Range for growth of memory per sample, relative to the size of a sample, if samples are kept.
+
+Objects and containers add to it, and samples that are read again subtract from it.
+"""
 
 _KEPT = 0.7
-"""Entries that a dataset keeps of each sample, where it keeps samples. Then memory may grow by any
-factor: small samples that stay between large tensors that go leave holes in the heap."""
+"""Entries per sample from which on a dataset counts as one that keeps samples.
+
+Then memory may grow by any factor: small samples that stay leave holes between freed large tensors.
+"""
 
 
 @check()
 def look(observation: Observation) -> list[Finding]:
-    """Whether memory grows by each sample that is read, and where that leads."""
+    """Report that memory grows with each sample read, and would exceed the free memory."""
     loaders = [loader for loader in training_loaders(observation) if not loader.is_iterable]
     if not loaders:
         return []

@@ -1,4 +1,4 @@
-"""A call whose value is not used takes time in each step, such as a tracker's statistics."""
+"""Check for costly calls with unused results in each step, such as a tracker's statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EVERY_STEPS = 50
 
 @check(edit=loops.call_less)
 def look(observation: Observation) -> Findings:
-    """Which calls steps are shorter without, and learn the same."""
+    """Report calls without which steps are shorter and learn the same."""
     if not observation.left_out:
         if not observation.lines:
             raise NoSignal("the lines that steps spend their time in were not seen")

@@ -1,4 +1,4 @@
-"""The model is called twice for one result."""
+"""Check for models that are called twice for one result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAST = 8
 
 @check(lane="forward")
 def look(observation: Observation) -> Findings:
-    """Calls like the call before: the same input, weights and random state, in the same step."""
+    """Report calls that repeat the previous one: same input, weights, random state and step."""
     if not any(model.repeats_of >= _LEAST for model in models(observation)):
         raise NoSignal("too few calls of the model were seen in training")
     for model in observation.models:

@@ -1,4 +1,4 @@
-"""Convolutions compute on images whose channels do not lie together."""
+"""Check for convolutions on images whose channels are not adjacent in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.observe import Model, Observation
 
 @check(edit=channels_last)
 def look(observation: Observation) -> Findings:
-    """Which models with two-dimensional convolutions are not in channels_last."""
+    """Report models with two-dimensional convolutions that are not in channels_last."""
     convolutional = [model for model in models(observation) if _convolves_images(model)]
     if not convolutional:
         return

@@ -1,4 +1,4 @@
-"""What a check is, and how it registers itself."""
+"""The type of checks, and how they are registered."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Findings: TypeAlias = Iterable[Finding]
 Write: TypeAlias = Callable[[FoundAt], list[Edit]]
 
 COMPILES = "the script compiles, and this check cannot see into compiled code"
-"""The reason of a NoSignal for code that torch compiles."""
+"""Reason of a NoSignal for code that torch compiles."""
 
 
 class NoSignal(Exception):
-    """What a check needs was not seen, and why."""
+    """Raised with the reason when an observation lacks the facts that a check needs."""
 
 
 class Check(NamedTuple, Generic[Observed]):
-    """One pitfall.
+    """One check, for one pitfall.
 
     Attributes:
-        name: of the check's file, of its page, and of its script in the corpus.
-        look: gives what it finds in one rank, or in the ranks of one machine, in order; raises
+        name: name of the check's file, of its page, and of its script in the corpus.
+        look: returns the findings of one rank, or of all ranks of a machine in order; raises
             NoSignal.
-        edit: writes its cure as changes of the user's code, where that can be done.
-        lane: the only lane that its cures change; "" for any other.
+        edit: writes the cure as changes of the user's code; None if that is not possible.
+        lane: the only lane that the cures change; "" for any other.
     """
 
     name: str
@@ -42,13 +42,19 @@ class Check(NamedTuple, Generic[Observed]):
 
 CHECKS: list[Check[Observation]] = []
 RANK_CHECKS: list[Check[Sequence[Observation]]] = []
-"""Those that need to see all ranks of a machine, one rank included."""
+"""Checks of all ranks of a machine together; also used with one rank."""
 
 
 def check(
     *, edit: Write | None = None, lane: str = "", hooks: bool = False
 ) -> Callable[[Callable[[Observation], Findings]], Callable[[Observation], list[Finding]]]:
-    """Register a function of an Observation as the check that its file is named after."""
+    """Register a function of an Observation as the check that its file is named after.
+
+    Args:
+        edit: as for Check.
+        lane: as for Check.
+        hooks: True if the check needs hooks that do not see compiled code.
+    """
     if not hooks:
         return partial(_register, CHECKS, edit, lane)
     return lambda look: _register(CHECKS, edit, lane, _unless_compiled(look))
@@ -70,7 +76,7 @@ def rank_check(
 ) -> Callable[
     [Callable[[Sequence[Observation]], Findings]], Callable[[Sequence[Observation]], list[Finding]]
 ]:
-    """Registers a function of the Observations of all ranks."""
+    """Register a function of the Observations of all ranks as a check."""
     return partial(_register, RANK_CHECKS, edit, "")
 
 

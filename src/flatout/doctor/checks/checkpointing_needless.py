@@ -1,4 +1,4 @@
-"""Parts of forward are computed again in backward, though memory has room for what that saves."""
+"""Check for needless activation checkpointing: memory has room for the activations."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _MOST_HELD = 0.8
-"""Of a GPU's memory, with what forward would keep: fragments need the rest."""
+"""Largest share of a GPU's memory in use without checkpointing; fragmentation needs the rest."""
 
 
 @check(edit=removed.checkpointing)
 def look(observation: Observation) -> Findings:
-    """Whether what forward would keep without checkpointing fits into the memory that is free."""
+    """Report checkpointing whose saved activations would fit into free memory."""
     made = calls(observation, "checkpoint")
     if not made:
         return

@@ -1,4 +1,4 @@
-"""Validation holds classes that training has no sample of."""
+"""Check for classes in the validation data that the training data lacks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _SHARE, _SAMPLES = 0.1, 10
-"""Of what is evaluated: rare classes may be in it alone by chance."""
+"""Least share and number of evaluated samples with such classes; rare ones occur by chance."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Labels that datasets hold, as far as the model is to tell their classes."""
+    """Report classes that only evaluated datasets have, among those that the model predicts."""
     told = _told(observation)
     for loader in observation.loaders:
         classes, samples = loader.unseen_classes or ([], 0)

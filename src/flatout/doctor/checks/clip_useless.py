@@ -1,4 +1,4 @@
-"""Gradients are clipped when it is too late, or too early."""
+"""Check for gradients that are clipped too late or too early."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Call, Observation
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Calls after the step that has used the gradients, or while a scaler has them multiplied."""
+    """Report clipping after the step, or while a scaler has the gradients multiplied."""
     clips = calls(observation, "clip")
     if clips and not any(optimizer.backwards for optimizer in observation.optimizers):
         raise NoSignal("gradients are not made by backward()")

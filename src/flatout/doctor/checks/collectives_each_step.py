@@ -1,4 +1,4 @@
-"""Ranks wait for one another oftener than they need: many small sums in a step, or one to show."""
+"""Check for needless waits between ranks: many small collectives per step, or one just to log."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Call, Observation
 
 _SEVERAL = 1.5
-"""Calls of a line in a step, from which on they could be one."""
+"""Calls of a line per step from which on they could be merged into one."""
 
 _BUCKET = 1 << 20
-"""Bytes of a call from which on sending takes the time, not calling: torch's own first bucket."""
+"""Largest bytes of a call whose cost is the call, not the transfer: torch's own first bucket."""
 
 _FEW = 1 << 16
-"""Bytes of what is no gradient of a model."""
+"""Most bytes of a single value to log, which is no gradient of a model."""
 
 
 @rank_check()
 def look(observations: Sequence[Observation]) -> Findings:
-    """Lines that share little between ranks in most steps, by the rank that waits least there:
-    the others also wait for that one."""
+    """Report lines with small collectives in most steps.
+
+    Of each line the rank that waits least counts, since the other ranks wait for that rank.
+    """
     if not has_peers(observations):
         return
     by_line: dict[tuple[str, str], list[tuple[float, Observation, Call]]] = {}
@@ -62,7 +64,7 @@ def _several(observation: Observation, call: Call, name: str, cost: float) -> Fi
         "for gradients during backward",
         where=str(call.site),
         cost_ms=returned,
-        is_estimate=True,  # ranks wait for the slowest one in each call
+        is_estimate=True,  # each call also waits for the slowest rank
         parity="rounding",
     )
 

@@ -1,4 +1,4 @@
-"""The process has made contexts on GPUs on which it computes nothing."""
+"""Check for contexts on GPUs that the process does not use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.words import counted
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether there are contexts on GPUs where torch has never held a byte."""
+    """Report contexts on GPUs where torch has never allocated memory."""
     if observation.gpu_memory_mb is None:
         raise NoSignal("torch computes on no GPU here")
     empty = [gpu for gpu, megabytes in observation.gpu_memory_mb.items() if not megabytes]

@@ -1,4 +1,4 @@
-"""A model, a state or a table is copied by copy.deepcopy, which makes everything in it again."""
+"""Check for frequent copies by copy.deepcopy, which recreates every object of a model or state."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Site
 
 _OFTEN = 0.2
-"""Share of the steps from which on copies come too often to be those of the best epoch."""
+"""Share of steps from which on copies are too frequent to be those of the best epoch."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Which lines spend a share of the steps in copy.deepcopy."""
+    """Report lines that take much time with copy.deepcopy."""
     seen = calls(observation, "deepcopy")
     if not (seen or observation.lines):
         raise NoSignal("the lines that steps spend their time in were not seen")

@@ -1,4 +1,4 @@
-"""Batches lie in pinned memory, and the host waits for each copy to the GPU all the same."""
+"""Check for copies from pinned memory to the GPU for which the host waits nevertheless."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from flatout.observe import Observation
 
 @check(edit=devices.do_not_block)
 def look(observation: Observation) -> Findings:
-    """Which lines copy from pinned memory without non_blocking, in most steps."""
+    """Report lines that copy from pinned memory without non_blocking, in most steps."""
     result = calls(observation, "to_device")
-    # What a loader pins is new in each batch: no one writes to it while it is copied.
+    # Pinned batches of a loader are new memory each: nothing overwrites them during the copy.
     if not is_gpu(observation) or not any(
         loader.in_training and loader.pin_memory for loader in observation.loaders
     ):

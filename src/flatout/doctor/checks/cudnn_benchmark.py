@@ -1,4 +1,4 @@
-"""cuDNN guesses its algorithms, although all batches have one shape."""
+"""Check for cuDNN algorithms chosen by heuristics, although all batches have one shape."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
 
 _OF_ONE_SHAPE = 0.95
-"""Share of the batches that one shape has where only the last of an epoch is another."""
+"""Smallest share of batches with the most frequent shape; an epoch's last batch may differ."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether convolutions on a GPU always get the same shape, and nothing was measured for it."""
+    """Report convolutions on a GPU that always get one shape, without benchmarking."""
     convolutional = [model for model in models(observation) if model.has_convolutions]
     if not is_gpu(observation) or not convolutional:
         return

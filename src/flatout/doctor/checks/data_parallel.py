@@ -1,4 +1,4 @@
-"""nn.DataParallel: one process drives several GPUs, and copies the model to them in each step."""
+"""Check for nn.DataParallel: one process drives all GPUs and copies the model in each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Which models are wrapped in it."""
+    """Report models that are wrapped in DataParallel."""
     made = [call.site for call in calls(observation, "data_parallel")]
     for model in models(observation):
         if model.wrapper == "DataParallel":

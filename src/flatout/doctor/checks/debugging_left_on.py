@@ -1,4 +1,4 @@
-"""What was switched on for debugging, for all of torch, is still on."""
+"""Check for global debugging modes of torch that are still on."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _WORDS = {
 }
 
 _SHARES = {"detect_anomaly": 1.0, "float64": 0.5}
-"""Of forward and backward, what switching it off can return: twice the bytes take twice as long."""
+"""Share of forward and backward saved without the mode; float64 moves twice the bytes."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """What was on when backward was called first, with the line that switched it on."""
+    """Report modes that were on at the first backward, with the line that switched them on."""
     if observation.switched_on is None:
         raise NoSignal("no backward pass was seen")
     sites = {call.detail.get("name"): call.site for call in calls(observation, "switch")}

@@ -1,4 +1,4 @@
-"""The same samples are decoded again in each epoch, though all of them would fit in memory."""
+"""Check for samples that are decoded again in each epoch, though all would fit in memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
 _MUCH = 0.2
-"""Share of the loader's time from which on decoding is worth a cache."""
+"""Smallest share of the loader's time for which decoding is worth a cache."""
 
 
 @check(lane="input")
 def look(observation: Observation) -> Findings:
-    """Whether decoding costs, and what it gives fits."""
+    """Report costly decoding whose results would fit in memory."""
     for loader in training_loaders(observation):
         if share(observation, lane(observation, "input")) < HUNGRY:
             continue

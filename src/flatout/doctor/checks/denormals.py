@@ -1,4 +1,4 @@
-"""Numbers too small for full precision, with which a CPU computes many times slower."""
+"""Check for denormal numbers, with which a CPU computes many times slower."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation, Optimizer
 
 _MANY = 0.01
-"""Share of a tensor's numbers: an operator takes a hundred times as long for each of them."""
+"""Smallest share of a tensor's numbers: an operator takes a hundred times as long for each."""
 
 
 @check()
 def look(observation: Observation) -> list[Finding]:
-    """Whether a tensor that is computed with has many, on a CPU that does not flush them."""
+    """Report tensors with many denormals, on a CPU that does not flush them to zero."""
     if is_gpu(observation):
         return []
     trained = models(observation)
     if all(model.subnormal_share is None for model in trained):
         raise NoSignal("the numbers of the model were not looked at")
-    # A step of the optimizer alone computes with its moments.
+    # A step of the optimizer alone computes with the optimizer's moments.
     findings = [
         *_finding(observation, trained, "the model", ("forward", "backward", "optimizer")),
         *_finding(observation, observation.optimizers, "the optimizer", ("optimizer",)),
     ]
-    return findings[:1]  # one setting cures all
+    return findings[:1]  # the same setting cures both
 
 
 def _finding(

@@ -1,4 +1,4 @@
-"""torch.cuda.empty_cache() in each step."""
+"""Check for torch.cuda.empty_cache() in each step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flatout.observe import Observation
 
 @check(edit=removed.empty_cache)
 def look(observation: Observation) -> Findings:
-    """Which lines give the cached memory back in most steps. Without a GPU that does nothing."""
+    """Report lines that empty the CUDA cache in most steps. Without a GPU the call does nothing."""
     for call in calls(observation, "empty_cache"):
         own = cost_ms(observation, call)
         if not is_each_step(observation, call):
             continue
-        # Memory that was given back is asked for again in forward and backward.
+        # Forward and backward allocate the returned memory again.
         cost = (own or 0.0) + (
             lane(observation, "forward", "backward") if is_gpu(observation) else 0.0
         )

@@ -1,4 +1,4 @@
-"""eval() is missing before a validation."""
+"""Check for validation without eval()."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.observe import Model, Observation
 def _draws_only(observation: Observation, model: Model) -> bool:
     is_one_of_several = len(observation.models) > 1 and len(observation.optimizers) > 1
     has_dropout = any("Drop" in layer for layer in model.layers)
-    # What is called as a whole each time, such as noise that stays the same, is no data set.
+    # A model called on the same whole input each time, such as fixed noise, is not on a data set.
     held_out = [item for item in observation.inputs if not item.in_training]
     is_on_data = any((item.length or 0) > (item.batch_size or 0) for item in held_out)
     return is_one_of_several and not has_dropout and not is_on_data
@@ -20,8 +20,10 @@ def _draws_only(observation: Observation, model: Model) -> bool:
 
 @check(edit=evaluation.eval_first, hooks=True)
 def look(observation: Observation) -> Findings:
-    """Where a model is evaluated in train mode, though that changes what it computes, or drops
-    in either mode."""
+    """Report models that are evaluated in train mode, if that changes their results.
+
+    Also reported are functional dropouts that do not follow the mode.
+    """
     for model in models(observation):
         if model.evaluated_in_train_mode:
             draws = _draws_only(observation, model)

@@ -1,4 +1,4 @@
-"""Evaluation builds graphs that no backward will use."""
+"""Check for evaluation that builds graphs which no backward will use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flatout.observe import Model, Observation
 
 @check(edit=evaluation.no_grad, lane="evaluation")
 def look(observation: Observation) -> list[Finding]:
-    """Where a model is evaluated with gradients enabled."""
-    # In a time-lapse it was seen, but not how long it takes.
+    """Report models that are evaluated with gradients enabled."""
+    # Evaluations in a shortened epoch are observed, but not timed.
     evaluation = observation.lanes_ms.get("evaluation") or None
     return [
         _finding(model, evaluation) for model in models(observation) if model.evaluated_with_grad

@@ -1,4 +1,4 @@
-"""One model goes through all folds of a cross-validation."""
+"""Check for one model that is trained on all folds of a cross-validation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Models that are older than the loop over the folds, where nothing sets their weights back."""
+    """Report models made before the loop over the folds and never reset in it."""
     models(observation)
     for item in observation.shared_folds:
         yield Finding(

@@ -1,4 +1,4 @@
-"""All is computed in fp32, though the device has units for bf16."""
+"""Check for fp32 computation on a device with units for bf16."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
 
 _FASTER = {"AMX-bf16": 16.0, "AVX512-bf16": 2.0, "Arm bf16": 4.0, "GPU": 16.0}
-"""How many times the peak of bf16 is that of fp32 on such units, at most."""
+"""Largest ratio of peak FLOP rates, bf16 over fp32, by the kind of units."""
 
 _CORE_RATE = 50e9
-"""FLOP per second that a core with such units reaches at least in fp32, in large products."""
+"""Least FLOP per second of a core with such units in large fp32 products."""
 
 
 @check(edit=autocast)
 def look(observation: Observation) -> Findings:
-    """Whether a model without autocast computes in fp32 where bf16 units stand idle."""
+    """Report models without autocast that compute in fp32 while bf16 units are unused."""
     trained = models(observation)
     if any("16" in dtype for optimizer in observation.optimizers for dtype in optimizer.dtypes):
         return
@@ -53,7 +53,7 @@ def look(observation: Observation) -> Findings:
                 "torch.bfloat16): around forward and loss; often only together with channels_last",
                 where=at(model.site),
                 cost_ms=cost,
-                is_estimate=True,  # other kernels run, which may be better in other ways
+                is_estimate=True,  # other kernels run, which may be faster for other reasons
                 parity="rounding",
                 recipe={"compute.precision": "bf16"},
             )

@@ -1,4 +1,4 @@
-"""What is meant to freeze parameters does nothing, and they train."""
+"""Check for attempts to freeze parameters that have no effect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation, Unfrozen
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Attributes set to False that torch does not read, on what an optimizer steps."""
+    """Report attributes set to False that torch does not read, on parameters of an optimizer."""
     models(observation)
     for item in observation.unfrozen:
         yield Finding(

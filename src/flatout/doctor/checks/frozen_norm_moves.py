@@ -1,4 +1,4 @@
-"""BatchNorm layers whose weights are frozen go on learning their statistics."""
+"""Check for BatchNorm layers with frozen weights that still update their running statistics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Layers that were in training when an optimizer stepped, without a parameter that trains."""
+    """Report frozen BatchNorm layers that were in train mode when an optimizer stepped."""
     for model in models(observation):
         if names := model.moving_norms:
             yield Finding(

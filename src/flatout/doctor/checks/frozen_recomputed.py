@@ -1,4 +1,4 @@
-"""Leading layers that are not trained compute the same in each epoch."""
+"""Check for frozen leading layers, which compute the same in each epoch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Whether frozen leading layers, or a frozen module before the model, take much of a step."""
+    """Report frozen leading layers, or frozen modules before the model, that take much time."""
     for backbone in observation.backbones:
         if is_worth(observation, backbone.ms):
             name = backbone.kind.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Python's garbage collector stops the step."""
+"""Check for pauses of a step by Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Call, Observation
 
 _SEVERAL = 3
-"""Steps with collections, at least: a late import asks for many in one, and never again."""
+"""Fewest steps with collections: a late import causes many in one step, and none later."""
 
 
 @check(edit=removed.collect)
 def look(observation: Observation) -> list[Finding]:
-    """Whether collections take time, asked for by the script in each step or by themselves."""
+    """Report collections that take much time, either requested in each step or automatic."""
     asked = [
         call
         for call in calls(observation, "gc")
@@ -53,7 +53,7 @@ def _finding(what: str, do: str, where: str, cost: float | None) -> Finding:
         do=do,
         where=where,
         cost_ms=cost,
-        # A collection walks over all objects, which empties the caches for the step after it.
+        # A collection visits all objects, which evicts the CPU's caches before the next step.
         is_estimate=True,
         parity="bit-identical",
         recipe={"script.garbage": "scheduled"},

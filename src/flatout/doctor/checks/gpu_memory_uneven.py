@@ -1,4 +1,4 @@
-"""One GPU of the job holds much more memory than the others."""
+"""Check for one GPU of the job that holds much more memory than the others."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _MUCH_MORE = 1.5
-"""Of what the others hold, from which on the fullest decides how large a batch can be."""
+"""Ratio to the other GPUs' memory from which on the fullest one limits the batch size."""
 
 _LEAST_MB = 512
-"""What it must hold beyond them."""
+"""Least megabytes that the fullest GPU holds more than the other GPUs."""
 
 
 @rank_check()
 def look(observations: Sequence[Observation]) -> Findings:
-    """Whether the peaks of all ranks, added up by GPU, differ much."""
+    """Report that the sums of all ranks' peaks differ much between GPUs."""
     used_mb: dict[str, dict[int, float]] = {}
     for rank in observations:
         if rank.gpu_memory_mb is None:

@@ -1,4 +1,4 @@
-"""A GPU is there, and the job computes without it."""
+"""Check for a usable GPU that the job does not use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether the model trains on the CPU beside a GPU that torch could use."""
+    """Report a model that trains on the CPU of a machine with a GPU that torch could use."""
     if observation.gpus is None:
         raise NoSignal("which GPUs there are was not seen")
     step_ms(observation)

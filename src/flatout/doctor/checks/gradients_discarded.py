@@ -1,4 +1,4 @@
-"""Gradients of most batches are zeroed before a step has used them."""
+"""Check for gradients that are zeroed before a step has used them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Where several batches go into a step, and each zeroes the gradients of the one before."""
+    """Report steps over several batches, each of which zeroes the previous batch's gradients."""
     if not observation.optimizers:
         raise NoSignal("no optimizer was seen")
     for optimizer in observation.optimizers:

@@ -1,4 +1,4 @@
-"""Backward computes gradients that no optimizer uses, or that another loss's step uses."""
+"""Check for gradients that no optimizer uses, or that another loss's step uses."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Site, UnusedGradients
 
 _LEAST = 2
-"""Backward passes after which nothing is said yet."""
+"""Fewest backward passes for a conclusion."""
 
 _WEIGHTS = 0.5
-"""Of the backward of layers that the gradient has to pass through, what is left out without the
-gradients of their weights."""
+"""Share of a layer's backward time that the gradients of its weights take.
+
+It is saved in layers that only pass the gradient on.
+"""
 
 
 @check(lane="backward")
 def look(observation: Observation) -> Findings:
-    """Whether a loss reaches what its optimizer does not step, and to which end."""
+    """Report losses whose gradients reach parameters that their optimizer does not step."""
     if observation.gradient_uses < _LEAST and _has_several(observation):
         raise NoSignal("no backward pass was followed to the step that uses its gradients")
     for item in observation.unused_gradients:

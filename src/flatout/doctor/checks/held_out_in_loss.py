@@ -1,4 +1,4 @@
-"""The loss of a graph is taken over the nodes that are held out, too."""
+"""Check for a graph's loss over nodes that are held out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Targets of nodes that a mask or numbers of the script's hold out."""
+    """Report losses over nodes that a mask or index of the script holds out."""
     if not observation.loss_looks:
         raise NoSignal("no loss was seen")
     for item in observation.held_out_nodes:

@@ -1,4 +1,4 @@
-"""What is kept of all steps is put together again in each."""
+"""Check for a history of all steps that is copied or traversed again in each step."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from flatout.observe import Growing, Observation
 from flatout.words import duration
 
 _LOOKED = 18
-"""After fewer steps nothing was looked at."""
+"""Steps after which growth has been measured."""
 
 _SOME = 10_000
-"""Steps for which costs are told where the length of the run is not known."""
+"""Steps for which the cost is reported if the length of the run is unknown."""
 
 _COPIED, _LARGE = 4e9, 1 << 20
-"""Bytes a second that one core copies in memory; from so many bytes on its own time says it."""
+"""_COPIED: bytes per second that one core copies; _LARGE: bytes from which on a copy is timed."""
 
 _OF_NUMBER_S = 3e-8
 """Seconds that numpy takes for a number of a Python list."""
 
 _OF_PIECE_S = 3e-7
-"""Seconds that torch or numpy takes for each tensor or array of those which it puts together."""
+"""Seconds that torch or numpy takes for each tensor or array that it concatenates."""
 
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Lines whose result is longer by as much with each step: their time grows likewise."""
+    """Report lines whose result grows equally with each step, and so does their time."""
     if observation.steps < _LOOKED:
         raise NoSignal("too few steps were seen for something to grow")
     for history in observation.growing:
@@ -49,7 +49,7 @@ def look(observation: Observation) -> Findings:
             else "append to a list, and put it together once, where it is read",
             where=at(history.site),
             cost_ms=max(now, mean),
-            is_estimate=True,  # it goes on growing
+            is_estimate=True,  # the cost goes on growing
             parity="bit-identical",
         )
 

@@ -1,4 +1,4 @@
-"""A tensor goes from the GPU to the host and back within a step."""
+"""Check for tensors that are copied from the GPU to the host and back within a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Call, Observation
 
 @check()
 def look(observation: Observation) -> list[Finding]:
-    """Which lines bring back, in most steps, what came to the host in the same step."""
+    """Report lines that in most steps copy back a tensor which came to the host in that step."""
     round_trips = [
         call for call in calls(observation, "round_trip") if is_each_step(observation, call)
     ]
@@ -31,6 +31,6 @@ def _finding(observation: Observation, call: Call, cost: float | None) -> Findin
         "with torch",
         where=str(call.site),
         cost_ms=cost,
-        is_estimate=True,  # the wait for the GPU on the way here is not in it
+        is_estimate=True,  # without the wait for the GPU at the copy to the host
         parity="bit-identical",
     )

@@ -1,4 +1,4 @@
-"""Values are fetched from the device in each step: .item(), .tolist(), .cpu(), .numpy()."""
+"""Check for values fetched from the device in each step: .item(), .tolist(), .cpu(), .numpy()."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _DISTRIBUTION = re.compile(
     r"\.i?cdf\(|\.log_prob\(|\b(Normal|LogNormal|Categorical|Bernoulli|Beta|Gamma|Uniform|Laplace"
     r"|Multinomial|Dirichlet|MultivariateNormal|Independent|TransformedDistribution)\("
 )
-"""What torch.distributions asks about each argument, unless it is told not to."""
+"""Calls of torch.distributions that validate their arguments, unless validate_args is False."""
 
 
 @check(edit=tensors.read_later, lane="item")
 def look(observation: Observation) -> list[Finding]:
-    """Which lines wait for the device in most steps."""
+    """Report lines that wait for the device in most steps."""
     return [
         _finding(
             observation,

@@ -1,4 +1,4 @@
-"""Training goes through the classes one after the other."""
+"""Check for training on one class after the other."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from flatout.doctor.finding import Finding
 from flatout.observe import InLoss, Loader, Observation
 
 _BATCHES = 6
-"""Fewer batches that were looked at say nothing of all."""
+"""Fewest observed batches for a conclusion."""
 
 _PURE = 0.75
-"""Share of the batches of a single class from which on the order is by class."""
+"""Share of batches with a single class from which on the order is by class."""
 
 _DO = "DataLoader(..., shuffle=True), or torch.randperm in each epoch"
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether the labels lie sorted and are taken so, or most batches have a single class."""
+    """Report labels that are sorted and read in order, or batches that mostly have one class."""
     loaders = [
         loader
         for loader in observation.loaders

@@ -1,4 +1,4 @@
-"""The last batch of an epoch has so few samples that BatchNorm cannot take statistics."""
+"""Check for a last batch with too few samples for the statistics of BatchNorm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.observe import Loader, Observation
 
 @check(edit=arguments.drop_last)
 def look(observation: Observation) -> Findings:
-    """Whether a batch of one sample meets BatchNorm in training."""
+    """Report batches of one sample in the training of a model with BatchNorm."""
     if not has_batch_norm(models(observation)):
         return
     for loader in training_loaders(observation):

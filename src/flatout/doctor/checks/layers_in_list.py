@@ -1,4 +1,4 @@
-"""Layers lie in a plain list or dict: no one knows of their parameters."""
+"""Check for layers in a plain list or dict, whose parameters are not registered."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Parameters that the loss reaches, in lists of a model that is called, and in no optimizer."""
+    """Report parameters with gradients in lists of a called model that no optimizer has."""
     for model in models(observation):
         if names := model.unregistered:
             yield Finding(

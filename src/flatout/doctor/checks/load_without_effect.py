@@ -1,4 +1,4 @@
-"""What is to load weights leaves them as they are."""
+"""Check for loads of weights that change no weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation, StateLoad
 
 @check()
 def look(observation: Observation) -> Findings:
-    """State dicts of other names, and such as hold the model's own tensors."""
+    """Report state dicts without a matching name, and those that alias the model's own tensors."""
     models(observation)
     for item in observation.state_loads:
         is_other = item.kind == "unmatched"

@@ -1,4 +1,4 @@
-"""Something is printed or logged in each step."""
+"""Check for lines that print or log in each step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _EVERY_STEPS = 50
 
 @check(edit=loops.tell_less)
 def look(observation: Observation) -> Findings:
-    """Which lines print or log in most steps."""
+    """Report lines that print or log in most steps."""
     for call in calls(observation, "print", "log"):
         if not is_each_step(observation, call):
             continue
         cost = cost_ms(observation, call)
         kind = kind_of(observation, cost)
-        # What is shown has to be computed first, and that is a part of the same line.
+        # The logged values are computed first, on the same line.
         most = max(cost or 0.0, observation.lanes_ms.get("host") or 0.0) if kind == "slow" else cost
-        # No Recipe reaches what the script itself writes into a file.
+        # A Recipe cannot change what the script itself writes to a file.
         is_own = call.detail.get("fsync", False) and not call.detail.get("logged", False)
         takes = "" if cost is None else f", which takes {ms(cost)}"
         yield Finding(

@@ -1,4 +1,4 @@
-"""Output and target have shapes that are broadcast: the loss compares all with all."""
+"""Check for losses whose output and target are broadcast against each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Where a column met a row of as many numbers."""
+    """Report losses of a column against a row of equally many numbers."""
     for loss in in_losses(observation, "pairs"):
         output, target = loss.detail["output"], loss.detail["target"]
         yield Finding(

@@ -1,4 +1,4 @@
-"""A term of the loss is a new tensor, of which no parameter learns anything."""
+"""Check for loss terms that are new tensors, so that no parameter learns from them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _LEAST = 3
-"""New tensors in fewer losses may be weights of its terms that are kept from then on."""
+"""Fewest losses with new tensors: in fewer losses they may be weights of terms, made once."""
 
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Terms that are added to a loss, and whose graph ends in a tensor of the same step."""
+    """Report loss terms whose graph ends in a tensor that was made in the same step."""
     for term in in_losses(observation, "cut"):
         if term.count < _LEAST:
             continue

@@ -1,4 +1,4 @@
-"""A tensor is made on the host in each step, and copied to the GPU by the same line."""
+"""Check for tensors that are made on the host in each step and copied to the GPU on that line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAKES = re.compile(rf"\btorch\.({'|'.join((*_CONSTANT, *_DRAWN))})\(.*\)\.(to|c
 
 @check(edit=devices.on_device)
 def look(observation: Observation) -> Findings:
-    """Which lines do so in most steps."""
+    """Report lines that make and copy a tensor in most steps."""
     transfers = calls(observation, "to_device")
     if not is_gpu(observation):
         return

@@ -1,4 +1,4 @@
-"""Transforms that run in Python, sample by sample."""
+"""Check for transforms that run in Python, sample by sample."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
 _MUCH = 0.3
-"""Share of the loader's time from which on the transform is what to mend first."""
+"""Share of the loader's time from which on the transform is the first thing to fix."""
 
 
 @check(lane="input")
 def look(observation: Observation) -> Findings:
-    """Whether transforms take much of a loader's time, and the step waits for it."""
+    """Report transforms that take much of a loader's time while the step waits for it."""
     for loader in training_loaders(observation):
         if loader.gives_batches or share(observation, lane(observation, "input")) < HUNGRY:
             continue

@@ -1,4 +1,4 @@
-"""Batches travel to the GPU from memory that is not pinned."""
+"""Check for batches that are copied to the GPU from memory that is not pinned."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from flatout.observe import Observation
 
 @check(edit=arguments.pin)
 def look(observation: Observation) -> Findings:
-    """Whether copies to a GPU wait because the loader does not pin. On a CPU nothing travels."""
+    """Report loaders that do not pin, if copies to a GPU take time because of that."""
     if not is_gpu(observation):
         return
     loaders = training_loaders(observation)
     if all(loader.pin_memory is None for loader in loaders):
         raise NoSignal("whether the loader pins its memory was not seen")
     copy = lane(observation, "copy")
-    # The host waits there for all that the GPU still has to do before.
+    # At the copy, the host also waits for all work that is queued on the GPU.
     if observation.device_time is not None:
         hidden = returned_ms(observation, copy) or 0.0
         copy = min(copy, max(hidden, observation.device_time.to_device_ms))

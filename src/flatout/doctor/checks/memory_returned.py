@@ -1,4 +1,4 @@
-"""Memory goes back to the system and comes again in each step."""
+"""Check for memory that is returned to the system and allocated again in each step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ KEEP = {"memory.allocator": "keep"}
 """The cure, as changes of a Recipe."""
 
 _FAULT_MS = 1e-3
-"""A page fault: entering the kernel and clearing 4 KiB take 0.2 to 1 microseconds, in some
-virtual machines more."""
+"""Milliseconds of a page fault. Entering the kernel and clearing 4 KiB take 0.2 to 1 microseconds,
+in some virtual machines more."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether page faults take time on a CPU."""
+    """Report page faults that take much time on a CPU."""
     if is_gpu(observation):
         return
     if observation.page_faults is None:

@@ -1,4 +1,4 @@
-"""A metric takes a good part of each step."""
+"""Check for metrics that take a large part of each step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _MUCH = 0.05
-"""Share of a step that a metric may take: what is read in each step has some price."""
+"""Share of a step that a metric may take, since some cost in each step is normal."""
 
 
 @check(edit=metrics.after_loop)
 def look(observation: Observation) -> Findings:
-    """Which metrics take more of a step than they should."""
+    """Report metrics that take more of a step than that share."""
     for call in calls(observation, "metric"):
         cost = cost_ms(observation, call)
         if cost is None or not is_each_step(observation, call) or share(observation, cost) < _MUCH:

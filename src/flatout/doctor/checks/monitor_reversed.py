@@ -1,4 +1,4 @@
-"""Training stops, or weights are kept, by a metric that is taken the wrong way round."""
+"""Check for early stopping or checkpointing by a metric in the wrong direction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WAITS = {"min": "falls", "max": "rises"}
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Callbacks, and comparisons with the best, that want a loss large or a score small."""
+    """Report callbacks and comparisons that treat a large loss or a small score as better."""
     if not observation.steps:
         raise NoSignal("no step was seen")
     for monitor in observation.monitors:

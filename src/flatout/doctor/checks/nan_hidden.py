@@ -1,4 +1,4 @@
-"""NaN and infinity are replaced on the way to the loss, or their steps left out, without a word."""
+"""Check for NaN and infinity that are silently replaced, or whose steps are silently skipped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import InLoss, Observation
 
 _FEW, _RARE = 2, 0.01
-"""Steps that are left out, and their share, up to which that is a guard against rare batches."""
+"""Most skipped steps, and their share, that still count as a guard against rare batches."""
 
 _DO = (
     "look where they come from: a logarithm or root of zero, a division by it, a batch with NaN; "
@@ -18,7 +18,7 @@ _DO = (
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """How many of the numbers that nan_to_num got were none, and how many losses."""
+    """Report NaN and infinity that nan_to_num replaced, and losses whose steps were skipped."""
     for loss in in_losses(observation, "nan"):
         hidden, of = loss.detail["hidden"], loss.detail["of"]
         yield _finding(

@@ -1,4 +1,4 @@
-"""NaN or infinity in weights or buffers, whatever the loss says."""
+"""Check for NaN or infinity in weights or buffers, even if the loss is finite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Which of them are not finite."""
+    """Report weights and buffers that are not finite."""
     for model in models(observation):
         if model.not_finite:
             yield Finding(

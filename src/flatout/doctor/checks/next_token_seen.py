@@ -1,4 +1,4 @@
-"""A model that is trained to tell the next token sees it."""
+"""Check for language models that read the next token, which they are to predict."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _LOOKED = 3
-"""After fewer steps nothing was looked at."""
+"""Steps after which the model has been tested."""
 _SHARED = ("DataParallel", "FullyShardedDataParallel")
 
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Models whose outputs change with the token that they are to tell."""
+    """Report models whose output changes with the token that it is to predict."""
     if observation.steps < _LOOKED:
         raise NoSignal("too few steps were seen to call a model again")
     shared = {model.wrapper for model in observation.models} & {*_SHARED}

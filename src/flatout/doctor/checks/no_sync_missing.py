@@ -1,4 +1,4 @@
-"""Gradients are accumulated, and added up over all ranks in each of the micro-steps."""
+"""Check for gradient accumulation that sums gradients over all ranks in each micro-step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation
 
 @check(lane="sync")
 def look(observation: Observation) -> Findings:
-    """Whether several backward passes go into a step under DDP, without no_sync."""
+    """Report several backward passes per step under DDP, without no_sync."""
     backwards = batches_per_step(observation)
     wrapped = [m for m in models(observation) if m.wrapper == "DistributedDataParallel"]
     if not wrapped or backwards < 2 or calls(observation, "no_sync"):
@@ -29,7 +29,7 @@ def look(observation: Observation) -> Findings:
         do="with model.no_sync(): around forward and backward of all micro-steps but the last",
         where=at(accumulating[0].backward_site or wrapped[0].site),
         cost_ms=cost,
-        is_estimate=True,  # ranks wait for the slowest one in each sum
+        is_estimate=True,  # each sum also waits for the slowest rank
         parity="rounding",
         recipe={"script.gradient_sync": "last_backward"},
     )

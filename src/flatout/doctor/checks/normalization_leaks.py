@@ -1,4 +1,4 @@
-"""Normalization was fitted on samples of the validation too."""
+"""Check for normalization that was fitted on validation samples too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation, Scaling
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether a scaler was fitted on both, or the figures of both are those of a normalization."""
+    """Report scalers or statistics that were fitted on training and validation samples together."""
     for part in held_out(observation):
         scaling = part.scaling
         if scaling is None:

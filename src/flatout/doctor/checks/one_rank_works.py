@@ -1,4 +1,4 @@
-"""One rank evaluates, saves or logs between the steps, while the others wait for it."""
+"""Check for one rank that evaluates, saves or logs between steps while the other ranks wait."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from flatout.measure import LANES
 from flatout.observe import Observation
 
 _WORK = {"evaluation": "evaluating", "saving": "saving", "log": "telling and measuring"}
-"""What a rank does that not all need to do, in words."""
+"""Work that one rank may do for all, in words."""
 
 _LOGS = ("log", "print", "metric")
-"""Calls between the steps; the host's whole lane may be spent waiting at a barrier as well."""
+"""Calls between steps that count; the whole host lane may include waiting at a barrier."""
 
 _STALLED = 0.5
-"""Share of the one rank's work that the others must be seen to wait for."""
+"""Share of the one rank's work for which the other ranks must be observed to wait."""
 
 _SHARED = 0.25
-"""From this share of the one rank's time on the others do the same work, if not as much of it."""
+"""Share of the one rank's time from which on the other ranks count as doing the same work."""
 
 
 @rank_check()
 def look(observations: Sequence[Observation]) -> Findings:
-    """Whether one rank spends far more on that, and the steps of the others last as long."""
+    """Report a rank with far more such work, if the steps of the other ranks last as long."""
     if not has_peers(observations):
         return
     by_rank = [{work: _excess(rank, observations, work) for work in _WORK} for rank in observations]

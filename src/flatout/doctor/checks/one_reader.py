@@ -1,4 +1,4 @@
-"""All samples come from one large file, and the model waits for the one process that reads it."""
+"""Check for a single process that reads all samples from one large file while the model waits."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from flatout.observe import Loader, Observation
 from flatout.words import size_words
 
 _MUCH = 0.5
-"""Share of the loader's time from which on it is reading that holds it up."""
+"""Share of the loader's time from which on reading is the bottleneck."""
 
 _READERS = 4
-"""Parts to begin with: disks and decompression rarely scale much further."""
+"""Number of parts to suggest: disks and decompression rarely scale much further."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether the step waits for a single reader of a single file."""
+    """Report that the step waits for a single reader of a single file."""
     for loader in training_loaders(observation):
         if share(observation, lane(observation, "input")) < HUNGRY or (loader.num_workers or 0) > 1:
             continue
@@ -41,7 +41,7 @@ def look(observation: Observation) -> Findings:
             raise NoSignal("how many CPUs there are was not seen")
         parts = min(_READERS, observation.usable_cpus)
         gives_back = cost * (1 - 1 / parts)
-        # While the model waits, its own CPU is free.
+        # While the model waits, its own CPU is free for one more reader.
         if len(loader.open_files) == 1 and share(observation, gives_back) >= HUNGRY:
             yield _finding(loader, parts, gives_back)
 
@@ -56,6 +56,6 @@ def _finding(loader: Loader, parts: int, gives_back: float) -> Finding:
         f"{parts}th batch in each keeps the order",
         where=at(hot(loader)),
         cost_ms=gives_back,
-        is_estimate=True,  # what waits for a disk goes on beside the step as well
+        is_estimate=True,  # reading from a disk also overlaps with the step
         parity="bit-identical",
     )

@@ -1,4 +1,4 @@
-"""Variables for Intel's OpenMP are set, and the process has another one."""
+"""Check for variables of Intel's OpenMP in a process that has another OpenMP library."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from flatout.doctor.machine import KMP_DO, kmp_words, of_intel
 from flatout.observe import Observation
 
 _READ_BY = ("libiomp5", "libomp")
-"""Intel's, and LLVM's, which is the same code."""
+"""Libraries that read the variables: Intel's, and LLVM's, which is the same code."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether KMP_* variables are set that no library of the process reads."""
+    """Report KMP_* variables that no library of the process reads."""
     if observation.openmp is None:
         raise NoSignal("which OpenMP library the process has was not seen")
     names = of_intel(observation.openmp_settings)

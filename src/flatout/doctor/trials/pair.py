@@ -1,23 +1,23 @@
 """Two live processes of the same script, measured block by block in the order A B B A.
 
-One runs at a time; the other is stopped with everything that it has begun. They change places at
-step boundaries (step_sync.py), after the device has finished. A block is longer than what loader
-workers make ahead, and its first steps, as many as that and two more, are not counted. Nor is what
-the process says lay between steps, such as evaluation, unless that is what is measured.
+One process runs at a time, while the other is stopped with all its children. They take turns at
+step boundaries (step_sync.py), after the device has finished. A block is longer than the queue of
+batches that loader workers prefetch. Its first steps, as many as the queue and two more, are not
+counted. Time between steps that the process reports, such as evaluation, is not counted either,
+unless it is what the trial is about.
 
-A machine is as fast as what ran before has left it: on two virtual CPUs steps of 2 ms took 3 ms for
-a second after those of 15 ms had run, and these took 12 ms for 200 ms after the others had. Both
-make a ratio smaller than it is when each runs alone. So the trial that says what is promised lets
-each side find its pace before it counts.
+The speed of a machine depends on the previous load. On two virtual CPUs steps of 2 ms took 3 ms
+for a second after steps of 15 ms had run. Steps of 15 ms took 12 ms for 200 ms after the others.
+Both effects make the ratio smaller than that of processes that each run alone. So the last trial,
+whose result is promised, lets each side warm up before it counts.
 
-A script that ends by itself may be started again, so that short ones can be measured too. A stays
-alive from one B to the next. A script may become slower with each step, as where something grows,
-or where numbers become so small that the CPU takes longer over them. An old A would make any young
-B look fast: where A has become slower than it was, it is started again before the next B, if that
-takes less than half of the trial's time.
+A script that ends by itself may be restarted, so that short scripts can be measured too. A stays
+alive from one B to the next. A script may slow down with each step, if something grows or if
+numbers become denormal. Then an old A would make any new B look fast. If A has slowed down, it is
+restarted before the next B, provided that the restart takes less than half of the trial's time.
 
-Two processes of the same script may differ for as long as they live, as in how many pages of memory
-a step takes again. The trial that says what is promised begins both several times.
+Two processes of the same script may differ permanently, for example in page faults per step. So the
+last trial starts both sides several times.
 """
 
 from __future__ import annotations
@@ -37,31 +37,33 @@ from flatout.doctor.trials.schedule import Schedule
 from flatout.measure import TrialResult, run_trial
 
 _SLACK = 1.5
-# Blocks in which a cache of unknown size may fill, and when it hardly gains any more.
+# _SETTLES_WITHIN: most blocks in which a cache of unknown size may fill. _AS_FAST: the cache counts
+# as full once a block takes more than this share of the time of the block before.
 _SETTLES_WITHIN, _AS_FAST = 4, 0.9
-# First steps that take so long in all are no accident.
+# Fewest seconds of the first steps together that show hopeless slowness, and no accident.
 _TELLING_S = 0.5
-# A that has become slower by so much, or by more than noise, is too old for a young B.
+# Least relative slowdown with which A is too old for a new B, unless noise is larger.
 _AGED = 0.05
-# One that becomes slower by so much does so whenever it begins: the user's run has one long life.
+# Least relative slowdown with which the script counts as one that always slows down. Its processes
+# are then not restarted within a trial, since the user's run is one long process too.
 _AGES = 0.25
 
 
 @dataclass
 class Pair:
-    """What came of a trial.
+    """Result of a trial.
 
     Attributes:
-        result: A against B; None where it ended too early.
-        cpu: likewise of CPU time, which other processes change less; None where it was not counted.
-        reason: why it ended early; "" where it did not.
-        is_too_short: whether that is as a script came to its end within a block.
-        blocks: in the order in which they ran.
-        dropped: steps at the start of each block that were not counted.
-        held: what contained the processes: "overlay", "landlock" or "python".
-        refused: what the script was not allowed to do: {"kind", "what", "where"}.
-        seconds: that the whole trial took, starts included.
-        a, b: what the two have shown beside their times.
+        result: A against B; None if the trial ended too early.
+        cpu: the same for CPU time, which other processes change less; None if not counted.
+        reason: why the trial ended early; "" if it did not.
+        is_too_short: True if it ended because a script reached its end within a block.
+        blocks: blocks in the order in which they ran.
+        dropped: uncounted steps at the start of each block.
+        held: how the processes were contained: "overlay", "landlock" or "python".
+        refused: actions that the script was not allowed to do: {"kind", "what", "where"}.
+        seconds: duration of the whole trial, including starts.
+        a, b: results of the two sides except for their times.
     """
 
     result: TrialResult | None = None
@@ -78,7 +80,7 @@ class Pair:
 
 
 class Against:
-    """One side, against which others are measured one after another; it lives until `close`."""
+    """One side, against which other sides are measured in turn; it lives until `close`."""
 
     def __init__(
         self,
@@ -109,18 +111,18 @@ class Against:
         self._until = until
         self._start = start
         self._has_met = False
-        self._young_s = self._old_s = math.inf  # a step of A, when it was fastest and at last
+        self._young_s = self._old_s = math.inf  # seconds per step of A, when fastest and latest
         self._ages = False
         self._a = start("a", a, until, 0)
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more can be measured against it."""
+        """True if A has ended, so that nothing can be measured against it."""
         return self._a.has_ended
 
     @property
     def start_s(self) -> float:
-        """What a start of it takes, up to its first step; 0 before that."""
+        """Seconds from A's start to its first step; 0 before that."""
         return self._a.showed.started_s
 
     def measure(
@@ -133,7 +135,7 @@ class Against:
         is_vain: Callable[[Showed], str] = lambda b: "",
         fresh: bool = False,
     ) -> Pair:
-        """Measures the steps of A against those of B, in the current folder."""
+        """Measure the steps of A against those of B, in the current folder."""
         began = time.monotonic()
         until = min(self._until, began + budget_s)
         pair = Pair(held=self._a.process.held)
@@ -144,7 +146,7 @@ class Against:
                 self._has_met = True
             elif fresh or (self._has_aged(terms.floor) and self.start_s < budget_s / 2):
                 self._restart()
-            # B starts as long as A did; for what it does beyond that there is the trial's time.
+            # B may take as long as A to start. For anything more it has the trial's own time.
             starts = time.monotonic() + _SLACK * self.start_s
             with closing(self._start("b", b, min(self._until, max(until, starts)), warm)) as other:
                 other.meet()
@@ -162,7 +164,7 @@ class Against:
             pair.is_too_short = side.process.exit == 0
             pair.result = _from_whole_quadruples(pair.blocks, partial(_time_of, terms=terms), terms)
         if all(block.cpu for block in pair.blocks):
-            # What is known of the noise of wall time says nothing of this one's.
+            # The known noise of wall time does not apply to CPU time.
             own = replace(terms, floor=0.0)
             pair.cpu = _from_whole_quadruples(pair.blocks, lambda block: block.cpu_step_s, own)
         sides = [self._a, *([other] if other is not None else [])]
@@ -197,7 +199,7 @@ class Against:
 
     def _why_hopeless(self, b: Arm, times: float) -> str:
         as_long = b.step_s / self._a.step_s
-        # Short ones may have been held up by anything.
+        # A few short steps may have been slowed by anything.
         if as_long < times or FEWEST_STEPS * b.step_s < _TELLING_S:
             return ""
         return f"steps took {as_long:.1f} times as long"
@@ -212,9 +214,9 @@ class Against:
             _settle(b, dropped, steps, until)
             left = until - time.monotonic()
         length = terms.length(slowest, left, dropped, steps, a.most_steps)
-        # One quadruple proves nothing: two are made, unless all the time there is ends before.
+        # One quadruple proves nothing: two are measured, unless the whole budget ends before.
         two = 8 * length.seconds(slowest) * _SLACK
-        if a.most_steps:  # both may have to be started again meanwhile
+        if a.most_steps:  # both sides may have to be restarted during the measurement
             two += 2 * (a.showed.started_s + b.showed.started_s)
         left = max(left, min(two, self._until - time.monotonic()))
         renewal_s = a.renewal_s + b.renewal_s
@@ -227,7 +229,7 @@ class Against:
                 if restarts:
                     a.renew(dropped)
                     b.renew(dropped)
-                # Who goes on alone has its pace, unless its script ends by itself meanwhile.
+                # A side that runs again after its own block is warm, unless its script ends.
                 goes_on = bool(pair.blocks) and pair.blocks[-1].side == side.name and not restarts
                 paced, _ = length.of(side.step_s)
                 left_out, counted = length.of(side.step_s, is_paced=not goes_on)
@@ -242,7 +244,7 @@ class Against:
             measured(b),
             max_pairs=terms.max_pairs,
             min_pairs=min(max(terms.min_pairs, lives.fewest), terms.max_pairs),
-            # The slowest quadruple may be one that began again: the last ones need no time for it.
+            # The slowest quadruple may include a restart, which the last quadruples do not need.
             deadline_s=left + (renewal_s if lives.count > 1 else 0.0),
             floor=terms.floor,
             precision=terms.precision,
@@ -251,7 +253,7 @@ class Against:
             pair.reason = "the time given had room for one comparison only, which proves nothing"
 
     def close(self) -> None:
-        """Ends it."""
+        """End the process of this side."""
         self._a.close()
 
 

@@ -1,7 +1,7 @@
 """Folders in which trials write, and the remains of trials that were killed.
 
 CACHE/trials/ID/owner.json   the owner: process ID, its start time, the machine.
-CACHE/trials/ID/a/           folder of one of the two processes
+CACHE/trials/ID/a/           folder of one of the two processes.
     upper/                   its writes, if the kernel overlays files
     files/<absolute path>    its writes, if Python's functions are redirected
     gone                     the files it has deleted, if redirected
