@@ -1,4 +1,4 @@
-"""A rate, momentum or decay lies where no training works."""
+"""Check for a learning rate, momentum or decay with which training does not work."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from flatout.observe import Observation, Optimizer
 _KNOWN = ("torch.optim.", "keras.src.")
 _ADAM = ("Adam", "AdamW", "NAdam", "Nadam", "RAdam", "Adamax")
 _ADAM_RATE = 1.0
-"""Each step moves each weight by about the rate: weights are mostly below one."""
+"""Largest rate of Adam: each step moves each weight by about the rate, and most are below 1."""
 
 _SGD_RATE = 100.0
-"""Rates of 30 are in papers, for heads on normalized features."""
+"""Largest rate of SGD: papers use rates of 30 for heads on normalized features."""
 
 _WIPES = 1.0
-"""Of its own size, that the first step changes a matrix by: little of it is left from there on."""
+"""Relative change of a matrix by the first step from which on its initial values are lost."""
 
 _SHRINKS = 0.5
-"""Of a weight, that decay takes in a step."""
+"""Share of a weight that decay removes in a step from which on it is extreme."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """The options of torch's and Keras' own optimizers in the steps that were seen."""
+    """Report extreme options of torch's and Keras' own optimizers in the observed steps."""
     known = [
         optimizer
         for optimizer in observation.optimizers
@@ -65,7 +65,7 @@ def _extremes(optimizer: Optimizer) -> Iterator[str]:
         yield "the learning rate is zero in each step, and no scheduler raises it"
     if options.get("momentum", 0.0) >= 1:
         yield f"a momentum of {options['momentum']:g}: steps grow without end"
-    is_squared = name != "Lion"  # its betas are both of the gradient
+    is_squared = name != "Lion"  # both betas of Lion average the gradient
     if is_squared and options.get("beta1", 0.0) > options.get("beta2", 1.0):
         yield (
             f"betas ({options['beta1']:g}, {options['beta2']:g}): the gradient is averaged over "

@@ -1,4 +1,4 @@
-"""Parameters that get gradients are in no optimizer."""
+"""Check for parameters with gradients that no optimizer has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Model, Observation
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Parameters of a stepped model that had a gradient, and that no optimizer has."""
+    """Report parameters of a stepped model that had a gradient and that no optimizer has."""
     for model in models(observation):
         if model.moved:
             yield _of_average(observation, model)

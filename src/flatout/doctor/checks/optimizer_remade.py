@@ -1,4 +1,4 @@
-"""An optimizer is made again while its parameters train on, and has lost its averages."""
+"""Check for optimizers that are created again during training, and so lose their averages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation, RemadeOptimizer
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Optimizers that live for fewer steps than their averages span."""
+    """Report optimizers that live for fewer steps than their averages span."""
     if not observation.optimizers:
         raise NoSignal("no optimizer was seen to step")
     for remade in observation.remade:

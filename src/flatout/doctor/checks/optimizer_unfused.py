@@ -1,4 +1,4 @@
-"""An optimizer of torch that could step in one fused kernel."""
+"""Check for optimizers of torch that could step in one fused kernel."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Optimizer
 
 _FUSES = ("SGD", "Adam", "AdamW", "Adagrad")
-"""Those of torch.optim that take fused=True."""
+"""Optimizers of torch.optim that accept fused=True."""
 
 
 @check(edit=arguments.fuse)
 def look(observation: Observation) -> Findings:
-    """Which of them step unfused."""
+    """Report such optimizers that step unfused."""
     unfused = [optimizer for optimizer in observation.optimizers if _could_fuse(optimizer)]
     if not unfused:
         return
-    # A call of zero_grad is told there, too, and is none of a step.
+    # The optimizer lane includes zero_grad, which is no part of a step.
     zeroed = sum(cost_ms(observation, call) or 0.0 for call in calls(observation, "zero_grad"))
     stepped = max(0.0, lane(observation, "optimizer") - zeroed)
     for optimizer in unfused:

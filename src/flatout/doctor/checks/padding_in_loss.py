@@ -1,4 +1,4 @@
-"""A loss counts padding as targets."""
+"""Check for losses that count padding as targets."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _MUCH = 0.1
-"""Share of the targets from which on it is told."""
+"""Smallest share of padding among the targets that is reported."""
 
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """How many of the targets of cross_entropy are one value at the ends of their rows."""
+    """Report targets of cross_entropy that have one value at the ends of their rows."""
     for loss in in_losses(observation, "padding"):
         value, share = loss.detail["value"], loss.detail["padded"] / max(1, loss.detail["of"])
         if share < _MUCH:
             continue
-        # Without a token that ends a row, padding is how a model says that it has ended.
+        # If rows have no end token, the model uses padding to mark the end.
         yield Finding(
             kind="danger" if loss.detail["is_ended"] else "note",
             what=f"{share:.0%} of the loss's targets are padding, {value}: that is easy to tell, "

@@ -1,4 +1,4 @@
-"""Sequences of unequal lengths are padded to the longest of their batch."""
+"""Check for sequences of unequal lengths that are padded to the longest of their batch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
 
 _MUCH = 0.3
-"""Share of the places that may be padding: batches of like lengths have some too."""
+"""Share of positions that may be padding: even batches of similar lengths have some."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether much of what a model computes on is padding."""
+    """Report models that spend much of their computation on padding."""
     trained = models(observation)
     if not any(model.inputs for model in trained):
         raise NoSignal("the inputs of the model were not seen")
     for model in trained:
         if model.padding_share is None or model.padding_share < _MUCH:
             continue
-        # Attention costs the square of the length, so that half of it costs three quarters.
+        # Attention costs the square of the length, so half the length saves three quarters.
         most = model.padding_share * (2 - model.padding_share)
         cost = most * lane(observation, "forward", "backward")
         if is_worth(observation, cost):

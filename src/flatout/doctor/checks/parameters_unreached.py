@@ -1,4 +1,4 @@
-"""The optimizer holds parameters that the loss never reaches."""
+"""Check for parameters of an optimizer that the loss never reaches."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Optimizer
 
 _LOOKS = 6
-"""Steps after which no gradient was seen: a head that is trained now and then may come later."""
+"""Fewest steps without a gradient: a head that is trained only sometimes may get one later."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Which tensors of an optimizer train, and had no gradient after any step that was looked at.
+    """Report trainable tensors of an optimizer that had no gradient after any checked step.
 
-    It is a danger where layers at the front are called with gradients and all that come after
-    them learn: their result was cut off the graph. So it is where layers in train mode are always
-    called under no_grad, and where an optimizer steps without any gradient. What is at the end may
-    be left unused.
+    It is a danger if front layers are called with gradients and all later layers learn: then the
+    graph was cut after the front layers. It is a danger too if layers in train mode are always
+    called under no_grad, or if an optimizer steps without any gradient. Layers at the end may be
+    unused on purpose.
     """
     idle = [optimizer for optimizer in observation.optimizers if _has_none(optimizer)]
     known = [

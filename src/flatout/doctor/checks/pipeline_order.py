@@ -1,4 +1,4 @@
-"""The stages of an input pipeline stand in a wrong order."""
+"""Check for a wrong order of stages in an input pipeline."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from flatout.observe import Loader, Observation
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether whole batches are shuffled, or workers compute what they drop: by the chain."""
+    """Report pipelines that shuffle whole batches, or whose workers compute samples they drop."""
     for loader in training_loaders(observation):
         if not loader.is_iterable:
-            continue  # its sampler draws the order
+            continue  # the sampler of such a loader draws the order
         if loader.stages is None:
             raise NoSignal("the stages behind the loader's dataset are out of sight")
         if _shuffles_batches(loader.stages):

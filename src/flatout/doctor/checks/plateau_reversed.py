@@ -1,4 +1,4 @@
-"""A scheduler lowers the learning rate while what it looks at gets better."""
+"""Check for schedulers that lower the learning rate while their metric improves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.observe import Monitor, Observation, Schedule
 
 @check()
 def look(observation: Observation) -> Findings:
-    """ReduceLROnPlateau that is given a loss in mode "max", or a score in mode "min"."""
+    """Report ReduceLROnPlateau with a loss in mode "max", or with a score in mode "min"."""
     if not observation.steps:
         raise NoSignal("no step was seen")
     for schedule in observation.schedules:

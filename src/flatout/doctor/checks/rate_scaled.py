@@ -1,4 +1,4 @@
-"""The learning rate is multiplied by the number of ranks, without warm-up."""
+"""Check for a learning rate that is multiplied by the number of ranks, without warm-up."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Call, Observation, Optimizer
 
 _RANKS = re.compile(r"world_?size|^ranks$|^n?(um)?_?(ranks|gpus|replicas|processes|devices)$", re.I)
-"""How scripts call the number of ranks."""
+"""Names that scripts use for the number of ranks."""
 
 _ADAPTIVE = ("ada", "rmsprop", "lamb", "lion")
-"""In the names of optimizers for which theory and experiments speak for the square root."""
+"""Parts of the names of optimizers for which theory and experiments favor the square root."""
 
 _RISES = 1.05
-"""A later rate over that of the first step, from which on it is warm-up."""
+"""Ratio of a later rate to the first step's rate from which on there is warm-up."""
 
 
 @check()
 def look(observation: Observation) -> list[Finding]:
-    """Whether the line that makes the optimizer multiplies, and the rate is whole from the start.
+    """Report a multiplied rate in the line that makes the optimizer, full from the first step.
 
-    That a rate should have been multiplied, and was not, no run can show.
+    No run can show that a rate should have been multiplied, and was not.
     """
     step_ms(observation)
     if observation.world_size == 1:

@@ -1,4 +1,4 @@
-"""A recurrent cell is called in a loop in Python, where a layer runs the whole sequence."""
+"""Check for recurrent cells called in a Python loop, where a layer could run the whole sequence."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from flatout.observe import Observation
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Cells whose inputs are parts of one tensor, and whose states go from step to step as they
-    are."""
+    """Report cells whose inputs are parts of one tensor, and whose states pass on unchanged."""
     models(observation)
     for cell in observation.cells:
         forward = lane(observation, "forward")

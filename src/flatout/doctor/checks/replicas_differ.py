@@ -1,4 +1,4 @@
-"""Ranks that add up their gradients, but began with different weights."""
+"""Check for ranks that sum their gradients, but began with different weights."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flatout.observe import Model, Observation
 
 @rank_check()
 def look(observations: Sequence[Observation]) -> list[Finding]:
-    """Whether two ranks made their first step with equal gradients and unequal weights.
+    """Report ranks whose first steps had equal gradients and unequal weights.
 
-    Ranks whose gradients differ may be several jobs, or average their weights: no replicas.
+    Ranks with different gradients are no replicas: several jobs, or ranks that average weights.
     """
     if not has_peers(observations):
         return []

@@ -1,4 +1,4 @@
-"""Something holds on to the graphs of past steps: memory grows with each step."""
+"""Check for kept graphs of past steps, with which memory grows in each step."""
 
 from __future__ import annotations
 
@@ -14,38 +14,41 @@ from flatout.observe import KeptGraphs, Observation
 from flatout.words import rounded
 
 _POINTS = 8
-"""Fewer measurements of memory are no line."""
+"""Fewest measurements of memory for a line through them."""
 
 _WARM = 0.25
-"""Share of the measurements at the beginning, in which caches, workers and allocators fill."""
+"""Share of measurements that is skipped at the start, while caches, workers and allocators fill."""
 
 _STRAIGHT = 0.9
-"""Share of the variation that a straight line has to explain (R squared)."""
+"""Smallest share of the variation that a straight line has to explain (R squared)."""
 
 _LEAST_MB = 8.0
-"""Less growth than this is the allocator's own."""
+"""Least growth of memory in megabytes that is not the allocator's own."""
 
 _STAIRS_MB, _EVEN = 16.0, 8
-"""Stairs in which heaps grow by nature. What grows by fewer than three of them would be no line; it
-may have stairs of so small a share. Higher ones are jumps, as where layers are unfrozen."""
+"""Normal stairs in the growth of heaps.
+
+_STAIRS_MB: largest normal stair; larger ones are jumps, as when layers are unfrozen. Growth by
+fewer than three such stairs may have stairs of up to its own size divided by _EVEN.
+"""
 
 _BINS = 24
-"""Of the durations of steps."""
+"""Number of bins for the durations of steps."""
 
 _NODES = 0.5
-"""Nodes by which the graphs have to grow with each step, from each look to the next: even a small
-one has several."""
+"""Least nodes by which the graphs grow per step between observations: even a small graph has
+several."""
 
 _COUNTED = 50_000
-"""More nodes are not counted."""
+"""Most nodes that are counted."""
 
 _DO = "add up numbers, not tensors with a graph: total += loss.detach()"
-"""What to do about a sum."""
+"""Advice for a sum of losses."""
 
 
 @check(edit=tensors.detach)
 def look(observation: Observation) -> Findings:
-    """Whether names of the script's hold more graphs in each step, or memory rises in a line."""
+    """Report variables that hold more graphs in each step, or memory that rises linearly."""
     kept = observation.kept_graphs
     grows = _grown(observation)
     words, slower = grows if isinstance(grows, tuple) else ("", None)
@@ -65,7 +68,7 @@ def look(observation: Observation) -> Findings:
         do=f"{_DO}; look for lists of losses or outputs, and for retain_graph=True",
         where=_where(observation),
         cost_ms=slower,
-        is_estimate=True,  # steps go on becoming longer
+        is_estimate=True,  # steps become longer and longer
         parity="bit-identical",
     )
 
@@ -83,7 +86,7 @@ def _of_name(kept: KeptGraphs, grows: str, slower: float | None) -> Finding:
         do="keep numbers: append(loss.item()), or loss.detach()" if kept.is_list else _DO,
         where="" if kept.site is None else str(kept.site),
         cost_ms=slower,
-        is_estimate=True,  # steps go on becoming longer
+        is_estimate=True,  # steps become longer and longer
         parity="bit-identical",
     )
 
@@ -99,11 +102,11 @@ def _grown(observation: Observation) -> tuple[str, float | None] | str:
         return ""
     stairs = _STAIRS_MB if grown >= 3 * _STAIRS_MB else grown / _EVEN
     if not grows_steadily(steps, memory, stairs**2 / 12):
-        return ""  # what came at a few steps came with them
+        return ""  # memory jumped in a few steps only
     if len(observation.graph_nodes) < 2:
         return "memory grows, but what holds it was not looked at"
     if not _nodes_grow(observation.graph_nodes):
-        return ""  # something else grows
+        return ""  # memory grows for another reason
     slower = _slower(observation.step_ms)
     longer = f", and steps take {ms(slower)} longer at the end" if slower else ""
     words = (

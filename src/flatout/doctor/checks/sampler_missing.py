@@ -1,4 +1,4 @@
-"""All ranks train on the same samples."""
+"""Check for ranks that all train on the same samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.observe import Loader, Observation
 
 @rank_check(edit=loops.share_samples)
 def look(observations: Sequence[Observation]) -> Findings:
-    """Whether the first batches are equal on two ranks: their indices, or the bytes of a stream."""
+    """Report ranks with equal first batches, by their indices or by the bytes of a stream."""
     if not has_peers(observations):
         return
     loaders = [training_loaders(rank)[0] for rank in observations]
@@ -43,6 +43,6 @@ def look(observations: Sequence[Observation]) -> Findings:
 def _first(loader: Loader) -> int | None:
     if loader.is_iterable:
         batches = loader.worker_batches
-        # Equal batches in one rank would be equal in all.
+        # If the batches of one rank are all equal, equal batches of ranks show nothing.
         return batches[0] if len(set(batches)) > 1 else None
     return loader.hashes[0] if loader.hashes else None

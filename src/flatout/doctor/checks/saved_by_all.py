@@ -1,4 +1,4 @@
-"""Several ranks write the same checkpoint."""
+"""Check for several ranks that write the same checkpoint."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from flatout.observe import Observation
 
 @rank_check()
 def look(observations: Sequence[Observation]) -> list[Finding]:
-    """Whether two ranks saved to one file in the same step, or equal tensors to several files.
+    """Report ranks that saved to one file in the same step, or equal tensors to several files.
 
-    Shards are told apart by their files and by what is in them.
+    Shards differ in their files and in their contents.
     """
     if not has_peers(observations):
         return []

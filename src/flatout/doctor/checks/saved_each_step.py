@@ -1,4 +1,4 @@
-"""A checkpoint is written in each step."""
+"""Check for checkpoints that are written in each step."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from flatout.observe import Call, Observation
 from flatout.words import counted, rounded, size_words
 
 _STEPS_OF_EPOCH = 4
-"""Where an epoch has no more steps than this, a save of each epoch is one of nearly each step."""
+"""Most steps of an epoch for which a save per epoch is normal, though nearly each step saves."""
 
 _MUCH = 1e9
-"""Bytes an hour from which on writing is told however little time it takes: a disk has others."""
+"""Bytes written per hour from which on they are reported, even if writing takes little time."""
 
 _DO = "save once an epoch, or once in so many minutes as you can afford to lose"
 
 
 @check(lane="saving")
 def look(observation: Observation) -> Findings:
-    """Which lines save in most steps, what that takes, and whether there is room for it."""
+    """Report lines that save in most steps, with their time and the disk space that they need."""
     for call in calls(observation, "save"):
         epochs = max(
             (loader.epochs for loader in observation.loaders if loader.in_training), default=1

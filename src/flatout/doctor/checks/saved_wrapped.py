@@ -1,4 +1,4 @@
-"""A model was saved inside its wrapper, so its weights have names that the bare model lacks."""
+"""Check for models saved inside a wrapper, with names of weights that the bare model lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PARALLEL = ("DataParallel", "DistributedDataParallel")
 
 @check(edit=save_bare)
 def look(observation: Observation) -> Findings:
-    """Which saved names have the prefix of a wrapper that the model has."""
+    """Report saved names that begin with the prefix of the model's wrapper."""
     trained = models(observation)
     names = [str(name) for saved in observation.saved for name in saved.get("keys", ())]
     for prefix, attribute in _prefixes(trained):

@@ -1,4 +1,4 @@
-"""The scheduler of the learning rate is stepped at the wrong times."""
+"""Check for schedulers of the learning rate that are stepped at the wrong times."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from flatout.doctor.finding import Finding, Kind
 from flatout.observe import Observation, Schedule
 
 _EPOCHS = 3
-"""Epochs that have to have begun, until a scheduler that was never stepped is no accident."""
+"""Fewest epochs after which a scheduler that was never stepped is reported."""
 
 _LEAST = 8
-"""Steps that make a habit of stepping it with each batch."""
+"""Fewest steps of a schedule that show that it is stepped with each batch."""
 
 _SHORTEST = 4
-"""Steps of an epoch, so that one step of a schedule for each is told from one for each batch."""
+"""Fewest steps of an epoch that distinguish stepping per epoch from stepping per batch."""
 
 _OFTENER = 1.5
-"""As many times for each step of the optimizer, and it is stepped with each micro-batch."""
+"""Steps of the schedule per optimizer step from which on it is stepped with each micro-batch."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether one is stepped with each batch though its rate ends soon, once an epoch though it is
-    made for batches, never, or too early."""
+    """Report schedulers that are stepped too often, too rarely, too early or never.
+
+    Too often: with each batch, though the rate then ends soon. Too rarely: once per epoch, though
+    the schedule is made for batches. Too early: before the optimizer.
+    """
     if not observation.steps:
         raise NoSignal("no step was seen")
     used = [schedule for schedule in observation.schedules if schedule.is_used]
@@ -45,7 +48,7 @@ def look(observation: Observation) -> Findings:
             yield found
     epochs = max((loader.epochs for loader in observation.loaders if loader.in_training), default=0)
     if observation.lapse is not None and not observation.lapse.steps_schedules:
-        # Where a line steps it, epochs that end early may not come to it.
+        # Epochs that end early may skip the line that steps it.
         epochs += observation.lapse.epochs
     if observation.tables and not epochs:
         epochs = int(observation.steps // max(epoch_steps(observation), 1.0))
@@ -95,7 +98,7 @@ def _of_each_part(observation: Observation, schedule: Schedule) -> Finding | Non
         return None
     length, made_for = epoch_steps(observation), schedule.made_for
     if made_for is not None and length and _is_whole(made_for, length * many, observation):
-        return None  # made for as many
+        return None  # the schedule is made for that number of steps
     words = f"{schedule.kind} is stepped {many} times for each step of the optimizer"
     is_sure = False
     if made_for is not None and length and _is_whole(made_for, length, observation):
@@ -117,7 +120,7 @@ def _of_each_epoch(observation: Observation, schedule: Schedule) -> Finding | No
     if made_for is None or length < _SHORTEST:
         return None
     turns = [turns for _, turns in observation.epoch_loops if turns > 1]
-    # A last batch that is no whole one counts, or does not.
+    # An incomplete last batch may count as a step or not.
     epochs = next((turns for turns in turns if abs(made_for - turns * length) <= turns), None)
     begun = max((item.epochs for item in observation.loaders if item.in_training), default=0)
     begun += observation.lapse.epochs if observation.lapse is not None else 0
@@ -140,7 +143,7 @@ def _is_whole(made_for: int, length: float, observation: Observation) -> bool:
     known = [turns for _, turns in observation.epoch_loops if turns > 1]
     if known and epochs not in known:
         return False
-    # A last part that is no whole one counts, or does not.
+    # An incomplete last micro-batch may count as a step or not.
     return epochs > 0 and abs(made_for - epochs * length) <= epochs
 
 

@@ -1,4 +1,4 @@
-"""A loss takes scores that an activation has bounded: ReLU before cross_entropy, and its like."""
+"""Check for losses whose scores an activation has bounded, such as ReLU before cross_entropy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WHY = {
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Which activations the graph has right before a loss that takes scores of any size."""
+    """Report bounding activations right before a loss that needs unbounded scores."""
     for loss in in_losses(observation, "bounded"):
         outer, by = loss.detail["outer"], loss.detail["by"]
         yield Finding(

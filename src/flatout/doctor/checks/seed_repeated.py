@@ -1,4 +1,4 @@
-"""A generator is seeded again while training goes on, each time with the same seed."""
+"""Check for generators that are seeded during training, each time with the same seed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NAMED = 3
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Whether a line seeds a generator that training draws from, always alike."""
+    """Report lines that repeatedly seed a generator that training draws from with the same seed."""
     repeated = observation.repeated_seeds
     if repeated is None:
         raise NoSignal("it was not looked at who seeds random numbers")
-    # Where a generator is known that was set back, the orders that it draws are no news.
+        # If the reseeded generator is known, the orders that it draws add no information.
     seeds = [item for item in repeated if item.kind != _ORDER] or list(repeated)
     if _is_told_of_loader(observation):
         seeds = [item for item in seeds if item.kind not in (_ORDER, _OF_ORDERS)]

@@ -1,4 +1,4 @@
-"""Samples are shuffled, but into the same order in each epoch."""
+"""Check for samples that are shuffled into the same order in each epoch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.observe import Loader, Observation
 
 @check(edit=loops.set_epoch)
 def look(observation: Observation) -> Findings:
-    """Whether a loader that shuffles gives all epochs the same indices."""
+    """Report loaders that shuffle, but draw the same indices in all epochs."""
     for loader in training_loaders(observation):
         if not (loader.shuffles or loader.draws_order):
             continue

@@ -1,4 +1,4 @@
-"""torch.compile compiles again and again, since batches come in many shapes."""
+"""Check for repeated compilation by torch.compile, caused by batches of many shapes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
 
 _MANY = 3
-"""Graphs made after the first steps, and shapes, from which on it is no settling: a second shape
-makes one graph more, which then holds for all."""
+"""Fewest graphs made after the first steps, and fewest shapes, that are reported.
+
+A second shape normally causes one more graph, which then fits all shapes.
+"""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether graphs are still made after the first steps, by a model whose inputs vary."""
+    """Report models with varying inputs that still cause new graphs after the first steps."""
     step_ms(observation)
     compiles = [item for item in observation.compiles if item[1]]
     if len(compiles) < 2:
@@ -26,7 +28,7 @@ def look(observation: Observation) -> Findings:
     trained = models(observation)
     if not any(model.inputs for model in trained):
         raise NoSignal("the shapes of what is compiled were not seen")
-    # A model within a compiled function does not say that it is compiled.
+    # A model within a compiled function is not marked as compiled itself.
     compiled = [model for model in trained if model.is_compiled] or trained
     varied: Model = max(compiled, key=lambda model: len(model.inputs))
     if len(varied.inputs) < _MANY:
@@ -41,6 +43,6 @@ def look(observation: Observation) -> Findings:
         "torch.compile(model, dynamic=True)",
         where=at(varied.site),
         cost_ms=cost,
-        is_estimate=True,  # what runs uncompiled is slower, too
+        is_estimate=True,  # parts that run uncompiled are slower, too
         parity="rounding",
     )

@@ -1,4 +1,4 @@
-"""Ranks or workers share a dataset out among more than there are: a part of it no one takes."""
+"""Check for a dataset divided into more parts than there are ranks or workers that take one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flatout.words import counted
 
 @rank_check()
 def look(observations: Sequence[Observation]) -> Findings:
-    """Whether each takes each n-th sample of the same dataset, and together not all of n parts."""
+    """Report ranks or workers that each take every n-th sample, but fewer than n parts in all."""
     loaders = [training_loaders(rank)[0] for rank in observations]
     if has_peers(observations):
         yield from _blocks(loaders)
@@ -28,7 +28,7 @@ def look(observations: Sequence[Observation]) -> Findings:
     (length,), (each,) = lengths, steps
     taken = {remainder for remainder, _ in known}
     missing = each - len(taken)
-    # What is skipped evenly, as where frames are thinned out, is meant to be.
+    # Evenly skipped samples, as in frames at a lower rate, are skipped on purpose.
     if not missing or reduce(gcd, (remainder - min(taken) for remainder in taken), each) > 1:
         return
     streams = [loader for loader in loaders if loader.is_iterable]

@@ -1,4 +1,4 @@
-"""Ranks that share an epoch out take some of the same samples."""
+"""Check for ranks that divide an epoch, but take some of the same samples."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
 _FEWEST = 16
-"""Samples of a rank that have to be seen."""
+"""Fewest samples of a rank that have to be observed."""
 
 
 @rank_check()
 def look(observations: Sequence[Observation]) -> Findings:
-    """Whether some of the first samples of an epoch are taken by several ranks."""
+    """Report samples at the start of an epoch that several ranks take."""
     if not has_peers(observations):
         return
     loaders = [training_loaders(rank)[0] for rank in observations]
@@ -24,9 +24,9 @@ def look(observations: Sequence[Observation]) -> Findings:
         raise NoSignal("which samples the ranks take was out of sight")
     sets = [set(item) for item in taken if item is not None]
     if any(len(own) < len(item or ()) for own, item in zip(sets, taken, strict=True)):
-        return  # some come several times in one rank: as where rare ones are drawn again
+        return  # one rank takes some samples several times, as when rare ones are oversampled
     if all(own == sets[0] for own in sets) or _begin_alike(loaders):
-        return  # that is told by sampler_missing
+        return  # sampler_missing reports this case
     numbers = [number for own in sets for number in own]
     shared = len(numbers) - len(set(numbers))
     if not shared:

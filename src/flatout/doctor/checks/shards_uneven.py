@@ -1,4 +1,4 @@
-"""Ranks hold different parts of the parameters, and one of them much more than the others."""
+"""Check for ranks that hold different parts of the parameters, one of them much more."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from flatout.observe import Observation
 from flatout.words import memory_words
 
 _UNEVEN = 1.25
-"""Of the mean, from which on a rank has too much: whole layers never divide to the byte."""
+"""Ratio to the mean size from which on a rank has too much: whole layers never divide evenly."""
 
 _MUCH = 8 * 2**20
-"""Bytes beyond the mean that are worth a word: Adam reads and writes twelve times as many."""
+"""Least bytes above the mean that are reported: Adam reads and writes twelve times as many."""
 
 
 @rank_check()
 def look(observations: Sequence[Observation]) -> Findings:
-    """Whether the optimizers of the ranks step unequal amounts: replicas all step the same."""
+    """Report ranks whose optimizers step unequal numbers of bytes. Replicas step equal numbers."""
     if not has_peers(observations):
         return
     sizes = [_bytes(rank) for rank in observations]

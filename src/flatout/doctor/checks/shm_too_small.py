@@ -1,4 +1,4 @@
-"""The batches on their way from the loader's workers do not fit into /dev/shm."""
+"""Check for batches in transit from loader workers that do not fit into /dev/shm."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MIB = 2**20
 
 @check()
 def look(observation: Observation) -> list[Finding]:
-    """Which loaders may have more on its way than there is room for."""
-    # Only workers that are processes of torch's have a prefetch factor.
+    """Report loaders whose batches in transit may exceed the free space."""
+    # Only worker processes of torch have a prefetch factor.
     sharing = [
         loader for loader in observation.loaders if loader.num_workers and loader.prefetch_factor
     ]

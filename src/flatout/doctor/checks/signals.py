@@ -1,4 +1,4 @@
-"""What checks read of an Observation: a number, or NoSignal with the reason."""
+"""Facts that checks read from an Observation: a value, or NoSignal with the reason."""
 
 from __future__ import annotations
 
@@ -15,41 +15,43 @@ from flatout.observe import Call, InLoss, Loader, Model, Monitor, Observation, S
 from flatout.words import rounded
 
 WORTH = 0.02
-"""Share of a step below which all is left alone: a trial's noise is about 1% on a calm machine."""
+"""Smallest share of a step that is worth a report: noise of a trial is 1% on a quiet machine."""
 
 HUNGRY = 0.1
-"""Share of a step that input may take: handing a ready batch over costs a few percent itself."""
+"""Share of a step that input may take: even passing on a ready batch costs a few percent."""
 
 EVERY = 0.5
-"""What happens in this share of the steps, or more, counts as happening in each."""
+"""Share of steps from which on an event counts as happening in each step."""
 
 MOST = 0.8
-"""Share of the batches that have to be of one size for that to be the size of a batch."""
+"""Share of batches that must have one size for that to be the batch size."""
 
 SLOW_RATE = 2e9
-"""FLOP per second below which a step on a CPU is no arithmetic: one core multiplies matrices at ten
-times that rate, so the time goes to calling operators."""
+"""FLOP per second below which a step on a CPU mostly calls operators, instead of computing.
+
+One core multiplies matrices at ten times that rate.
+"""
 
 WAITS = 0.5
-"""Share of a step in which a GPU is busy, below which it waits for the host most of the time."""
+"""Busy share of a step below which a GPU mostly waits for the host."""
 
 _NAMED = 3
 
 
 def few(names: Sequence[str]) -> str:
-    """The first names of many."""
+    """Return the first few names as text."""
     return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
 
 
 def step_ms(observation: Observation) -> float:
-    """The median step in ms."""
+    """Return the median milliseconds of a step."""
     if not observation.step_ms:
         raise NoSignal("no step was seen")
     return median(observation.step_ms)
 
 
 def lane(observation: Observation, *names: str) -> float:
-    """Ms per step of these lanes together."""
+    """Return the total milliseconds per step of these lanes."""
     parts = [observation.lanes_ms.get(name) for name in names]
     for name, part in zip(names, parts, strict=True):
         if part is None:
@@ -58,29 +60,32 @@ def lane(observation: Observation, *names: str) -> float:
 
 
 def whole_ms(observation: Observation) -> float:
-    """The median step; the time of its lanes where that is more, as in the mean of uneven steps."""
+    """Return the larger of the median step and the sum of its lanes, in milliseconds.
+
+    The sum is larger if step times are uneven, since lanes are means.
+    """
     return max(
         step_ms(observation), sum(observation.lanes_ms.get(name) or 0.0 for name in STEP_LANES)
     )
 
 
 def share(observation: Observation, cost: float) -> float:
-    """Of a step."""
+    """Return a cost as a share of a step."""
     return cost / max(whole_ms(observation), 1e-9)
 
 
 def is_worth(observation: Observation, cost: float | None) -> bool:
-    """Whether it may be told; what has no known cost may."""
+    """Return True if a cost is large enough to report; an unknown cost is."""
     return cost is None or share(observation, cost) >= WORTH
 
 
 def kind_of(observation: Observation, cost: float | None) -> Kind:
-    """Of something that would be better otherwise: "note" where it can be left alone here."""
+    """Return the kind of a finding by its cost: "note" if the cost is negligible here."""
     return "slow" if is_worth(observation, cost) else "note"
 
 
 def calls(observation: Observation, *kinds: str) -> list[Call]:
-    """Calls of these kinds, the dearest first."""
+    """Return the calls of these kinds, the most costly first."""
     if not observation.steps:
         raise NoSignal("no step was seen")
     result = [call for call in observation.calls if call.kind in kinds and call.count]
@@ -88,17 +93,17 @@ def calls(observation: Observation, *kinds: str) -> list[Call]:
 
 
 def is_each_step(observation: Observation, call: Call) -> bool:
-    """Whether it happens in most steps. A single step is no habit."""
+    """Return True if a call happens in most of several steps."""
     return observation.steps > 1 and call.steps >= EVERY * observation.steps
 
 
 def cost_ms(observation: Observation, call: Call) -> float | None:
-    """Ms per step in these calls; None where that was not timed."""
+    """Return the milliseconds per step in these calls; None if not timed."""
     return None if call.seconds is None else 1e3 * call.seconds / max(1, observation.steps)
 
 
 def training_loaders(observation: Observation) -> list[Loader]:
-    """Those whose batches were trained on."""
+    """Return the loaders whose batches were trained on."""
     result = [loader for loader in observation.loaders if loader.in_training]
     if not result:
         raise NoSignal("no loader was seen that gave the batches")
@@ -106,7 +111,7 @@ def training_loaders(observation: Observation) -> list[Loader]:
 
 
 def epoch_steps(observation: Observation) -> float:
-    """Steps of an epoch, of what is trained on first; 0 where that was not seen."""
+    """Return the steps of an epoch of the first training input; 0 if unknown."""
     batches = [
         item.length / item.batch_size
         for item in observation.inputs
@@ -116,7 +121,7 @@ def epoch_steps(observation: Observation) -> float:
 
 
 def run_steps(observation: Observation) -> float:
-    """Steps of the whole run, by the lengths of its loops; 0 where these are not known."""
+    """Return the steps of the whole run, from the lengths of its loops; 0 if unknown."""
     if observation.run_steps:
         return observation.run_steps
     turns = [turns for _, turns in observation.epoch_loops]
@@ -124,7 +129,7 @@ def run_steps(observation: Observation) -> float:
 
 
 def held_out(observation: Observation) -> list[Loader | Table]:
-    """What was only evaluated, and is held as one table."""
+    """Return the inputs that were only evaluated and whose samples were compared with training."""
     evaluated = [item for item in observation.inputs if not item.in_training]
     known = [item for item in evaluated if item.shared_rows is not None or item.scaling is not None]
     if evaluated and not known:
@@ -133,41 +138,41 @@ def held_out(observation: Observation) -> list[Loader | Table]:
 
 
 def in_losses(observation: Observation, kind: str) -> list[InLoss]:
-    """What was found of this kind in the graphs of losses."""
+    """Return the findings of this kind in the graphs of losses."""
     if not observation.loss_looks:
         raise NoSignal("no graph of a loss was looked at")
     return [item for item in observation.in_losses if item.kind == kind]
 
 
 def other_mode(monitor: Monitor) -> str:
-    """The mode that its metric needs, where it is in the other one; "" else."""
+    """Return the mode that the monitor's metric needs, if it is in the other mode; else ""."""
     better = {"loss": "min", "score": "max"}.get(monitor.metric_kind, monitor.mode)
     return better if better != monitor.mode else ""
 
 
 def in_mode(monitor: Monitor) -> str:
-    """Which one it is in, in words."""
+    """Return the monitor's mode in words."""
     told = ", which is the default" if monitor.is_default else ""
     return f'in mode "{monitor.mode}"{told}'
 
 
 def parity_of_workers(loader: Loader) -> str:
-    """Of workers that stay, or are others: those that draw nothing give the same samples."""
+    """Return the parity of other or persistent workers: equal samples if workers draw nothing."""
     return "bit-identical" if loader.worker_hashes == [] else "redrawn"
 
 
 def models(observation: Observation) -> list[Model]:
-    """Those that were trained."""
+    """Return the models that were trained."""
     if not observation.models:
         raise NoSignal("no model was seen")
     return observation.models
 
 
 def arithmetic_rate(observation: Observation, model: Model) -> float | None:
-    """FLOP per second of forward and backward, for layers that use each weight once a row.
+    """Return the FLOP per second of forward and backward, if layers use each weight once per row.
 
-    That are two for each weight and row in forward, and four in backward. None for convolutions,
-    which use a weight at many places, and where the shape of the batches was not seen.
+    That is two FLOP for each weight and row in forward, and four in backward. None for
+    convolutions, which use a weight at many positions, and for unknown batch shapes.
     """
     words = model.inputs[0][0] if model.inputs else ""
     shape = [int(size) for size in re.findall(r"\d+", re.split(r"[\])]", words)[0])]
@@ -179,7 +184,7 @@ def arithmetic_rate(observation: Observation, model: Model) -> float | None:
 
 
 def samples_per_call(observation: Observation) -> int | None:
-    """Samples that the model gets at once in most calls; None where they vary, or were not seen."""
+    """Return the samples of most calls of the model; None if they vary or are unknown."""
     sizes: Counter[int] = Counter()
     for words, count in observation.models[0].inputs if observation.models else ():
         size = re.match(r"\[(\d+)", words)
@@ -190,13 +195,14 @@ def samples_per_call(observation: Observation) -> int | None:
 
 
 def batches_per_step(observation: Observation) -> float:
-    """How many batches go into an optimizer step: more than one where gradients accumulate."""
+    """Return the batches per optimizer step: more than one with gradient accumulation."""
     return max((optimizer.backwards for optimizer in observation.optimizers), default=1.0) or 1.0
 
 
 def loader_ms(observation: Observation, loader: Loader, *parts: str) -> float:
-    """The most per step that parts of the loader's work cost: shared by its workers, and no more
-    than the wait for input.
+    """Return the most milliseconds per step that parts of the loader's work cost.
+
+    The work is divided by the workers, and limited by the wait for input.
     """
     missing = [part for part in parts if part not in loader.lanes_ms]
     if missing:
@@ -209,25 +215,27 @@ def loader_ms(observation: Observation, loader: Loader, *parts: str) -> float:
 
 
 def making_ms(observation: Observation, loader: Loader) -> float:
-    """The most per step that keeping whole samples gives back: all of their making, of which no
-    more is left than putting them into batches."""
+    """Return the most milliseconds per step that caching whole samples saves.
+
+    That is all work of making samples, without that of collating them.
+    """
     parts = [part for part in loader.lanes_ms if part != "collate"]
     return loader_ms(observation, loader, *parts)
 
 
 _CACHED = 0.5
-"""Of the free memory that a cache may take: the job and the page cache need the rest."""
+"""Share of free memory that a cache may take: the job and the page cache need the rest."""
 
 
 def cached_mb(loader: Loader) -> float | None:
-    """What all samples take as the dataset gives them; None where that was not seen."""
+    """Return the megabytes of all samples as the dataset returns them; None if unknown."""
     if loader.length is None or loader.sample_bytes is None:
         return None
     return loader.length * loader.sample_bytes / 2**20
 
 
 def fits_in_memory(observation: Observation, mb: float | None) -> bool:
-    """Whether a cache of this size leaves enough of the memory that is free."""
+    """Return True if a cache of this size leaves enough free memory."""
     return (
         mb is not None
         and observation.available_mb is not None
@@ -236,40 +244,43 @@ def fits_in_memory(observation: Observation, mb: float | None) -> bool:
 
 
 def hot(loader: Loader) -> Site | None:
-    """The user's line that takes most of the loader's time, else where it is read or iterated."""
+    """Return the user's line that takes most of the loader's time.
+
+    If unknown, it is the line where the dataset is read or the loader is iterated.
+    """
     return loader.hot[0][0] if loader.hot else loader.dataset_site or loader.site
 
 
 def made(loader: Loader) -> Site | None:
-    """The user's line in which the loader is set up, else where it is iterated."""
+    """Return the user's line in which the loader is made, or else iterated."""
     return loader.made_at or loader.site
 
 
 def at(site: Site | None) -> str:
-    """file:line, or nothing."""
+    """Return file:line, or "" if there is no site."""
     return "" if site is None else str(site)
 
 
 def is_gpu(observation: Observation) -> bool:
-    """Whether the model computes on one."""
+    """Return True if the model computes on a GPU."""
     return observation.device.startswith("cuda")
 
 
 def busy_share(observation: Observation) -> float | None:
-    """Share of a step in which the GPU computes or copies; None where no one saw it."""
+    """Return the share of a step in which the GPU computes or copies; None if unknown."""
     time = observation.device_time
     if time is None:
         return None
-    # Another job on the GPU may have made steps longer before or meanwhile, not what it computes.
+    # Another job on the GPU may lengthen steps, but not the GPU's time for this job.
     steps_ms = [step for step in (whole_ms(observation), time.step_ms) if step]
     return min(1.0, time.busy_ms / max(min(steps_ms, default=0.0), 1e-9))
 
 
 def compute_ms(observation: Observation, *lanes: str) -> float:
-    """Ms per step that the device computes for these of forward, backward and optimizer.
+    """Return the milliseconds per step that the device computes for these lanes.
 
-    On a CPU these are the lanes themselves. Where a GPU waits for the host more than it computes,
-    computing faster gives nothing back.
+    The lanes are among forward, backward and optimizer. On a CPU the result is their own time. If a
+    GPU mostly waits for the host, faster computation saves nothing, and the result is 0.
     """
     time = observation.device_time
     if time is None:
@@ -280,7 +291,7 @@ def compute_ms(observation: Observation, *lanes: str) -> float:
 
 
 def returned_ms(observation: Observation, cost: float | None) -> float | None:
-    """Of what the host takes, the most per step that is not hidden behind what a GPU computes."""
+    """Return the part of a host's cost that does not overlap with computation of the GPU."""
     busy = busy_share(observation)
     if cost is None or busy is None:
         return cost
@@ -288,19 +299,19 @@ def returned_ms(observation: Observation, cost: float | None) -> float | None:
 
 
 def has_batch_norm(models: Iterable[Model]) -> bool:
-    """Whether a layer takes statistics over the batch."""
+    """Return True if a layer computes statistics over the batch."""
     return any(
         "BatchNorm" in name and count for model in models for name, count in model.layers.items()
     )
 
 
 def ms(value: float) -> str:
-    """Milliseconds for people."""
+    """Return milliseconds as text."""
     return f"{rounded(value, 2)} ms"
 
 
 def layers_of_two_modes(model: Model) -> str:
-    """Which layers compute otherwise in training, with their verb: "Dropout computes"."""
+    """Return the layers that compute differently in training, and a verb: "Dropout computes"."""
     kinds = [
         kind for kind in ("BatchNorm", "Dropout") if any(kind in layer for layer in model.layers)
     ]
@@ -308,14 +319,14 @@ def layers_of_two_modes(model: Model) -> str:
 
 
 def has_peers(observations: Sequence[Observation]) -> bool:
-    """Whether the job has several ranks; NoSignal where only one of them was seen."""
+    """Return True if the job has several ranks; raise NoSignal if only one was observed."""
     if len(observations) < 2 <= observations[0].world_size:
         raise NoSignal(f"only rank {observations[0].rank} of {observations[0].world_size} was seen")
     return observations[0].world_size > 1
 
 
 def threads_and_cpus(observations: Sequence[Observation]) -> tuple[list[int], int]:
-    """torch's threads in each rank, and the CPUs that all of them share."""
+    """Return torch's threads in each rank, and the CPUs that all ranks share."""
     threads = [rank.threads for rank in observations if rank.threads is not None]
     cpus = observations[0].machine_cpus or max(
         (rank.usable_cpus or 0 for rank in observations), default=0

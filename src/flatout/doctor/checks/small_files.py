@@ -1,4 +1,4 @@
-"""A file is opened for each sample."""
+"""Check for samples in a file each."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _ONE_EACH = 0.5
-"""Opened files per sample from which on each sample lies in another file, or nearly so."""
+"""Opened files per sample from which on samples count as being in separate files."""
 
 
 @check(lane="input")
 def look(observation: Observation) -> Findings:
-    """Whether opening and reading costs, a file for each sample."""
+    """Report costly opening and reading of a file for each sample."""
     for loader in training_loaders(observation):
         if loader.opens_per_sample is None:
             raise NoSignal("which files the loader opens was not seen")

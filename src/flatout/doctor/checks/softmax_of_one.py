@@ -1,4 +1,4 @@
-"""Softmax, or cross_entropy, is taken of a single score."""
+"""Check for softmax or cross_entropy of a single score."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from flatout.doctor.checks.signals import at, in_losses
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
-# Bags of one item are some of many; a model with one output has it in each loss.
+# Share of losses from which on the model has one output. Bags of one item occur in few losses.
 _SHARE = 0.9
 
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Softmax over a dimension of 1 behind the last layer, in nearly all losses."""
+    """Report softmax over a dimension of size 1 after the last layer, in nearly all losses."""
     for loss in in_losses(observation, "single"):
         if loss.count < _SHARE * observation.loss_looks:
             continue

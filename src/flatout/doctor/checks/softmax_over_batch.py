@@ -1,4 +1,4 @@
-"""Softmax is taken over the samples of a batch."""
+"""Check for softmax over the samples of a batch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from flatout.doctor.checks.signals import at, models
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
-# In the steps that are looked at.
+# Fewest such calls in the observed steps.
 _CALLS = 2
 
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Calls over the first dimension, which a shuffled batch of a loader has as its samples."""
+    """Report softmax over the first dimension, if that is the samples of a shuffled batch."""
     models(observation)
     for item in observation.softmaxes:
         if item.count >= _CALLS:

@@ -1,4 +1,4 @@
-"""The model waits for its input."""
+"""Check for models that wait for input."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation, Site
 
 _FIRST_WORKERS = 4
-"""To begin with, where there are none: each costs memory and a copy of the dataset."""
+"""Workers to suggest if there are none: each costs memory and a copy of the dataset."""
 
 
 @check(lane="input")
 def look(observation: Observation) -> Findings:
-    """Whether input takes more of a step than handing over a ready batch."""
+    """Report input that takes more of a step than passing on a ready batch."""
     wait = lane(observation, "input")
     if share(observation, wait) < HUNGRY:
         return

@@ -1,4 +1,4 @@
-"""A dense optimizer updates all rows of a table of which a batch touches a few."""
+"""Check for dense optimizers that update all rows of a table of which a batch touches a few."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _TOUCHED = 0.1
-"""Share of a table's gradient that is not zero below which sparse updates are cheaper: they cost
-several times as much for each row that they do touch."""
+"""Share of nonzero gradient below which sparse updates are cheaper.
+
+A sparse update costs several times as much for each touched row.
+"""
 
 _STEPPED = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
-"""Those of torch.optim whose dense result touched rows alone can give."""
+"""Optimizers of torch.optim whose dense result is reached by updating touched rows alone."""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether gradients of embeddings are nearly all zeros."""
+    """Report embeddings whose gradients are nearly all zeros."""
     if not any("Embedding" in layer for model in models(observation) for layer in model.layers):
         return
     if all(optimizer.sparse_share is None for optimizer in observation.optimizers):

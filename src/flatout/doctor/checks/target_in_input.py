@@ -1,4 +1,4 @@
-"""A column of what the model gets is the target that it is to foretell."""
+"""Check for input columns that contain the target which the model is to predict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import LeakedTarget, Observation
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Whether the target was found in the input, as it is or in other units."""
+    """Report targets found in the input, equal or in other units."""
     if not observation.loss_looks:
         raise NoSignal("no loss was looked at")
     for leaked in observation.leaked_targets:

@@ -1,4 +1,4 @@
-"""A target network keeps the weights that it began with, while the model that it copies trains."""
+"""Check for target networks that keep their initial weights while the trained model changes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _WHOLE, _STOPPED = 200, 20_000
-"""Steps after which it has to have moved: in a run that was seen to its end, and in one that may
-have been stopped before the first time."""
+"""Fewest steps in which a target network has to change.
+
+_WHOLE: in a run observed to its end; _STOPPED: in a run that may have been stopped before.
+"""
 
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Copies of a trained model that give its targets, and are as they were."""
+    """Report copies of a trained model that compute its targets and have not changed."""
     needed = _WHOLE if observation.ended == "done" else _STOPPED
     if observation.still_targets and observation.steps < needed:
         raise NoSignal(

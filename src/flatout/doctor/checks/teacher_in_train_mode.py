@@ -1,4 +1,4 @@
-"""A model that is never trained, such as a teacher, computes in train mode."""
+"""Check for models that are never trained, such as teachers, but compute in train mode."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Teacher
 
 _LOOKED = 8
-"""After fewer steps nothing was looked at."""
+"""Steps after which untrained models have been detected."""
 
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Models that no optimizer steps, called in each step with layers in train mode."""
+    """Report models that no optimizer steps, called in each step with layers in train mode."""
     if observation.steps < _LOOKED:
         raise NoSignal("too few steps were seen to tell which models are not trained")
     for teacher in observation.teachers:

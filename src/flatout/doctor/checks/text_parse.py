@@ -1,4 +1,4 @@
-"""Text is parsed in Python, line by line, in each epoch."""
+"""Check for text that is parsed in Python, line by line, in each epoch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _PARSES = re.compile(
     r"\.(r?split|strip|partition|splitlines)\(|json\.loads|csv\.|literal_eval"
     r"|strptime|loadtxt|genfromtxt|fromstring|read_csv"
 )
-"""What lines that parse text call."""
+"""Calls in lines that parse text."""
 
 _NUMBERS = re.compile(r"(?<!\.)\b(float|int)\(")
-"""What makes a number of text, or of another number."""
+"""Calls that convert text, or another number, to a number."""
 
 _TEXT = re.compile(_PARSES.pattern + r"|\.readlines?\(|[\"']rt?[\"']|json\.load|DictReader")
-"""What a file has in which such numbers may be text."""
+"""Code in a file that shows that such calls may convert text."""
 
 _MUCH = 0.3
-"""Share of the loader's time from which on parsing is what to mend first."""
+"""Share of the loader's time from which on parsing is the first thing to fix."""
 
 
 @check(lane="input")
 def look(observation: Observation) -> Findings:
-    """Whether lines that parse text take much of a loader's time, and the step waits for it."""
+    """Report lines that parse text for much of a loader's time while the step waits for it."""
     for loader in training_loaders(observation):
         wait = lane(observation, "input")
         if share(observation, wait) < HUNGRY:
@@ -49,7 +49,7 @@ def _parses(site: Site) -> bool:
 
 def _finding(loader: Loader, parsing: list[tuple[Site, float]], wait: float) -> Finding:
     part = min(1.0, sum(part for _, part in parsing))
-    # The samples of an iterable dataset are kept in the process that trains only.
+    # Samples of an iterable dataset are cached only in the process that trains.
     is_kept = not (loader.is_iterable and loader.num_workers)
     return Finding(
         kind="slow",

@@ -1,4 +1,4 @@
-"""Matrix products are computed in full fp32, though the GPU has units for TF32."""
+"""Check for matrix products in full fp32 on a GPU with units for TF32."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _FASTER = 8.0
-"""How many times the peak of TF32 is that of fp32 on a GPU with such units, at most."""
+"""Largest ratio of peak FLOP rates, TF32 over fp32, on a GPU with such units."""
 
 _PLAIN = "highest"
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether a model in fp32 on a GPU leaves its TF32 units idle. A CPU has none."""
+    """Report models in fp32 on a GPU whose TF32 units are unused. A CPU has none."""
     if not is_gpu(observation):
         return
     trained = models(observation)
     if observation.matmul_precision is None or observation.bf16_units is None:
         raise NoSignal("torch's precision of matrix products was not seen")
-    # A GPU with units for bf16 has those for TF32 too.
+    # A GPU with units for bf16 also has units for TF32.
     if observation.matmul_precision != _PLAIN or not observation.bf16_units:
         return
     if any("16" in dtype for optimizer in observation.optimizers for dtype in optimizer.dtypes):
@@ -30,7 +30,7 @@ def look(observation: Observation) -> Findings:
     if not is_worth(observation, cost):
         return
     for model in trained:
-        # cuDNN's convolutions take TF32 unasked.
+        # cuDNN's convolutions use TF32 by default.
         if not model.autocast and any("Conv" not in layer for layer in model.layers):
             yield Finding(
                 kind="slow",
@@ -39,7 +39,7 @@ def look(observation: Observation) -> Findings:
                 do='torch.set_float32_matmul_precision("high")',
                 where=at(model.site),
                 cost_ms=cost,
-                is_estimate=True,  # what does not multiply matrices takes as long
+                is_estimate=True,  # operations other than matrix products do not speed up
                 parity="rounding",
                 recipe={"compute.matmul_precision": "high"},
             )

@@ -1,4 +1,4 @@
-"""The ranks' threads leave CPUs idle."""
+"""Check for CPUs that the ranks' threads leave idle."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _IDLE = 0.5
-"""Share of the CPUs below which threads are too few. Half can be meant: loader workers need some,
-and two threads of one core share its units. A script that itself sets a single thread, and has no
-workers or processes that compute, leaves idle what it could use."""
+"""Share of the CPUs below which threads are too few.
+
+Half may be intended: loader workers need some CPUs, and two threads of one core share its units. A
+script that sets a single thread, without workers or other computing processes, has no such reason.
+"""
 
 _OTHERS = 0.5
-"""Threads that run beside torch's, in the median, from which on others compute."""
+"""Median number of running threads other than torch's from which on other threads compute."""
 
 
 @rank_check(edit=arguments.threads)
 def look(observations: Sequence[Observation]) -> Findings:
-    """Whether a job on the CPU leaves some of it idle. A GPU's rank only calls kernels."""
+    """Report a job on the CPU that leaves CPUs idle. A rank on a GPU only calls kernels."""
     threads, cpus = threads_and_cpus(observations)
     first = observations[0]
     sites = [str(call.site) for call in first.calls if call.kind == "threads"]

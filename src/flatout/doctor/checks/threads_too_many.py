@@ -1,4 +1,4 @@
-"""The ranks' threads together are more than there are CPUs."""
+"""Check for more threads of all ranks together than CPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.observe import Observation
 
 @rank_check(edit=arguments.threads)
 def look(observations: Sequence[Observation]) -> Findings:
-    """Whether torch's threads of all ranks fit the CPUs of this machine."""
+    """Report that torch's threads of all ranks exceed the CPUs of this machine."""
     threads, cpus = threads_and_cpus(observations)
     if sum(threads) <= cpus or max(threads) == 1:
         return

@@ -1,4 +1,4 @@
-"""train() is missing after a validation, or before the first epoch."""
+"""Check for a missing train() after a validation, or before the first epoch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.observe import Observation
 
 @check(edit=loops.train_again)
 def look(observation: Observation) -> Findings:
-    """Where a model is trained in eval mode, though that changes what it computes."""
+    """Report models that are trained in eval mode, if that changes their results."""
     for model in models(observation):
         if model.trained_in_eval_mode:
             how, do = "in eval mode", "model.train() at the start of each epoch"

@@ -1,4 +1,4 @@
-"""find_unused_parameters=True where all parameters are used."""
+"""Check for find_unused_parameters=True although all parameters are used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.observe import Observation
 
 @check(edit=arguments.no_search)
 def look(observation: Observation) -> Findings:
-    """Whether DDP searches the graph in each step for what is not there."""
+    """Report that DDP searches the graph for unused parameters in each step, in vain."""
     made = [call.site for call in calls(observation, "ddp")]
     for model in models(observation):
         if not model.wrapper_options.get("find_unused_parameters"):

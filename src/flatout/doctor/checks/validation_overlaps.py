@@ -1,4 +1,4 @@
-"""Samples of the validation are trained on."""
+"""Check for validation samples that are trained on."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation, Table
 
 _MANY = 0.01
-"""Share of the validation that equals a training sample, from which on it is no chance."""
+"""Share of validation samples equal to a training sample from which on it is no chance."""
 
 _MANY_WINDOWS = 0.3
-"""Share of the validation that is a training sample moved by a step, from which on it is no edge
-of two parts of a series."""
+"""Share of validation samples that are a training sample shifted by one time step.
+
+Smaller shares occur where a series is split into two parts.
+"""
 
 _ALL = 0.995
-"""From here on all of it is trained on."""
+"""Share of validation samples from which on all of them count as trained on."""
 
 _WHOLE = 0.9
-"""Of the training's length, from which on it is the training data that is evaluated: that may be
-meant, to see how well they are fitted."""
+"""Ratio to the length of the training data from which on the training data itself is evaluated.
+
+That may be intended, to measure how well it is fitted.
+"""
 
 
 @check()
 def look(observation: Observation) -> Findings:
-    """How many samples are the same, of loaders and tables that are only evaluated."""
+    """Report evaluated loaders and tables whose samples are trained on."""
     known = held_out(observation)
     several = len({(str(item.site), item.length) for item in known}) > 1
     shares = [shared / of for item in known for shared, of in [item.shared_rows or (0, 1)]]

@@ -1,4 +1,4 @@
-"""Two views of the same pictures, which a loss is to bring together, are bitwise equal."""
+"""Check for two views of the same images that should differ, but are bitwise equal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _LOOKED = 8
-"""After fewer steps nothing was looked at."""
+"""Steps after which views have been compared."""
 
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Models that get the same pictures twice in a step, in tensors of their own."""
+    """Report models that get the same images twice in a step, in separate tensors."""
     if observation.steps < _LOOKED:
         raise NoSignal("too few steps were seen to compare what models are called with")
     for views in observation.equal_views:

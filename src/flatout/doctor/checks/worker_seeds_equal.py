@@ -1,4 +1,4 @@
-"""Loader workers draw the same random numbers."""
+"""Check for loader workers that draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.observe import Loader, Observation
 
 @check(edit=workers.seed_each)
 def look(observation: Observation) -> Findings:
-    """Whether two workers of a loader began in the same random state."""
+    """Report workers of a loader that began in the same random state."""
     for loader in training_loaders(observation):
         if (loader.num_workers or 0) < 2:
             continue

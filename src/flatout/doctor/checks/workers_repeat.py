@@ -1,4 +1,4 @@
-"""Each worker of an IterableDataset gives all samples: each comes as often as there are workers."""
+"""Check for workers of an IterableDataset that each return all samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether the first batches of all workers are equal, and the second of one differs."""
+    """Report workers with equal first batches, if the second batch of one worker differs."""
     for loader in training_loaders(observation):
         workers = loader.num_workers or 0
         if not loader.is_iterable or workers < 2:

@@ -1,4 +1,4 @@
-"""Loader workers are started again for each epoch."""
+"""Check for loader workers that are restarted in each epoch."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
 _LATE = 3.0
-"""The first batch of an epoch is late from this many waits of an ordinary one on."""
+"""Ratio to the usual wait for a batch from which on the first batch of an epoch is late."""
 
 _STARTING_MS = 20.0
-"""No worker starts faster than this, so a shorter wait is no start."""
+"""Shortest start of a worker in milliseconds: a shorter wait is no restart."""
 
 
 @check(edit=arguments.stay)
 def look(observation: Observation) -> Findings:
-    """Whether the first batch of later epochs comes late, and workers do not persist."""
+    """Report late first batches of later epochs, if workers do not persist."""
     for loader in training_loaders(observation):
         if not loader.num_workers or loader.persistent_workers is not False:
             continue
         if len(loader.first_ms) < 2 or loader.wait_ms is None:
             raise NoSignal("fewer than two epochs were seen")
-        # The first start of all stays, whatever is done.
+        # The start in the first epoch cannot be avoided.
         late = [first - loader.wait_ms for first in loader.first_ms[1:]]
         cost = max(0.0, sum(late)) / max(1, observation.steps)
         slow = sorted(loader.first_ms[1:])[len(late) // 2]

@@ -1,4 +1,4 @@
-"""More loader workers than CPUs: they and the model wait for one another."""
+"""Check for more loader workers than CPUs, so that workers and model wait for each other."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _CROWDED = 1.25
-"""What can run, per CPU, from which on something waits for a CPU most of the time."""
+"""Runnable threads per CPU from which on some thread waits for a CPU most of the time."""
 
 
 @check(edit=arguments.workers, lane="input")
 def look(observation: Observation) -> Findings:
-    """Whether there are more workers than CPUs, and more to run than there is room for."""
+    """Report more workers than CPUs, if there are also more runnable threads than CPUs."""
     crowds = [loader for loader in training_loaders(observation) if (loader.num_workers or 0) > 1]
     if not crowds:
         return

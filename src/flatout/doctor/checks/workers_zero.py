@@ -1,4 +1,4 @@
-"""num_workers=0: the process that trains also loads."""
+"""Check for num_workers=0, with which the process that trains also loads."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
 _MANY = 4
-"""Workers to begin with where CPUs suffice: each costs memory and a copy of the dataset."""
+"""Workers to suggest if there are enough CPUs: each costs memory and a copy of the dataset."""
 
 
 @check(edit=arguments.workers, lane="input")
 def look(observation: Observation) -> list[Finding]:
-    """Whether a loader without workers keeps the step waiting."""
+    """Report loaders without workers that keep the step waiting."""
     alone = [loader for loader in training_loaders(observation) if loader.num_workers == 0]
     wait = lane(observation, "input")
     if observation.usable_cpus is None:
         raise NoSignal("how many CPUs are usable was not seen")
-    # What one core loads, all of them can share; another device leaves them all free. Where
-    # the model computes on the same cores, sharing the work is all that can be won.
+    # Workers use all cores instead of one. If the model computes on a GPU, all cores are free for
+    # workers. If it computes on the same cores, dividing the work is all that can be saved.
     hidden = wait if is_gpu(observation) else wait * (1 - 1 / observation.usable_cpus)
     if share(observation, wait) < HUNGRY or share(observation, hidden) < HUNGRY / 2:
         return []
@@ -39,7 +39,7 @@ def look(observation: Observation) -> list[Finding]:
 def _finding(observation: Observation, loader: Loader, wait: float, hidden: float) -> Finding:
     cpus = observation.usable_cpus or 1
     workers = max(1, min(_MANY, cpus - 1))
-    # Each worker of an IterableDataset would give all of its samples.
+    # Each worker of an IterableDataset would return all of its samples.
     then = (
         "where each worker takes another part (torch.utils.data.get_worker_info)"
         if loader.is_iterable
@@ -55,7 +55,7 @@ def _finding(observation: Observation, loader: Loader, wait: float, hidden: floa
         do=do,
         where=at(made(loader)),
         cost_ms=hidden,
-        # What waits for a disk, or finds a core that the model leaves idle, costs no time on a CPU.
+        # Waiting for a disk, or loading on an idle core, costs no CPU time of the model.
         is_estimate=not is_gpu(observation),
         parity="redrawn",
         recipe={} if loader.is_iterable else {"input.workers": workers},

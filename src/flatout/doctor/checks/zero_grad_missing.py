@@ -1,4 +1,4 @@
-"""Gradients are not forgotten: each step goes on with the sum of all before."""
+"""Check for gradients that are never zeroed, so that each step uses the sum of all before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.observe import Observation
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Whether the gradients of a step were there when the next backward began, each time."""
+    """Report optimizers whose gradients were still present at each next backward."""
     known = [
         optimizer for optimizer in observation.optimizers if optimizer.kept_gradients is not None
     ]

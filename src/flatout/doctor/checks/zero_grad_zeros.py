@@ -1,4 +1,4 @@
-"""zero_grad(set_to_none=False): gradients are filled with zeros, then added to."""
+"""Check for zero_grad(set_to_none=False): gradients are filled with zeros, then added to."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _PASSES = 4
-"""Passes over the gradients' memory that go away, for each that zero_grad itself makes: it writes
-zeros once; backward then reads the zeros and the new gradient and writes their sum, where it would
-only hand the new gradient over."""
+"""Passes over the gradients' memory that are saved, per pass of zero_grad itself.
+
+zero_grad writes zeros once. backward then reads the zeros and the new gradient and writes their
+sum, instead of only storing the new gradient.
+"""
 
 
 @check(edit=arguments.forget_gradients)
 def look(observation: Observation) -> Findings:
-    """Which lines ask for zeros."""
+    """Report lines that ask for zeros."""
     for call in calls(observation, "zero_grad"):
         own = cost_ms(observation, call)
         cost = None if own is None else _PASSES * own

@@ -2,8 +2,8 @@
 
 CACHE/trials/ID/owner.json   the owner: process ID, its start time, the machine.
 CACHE/trials/ID/a/           folder of one of the two processes.
-    upper/                   its writes, if the kernel overlays files
-    files/<absolute path>    its writes, if Python's functions are redirected
+    upper/                   its writes, if the kernel overlays files.
+    files/<absolute path>    its writes, if Python's functions are redirected.
     gone                     the files it has deleted, if redirected
     output                   its output
 TMP/flatout-XXXX/            its temporary files. Its trial.json contains ID, so that a damaged or
