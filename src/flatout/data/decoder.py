@@ -1,4 +1,4 @@
-"""What a format of rows in sequence has to offer: to find rows in bytes, and decode them."""
+"""Interfaces of formats of rows in sequence: finding rows in bytes, and decoding them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flatout.data.error_policy import ErrorPolicy
 from flatout.data.schema import Schema
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-# Names the place of a byte of the buffer, such as "day.svm:88121": (row in the call, byte).
+# Returns the place of a byte of the buffer, such as "day.svm:88121", for (row in the call, byte).
 Where: TypeAlias = Callable[[int, int], str]
-# Of ragged columns, how many values each row has; None where that is not known.
+# For ragged columns, the number of values of each row; None where it is not known.
 Lengths: TypeAlias = Mapping[str, Numbers] | None
 
 
@@ -24,8 +24,10 @@ class Split(NamedTuple):
     """Rows found in a buffer.
 
     Attributes:
-        consumed: bytes from the buffer's begin that are dealt with; the rest is a row's begin.
-        problem: what is wrong at byte `consumed`, where no further row can be found, or "".
+        starts: first byte of each row, int64.
+        ends: byte after each row, int64.
+        consumed: bytes from the buffer's start that are processed; the rest is the start of a row.
+        problem: error at byte `consumed`, after which no row can be found, or "".
     """
 
     starts: Numbers
@@ -35,11 +37,14 @@ class Split(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Rows as a file has them.
+    """Rows as bytes in a buffer.
 
     Attributes:
-        starts: where each begins in the buffer, int64.
-        numbers: what each is called in a block, int64.
+        buffer: the bytes.
+        starts: first byte of each row, int64.
+        ends: byte after each row, int64.
+        numbers: number of each row in a block, int64.
+        where: returns the place of a byte.
     """
 
     buffer: Bytes
@@ -50,12 +55,12 @@ class Encoded(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What a first look at rows found.
+    """Facts from the first pass over rows.
 
     Attributes:
-        good: bool of shape (rows,): whether a row is as it should be.
+        good: whether each row is good, bool of shape (rows,).
         lengths: number of values of each ragged column, int64 of shape (rows,) each.
-        facts: numbers that the format infers a schema from.
+        facts: numbers from which the format infers a schema.
     """
 
     good: npt.NDArray[np.bool_]
@@ -64,19 +69,19 @@ class Survey(NamedTuple):
 
 
 class StreamDecoder(Protocol):
-    """What the rows of a stream are decoded by."""
+    """Decoder of a stream's rows."""
 
     def split(self, buffer: Bytes, final: bool) -> Split:
-        """Find the rows in a buffer; `final` says that no more bytes follow.
+        """Find the rows in a buffer; `final` states that no more bytes follow.
 
-        What does not begin a file is split by `split_rest`, where a decoder has one.
+        Bytes after the first ones of a file are split by `split_rest`, where a decoder has it.
         """
         ...
 
     def decode(
         self, rows: Encoded, lengths: Lengths, buffers: Buffers, policy: ErrorPolicy
     ) -> Block:
-        """Decode rows; those that are bad are left out, where `policy` skips them."""
+        """Decode rows, without bad rows if `policy` skips them."""
         ...
 
 
@@ -84,20 +89,20 @@ class Decoder(StreamDecoder, Protocol):
     """A format with a schema. Several threads may call at once.
 
     Attributes:
-        schema: of the blocks.
-        needs_survey: whether `decode` must be told the lengths of ragged columns.
+        schema: schema of the blocks.
+        needs_survey: whether `decode` needs the lengths of ragged columns.
     """
 
     schema: Schema
     needs_survey: bool
 
     def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
-        """Look at rows without keeping them."""
+        """Return facts about rows, without decoding them."""
         ...
 
 
 class Errors:
-    """Of rows that a kernel reads, status and place of errors, for it to fill."""
+    """Status and place of error of each row, which a kernel fills in."""
 
     def __init__(
         self,
@@ -111,7 +116,7 @@ class Errors:
         self.at = np.zeros(len(rows.starts), np.int64)
 
     def report(self) -> npt.NDArray[np.bool_]:
-        """Count the bad rows, or raise for the first. Gives which are good."""
+        """Count the bad rows, or raise an error for the first; return which rows are good."""
         for row in np.flatnonzero(self.status):
             code = int(self.status[row])
             words, do = self._explain(int(row), code) or (str(self._codes(code).words), "fix it")
@@ -120,13 +125,13 @@ class Errors:
         return good
 
     def block(self, columns: dict[str, Values], bad: int) -> Block:
-        """A block of the good rows, after the bad ones were counted or raised."""
+        """Return a block of the good rows, after bad rows were counted or raised."""
         block = Block(columns, self.rows.numbers)
         return take(block, np.flatnonzero(self.report())) if bad else block
 
 
 def good_rows(decoder: Decoder, rows: Encoded, policy: ErrorPolicy) -> Survey:
-    """A survey by decoding rows."""
+    """Return a survey made by decoding rows."""
     numbers = np.arange(len(rows.starts), dtype=np.int64)
     block = decoder.decode(rows._replace(numbers=numbers), None, Buffers(), policy)
     good = np.zeros(len(numbers), bool)

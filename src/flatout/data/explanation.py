@@ -1,4 +1,4 @@
-"""What an input pipeline does, for people."""
+"""Explanation of an input pipeline, for people."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 from flatout.words import counted
 
-# Above this share of waiting the model is held up by its input.
+# Share of time spent waiting for input above which the input bounds the rate of steps.
 _BOUND = 0.05
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What was written, what runs, and what it costs. Its text is what `explain()` prints.
+    """Stages of a pipeline as written and as run, with their costs. `explain()` prints it.
 
     Attributes:
         written: stages in the order in which they were written.
         runs: stages in the order in which they run.
-        notes: why that is the same, and what else there is to know.
+        notes: lines on why both orders give the same batches, and further lines for the user.
         stages: milliseconds of one thread per batch, by stage; empty before the first batch.
-        threads: that make batches.
-        trials: what was tried to find that number.
+        threads: number of threads that make batches.
+        trials: lines about the trials that found this number.
         waited: share of the time that the loop waited for a batch; None before it is known.
-        processes: that make batches in place of threads.
-        padding: which part of the batches' values is padding; None where rows are equally long.
+        padding: share of padding among the batches' values; None where rows are equally long.
+        processes: number of processes that make batches in place of threads.
     """
 
     written: list[str]
@@ -46,7 +46,7 @@ class Explanation:
         notes: list[str],
         padding: float | None,
     ) -> Explanation:
-        """From what runs."""
+        """Explain a program."""
         costs = getattr(program, "costs", None)
         tuner = getattr(program, "tuner", None)
         pool = getattr(program, "pool", None)
@@ -65,12 +65,12 @@ class Explanation:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the explanation as plain data."""
         return asdict(self)
 
     @property
     def bound(self) -> str:
-        """What bounds the rate of steps, in words."""
+        """Text that names what bounds the rate of steps: input or model."""
         if self.processes:
             return f"not known: {self.processes} processes make the batches, each counts for itself"
         if self.threads == 0:

@@ -1,4 +1,4 @@
-"""What a source of batches is, and how whatever a user hands over becomes one."""
+"""Interface of sources of batches, and the conversion of a user's data into a source."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from flatout.errors import DataError
 class Source(Protocol):
     """Batches, epoch after epoch.
 
-    `batches(epoch, start_step)` gives exactly what a full pass over the epoch gives from that step
-    on; where the source is not seekable, only in a process that has loaded the `state_dict`.
+    `batches(epoch, start_step)` returns exactly the batches of a full pass from that step on. If
+    the source is not seekable, this holds only in a process that has loaded the `state_dict`.
 
     Attributes:
-        seekable: whether a pass can start at any step without reading what comes before.
+        seekable: whether a pass can start at any step without reading earlier batches.
         counted: whether `steps` is known.
         samples: samples per epoch, or None.
         steps: batches per epoch, or None.
         batch_size: samples per batch, or None.
-        digest: 16 hex digits that differ for other data, for a resume to notice. Of the data
-            alone, not of its order or batch size.
+        digest: 16 hex digits that differ for other data, for a resume to compare. Order and batch
+            size do not count.
     """
 
     @property
     def seekable(self) -> bool:
-        """Whether a pass can start at any step without reading what comes before."""
+        """Whether a pass can start at any step without reading earlier batches."""
         ...
 
     @property
@@ -69,38 +69,38 @@ class Source(Protocol):
         ...
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from `start_step` on."""
+        """Return the batches of an epoch from `start_step` on."""
         ...
 
     def peek(self, count: int) -> list[Batch]:
-        """Up to `count` first batches of epoch 0, without using them or any random state up."""
+        """Return the first `count` batches of epoch 0, without effect on it or random states."""
         ...
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         ...
 
     def labels_range(self) -> tuple[int, int] | None:
-        """Smallest and largest target, where the targets are one tensor of integers in memory."""
+        """Return the smallest and largest target, if they are integers in one tensor in memory."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs besides (epoch, step): empty where the source is seekable."""
+        """Return the state that a resume needs in addition to (epoch, step); empty if seekable."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` gave."""
+        """Load the result of `state_dict`."""
         ...
 
 
 class SourceReport(Protocol):
-    """Who makes a source's batches, and how that was found while they were used.
+    """Trials of how to make a source's batches, and the way that was found.
 
     Attributes:
-        settled: as `input.workers`.
-        kept: what was measured of it; None where nothing was, or that is 0.
-        trials: what was tried, and what came of it.
-        notes: what the user should know of; the caller that shows them empties the list.
+        settled: the kept value, as `input.workers`.
+        kept: measurement of the kept value; None if it was not measured or is 0.
+        trials: lines about each trial and its outcome.
+        notes: lines for the user; the caller that shows them empties the list.
     """
 
     settled: Workers
@@ -110,7 +110,7 @@ class SourceReport(Protocol):
 
 
 def report_of(source: Source | None) -> SourceReport | None:
-    """Who makes its batches, where that is found while they are used."""
+    """Return the report of a source that finds out how to make batches, or None."""
     report: SourceReport | None = getattr(source, "report", None)
     return report
 
@@ -133,29 +133,29 @@ def as_source(
     pin_memory: bool = False,
     clip_batch: bool = False,
 ) -> Source:
-    """Whatever a user hands over, as a Source.
+    """Convert a user's data into a Source.
 
     A tuple is x, (x, y) or (x, y, weight), where x and y may be tuples, lists or dicts of arrays. A
-    list is a list of batches, unless `y` is given beside it. A bare array or dict of arrays is x.
-    A TensorDataset takes the way of arrays. Sources, DataLoaders and iterables make their own
-    batches: `batch_size` must be None or theirs, and the other options do not apply.
+    list is a list of batches, unless `y` is given. A single array or dict of arrays is x. A
+    TensorDataset is handled like arrays. Sources, DataLoaders and iterables make their own batches:
+    `batch_size` must be None or equal to theirs, and the other options do not apply.
 
     Args:
         train: inputs, or all of the data.
-        y: targets, where `train` is inputs alone.
+        y: targets, where `train` has only inputs.
         batch_size: samples per batch; None means 32, or all where there are fewer.
-        shuffle: a new order every epoch, from (seed, epoch).
-        seed: of the orders.
+        shuffle: whether each epoch has a new order, from (seed, epoch).
+        seed: seed of the orders.
         drop_last: leave out a smaller last batch.
-        workers: who makes the batches of a Dataset: 0 this process when they are asked for,
-            "thread" a thread of it ahead, a number so many processes; "auto" begins with 0
-            and keeps what is measured faster while batches are used. Of iterables and loaders
-            without workers a thread may read ahead.
+        workers: how the batches of a Dataset are made. 0: by this process when they are needed;
+            "thread": ahead, by a thread; a number: by this number of processes; "auto": starts with
+            0 and keeps the fastest while batches are used. For iterables and loaders without
+            workers, a thread may read ahead.
         pin_memory: batches in pinned memory, for copies to an accelerator; without one, no effect.
         clip_batch: a batch larger than the data becomes the data instead of an error.
 
     Raises:
-        DataError: nothing here takes `train`, it is empty, its parts do not fit together, or a
+        DataError: `train` has an unknown type or is empty, its parts do not fit together, or a
             number makes no sense.
     """
     options: dict[str, Any] = {
@@ -246,12 +246,12 @@ def _made_elsewhere(
 
 
 def last_batch_of(source: Source) -> int | None:
-    """Rows of an epoch's last batch, with what fills it up; None where that is not known."""
+    """Return the rows of an epoch's last batch, with rows that fill it up, or None if not known."""
     if isinstance(source, Pipeline):
         return source.last_batch
     if source.samples is None or source.batch_size is None:
         return None
-    # Of what is dropped `samples` does not say.
+    # `samples` does not include dropped samples.
     return last_batch(source.samples, source.batch_size, drop_last=False)
 
 

@@ -1,4 +1,4 @@
-"""What users hand over, as tensors: arrays, samples' parts, whole batches."""
+"""Conversion of a user's arrays, samples and batches to tensors."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from flatout.data.objects import tensors_of_object
 from flatout.errors import DataError
 
 Others: TypeAlias = list[tuple[str, Any]]
-"""Names and values of what is no tensor."""
+"""Names and values of parts that are no tensors."""
 
 
 def is_array(value: Any) -> bool:
-    """Whether `value` is a tensor, a numpy array, or something that numpy reads as one."""
+    """Return whether `value` is a tensor, a numpy array, or an object that numpy reads as one."""
     return isinstance(value, Tensor) or hasattr(value, "__array__")
 
 
 def are_arrays(value: Any) -> bool:
-    """Whether this is an array, or a tuple, list or dict of arrays alone."""
+    """Return whether `value` is an array, or a tuple, list or dict of only arrays."""
     if isinstance(value, dict):
         return all(map(are_arrays, value.values()))
     if isinstance(value, (tuple, list)):
@@ -35,10 +35,10 @@ def are_arrays(value: Any) -> bool:
 
 
 def as_tensor(name: str, value: Any, where: str | None = None) -> Tensor:
-    """A tensor of the same dtype; numpy arrays share their memory with it where torch can.
+    """Return a tensor of the same dtype; it shares memory with a numpy array where torch can.
 
     Raises:
-        DataError: `value` is no array, holds something else than numbers, or is sparse or nested.
+        DataError: `value` is no array, holds values that are no numbers, or is sparse or nested.
     """
     if isinstance(value, Tensor):
         if value.is_nested:
@@ -66,8 +66,8 @@ def as_tensor(name: str, value: Any, where: str | None = None) -> Tensor:
 def as_tensors(
     name: str, value: Any, where: str | None = None, others: Others | None = None
 ) -> Tensors:
-    """A tensor, or a tuple or dict of tensors, from arrays in the same structure."""
-    if isinstance(value, UserDict):  # as tokenizers give
+    """Return a tensor, or a tuple or dict of tensors, from arrays in the same structure."""
+    if isinstance(value, UserDict):  # the type that tokenizers return
         value = value.data
     if others is not None:
         if value is None or isinstance(value, (bool, int, float)):
@@ -87,7 +87,7 @@ def as_tensors(
 
 
 def parts_of(value: Any, where: str | None = None) -> tuple[Any, Any, Any]:
-    """(inputs, targets, weight) of what a dataset or loader gives: x, (x, y) or (x, y, weight)."""
+    """Return (inputs, targets, weight) of x, (x, y) or (x, y, weight)."""
     if not isinstance(value, (tuple, list)):
         return value, None, None
     if not 1 <= len(value) <= 3:
@@ -101,10 +101,10 @@ def parts_of(value: Any, where: str | None = None) -> tuple[Any, Any, Any]:
 
 
 def as_batch(value: Any, where: str, *, is_jagged: bool | None = None) -> Batch:
-    """A Batch from what a loader or an iterable gives."""
+    """Return a Batch from a value of a loader or an iterable."""
     if isinstance(value, Batch):
         return value
-    # A PackedSequence is a tuple, too.
+    # A PackedSequence is also a tuple.
     is_tuple = isinstance(value, (tuple, list)) and not tensors_of_object(value)
     parts = parts_of(value, where) if is_tuple else (value, None, None)
     others: Others = []
@@ -113,7 +113,7 @@ def as_batch(value: Any, where: str, *, is_jagged: bool | None = None) -> Batch:
     if is_jagged or _is_jagged(inputs, size, looks=is_jagged is None):
         return _jagged(inputs, targets, weight, size, where)
     for name, other in others:
-        as_tensor(name, other, where)  # refuses them
+        as_tensor(name, other, where)  # refuse values that are no tensors
     size = count_rows(inputs, targets, weight, where, do=_SAY_JAGGED)
     if size == 0:
         raise DataError("the batch is empty: expected at least 1 sample, found 0", where=where)
@@ -121,21 +121,21 @@ def as_batch(value: Any, where: str, *, is_jagged: bool | None = None) -> Batch:
 
 
 def jagged(inputs: Any, targets: Any = None, weight: Any = None, *, samples: Any = None) -> Batch:
-    """A batch whose inputs have no row for each sample; what a loader gives in place of (x, y).
+    """Make a batch whose inputs have no row for each sample; a loader returns it for (x, y).
 
-    It is taken whole: never cut into micro-batches, nor over ranks, each of which reads its own.
-    Flat ids with offsets and graphs are mostly known by themselves; this is for all others.
+    It is never cut into micro-batches or over ranks; each rank reads its own batches. Most flat ids
+    with offsets and graphs are detected without this function, which is for all other inputs.
 
     Args:
-        inputs: what the model takes: tensors, a tuple or dict of them, with numbers and None beside
-            them, or an object that holds tensors (a dataclass, or one with `.to(device)`).
-        targets: with a row for each sample, or None.
-        weight: of each sample, of shape (samples,), or None.
-        samples: how many there are, where neither targets nor weights tell.
+        inputs: input of the model: tensors, a tuple or dict of tensors, numbers and None, or an
+            object that holds tensors (a dataclass, or one with `.to(device)`).
+        targets: targets with a row for each sample, or None.
+        weight: weight of each sample, of shape (samples,), or None.
+        samples: number of samples, if there are neither targets nor weights.
 
     Raises:
-        DataError: a part is no array, targets and weight differ in length, or nothing shows how
-            many samples there are.
+        DataError: a part is no array, targets and weight differ in length, or the number of samples
+            is not known.
     """
     where = "flatout.data.jagged"
     inputs, targets, weight = _converted((inputs, targets, weight), where, [])
@@ -207,7 +207,7 @@ def count_rows(
     where: str | None = None,
     do: str | None = None,
 ) -> int:
-    """How many samples all the tensors have."""
+    """Return the number of samples, equal in all tensors."""
     parts = {"inputs": inputs, "targets": targets, "weight": weight}
     named = [pair for name, part in parts.items() for pair in named_tensors(name, part)]
     for name, tensor in named:
@@ -262,12 +262,12 @@ def _from_numpy(name: str, array: npt.NDArray[Any], where: str | None) -> Tensor
         )
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    # torch takes no negative or odd strides.
+    # torch accepts no negative or odd strides.
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
         array = np.ascontiguousarray(array)
     try:
         with warnings.catch_warnings():
-            # Read-only memory is fine: nothing here writes into the data.
+            # Read-only memory is fine: no code here writes into the data.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(array)
     except TypeError as error:

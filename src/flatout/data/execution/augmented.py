@@ -21,9 +21,9 @@ from flatout.data.execution.turns import Turns, turns_left
 from flatout.data.form import Form, Tree
 from flatout.errors import DataError
 
-# Of an image in memory.
+# Numbers of channels of an image in memory.
 _CHANNELS = (1, 3, 4)
-# Which number of a sample's sequence is its view; the augmentation takes others.
+# Index, in a sample's sequence of random numbers, of its view; the augmentation uses other indices.
 _VIEW = 2**20
 
 
@@ -59,13 +59,13 @@ class Augmented:
         return digest_of(self.inner.digest, self.name)
 
     def content(self) -> str | None:
-        """The inner one's and the augmentation's; of fixed views, also what they are drawn from."""
+        """Return a digest of the samples before this stage and of `words`."""
         inner = self.inner.content()
         return None if inner is None else digest_of(inner, *self.words)
 
     @property
     def words(self) -> tuple[str, str]:
-        """What it does to a sample; of fixed views, also what they are drawn from."""
+        """Texts that decide the results; with fixed views, also how these are drawn."""
         if self.augmentation.views is None:
             return self.name, ""
         drawn = "number" if self._row_words is None else "name"
@@ -73,7 +73,7 @@ class Augmented:
 
     @property
     def draws_by_number(self) -> bool:
-        """Whether a sample's number decides what it may become, and not only when."""
+        """Whether the possible results of a sample depend on its number."""
         return self.augmentation.views is not None and self._row_words is None
 
     @cached_property
@@ -91,16 +91,16 @@ class Augmented:
 
     @property
     def own_variants(self) -> int | None:
-        """How many results this stage has for one image; None where there is no end to them.
+        """Number of results of this stage for one image; None where they are not limited.
 
         `varying.variants` counts all stages together.
         """
         return self.augmentation.variants
 
     def own_variant(self, numbers: Numbers, epoch: Turns) -> Numbers:
-        """Which of these each sample gets in an epoch: int64 of shape (rows,).
+        """Return which result each sample gets in an epoch: int64 of shape (rows,).
 
-        It is what `make` draws as well.
+        `make` draws the same results.
         """
         if self.augmentation.views is None:
             return self.augmentation.variant(self._draws(numbers, epoch))
@@ -137,7 +137,7 @@ class Augmented:
         return name in _columns(self.inner.form.inputs) and _are_pixels(values)
 
     def apply(self, block: Block, epoch: Turns) -> Block:
-        """The rows of a block, their images changed."""
+        """Return the rows of a block, with their images changed."""
         return self._apply(LentRows(block, {}, np.arange(len(block))), epoch, Buffers())
 
     def _apply(self, lent: LentRows, epoch: Turns, buffers: Buffers) -> Block:
@@ -194,12 +194,12 @@ def _columns(tree: Tree) -> list[str]:
 
 
 def is_image(values: Values) -> bool:
-    """Whether rows are images: of three dimensions, or bytes of two, which are gray."""
+    """Return whether rows are images: three dimensions, or two of uint8 (gray images)."""
     return _ndim(values) == 4 or (_ndim(values) == 3 and values.dtype == np.uint8)  # type: ignore[union-attr]
 
 
 def as_pixels(values: npt.NDArray[Any]) -> Pixels:
-    """Images as an array of shape (rows, height, width, channels), contiguous."""
+    """Return images as a contiguous array of shape (rows, height, width, channels)."""
     return np.ascontiguousarray(_seen_as_pixels(values))
 
 

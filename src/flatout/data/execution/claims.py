@@ -1,4 +1,4 @@
-"""Parts of an epoch's batches that this rank has claimed: each is one rank's, who asks first."""
+"""Parts of an epoch's batches that this rank has claimed. The first rank to ask gets a part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.data.execution.batch_sampler import BatchSampler
 
 
 class NoneLeft(Exception):
-    """All parts are claimed: the batches end here."""
+    """All parts are claimed, so there are no more batches."""
 
 
 class Claim(NamedTuple):
@@ -19,7 +19,7 @@ class Claim(NamedTuple):
 
     Attributes:
         step: number of the batch in its epoch.
-        part: which of its parts, of which each batch has one for each rank.
+        part: number of the part; each batch has one part for each rank.
     """
 
     step: int
@@ -29,23 +29,23 @@ class Claim(NamedTuple):
 class Claims:
     """The parts that this rank has claimed of some batches of an epoch, in the order of its claims.
 
-    They are claimed when their samples are to be read, a few ahead of their step.
+    A part is claimed when its samples are about to be read, a few parts ahead of its step.
 
     Args:
-        ask: claims the next part of all ranks' and returns its number, and how many are left then;
-            -1 where none is left, and before which number all has ended.
+        ask: claims the next part among all ranks, and returns its number and the number of parts
+            left. If no part is left, it returns -1 and the number after the last part.
         use: gets the number of the claim whose samples are used next.
-        parts: into how many each batch is cut.
-        first: number of the first of these batches in the epoch.
-        last: number after that of the last one.
-        run: how many batches in a row are claimed together, the same part of each.
+        parts: number of parts of each batch.
+        first: number, in the epoch, of the first of these batches.
+        last: number, in the epoch, after the last of these batches.
+        run: number of consecutive batches of which the same part is claimed together.
 
     Attributes:
-        parts: as above.
-        used: how many were used.
-        passed: how many parts all ranks together have claimed from the one that this rank has used
-            before up to the latest.
-        end: number after that of the last batch that was handed out; None before that is known.
+        parts: number of parts of each batch.
+        used: number of claims used so far.
+        passed: number of parts that all ranks have claimed between this rank's last two used
+            claims.
+        end: number after the last batch with a claimed part; None before it is known.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Claims:
         self.parts, self._first, self._last, self._run = parts, first, last, run
         self._found: list[tuple[int, Claim]] = []
         self._left = 0
-        # Threads that make batches ask, in any order; places are claimed in theirs.
+        # Threads that make batches ask in any order; the lock makes claims in the order of places.
         self._lock = Lock()
         self.used = self.passed = 0
         self._latest = -1
         self.end: int | None = None
 
     def at(self, place: int) -> Claim | None:
-        """This rank's claim number `place`, from 0; None where so many are not to be had."""
+        """Return this rank's claim number `place`, from 0, or None if there are no more claims."""
         with self._lock:
             while len(self._found) <= place and self.end is None:
                 self._claim()
@@ -87,14 +87,14 @@ class Claims:
         return min(self._first + group * self._run, self._last)
 
     def ahead(self) -> int:
-        """How many claims ahead of the step are well spent: few where few are left for others."""
+        """Return how many claims to make ahead: few where few parts are left for other ranks."""
         return max(1, self._left // (2 * self.parts))
 
     def take(self) -> Claim:
-        """The next claim is used."""
+        """Use the next claim."""
         number, claim = self._found[self.used]
         self.used += 1
-        # One that another worker has given back may lie before the latest.
+        # A claim that another worker has given back may be before the latest one.
         self.passed = max(0, number - self._latest)
         self._latest = max(self._latest, number)
         self._use(number)
@@ -102,5 +102,5 @@ class Claims:
 
 
 def cuts_of(cut: BatchSampler, parts: int) -> list[BatchSampler]:
-    """How an epoch is cut, for each part of its batches."""
+    """Return the batches of each part of an epoch."""
     return [replace(cut, rank=part, world_size=parts) for part in range(parts)]

@@ -1,4 +1,4 @@
-"""Names for what data and functions are: what was made of others is not taken for theirs."""
+"""Digests of data and functions, so that results are never used for other data or functions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-# Values of global names that are looked at; a module is what it is, no matter who uses it.
+# Types of global values that count in a digest. A module does not count.
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
-# Of tensors up to this size all bytes are read, of larger ones as many.
+# Bytes of a tensor that are read: all of a smaller tensor, a sample of a larger one.
 _READ = 64 * 2**20
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
@@ -36,16 +36,16 @@ def without_plain_values() -> Iterator[None]:
 
 
 class NoDigest(Exception):
-    """There is something whose content cannot be put into words."""
+    """An object's content cannot be put into a digest."""
 
 
 def digest_of(*parts: str) -> str:
-    """16 hex digits over texts."""
+    """Return 16 hex digits over texts."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def function_digest(function: Any) -> str:
-    """16 hex digits over a function's code and what it has at hand, as far as that has a name."""
+    """Return 16 hex digits over a function's code and, as far as they have a digest, its values."""
     try:
         return function_name(function)
     except NoDigest:
@@ -53,16 +53,19 @@ def function_digest(function: Any) -> str:
 
 
 def function_name(function: Any) -> str:
-    """16 hex digits that differ for any other function, as far as its own values go.
+    """Return 16 hex digits that differ for any other function, as far as its own values go.
 
-    Looked at are its code, constants, defaults, what it has closed over, the object that it is a
-    method of, and the functions and plain values that it reads from global names.
+    These count: code, constants, defaults, values of the closure, the object of a method, and
+    functions and plain values that the function reads from global names.
+
+    Raises:
+        NoDigest: a value has no digest.
     """
     return digest_of(*_words(function, set()))
 
 
 def tensors_name(tensors: Mapping[str, torch.Tensor]) -> str:
-    """16 hex digits over all bytes of some tensors."""
+    """Return 16 hex digits over all bytes of some tensors."""
     digest = hashlib.blake2b()
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -71,9 +74,9 @@ def tensors_name(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def content_digest(tensor: torch.Tensor) -> str:
-    """16 hex digits over dtype, shape and bytes of a tensor.
+    """Return 16 hex digits over dtype, shape and bytes of a tensor.
 
-    Above 64 MiB the bytes are those of rows spread evenly over it, 64 MiB in all.
+    Of a tensor above 64 MiB, only rows spread evenly over it are read, 64 MiB in all.
     """
     tensor = tensor.detach()
     words = f"{tensor.dtype} {tuple(tensor.shape)}"
@@ -83,7 +86,7 @@ def content_digest(tensor: torch.Tensor) -> str:
     if whole > _READ:
         count = max(1, len(tensor) * _READ // whole)
         chosen = torch.linspace(0, len(tensor) - 1, count, dtype=torch.float64).long()
-        # torch gathers no rows of the wider unsigned dtypes.
+        # torch cannot gather rows of the wider unsigned dtypes.
         signed = tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))
         tensor = signed.index_select(0, chosen.to(tensor.device))
     digest = hashlib.blake2b(words.encode(), digest_size=8)
@@ -118,7 +121,7 @@ def _words(value: Any, seen: set[int]) -> Iterator[str]:
         yield str(len(value))
         for part in value:
             yield from _words(part, seen)
-    elif isinstance(value, (set, frozenset)):  # which another process has in another order
+    elif isinstance(value, (set, frozenset)):  # the order of a set may differ in another process
         yield from sorted("\0".join(_words(part, seen)) for part in value)
     elif isinstance(value, dict):
         yield str(len(value))
@@ -146,7 +149,7 @@ def _callable_words(function: Callable[..., Any], seen: set[int]) -> Iterator[st
         yield f"{function.__module__}.{function.__qualname__}"
     elif type(function).__module__ in ("builtins", "numpy", "torch"):
         yield str(getattr(function, "__name__", repr(function)))
-    else:  # an object that is called
+    else:  # an object with `__call__`
         yield code_words(getattr(type(function).__call__, "__code__", None))
         yield from _words(getattr(function, "__dict__", None) or {}, seen)
         yield _pickled(function)
@@ -163,7 +166,7 @@ def _global_words(function: Any, seen: set[int]) -> Iterator[str]:
 def _pickled(value: Any) -> str:
     try:
         return hashlib.blake2b(pickle.dumps(value, protocol=4)).hexdigest()
-    except Exception as error:  # whatever an object's own pickling raises
+    except Exception as error:  # an object's own pickling may raise any error
         raise NoDigest(f"{_kind(value)}: {error}") from error
 
 
@@ -177,7 +180,7 @@ def _kind(value: Any) -> str:
 
 
 def code_words(code: Any) -> str:
-    """A code object's instructions, names and constants."""
+    """Return a code object's instructions, names and constants as text."""
     if code is None:
         return ""
     inner = [_constant_words(constant) for constant in code.co_consts]
@@ -187,7 +190,7 @@ def code_words(code: Any) -> str:
 def _constant_words(value: Any) -> str:
     if hasattr(value, "co_code"):
         return code_words(value)
-    if isinstance(value, frozenset):  # which another process has in another order
+    if isinstance(value, frozenset):  # the order of a set may differ in another process
         return f"{{{', '.join(sorted(map(_constant_words, value)))}}}"
     if isinstance(value, tuple):
         return f"({', '.join(map(_constant_words, value))})"

@@ -1,4 +1,4 @@
-"""The orders of epochs: that of the next one is made while the present one runs."""
+"""Orders of epochs: the next order is made while the present epoch runs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from flatout.data.block import Numbers
 from flatout.data.execution.batch_sampler import BatchSampler
 from flatout.measure import available_bytes, usable_cpus
 
-# Fewer rows are brought into order in less than half a millisecond.
+# Rows from which on the next order is made ahead; fewer rows take less than half a millisecond.
 _MANY = 1 << 15
-# Of the free memory, what an order that is not needed yet may take, with what sorting it takes.
+# Share of the free memory that making an order ahead may use. _ROW_BYTES: bytes per row for it.
 _ROOM = 1 / 8
 _ROW_BYTES = 24
 
@@ -25,14 +25,14 @@ class Orders:
         self._made: tuple[int, Numbers] | None = None
 
     def of(self, epoch: int) -> Numbers:
-        """The rows of an epoch, in their order."""
+        """Return the rows of an epoch, in their order."""
         if self._thread is not None:
             self._thread.join()
         made, self._thread, self._made = self._made, None, None
         return made[1] if made is not None and made[0] == epoch else self._cut.order(epoch)
 
     def prepare(self, epoch: int) -> None:
-        """Begin to make the order of an epoch that is likely to come next."""
+        """Start to make the order of an epoch that probably comes next."""
         rows = self._cut.samples
         if not self._cut.shuffle or rows < self._many or usable_cpus() < 2:
             return
@@ -42,12 +42,12 @@ class Orders:
             return
 
         def make() -> None:
-            # An error comes again, and to the right one, when the order is wanted.
+            # The error comes again, in the thread that needs the order, when the order is used.
             with suppress(Exception):
                 self._made = epoch, self._cut.order(epoch)
 
         self._thread = threading.Thread(target=make, name="flatout-order", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # the system starts no more: the order is made when it is wanted
+        except RuntimeError:  # no thread can be started: the order is made when it is needed
             self._thread = None

@@ -1,4 +1,4 @@
-"""Items made by several threads ahead, handed out in order."""
+"""Items that several threads make ahead, returned in order."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from flatout.words import counted
 
 T = TypeVar("T")
 
-# How much faster another thread must make the input to be kept.
+# Smallest speedup of the input for which an additional thread is kept.
 _WORTH = 1.03
-# A window that is judged: at least so many items and so many seconds.
+# Fewest items and seconds of a window that is measured.
 _ITEMS, _SECONDS = 16, 0.25
-# Less than this says nothing about waiting.
+# Fewest seconds after which the share of waiting is reported.
 _TOO_LITTLE_S = 0.02
-# Of the time that the consumer may wait for input before more threads are tried.
+# Share of time that the consumer may wait for input before another thread is tried.
 _WAIT = 0.03
-# For all threads that wait for a pipe when the loop is left.
+# Seconds in which all threads together may end when the loop ends; a thread may wait for a pipe.
 _PATIENCE_S = 5.0
 
 
 class Tuner:
-    """How many threads make items, and how far ahead: found while running, kept between epochs.
+    """Number of threads that make items, and of items made ahead, found while running.
 
-    Whenever the consumer waits for input, one thread more is tried for a window of items, and kept
-    if items came faster by then; where nothing is waited for, one less is tried in the same way.
-    The order of items does not depend on it.
+    If the consumer waits for input, one more thread is tried for a window of items. It is kept if
+    items came faster. If the consumer does not wait, one thread less is tried in the same way. The
+    order of items does not depend on the number of threads, which is kept between epochs.
 
     Attributes:
         waited: share of the time that the consumer waited, in the latest window.
         rate: batches a second, in the latest window.
         in_vain: whether another thread was tried and made nothing faster.
-        trials: what was tried, and what came of it.
+        trials: lines about each trial and its outcome.
     """
 
     def __init__(self, budget: int, threads: int | None = None, depth: int | None = None) -> None:
@@ -51,7 +51,8 @@ class Tuner:
         self._start = perf_counter()
         self._items = self._batches = 0
         self._wait = 0.0
-        self._span = self._spans = self._waits = 0.0  # of this window, and of all before it
+        # waiting seconds and passed seconds: of this window, and of all windows before it
+        self._span = self._spans = self._waits = 0.0
         self._before: tuple[int, float] | None = None  # threads and rate before the present trial
         self._rest = 0  # windows until the next trial
         self._patience = 1
@@ -61,17 +62,17 @@ class Tuner:
         return self._depth is not None
 
     def depth(self, batches: int) -> int:
-        """The most items made ahead, where each is of some batches.
+        """Return the most items to make ahead, where each item holds `batches` batches.
 
-        Fewer where they are larger: what was just made is still in the processor's caches.
+        Large items are made fewer ahead: new items are then still in the processor's caches.
         """
         return self._depth or (2 if batches == 1 else 1) * self.threads + 1
 
     @property
     def waited_so_far(self) -> float | None:
-        """Share of the time that the consumer waited: in the latest window, or in all before it.
+        """Share of the time that the consumer waited: in the latest window, or since the start.
 
-        None where there was too little to tell.
+        None where too little time has passed.
         """
         if self.judged:
             return self.waited
@@ -79,14 +80,14 @@ class Tuner:
         return (self._waits + self._wait) / passed if passed > _TOO_LITTLE_S else None
 
     def restart(self) -> None:
-        """Begin a window, such as at an epoch's start: what came before does not count."""
+        """Begin a window, such as at an epoch's start; earlier items no longer count."""
         self._spans += self._span
         self._waits += self._wait
         self._start, self._wait, self._span = perf_counter(), 0.0, 0.0
         self._items = self._batches = 0
 
     def consumed(self, waited: float, batches: int) -> bool:
-        """Count an item of some batches; True where the number of threads has changed."""
+        """Count an item of `batches` batches; return whether the number of threads has changed."""
         self._items += 1
         self._batches += batches
         self._wait += waited
@@ -112,7 +113,7 @@ class Tuner:
                 self._patience = 1
                 return False
             self.in_vain = self.in_vain or more
-            # Tried in vain: wait longer each time before trying again.
+            # After a failed trial, wait longer each time before the next trial.
             self.threads, self._rest = threads, self._patience
             self._patience = min(64, 2 * self._patience)
             return True
@@ -131,9 +132,9 @@ class Tuner:
 
 
 class Ahead(Generic[T]):
-    """`make(first)`, ..., `make(last - 1)`, made by threads and given in that order.
+    """Results of `make(first)`, ..., `make(last - 1)`, made by threads and returned in order.
 
-    An error that `make` raises comes where its item would have come.
+    An error that `make` raises comes in the place of its item.
     """
 
     def __init__(
@@ -153,13 +154,13 @@ class Ahead(Generic[T]):
         self._most = most
         self._made: dict[int, tuple[T | None, BaseException | None]] = {}
         lock = threading.Lock()
-        self._ready = threading.Condition(lock)  # what is due was made; the consumer waits for it
-        self._room = threading.Condition(lock)  # there is something to make; threads wait for it
+        self._ready = threading.Condition(lock)  # signals the consumer that the next item was made
+        self._room = threading.Condition(lock)  # signals the threads that there is an item to make
         self._stopped = False
         self._threads: list[threading.Thread] = []
 
     def __iter__(self) -> Generator[T, None, None]:
-        """The items; what is left is given up where the loop is left."""
+        """Yield the items. Items made ahead are dropped if the loop ends early."""
         self._tuner.restart()
         self._start_missing()
         try:
@@ -191,7 +192,7 @@ class Ahead(Generic[T]):
         return item, waited  # type: ignore[return-value]
 
     def _start_missing(self) -> None:
-        """Start the threads that are missing; those too many end by themselves."""
+        """Start missing threads; surplus threads end by themselves."""
         with self._room:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             while len(self._threads) < self._tuner.threads:
@@ -221,7 +222,7 @@ class Ahead(Generic[T]):
     def _work(self, number: int) -> None:
         while True:
             with self._room:
-                # One too many must not wait: it would take a notice that is for another thread.
+                # A surplus thread must not wait: it would take a notice that is for another thread.
                 while not self._over(number) and self._next >= self._due + self._depth():
                     self._room.wait()
                 if self._over(number) or self._next >= self._last:
@@ -255,6 +256,6 @@ class Ahead(Generic[T]):
             self._ready.notify_all()
         until = perf_counter() + _PATIENCE_S
         for thread in self._threads:
-            # The garbage collector may close it in one of its own threads.
+            # The garbage collector may call this in one of these threads.
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - perf_counter()))

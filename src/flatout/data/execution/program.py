@@ -97,8 +97,7 @@ class Maker:
             )
         block = self.samples.make(numbers, self._buffers, when, self.costs)
         when = turns_left(when, numbers, block.numbers)
-        # A row that cannot be read is dropped as first row, and so is the row before an empty
-        # batch.
+        # No row precedes the batch if it cannot be read, or if all others cannot be read.
         led = led and len(block) > 0 and bool(block.numbers[0] == numbers[0])
         if led and len(block) == 1:
             block, led = rows_between(block, 1, 1), False

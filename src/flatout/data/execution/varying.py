@@ -1,4 +1,4 @@
-"""What may be kept of samples: what is the same in every epoch, or one of a few variants."""
+"""Decides which samples may be kept: those equal in every epoch, or with a few variants."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flatout.data.randomness import random_state, same_state, set_random_state
 Changed: TypeAlias = Mapped | Augmented
 
 _TRIED = 16
-"""Samples that are made twice: a function that flips every second one passes once in 65,000."""
+"""Samples made twice to detect randomness. Of random flips, 1 in 65,000 goes undetected."""
 
 
 def constant_part(samples: Samples, numbers: Numbers) -> tuple[Samples | None, list[Changed]]:
-    """Splits a chain of functions before the first one that is random."""
+    """Split a chain of functions before the first random one."""
     behind: list[Changed] = []
     while isinstance(samples, Changed):
         behind.insert(0, samples)
@@ -33,7 +33,7 @@ def constant_part(samples: Samples, numbers: Numbers) -> tuple[Samples | None, l
 
 
 def variants(samples: Samples, numbers: Numbers) -> int | None:
-    """How many different results a sample can have, over all epochs."""
+    """Return the number of different results of a sample over all epochs; None for no limit."""
     if isinstance(samples, Augmented):
         before, own = variants(samples.inner, numbers), samples.own_variants
         return None if before is None or own is None else before * own
@@ -44,7 +44,7 @@ def variants(samples: Samples, numbers: Numbers) -> int | None:
 
 
 def endless(samples: Samples, numbers: Numbers) -> str:
-    """Why there is no end to the results of samples for which `variants` gives None."""
+    """Return why the results of samples are not limited, where `variants` returns None."""
     _, changed = constant_part(samples, numbers)
     for item in changed:
         if isinstance(item, Augmented) and item.own_variants is None:
@@ -55,9 +55,7 @@ def endless(samples: Samples, numbers: Numbers) -> str:
 
 
 def variant(samples: Samples, numbers: Numbers, epoch: Turns) -> Numbers:
-    """Which of its results each sample has in an epoch, where `variants` says how many there
-    are.
-    """
+    """Return which of its results each sample has in an epoch, where `variants` is a number."""
     variants = np.zeros(len(numbers), np.int64)
     factor = 1
     while isinstance(samples, Changed):
@@ -82,7 +80,7 @@ def _varies(samples: Samples, numbers: Numbers) -> bool:
         )
     if isinstance(samples, Augmented) or (isinstance(samples, Mapped) and samples.wants_rng):
         return True
-    # Only a user's code can differ.
+    # Only a user's code can be random.
     return isinstance(samples, Mapped | Fetched) and _differs(samples, numbers)
 
 
@@ -93,10 +91,10 @@ def _differs(samples: Samples, numbers: Numbers) -> bool:
         first = samples.make(numbers[places], Buffers(), 0, Costs())
         if not same_state(before, random_state()):
             return True
-        # In the same epoch: what differs by its number says so itself.
+        # Made in the same epoch: code that depends on the epoch's number has a parameter for it.
         return not _same(first, samples.make(numbers[places], Buffers(), 0, Costs()))
     except Exception:
-        return False  # an error of the user's code is told where the samples are made for use
+        return False  # an error of the user's code is reported when samples are made for use
     finally:
         set_random_state(before)
 

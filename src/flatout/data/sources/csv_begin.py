@@ -1,4 +1,4 @@
-"""What the first lines of CSV files say: the names of the columns and their types."""
+"""Names and types of the columns of CSV files, from the files' first lines."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from flatout.errors import DataError, as_data_error
 
 UNNAMED = "Unnamed: "
 BOM = b"\xef\xbb\xbf"
-# What is looked at of each file.
+# Most bytes of each file that are read to find names and types.
 SAMPLE = 1 << 20
-# A column in which so many of the texts are numbers holds numbers, and the others are errors.
+# Share of numbers among a column's texts from which on it holds numbers, and other texts are
+# errors.
 _MOSTLY = 0.9
 _WHOLE = r"^\s*[+-]?\d{1,18}\s*$"
 _NUMBER = r"^\s*[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[nN][aA][nN]|[iI]nf(inity)?)\s*$"
@@ -32,10 +33,13 @@ _DIGITS = r"^\s*[+-]?\d+\s*$"
 
 
 class FileBegin(NamedTuple):
-    """A file's begin.
+    """First bytes of a file, at most SAMPLE.
 
     Attributes:
-        rows: where rows are in them; the first may be a header.
+        file: the file.
+        text: the bytes.
+        rows: places of the rows in the bytes; the first may be a header.
+        first: bytes of the first row.
     """
 
     file: File
@@ -45,7 +49,7 @@ class FileBegin(NamedTuple):
 
 
 def begin_of(file: File, dialect: Dialect) -> FileBegin:
-    """The begin of a file."""
+    """Read the first bytes of a file, and find the rows in them."""
     with as_data_error("the file cannot be read", file.name), open(file.path, "rb") as opened:
         content = opened.read(SAMPLE)
     if not content.strip():
@@ -93,7 +97,7 @@ def _fields(begin: FileBegin, dialect: Dialect) -> list[str]:
 def shared_names(
     begins: Sequence[FileBegin], dialect: Dialect, header: bool | Sequence[str]
 ) -> list[str]:
-    """What the columns of all files are called."""
+    """Return the names of the columns, which must be equal in all files."""
     names = _names(begins[0], dialect, header)
     for begin in begins[1:]:
         result = _names(begin, dialect, header)
@@ -133,7 +137,7 @@ def found_types(
     """Return the types of the columns, found in the first rows of some files.
 
     A column of whole numbers beyond int64 is read as text: floats would make different numbers
-        equal.
+    equal.
     """
     dates = wanted.date_formats(names)
     texts = {
@@ -204,7 +208,7 @@ def _common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType:
 
 
 def samples_of(begins: Sequence[FileBegin], header: bool) -> list[FileBegin]:
-    """The first and the last begin that has rows, without their headers."""
+    """Return the first and the last sample that has rows, without headers."""
     samples = []
     for begin in begins:
         starts, ends = begin.rows.starts[header:], begin.rows.ends[header:]

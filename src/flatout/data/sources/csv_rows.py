@@ -1,4 +1,4 @@
-"""Opens CSV files: how they are written, what their columns are, and the rows in them."""
+"""Opens CSV files: finds their dialect, their columns and their rows."""
 
 from __future__ import annotations
 
@@ -61,18 +61,21 @@ from flatout.data.threads import Pool
 from flatout.measure import usable_cpus
 
 _OPTIONS = ("delimiter", "quote", "header", "missing", "bools", "decimal", "encoding")
-# Rows whose texts are looked at together.
+# Rows whose texts one task reads.
 _LOOKED_AT = 1 << 16
 _VERSION = 1
 
 
 class _Opened(NamedTuple):
-    """CSV files, and how they are written.
+    """CSV files, and their dialect.
 
     Attributes:
-        begins: of the files, which are in UTF-8.
-        headers: the lines that may stand first in a file and are no rows.
-        notes: what was found out, and is no matter of course.
+        begins: the first bytes of each file, in UTF-8.
+        options: options of the schema.
+        dialect: the dialect of the files.
+        names: names of the columns.
+        headers: lines that are headers, not rows, where they are first in a file.
+        notes: lines about findings that the user may not expect.
     """
 
     begins: list[FileBegin]
@@ -90,7 +93,7 @@ def csv_rows(
     schema: Given | None = None,
     **given: Any,
 ) -> IndexedRows:
-    """The rows of CSV files; arguments as those of `csv`, of which `given` may be None."""
+    """Open the rows of CSV files. Arguments are those of `csv`; values of `given` may be None."""
     options = {name: value for name, value in given.items() if value is not None}
     base = None
     if schema is not None:
@@ -110,7 +113,7 @@ def csv_rows(
 def _open(files: Sequence[File], given: Mapping[str, Any]) -> _Opened:
     notes: list[str] = []
     options = {"quote": '"', "missing": list(MISSING), **given}
-    dialect_of({"delimiter": ",", **options})  # signs that are none are said first
+    dialect_of({"delimiter": ",", **options})  # report invalid signs before other errors
     files = [_as_utf8(file, options.get("encoding"), notes) for file in files]
     text, quote = sample_of(files[0]), options["quote"]
     if "delimiter" not in options:
@@ -171,7 +174,7 @@ def _inferred(
 
     wanted = with_vocabularies(_with_dates(wanted, types), types, count)
     schema = infer_schema("csv", types, wanted, options)
-    # A stacked column is float32 in the schema, but true and false are read as such.
+    # A stacked column is float32 in the schema, but its words true and false are read as bool.
     bools = [name for name in schema.options.get("stack", ()) if types[name] == pa.bool_()]
     if bools:
         schema = schema.model_copy(update={"options": {**schema.options, "bools": bools}})
@@ -237,15 +240,15 @@ def _texts(
 def _learned(
     rows: IndexedRows, opened: _Opened, columns: Sequence[str], policy: ErrorPolicy
 ) -> Mapping[str, Texts]:
-    # Their digest reads the files' ends alone.
+    # The digest of the rows reads only the ends of the files.
     written = [(file.path, file.mtime_ns) for file in rows.files]
     words = json.dumps(
         [_VERSION, rows.digest, written, opened.names, list(columns), *opened.dialect, policy.skip]
     )
     digest = hashlib.sha256(words.encode()).hexdigest()[:24]
-    # Beside the index of the same rows.
+    # In the same folder as the index of the rows.
     entry = f"{digest}.json"
-    # Whatever is wrong with it, it is made again.
+    # An entry that cannot be loaded is made again.
     with suppress(Exception):
         kept = json.loads(kept_text("index", entry) or "")
         return {name: Texts(frozenset(kept[name][0]), kept[name][1]) for name in columns}
@@ -263,7 +266,7 @@ def _learned(
     with Pool(usable_cpus()) as pool:
         result = merged(pool.map(look, range(0, rows.rows, _LOOKED_AT)))
     kept = {name: [sorted(texts.values), texts.rows] for name, texts in result.items()}
-    # A cache that cannot be written costs time at the next start, nothing else.
+    # If the cache cannot be written, the texts are read again at the next start.
     with suppress(OSError):
         keep_text("index", entry, json.dumps(kept))
     return result
@@ -275,7 +278,7 @@ def _row_of(text: bytes, buffer: Bytes, starts: Numbers, ends: Numbers) -> tuple
     for number, row in enumerate(rows):
         if text in row:
             return number, row.index(text) + at, result
-    # Quotes that are doubled in the row are single ones in the text.
+    # Doubled quotes in the row are single quotes in the text.
     number = next(number for number, row in enumerate(rows) if not _is_utf8(row))
     return (number, *not_utf8(rows[number]))
 

@@ -1,4 +1,4 @@
-"""Pipes and standard input: rows that come one after the other, once a pass."""
+"""Pipes and standard input: rows that come one after the other, once per pass."""
 
 from __future__ import annotations
 
@@ -32,12 +32,18 @@ from flatout.world import Place, place
 PipePath: TypeAlias = "str | os.PathLike[str] | TextIO"
 Presharded: TypeAlias = Literal["rank", "local_rank", "node"] | None
 
-# Rows of text that are decoded at a time.
+# Most rows of text that are decoded at a time.
 _BLOCK_ROWS = 4096
 
 
 class PipePart(NamedTuple):
-    """Rows of one pipe."""
+    """Rows of one pipe.
+
+    Attributes:
+        block: the decoded rows of this reader.
+        records: number of records that the rows come from, with those of other readers.
+        ends_turn: whether another pipe is read next.
+    """
 
     block: Block
     records: int
@@ -45,7 +51,7 @@ class PipePart(NamedTuple):
 
 
 class FifoStream:
-    """Rows of pipes. Follows `flatout.data.rows.Stream`.
+    """Rows of pipes. Follows `flatout.data.origins.Stream`.
 
     Attributes:
         rows: the number of rows of this reader in a pass; None if it is unknown.
@@ -68,7 +74,7 @@ class FifoStream:
         turn: int = 256,
     ) -> None:
         self.schema = schema
-        # Of several pipes no one knows how many come in which of them.
+        # With several pipes, the number of rows in each is not known.
         is_known = rows is not None and (share[1] == 1 or len(paths) == 1)
         self.rows = len(range(share[0], rows or 0, share[1])) if is_known else None
         self._come, self._share = rows, share
@@ -87,15 +93,15 @@ class FifoStream:
 
     @property
     def digest(self) -> str:
-        """Over what is known of the rows before they come; not over the pipes' names."""
+        """Digest over the facts known before rows come; names of pipes do not count."""
         words = f"{len(self._paths)} {self._wrap} {self._come}\n{self.schema.dumps()}"
         return hashlib.sha256(words.encode()).hexdigest()[:16]
 
     def blocks(self, epoch: int, buffers: Buffers) -> Iterator[Block]:
-        """The rows of the next pass; `numbers` count from 0.
+        """Yield the rows of the next pass; `numbers` count from 0.
 
         A pass opens each pipe again. Passes are counted from the first one of this process, not by
-        `epoch`: so does who makes a new FIFO for each.
+        `epoch`, as a writer that makes a new FIFO for each pass counts them.
         """
         turn, self._passes = self._passes, self._passes + 1
         policy = self._policy = ErrorPolicy(self._on_error, self._max_errors)
@@ -103,7 +109,7 @@ class FifoStream:
             Pipe(path, turn, timeout_s=self._timeout_s, say=self._say) for path in self._paths
         ]
         try:
-            # All before the first is read: a writer may wait for its reader in any of them.
+            # Open all pipes before reading: a writer may wait for the reader of any pipe.
             for pipe in pipes:
                 pipe.open()
                 self._check_new(pipe, turn)
@@ -125,11 +131,11 @@ class FifoStream:
             )
 
     def leave(self) -> None:
-        """The pass that is being read is left before its end, with its writer in the middle."""
+        """Record that the present pass ends early, while its writers are still writing."""
         self._left.update(pipe.name for pipe in self._open)
 
     def places(self) -> list[str]:
-        """Where its pipes are: the same for two readers of one pipe, and for them alone."""
+        """Return the places of the pipes: equal for two readers of one pipe, and only for them."""
         return [f"{machine()} {_real(path)}" for path in self._paths]
 
     def _numbered(self, parts: Iterator[PipePart]) -> Iterator[Block]:
@@ -177,7 +183,7 @@ class FifoStream:
     def _rows_of(self, pipe: Pipe, policy: ErrorPolicy, buffers: Buffers) -> Iterator[PipePart]:
         decoder = decoder_of(self.schema, self._wrap, pipe.name, self._changes)
         text = getattr(decoder, "text", True)
-        # Who is alone has its turn all the time.
+        # A single pipe has an endless turn.
         turn = left = self._turn if len(self._paths) > 1 else sys.maxsize
         rows_seen = 0
         for piece in pieces(pipe, decoder.split, text=text, longest=self._longest):
@@ -264,39 +270,38 @@ def fifo(
     timeout_s: float | None = None,
     max_record_bytes: int = LONGEST_RECORD,
 ) -> Pipeline:
-    """Rows of a FIFO or of standard input, decoded as those of files are.
+    """Read rows from a FIFO or from standard input, decoded like rows of files.
 
-    Each epoch reads to the end of the stream, and the next one opens the FIFO again and waits for
-    its writer. Where `path` is not there itself, passes read the FIFOs `path_0`, `path_1`, ..., as
-    Amazon SageMaker's Pipe mode makes them for a channel. Standard input can be read once.
+    Each epoch reads to the end of the stream. The next epoch opens the FIFO again and waits for its
+    writer. If `path` does not exist, passes read the FIFOs `path_0`, `path_1`, ..., as Amazon
+    SageMaker's Pipe mode makes them for a channel. Standard input can be read once.
 
-    A pipe has one reader: another one, in this process or elsewhere, is refused.
+    A pipe has one reader. A second reader, in this process or elsewhere, is refused.
 
     Args:
-        path: a FIFO, the begin of the names of several, or "-" or `sys.stdin` for standard input.
-            A list of pipes is read by a thread each, in turns of 256 rows: so the order does not
-            depend on which one is faster.
+        path: a FIFO, the start of the names of several, or "-" or `sys.stdin` for standard input.
+            For a list of pipes, a thread reads each pipe, in turns of 256 rows. So the order does
+            not depend on the speed of the pipes.
         format: "libsvm", "tfrecord", "criteo", "csv", or "recordio" for SageMaker's Record messages
             in RecordIO. Options of a format are those of its schema.
-        schema: a Schema, the path of one in TOML, or a dict; only Criteo goes without.
-        wrap: "recordio" where the rows come in RecordIO records, as by SageMaker's
-            RecordWrapperType: whole files, or one Example each.
-        rows: how many come in a pass, over all pipes. Fewer or more are then an error. Without it,
-            a writer that dies between two rows cannot be told from one that has finished.
-        presharded: by what the rows were split before, of which each rank has its own pipe:
-            by "rank", so that all that comes is this rank's; by "local_rank", so that it comes to
-            the ranks of this number on every node; by "node", so that it comes to all ranks of this
-            node; None, so that it comes to all ranks. Those to whom the same rows come keep every
-            so many-th of them.
-        on_error: "fail", or "skip" rows that are not as they should be, in each pass.
-        max_errors: the most rows to skip in a pass.
-        timeout_s: the longest time without a byte; None waits forever. Either way it is said on
-            stderr what is waited for.
-        max_record_bytes: the longest record; memory for reading is bounded by it.
+        schema: a Schema, the path of one in TOML, or a dict; only Criteo needs no schema.
+        wrap: "recordio" if the rows come in RecordIO records, as by SageMaker's RecordWrapperType:
+            whole files, or one Example each.
+        rows: number of rows in a pass, over all pipes. Fewer or more are then an error. Without it,
+            a writer that dies between two rows looks like one that has finished.
+        presharded: how the rows are split over the pipes. "rank": this rank gets all rows of its
+            pipe. "local_rank": the ranks of this number on every node get the same rows. "node":
+            all ranks of this node get the same rows. None: all ranks get the same rows. Of n ranks
+            that get the same rows, each keeps every n-th row.
+        on_error: "fail", or "skip" bad rows, in each pass.
+        max_errors: most rows to skip in a pass.
+        timeout_s: longest time without a byte; None waits forever. In both cases, a line on stderr
+            names the pipe that is waited for.
+        max_record_bytes: longest record; it limits the memory for reading.
 
     Raises:
-        DataError: here or while reading: pipe and line or byte of what is wrong, what was expected
-            and found. A stream that ends within a record is an error with any `on_error`.
+        DataError: here or while reading. It names pipe and line or byte, and what was expected and
+            found. A stream that ends within a record is an error with any `on_error`.
     """
     several = isinstance(path, Sequence) and not isinstance(path, str)
     paths = [_name_of(item) for item in (path if several else [path])]  # type: ignore[union-attr]

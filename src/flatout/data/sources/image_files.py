@@ -1,4 +1,4 @@
-"""Image files: which ones a folder, a pattern or a list means, their headers, their bytes."""
+"""Image files: finding them by folder, pattern or list, and reading headers and contents."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".webp"),
     *(".tif", ".tiff", ".ppm", ".pgm", ".pnm", ".jp2"),
 )
-# Left behind by archives made on macOS; files and folders with a leading dot are no data either.
+# A folder that archives made on macOS contain. Names with a leading dot are no data either.
 _NO_CLASS = "__MACOSX"
 _THREADS = 16
-# Folders that hold parts of the data, each with the classes in it.
+# Names of folders that hold parts of the data, each with class folders in it.
 _SPLITS = (
     *("train", "training", "val", "valid", "validation", "dev"),
     *("test", "testing", "eval", "evaluation"),
 )
-# Headers that a thread reads in one go.
+# Headers that a thread reads in one task.
 _PIECE = 256
-# A million images are not unheard of, so their headers lie in an array.
+# dtype of headers: an array, since there may be a million images.
 HEADER = np.dtype(
     [
         ("height", np.int32),
@@ -43,7 +43,7 @@ HEADER = np.dtype(
         ("check", np.uint32),
     ]
 )
-# Gives the bytes of an image by its place among some that are asked for.
+# Returns the bytes of an image, for its place among the requested images.
 Content: TypeAlias = Callable[[int], bytes | memoryview]
 
 
@@ -51,9 +51,11 @@ class Entry(NamedTuple):
     """An image file.
 
     Attributes:
-        key: its path within the folder that was named, or its own name; the same on any machine.
-        folder: its class: the first folder below the one that was named, or the folder that it is
-            in where it was named itself; "" where there is none.
+        key: its path within the given folder, or its own name; equal on all machines.
+        path: its path on this machine.
+        name: its name in messages.
+        folder: its class: the first folder below the given folder or, for a file given by its own
+            name, its folder; "" where there is none.
     """
 
     key: str
@@ -63,13 +65,13 @@ class Entry(NamedTuple):
 
 
 class ImageListing(NamedTuple):
-    """What paths mean.
+    """Image files that paths stand for.
 
     Attributes:
-        entries: the images, in an order that is the same on any machine: of a folder, those
-            directly in it first, then folder by folder, each sorted by key.
+        entries: the images, in an order that is equal on all machines: images directly in a folder
+            first, then folder by folder, each sorted by key.
         folders: all class folders, also those without an image, sorted.
-        others: names of files that are not read, because their names are not those of images.
+        others: names of files that are not read, since their names are not those of images.
     """
 
     entries: list[Entry]
@@ -78,11 +80,11 @@ class ImageListing(NamedTuple):
 
 
 def check_no_splits(found: ImageListing, paths: Paths, *, takes_classes: bool) -> None:
-    """Raise where the folders are no classes, but parts of the data to train and to test on."""
+    """Raise an error if the folders are not classes, but parts such as train and test."""
     splits = [name for name in found.folders if name.lower() in _SPLITS]
     if not splits:
         return
-    # Beside classes, folders that hold folders are parts of the data all the same.
+    # Among class folders, folders that hold folders are still parts of the data.
     nested = len(splits) > 1 and all(
         entry.key.count(os.sep) > 1 for entry in found.entries if entry.folder in splits
     )
@@ -104,10 +106,10 @@ def check_no_splits(found: ImageListing, paths: Paths, *, takes_classes: bool) -
 
 
 def find_images(paths: Paths) -> ImageListing:
-    """The image files that `paths` means.
+    """Find the image files that `paths` stands for.
 
-    Folders of this machine are walked to any depth, following links. Of a folder, those files are
-    images whose names end so; a file that is named itself, or by a pattern, always is one.
+    Folders of this machine are searched to any depth, following links. Of a folder's files, those
+    with an image suffix are images. A file that is given by name or pattern is always an image.
     """
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not given:
@@ -174,7 +176,7 @@ def _below(root: str, folder: str) -> Iterator[str]:
         status = os.stat(place)
         here = (status.st_dev, status.st_ino)
         if here in above:
-            continue  # a link to a folder above itself
+            continue  # a link to a folder that contains it
         with os.scandir(place) as entries:
             for entry in entries:
                 if not _is_data(entry.name):
@@ -218,7 +220,7 @@ def _parent(name: str) -> str:
 
 
 def open_images(entries: list[Entry], policy: ErrorPolicy) -> tuple[list[Entry], npt.NDArray[Any]]:
-    """Read all headers."""
+    """Read the headers of all images; return the good images and their headers."""
 
     def read(first: int) -> list[Header | str]:
         return [_header_or_problem(entry) for entry in entries[first : first + _PIECE]]
@@ -257,7 +259,7 @@ def _header_or_problem(entry: Entry) -> Header | str:
 
 
 def read_image(entry: Entry, header: Header) -> bytes:
-    """The content of an image file, which is still the one that the header was read from."""
+    """Return the content of an image file, if it is still the file of this header."""
     data = _content(entry, header)
     if len(data) != header.bytes:
         size = "more" if len(data) > header.bytes else f"{len(data):,}"
@@ -271,11 +273,11 @@ def read_image(entry: Entry, header: Header) -> bytes:
 
 def _content(entry: Entry, header: Header) -> bytes:
     try:
-        # Python's file objects cost three times as much as these calls.
+        # Python's file objects take three times as long as these calls.
         handle = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             data = os.read(handle, header.bytes + 1)
-            # Some file systems give less than asked for.
+            # Some file systems return fewer bytes than requested.
             while len(data) < header.bytes and (more := os.read(handle, header.bytes)):
                 data += more
         finally:
@@ -286,7 +288,7 @@ def _content(entry: Entry, header: Header) -> bytes:
 
 
 def short_name(name: str) -> str:
-    """A path as people know it: from here on, where it lies below."""
+    """Return a path relative to the current folder, if it is below it."""
     if "://" in name:
         return name
     relative = os.path.relpath(name)

@@ -1,7 +1,7 @@
-"""What the first bytes of an image file tell: its kind, its size, and how it is to be turned.
+"""Facts in the first bytes of an image file: format, size and orientation.
 
-JPEG by its segments (ITU-T T.81, annex B) and its Exif orientation (CIPA DC-008, section 4.6.4);
-all other formats through Pillow, which reads no pixels for that.
+For JPEG, from its segments (ITU-T T.81, annex B) and Exif orientation (CIPA DC-008, section 4.6.4);
+for all other formats from Pillow, without decoding pixels.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ except ImportError:
     Image = None  # type: ignore[assignment]
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-# What Pillow may read: some of its other formats run programs.
+# Formats that Pillow may read. Some of its other formats run programs.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000")
-# As much as most headers need; the rest of a file is read only where its header is longer.
+# Bytes that hold most headers; the rest of a file is read only if its header is longer.
 _HEAD = 4096
 _MOST_BYTES = 1 << 30
 _MOST_SEGMENTS = 4096
@@ -36,16 +36,19 @@ _SHORT, _LONG = 3, 4
 
 
 class Damaged(Exception):
-    """An image that cannot be read, and why; the one who knows its name says it."""
+    """An image that cannot be read, and why. The caller adds its name."""
 
 
 class Header(NamedTuple):
-    """What is known of an image without decoding it.
+    """Facts about an image that need no decoding.
 
     Attributes:
-        height: in pixels, once the image is upright.
-        orientation: Exif's, 1 to 8: how the stored pixels are to be turned.
-        plain_jpeg: a JPEG of one component (gray) or three.
+        height: height of the upright image, in pixels.
+        width: width of the upright image, in pixels.
+        orientation: Exif's number, 1 to 8, of the turn that makes the stored pixels upright.
+        plain_jpeg: whether it is a JPEG of one component (gray) or three.
+        bytes: size of the file.
+        check: CRC-32 of the first bytes.
     """
 
     height: int
@@ -57,9 +60,9 @@ class Header(NamedTuple):
 
 
 def read_header(path: str) -> Header:
-    """The header of an image file."""
+    """Read the header of an image file."""
     try:
-        # Without waiting, for a named pipe would wait for its writer.
+        # Without O_NONBLOCK, opening a named pipe would wait for its writer.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise Damaged(f"cannot be opened: {error.strerror}") from error
@@ -72,7 +75,7 @@ def read_header(path: str) -> Header:
 
 
 def header_of(data: bytes | memoryview) -> Header:
-    """The header of an image in memory."""
+    """Return the header of an image in memory."""
 
     def read(start: int, count: int) -> bytes:
         return bytes(data[start : start + count])
@@ -82,7 +85,7 @@ def header_of(data: bytes | memoryview) -> Header:
 
 
 def is_of(header: Header, data: bytes) -> bool:
-    """Whether an image begins as the one that a header was read from."""
+    """Return whether image bytes begin like those from which a header was read."""
     return zlib.crc32(data[:_HEAD]) == header.check
 
 
@@ -172,7 +175,7 @@ def _exif_orientation(tiff: bytes) -> int:
                 form = "H" if kind == _SHORT else "I"
                 return _known_orientation(struct.unpack_from(order + form, tiff, entry + 8)[0])
     except struct.error:
-        pass  # cut short: cameras' Exif data are not always whole, and the image is
+        pass  # Exif data of cameras are sometimes cut short in a whole image
     return 1
 
 
@@ -183,14 +186,13 @@ def _known_orientation(value: object) -> int:
 def _other(whole: str | IO[bytes], head: bytes) -> tuple[int, int, int]:
     try:
         with Image.open(whole, formats=FORMATS) as image:
-            # A PNG without Exif data here may have some behind its pixels: they are not looked for.
-            # A TIFF is turned by Pillow itself.
+            # Exif data after the pixels of a PNG are ignored. Pillow turns a TIFF itself.
             silent = image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info)
             turned = 1 if silent else image.getexif().get(_ORIENTATION, 1)
             return image.height, image.width, _known_orientation(turned)
     except MemoryError:
         raise
-    except Exception as error:  # Pillow raises whatever its readers stumble over
+    except Exception as error:  # Pillow's readers raise errors of any type
         raise damage_of(error, head) from error
 
 
@@ -215,7 +217,7 @@ def check_png(data: bytes | memoryview) -> None:
 
 
 def damage_of(error: Exception, data: bytes | memoryview) -> Damaged:
-    """What Pillow's error means for the reader of it."""
+    """Translate an error of Pillow for the user."""
     if type(error).__name__ == "UnidentifiedImageError":
         begin = data[:8].hex(" ")
         return Damaged(f"no image, or damaged in its header: it begins with {begin}")

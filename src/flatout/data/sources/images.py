@@ -1,4 +1,4 @@
-"""Images in folders or TFRecord shards: JPEG, PNG and whatever else Pillow reads."""
+"""Images in folders or TFRecord shards: JPEG, PNG and other formats that Pillow reads."""
 
 from __future__ import annotations
 
@@ -42,45 +42,45 @@ def images(
     max_errors: int = 100,
     schema: Given | None = None,
 ) -> Pipeline:
-    """Images in files, with the class from the folder; or such files packed into TFRecord shards.
+    """Read images from files, with the class from the folder, or from TFRecord shards.
 
-    Images come as uint8 of shape (channels, height, width), a batch of them in channels_last
-    memory: that is how they are decoded, and what convolutions like best. They are upright, by
-    their Exif orientation. Gray and CMYK become RGB, transparency is dropped and 16 bits are cut to
-    8, all as Pillow's `convert("RGB")` has it (of 16-bit gray, Pillow would cut the bright part
-    off; here its upper 8 bits stay). Of an animation, the first image counts.
+    Images are uint8 of shape (channels, height, width). A batch is in channels_last memory, as the
+    decoder writes it and as convolutions run fastest. Images are turned upright by their Exif
+    orientation. As with Pillow's `convert("RGB")`, gray and CMYK become RGB, and transparency is
+    dropped. Of values of 16 bits, the upper 8 bits stay (Pillow would clip bright parts of 16-bit
+    gray). The first image of an animation is used.
 
-    Every image's header is read at once, so that empty, foreign and damaged files are known before
-    training starts. Damage further inside is found when an image is decoded. A file that is written
-    or replaced meanwhile counts as damaged.
+    The header of every image is read at once, so that empty, foreign and damaged files are found
+    before training starts. Damage inside is found when an image is decoded. A file that is written
+    or replaced later counts as damaged.
 
     A record of a shard is a tf.train.Example of `image` (the bytes of an image file), `label` (one
-    int64) and, optionally, `path` (bytes, for messages): what `flatout data convert` makes of a
-    folder. Shards are read through once, when they are opened for the first time; what their
-    headers say is kept with the index in the cache folder.
+    int64) and, optionally, `path` (bytes, for messages). `flatout data convert` makes such shards.
+    Shards are read through once, when they are first opened. The facts in the headers are kept with
+    the index in the cache folder.
 
     Args:
-        paths: a folder, with a folder for each class in it; images may lie deeper. Or what
-            `files.find` takes: patterns, URLs, or a list, where an image's class is the folder
-            that it is in. Or TFRecord files.
-        size: height and width, or both in one number; None takes the images' own, which must then
-            all be the same.
-        resize: what to do about another aspect: "stretch" changes it, "crop" uses the middle of the
-            image, "fit" uses all of it and leaves a black margin. The filter is a triangle,
-            antialiased when shrinking: Pillow's BILINEAR.
+        paths: a folder, with a folder for each class in it, where images may be in subfolders. Or
+            whatever `files.find` takes: patterns, URLs, or a list; an image's class is then its
+            folder. Or TFRecord files.
+        size: height and width, or one number for both; None means the size of the images, which
+            must then all be equal.
+        resize: what to do about another aspect ratio: "stretch" changes it, "crop" uses the middle
+            of the image, "fit" uses the whole image and leaves a black margin. The filter is a
+            triangle, antialiased when shrinking: Pillow's BILINEAR.
         channels: 3 for RGB, 1 for gray.
         classes: names of the folders in the order of the classes' numbers; None sorts them. Give
-            the same to training and validation data, or `schema=train.schema`; a Trainer does so by
-            itself. Of records, names of the labels 0, 1, ..., unless `flatout data convert` has
-            left their names beside the shards; None takes these, or the numbers.
-        labels: whether there are classes; False takes images wherever they lie.
+            the same to training and validation data, or `schema=train.schema`; a Trainer does this
+            by itself. For records, names of the labels 0, 1, ...; None means the names that
+            `flatout data convert` has written with the shards, or else the numbers.
+        labels: whether there are classes; False reads images from any folders.
         reduced: decode large JPEGs at a half, quarter or eighth of their size where that still
             covers `size`. It is faster and changes pixels.
-        records: whether the files are TFRecord shards; None means those whose names end in
-            .tfrecord, .tfrecords or .tfrec.
+        records: whether the files are TFRecord shards; None means that files whose names end in
+            .tfrecord, .tfrecords or .tfrec are.
         on_error: "fail", or "skip" images that cannot be read.
-        max_errors: the most images to skip; of records, when they are opened and again later.
-        schema: a Schema, the path of one in TOML, or a dict, in place of all of the above except
+        max_errors: most images to skip; for records, once when they are opened and once later.
+        schema: a Schema, the path of one in TOML, or a dict, in place of all arguments above except
             `paths`, `records`, `on_error` and `max_errors`. Its options are `resize`, `reduced` and
             `classes`; without `resize`, images must have the size of the column.
 
@@ -89,8 +89,8 @@ def images(
 
     Raises:
         DataError: there are no images, or no class folders; images differ in size; a file is
-            empty, no image or damaged, or has gone; a shard has changed; a label is no class's
-            number; an argument makes no sense. It names the file, and the byte in a shard.
+            empty, missing, damaged or no image; a shard has changed; a label is not the number of a
+            class; an argument makes no sense. It names the file, and the byte in a shard.
     """
     if not HAVE_PILLOW:
         raise DataError("reading images takes Pillow", do="pip install 'flatout[images]'")
@@ -114,7 +114,7 @@ def images(
     labeled = wanted.label is not None
     stored: Images
     if _are_records(paths) if records is None else records:
-        # What was skipped when the index was built is told, and counted, with the index.
+        # Rows skipped while the index was built are counted and reported with the index.
         of_index = ErrorPolicy(on_error, max_errors)
         stored = ImageRecords(paths, labeled, wanted.classes, of_index)
     else:

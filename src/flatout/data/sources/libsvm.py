@@ -1,4 +1,4 @@
-"""LibSVM text: `label [qid:n] index:value index:value ... # comment`, a row a line."""
+"""LibSVM text, a row per line: `label [qid:n] index:value index:value ... # comment`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from flatout.kernels import libsvm as kernel
 
 Layout = Literal["dense", "fixed", "ragged"]
 
-# Up to so many features, rows become vectors with a place for each feature.
+# Most features for which rows become dense vectors with a place for each feature.
 _DENSE = 1024
-# Any index that an int64 holds, minus what base 0 may take away.
+# Largest index that int64 holds, minus room for subtracting the base.
 _NO_LIMIT = 2**62
 # Code of a row without the qid that the schema needs; the kernel itself has no such code.
 _NO_QID = 255
@@ -32,12 +32,12 @@ _ANY_WIDTH = 2**31 - 1
 
 
 class LibsvmDecoder:
-    """Rows of LibSVM text.
+    """Decoder of LibSVM text.
 
     The schema's columns are `label`, perhaps `qid`, and either `features` (float32, a place for
     each feature) or `ids` and `values` (fixed or ragged). Its options are `base` (the smallest
-    index, 0 or 1, which is taken away from all) and `features` (how many there are). Where the
-    schema states what becomes of ids, nothing is taken away.
+    index, 0 or 1, which is subtracted from all) and `features` (the number of features). If the
+    schema states rows for ids, nothing is subtracted.
     """
 
     def __init__(
@@ -63,16 +63,17 @@ class LibsvmDecoder:
         elif not schema["ids"].ragged:
             self.width = schema["ids"].shape[0]
         if not self.dense and schema["ids"].ids:
-            # Ids are names and no places: they stay as they are, and the map says which there are.
+            # Ids are names, not places: they do not change, and the map decides which ids are
+            # known.
             self.base, self.limit = 0, _NO_LIMIT
         self.needs_survey = not self.dense and self.width is None
 
     def split(self, buffer: Bytes, final: bool) -> Split:
-        """Lines; blank ones and comments are no rows."""
+        """Find lines; blank lines and comments are no rows."""
         return split_lines(buffer, final, comment=b"#", white=b" \t\r")
 
     def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
-        """Lengths, and the facts that a schema is inferred from."""
+        """Return lengths, and the facts from which a schema is inferred."""
         errors, count = Errors(rows, kernel.Bad, policy), len(rows.starts)
         lengths = np.empty(count, np.int32)
         labels = np.empty(count, np.float64)
@@ -148,7 +149,7 @@ class LibsvmDecoder:
         if self.width is not None:
             return np.arange(count + 1, dtype=np.int64) * self.width
         if lengths is None:
-            # Bad rows are reported when they are decoded, once.
+            # Bad rows are only reported when they are decoded.
             lengths = self.survey(rows, ErrorPolicy("skip", count)).lengths
         return offsets_of(lengths["ids"])
 
@@ -168,7 +169,7 @@ def _without_qid(row: int, code: int) -> tuple[str, str] | None:
 
 
 def infer_schema(facts: Mapping[str, float], layout: Layout | None, base: int | None) -> Schema:
-    """The schema that rows with these facts fit."""
+    """Return a schema that fits rows with these facts."""
     if base is None:
         base = 0 if facts["lowest"] == 0 else 1
     features = max(1, int(facts["highest"]) - base + 1)
@@ -217,34 +218,34 @@ def libsvm(
     on_error: OnError = "fail",
     max_errors: int = 100,
 ) -> Pipeline:
-    """Rows of LibSVM text files (also called SVMlight), packed or not.
+    """Read rows of LibSVM text files (also called SVMlight), compressed or not.
 
-    Without a schema all rows are looked at once, to learn how many features there are; what was
-    found is kept beside the offset index. Give the same schema to training and validation data:
-    `libsvm(test, schema=train.schema)`.
+    Without a schema, all rows are read once when the files are opened, to find the number of
+    features. The result is kept with the offset index in the cache folder. Give the same schema to
+    training and validation data: `libsvm(test, schema=train.schema)`.
 
     Args:
         paths: as `files.find` takes them.
         schema: a Schema, the path of one in TOML, or a dict.
-        layout: without a schema, how rows come out: "dense" (float32 of shape (features,), the
+        layout: without a schema, the form of rows: "dense" (float32 of shape (features,), the
             default up to 1,024 features), "fixed" (`ids` int64 and `values` float32, padded to the
             longest row), or "ragged" (the same, padded batch by batch).
-        base: without a schema, the smallest index, 0 or 1; None takes 1 unless there is an index 0.
-        on_error: "fail", or "skip" rows that are not as they should be.
-        max_errors: the most rows to skip.
+        base: without a schema, the smallest index, 0 or 1; None means 1 unless there is an index 0.
+        on_error: "fail", or "skip" bad rows.
+        max_errors: most rows to skip.
 
     Returns:
-        a Pipeline. Labels are int64 where all are whole numbers from 0, else float32.
+        a Pipeline. Labels are int64 if all are whole numbers from 0, else float32.
 
     Raises:
-        DataError: file and line of what is wrong, what was expected and found.
+        DataError: a row is bad. It names file and line, and what was expected and found.
     """
     from flatout.data.files import find
     from flatout.data.indexed import IndexedRows, names_of, survey_files
 
     files = find(paths)
     if schema is None:
-        # Bad rows are counted when the index is built, once.
+        # Bad rows are counted only when the index is built.
         looking = ErrorPolicy(on_error, max_errors)
         survey = survey_files(files, LibsvmDecoder(_any_schema()), looking)
         if not len(survey.starts):

@@ -1,7 +1,7 @@
-"""Datasets that give a whole batch when they are asked for an array of numbers.
+"""Datasets that return a whole batch for an array of numbers.
 
-Many do without knowing: `return self.x[index], self.y[index]` takes an array as well as a number.
-That is used for a sample only after it was made both ways once, and every bit was the same.
+Many do so by chance: `return self.x[index], self.y[index]` accepts an array as well as a number. A
+sample is only made in this way after it was made in both ways once, with equal bits.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from flatout.data.execution.unchanged import Attributes
 from flatout.data.tensors import as_batch
 from flatout.errors import DataError
 
-# Making a batch at once must be so many times faster to be worth a comparison of all samples.
+# Smallest speedup of making a batch at once for which all samples are compared.
 _WORTH = 4.0
-# Batches that take less are quick enough.
+# Seconds of a batch below which no faster way is needed.
 _LEAST_S = 3e-4
-# A Dataset that is another one in so many epochs is never known long enough.
+# Epochs that found the Dataset changed, after which samples are not compared any more.
 _CHANGES = 2
 
 
 class WholeBatches:
-    """Which samples of a Dataset come out the same when they are asked for together.
+    """Samples of a Dataset that are equal when a whole batch is made at once.
 
     Attributes:
-        why_not: why whole batches are not used; empty while they may be.
+        why_not: reason why whole batches are not used; empty while they may be.
     """
 
     def __init__(self, dataset: Any, clock: Callable[[], float] = perf_counter) -> None:
@@ -44,7 +44,7 @@ class WholeBatches:
 
     @property
     def are_all_known(self) -> bool:
-        """Whether every sample was the same both ways."""
+        """Whether every sample was compared and equal."""
         return bool(self._same.all())
 
     @property
@@ -56,7 +56,7 @@ class WholeBatches:
         )
 
     def begin_epoch(self) -> None:
-        """Forget what was compared where the Dataset was changed since."""
+        """Forget all comparisons if the Dataset has changed since."""
         if self._attributes is None or self.why_not:
             return
         changed = self._attributes.changed(self._dataset)
@@ -68,7 +68,7 @@ class WholeBatches:
                 self.give_up(f"{changed} is another one in each epoch")
 
     def take(self, numbers: list[int]) -> Any:
-        """The batch of these samples, made at once; None where one of them was not compared yet."""
+        """Return the batch of these samples made at once, or None if one was not compared yet."""
         index = np.array(numbers, np.int64)
         if self.why_not or not self._same[index].all():
             return None
@@ -79,7 +79,7 @@ class WholeBatches:
             return None
 
     def compare(self, numbers: list[int], made: Any, made_s: float) -> None:
-        """Make a batch at once that was made sample by sample, and note whether it is the same."""
+        """Make a batch at once, and record whether it equals the one made sample by sample."""
         if made_s < _LEAST_S:
             self.give_up("batches are made quickly")
             return
@@ -107,7 +107,7 @@ class WholeBatches:
 
 
 def same_batch(a: Any, b: Any) -> bool:
-    """Whether two values are the same batch: structure, dtypes and every bit."""
+    """Return whether two values are the same batch: structure, dtypes and every bit."""
     try:
         parts = [list(named_tensors("", as_batch(batch, "a batch")[:3])) for batch in (a, b)]
     except DataError:
@@ -120,7 +120,7 @@ def _is_same(a: tuple[str, torch.Tensor], b: tuple[str, torch.Tensor]) -> bool:
     (name, one), (other_name, other) = a, b
     if (name, one.dtype, one.shape) != (other_name, other.dtype, other.shape):
         return False
-    # As bytes, so that a NaN is the same as itself and zeros differ by their sign.
+    # Compared as bytes, so that a NaN equals itself and zeros differ by their sign.
     return torch.equal(
         *(t.contiguous().view(-1).view(torch.uint8) for t in (one.cpu(), other.cpu()))
     )

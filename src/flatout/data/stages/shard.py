@@ -1,4 +1,4 @@
-"""shard: a rank's part."""
+"""shard: take a rank's part of the data."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ Presharded: TypeAlias = Literal["node", "local_rank", "rank"]
 
 @dataclass(frozen=True)
 class Shard(Stage):
-    """A rank's part.
+    """A rank's part of the data.
 
     Attributes:
-        presharded: by what the rows here were split before, as it was written.
-        beside: with `presharded`, which of how many ranks that have the same rows this is.
+        rank: the rank.
+        world_size: number of ranks.
+        by: how ranks share the data: parts of each batch, whole files, or ranges of rows.
+        presharded: how the rows were split before, as the user wrote it.
+        beside: with `presharded`, the number of this rank among the ranks with the same rows,
+            and the number of these ranks.
         steps: with `presharded`, batches in an epoch; None until the ranks have agreed.
     """
 
@@ -42,11 +46,11 @@ class Shard(Stage):
 
     @property
     def has_own_rows(self) -> bool:
-        """Whether ranks have their own rows, rather than parts of the same batches."""
+        """Whether ranks have their own rows, instead of parts of the same batches."""
         return bool(self.presharded) or self.by != "batch"
 
     def resume_words(self) -> None:
-        """None: global batches are the same without it."""
+        """Return None: global batches are the same without this stage."""
 
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
         turns = passes([*before, self, *behind])
@@ -99,9 +103,7 @@ class Shard(Stage):
             plan.numbers = self.rows_of(plan.numbers, getattr(plan.origin, "file_rows", None))
 
     def rows_of(self, numbers: Numbers, file_rows: Numbers | None) -> Numbers:
-        """A rank's own rows: whole files, or a range. Of presharded files, of those that are
-        here.
-        """
+        """Return a rank's own rows: whole files, or a range, of the rows of this process."""
         rank, world = self.beside if self.presharded else (self.rank, self.world_size)
         if world == 1:
             return numbers
@@ -118,7 +120,7 @@ class Shard(Stage):
         return numbers[len(numbers) * rank // world : len(numbers) * (rank + 1) // world]
 
     def share(self, batches: BatchSampler, plan: Plan) -> BatchSampler:
-        """A share of each batch, or this rank's own rows over as many steps as others make."""
+        """Return this rank's part of each batch, or its own rows cut into all ranks' steps."""
         if not self.has_own_rows:
             return replace(batches, rank=self.rank, world_size=self.world_size)
         if not self.presharded:
@@ -136,9 +138,9 @@ class Shard(Stage):
         return replace(batches, even_steps=steps)
 
     def size(self, at: int, whole: int, rows: int | None, turns: int) -> int:
-        """How many rows batch `at` of a pass of a stream has: this rank's share of the batch size.
+        """Return the rows of batch `at` in a pass of a stream: this rank's part of the batch size.
 
-        Where the steps of an epoch were agreed on, this rank's rows are spread over them.
+        If the ranks have agreed on the steps of an epoch, this rank's rows are spread over them.
         """
         if self.world_size > 1 and self.steps is not None and rows is not None:
             steps = self.steps // turns
@@ -155,10 +157,10 @@ def shard(
     presharded: bool | Presharded = False,
     steps: int | None = None,
 ) -> P:
-    """The part of one rank. All ranks make equally many steps; no sample is lost or repeated.
+    """Take the part of one rank. All ranks make equally many steps; no sample is lost or repeated.
 
-    A Trainer and a Loop give each rank its share of every batch by themselves. Write it where
-    ranks should have their own samples, or for a loop without either.
+    A Trainer and a Loop give each rank its part of every batch by themselves. Use this stage if
+    ranks should have their own samples, or for a loop without Trainer and Loop.
     """
     if (rank is None) != (world_size is None):
         raise DataError("shard: pass both rank and world_size, or neither")
