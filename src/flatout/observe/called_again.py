@@ -1,12 +1,12 @@
-"""Calls a model again to see whether an output changes with the token that it is to tell.
+"""Calls a model again, to test whether an output changes with the token that it is to predict.
 
-The script's training does not notice: random streams, modes, buffers and whatever else the model
-and the user's own objects hold are put back (train/held_state.py), and no model is called whose
-forward does more than compute, as far as its code shows.
+The script's training is not affected. Random states, modes, buffers and other state of the model
+and of the user's objects are restored (train/held_state.py). A model is not called if the code of
+its forward does more than compute.
 
-A change is told only where all of the model looks ahead by mistake. An autoencoder is to see all,
-and its decoder what the encoder makes of it: so of each layer's call it is asked what has changed
-in what it got.
+A change is reported only where the whole model sees future tokens by mistake. An encoder may see
+all tokens, and its decoder may see the encoder's output. Therefore the inputs of each layer are
+checked for changes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from flatout.hooks import after_forward, before_forward
 from flatout.observe.shifted_targets import Place, as_rows, tensors_in
 from flatout.observe.sites import is_users
 
-# Of the spread of an output over its classes: what is no rounding, also where a layer computes in
-# half precision; and how much less the other samples may change.
+# Changes relative to the spread of an output over its classes. _ROUNDING: smallest real change;
+# _HALF_ROUNDING: the same where a layer computes in half precision; _OTHERS: largest change of
+# other samples, as a share of the change.
 _ROUNDING, _HALF_ROUNDING, _OTHERS = 1e-4, 2e-2, 1e-2
-# Numbers of what a layer got without positions that are compared.
+# Most numbers that are compared of an input without positions.
 _NUMBERS = 2**20
-# Other samples that are not to change.
+# Other samples that are checked for unwanted changes.
 _BESIDE = 2
-# What a forward calls that does more than compute.
+# Names in the code of a forward that does more than compute.
 _ACTS = frozenset(
     (
         "print", "open", "write", "writelines", "save", "savetxt", "add_scalar", "add_histogram",
@@ -44,8 +45,12 @@ _SHARED = (
 
 
 class Sees(NamedTuple):
-    """That a model sees ahead: by what part of its spread an output changes, and the layer in
-    which the change begins, by name and class; "" where none can be told."""
+    """Finding that a model sees future tokens.
+
+    Attributes:
+        change: change of an output, as a share of its spread over the classes.
+        layer, kind: name and class of the layer in which the change begins; "" where unknown.
+    """
 
     change: float
     layer: str
@@ -53,7 +58,7 @@ class Sees(NamedTuple):
 
 
 def sees_ahead(torch: Any, module: Any, place: Place) -> Sees | None:
-    """Whether the output that is to tell a token changes with it."""
+    """Return a finding if the output that is to predict a token changes with that token."""
     if not can_be_called_again(torch, module):
         return None
     try:
@@ -62,7 +67,7 @@ def sees_ahead(torch: Any, module: Any, place: Place) -> Sees | None:
             change = again.change()
             if change is None or not again.is_same():
                 return None
-            # Once more as in training, where a mask may be another one.
+            # Once more in train mode, where the model may use another mask.
             traced = _Traces(torch, module, place)
             in_training = again.change(traced)
             least = _HALF_ROUNDING if traced.is_half else _ROUNDING
@@ -70,17 +75,17 @@ def sees_ahead(torch: Any, module: Any, place: Place) -> Sees | None:
                 return None
             return Sees(change, *traced.layer)
     except Exception:
-        return None  # it cannot be called so
+        return None  # the model cannot be called in this way
 
 
 class _Again:
-    """Calls of a model with a batch, and with another token in it."""
+    """Calls of a model with a batch, and with one token of it replaced."""
 
     def __init__(self, torch: Any, module: Any, place: Place, put_back: Callable[[], None]) -> None:
         self._torch, self._module, self._place = torch, module, place
         self._put_back = put_back
         samples = place.shape[0]
-        # The token's own, and some that are not to change.
+        # The token's own sample, and some others that must not change.
         self._rows = [(place.row + at) % samples for at in range(min(samples, 1 + _BESIDE))]
         self._base: Any = None
 
@@ -120,7 +125,7 @@ class _Again:
         return dict(as_rows(output, place.shape))[name][self._rows].float()
 
 
-# -- what is put back ------------------------------------------------------------------------------
+# -- restored state --------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -139,9 +144,9 @@ def _untouched(torch: Any, module: Any) -> Iterator[Callable[[], None]]:
 
     mha = torch.backends.mha
     settings = (
-        # A fused path would run no hooks, and drop places that are padding in all samples.
+        # The fused path runs no hooks, and drops places that are padding in all samples.
         (mha.set_fastpath_enabled, mha.get_fastpath_enabled()),
-        # What is cast without gradients must not be found by the next forward.
+        # The next forward must not find tensors that were cast without gradients.
         (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
     )
     for switch, _ in settings:
@@ -208,15 +213,15 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(inner)
 
 
-# -- what layers get -------------------------------------------------------------------------------
+# -- inputs and outputs of layers ------------------------------------------------------------------
 
 
 class _Seen(NamedTuple):
-    """A tensor that a layer got or gave, of the sample alone.
+    """A tensor in a layer's input or output, for the sample alone.
 
     Attributes:
-        kind: "tokens"; "places" for numbers by position; "pooled" for others.
-        values: a copy.
+        kind: "tokens"; "places" for numbers by position; "pooled" for other numbers.
+        values: a copy of the tensor.
     """
 
     kind: str
@@ -224,7 +229,7 @@ class _Seen(NamedTuple):
 
 
 class _Event(NamedTuple):
-    """A layer is called, or gives something."""
+    """Beginning or end of a layer's call, with its input or output."""
 
     name: str
     kind: str
@@ -234,7 +239,7 @@ class _Event(NamedTuple):
 
 
 class _Traces:
-    """What the layers of a model get and give, in a call as it was and one with another token."""
+    """Inputs and outputs of a model's layers, with the original token and with another one."""
 
     def __init__(self, torch: Any, module: Any, place: Place) -> None:
         self._torch, self._module, self._place = torch, module, place
@@ -275,7 +280,7 @@ class _Traces:
         tensors = [tensor.detach() for _, tensor in tensors_in(self._torch, value)]
         self.is_half |= any(item.dtype.itemsize == 2 for item in tensors if _is_number(item))
         if is_recurrent and is_end:
-            tensors = tensors[:1]  # its last states have seen all of a sequence
+            tensors = tensors[:1]  # the final states depend on the whole sequence
         seen = [self._seen(item) for item in tensors]
         if is_recurrent and not is_end:
             states = [item.clone() for item in tensors[1:] if _is_number(item)]
@@ -358,9 +363,9 @@ class _Open:
     """A layer that is being called.
 
     Attributes:
-        is_clean: nothing that it got has changed at earlier places.
-        is_mixed: one of several sequences has, and another one has not.
-        has_inner: it has called a layer of its own.
+        is_clean: whether no input has changed at earlier places.
+        is_mixed: whether one input sequence has changed at earlier places, and another only later.
+        has_inner: whether it has called a layer of its own.
     """
 
     def __init__(self, changes: set[str]) -> None:
@@ -370,31 +375,31 @@ class _Open:
 
 
 class _Way:
-    """Follows what comes later through the layers.
+    """Follows a change from later to earlier places through the layers.
 
     Attributes:
-        layer: name and class of the one in which it first changes what is earlier.
+        layer: name and class of the layer whose output is the first to change at earlier places.
     """
 
     def __init__(self) -> None:
         self.layer = "", ""
         self._open: list[_Open] = []
         self._is_ahead = self._has_one_way = False
-        self._given: set[str] = set()  # layers that got tokens
+        self._given: set[str] = set()  # names of layers that got tokens
 
     def begins(self, event: _Event, changes: set[str]) -> bool:
         if "pooled" in changes:
-            return True  # one vector for all of a sequence
+            return True  # one vector for the whole sequence
         if "tokens" in changes:
             if self._is_ahead or event.name in self._given:
-                return True  # once for each of them
+                return True  # the same tokens go to an encoder and to a decoder
             self._given.add(event.name)
         is_early = "early" in changes
         if is_early and not self._is_ahead and self._has_one_way:
-            return True  # from the last state of a recurrent encoder
+            return True  # the change comes from the last state of a recurrent encoder
         is_within = any(one.is_mixed for one in self._open)
         if is_within and "late" in changes and not is_early:
-            return True  # it works on its own sequence, and gets the encoder's beside it
+            return True  # a decoder layer, with its own sequence and the encoder's
         if self._open:
             self._open[-1].has_inner = True
         self._open.append(_Open(changes))

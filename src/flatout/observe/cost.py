@@ -1,16 +1,15 @@
-"""What observing adds to a step, counted directly.
+"""Overhead of the observation per step, measured directly.
 
-The hooks themselves are timed, on their own Watch and around functions that do nothing, and
-multiplied by how often each of them ran. Between two calls lies a small training step: there a
-hook finds the processor's caches full of other things, and takes several times as long as in a
-tight loop. That step is timed with the hook, since it finds in the caches what the hook has left
-there. To that comes what the looks at some steps have taken, and the threads that write and look at
-lines. A comparison
-of runs with and without could not resolve it.
+The hooks are timed on a Watch of their own, around functions that do nothing, and multiplied by the
+number of their calls. A small training step runs between two calls. It fills the caches of the
+processor, so that a hook takes several times as long as in a tight loop. That step is timed with
+the hook, since the hook slows the step down by filling the caches in turn. The time of looks, and
+of the threads that write and sample lines, is added. A comparison of runs with and without
+observation could not resolve such a small overhead.
 
-What is done once, in the first steps or at steps that were planned before, is told apart: it is no
-part of each step. Looks and threads take a share of the time: of a step what it is of one at the
-median, as a few steps that take long, such as those in which something is compiled, are no others'.
+One-time work, in the first steps or at planned steps, is reported separately, since it is no part
+of each step. Recurring looks and threads take a share of the time. That share is applied to the
+median step: a few long steps, such as those with compilation, must not distort it.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from flatout.observe.tensors import copying, timed
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import probed
 
-# So many are timed; once that has taken so long, as where other work on the machine makes each of
-# them long, fewer.
+# _QUADRUPLES: most A B B A quadruples that are timed; _FEWER: pairs of passed ns and the most
+# quadruples from then on, since other work on the machine may slow down the measurement.
 _QUADRUPLES = 150
 _FEWER = ((300_000_000, 30), (900_000_000, 4))
-# Looks come seldom: in less time than this they are no part of what each step pays.
+# Observed ns below which the time of looks counts as added once, since looks are rare.
 _RARE_NS = 2_000_000_000
 
 
 class Added(NamedTuple):
-    """What watching has added.
+    """Overhead of an observation.
 
     Attributes:
-        us_per_step: microseconds to each step.
-        once_ms: beside that, to the first steps; where too little was watched to tell what looks
-            and threads take in the long run, theirs too.
+        us_per_step: microseconds per step.
+        once_ms: further milliseconds in the first steps. Where the observation was too short for a
+            long-term share of looks and threads, their time is included.
     """
 
     us_per_step: float
@@ -59,20 +58,20 @@ class Added(NamedTuple):
 
 
 Ran = Counter[tuple[Any, ...]]
-"""How often hooks have run: by the function that times one, with what it is given."""
+"""Numbers of hook calls, by the function that times such a hook and its arguments."""
 
 
 def added(
     watch: Watch, aside_seconds: float, first_seconds: float = 0.0, first: Ran | None = None
 ) -> Added:
-    """By how much the steps of this Watch were longer, to be called in a quiet moment."""
+    """Return the overhead of this Watch; to be called between steps."""
     steps, ran, once_ran = max(1, watch.lanes.steps), hooks_ran(watch), Ran(first or {})
-    # Of those that came too often, in some steps alone.
+    # Calls of kinds that were recorded in some steps only.
     once_ran[_call_ns,] = max(once_ran[_call_ns,], min(watch.calls.noted, watch.calls.noted_once))
     once_ran[_search_ns,] = max(once_ran[_search_ns,], watch.calls.sought_once)
     ran.subtract(once_ran)
     torch = sys.modules["torch"]
-    # The script may stand anywhere, as in an evaluation without gradients.
+    # The script may be at any place, such as an evaluation without gradients.
     with torch.inference_mode(False), torch.enable_grad(), _one_thread(torch):
         ns, once = (
             sum(count * _once(*cost) for cost, count in part.items() if count > 0)
@@ -80,7 +79,7 @@ def added(
         )
     once += watch.once_ns + first_seconds * 1e9
     spent = watch.lanes.spent
-    between = (spent[EVALUATION] + spent[SAVING]) / max(1, sum(spent))  # which is no step's
+    between = (spent[EVALUATION] + spent[SAVING]) / max(1, sum(spent))  # share between the steps
     looks = watch.looking_ns + (1 - between) * aside_seconds * 1e9
     if sum(spent) < _RARE_NS:
         return Added(ns / 1e3 / steps, (once + looks) / 1e6)
@@ -89,12 +88,12 @@ def added(
 
 
 def hooks_ran(watch: Watch) -> Ran:
-    """How often each kind of hook has run until now."""
+    """Return the number of calls of each kind of hook until now."""
     quick, rounds = watch.quick, [optimizer.backwards for optimizer in watch.optimizers]
     backwards = sum(each * often for counts in rounds for each, often in counts.items())
     calls = sum(model.calls for model in watch.models)
     inner = sum(model.calls * model.inner for model in watch.models)
-    # Those within others pass by the hook in C whatever it does with the outer ones.
+    # Calls of inner modules take the fast path in C whenever that path is active.
     quick_inner = inner * min(calls, quick.seen_calls) // max(1, calls)
     batches = sum(loader.batches for loader in watch.loaders)
     made = sum(loader.batches for loader in watch.loaders if not loader.facts.num_workers)
@@ -201,7 +200,7 @@ def _batch_ns(is_quick: bool) -> float:
     watch.lanes.steps = 1
     watch_batches(watched, watch, lambda loader, site: result)
     hooked = watched(())
-    next(hooked)  # it is asked for the first one's samples
+    next(hooked)  # the first batch records its sample indices
     if is_quick:
         watch.quick.begin()
         result.due = sys.maxsize
@@ -222,11 +221,11 @@ def _backward_ns(is_quick: bool) -> float:
     plain, hooked = SimpleNamespace(backward=_backward), SimpleNamespace(backward=_backward)
     compiler = sys.modules["torch"].compiler
     steps = StepFinder(watch)
-    steps.backward_site = Site("<stdin>", 1)  # the user's line is looked for once
+    steps.backward_site = Site("<stdin>", 1)  # the user's line is searched once
     watch_backward(SimpleNamespace(autograd=hooked, compiler=compiler), watch, steps)
     if is_quick:
         watch.quick.begin()
-    # As Tensor.backward calls it.
+    # The arguments are those of Tensor.backward.
     return _extra_ns(
         lambda: hooked.backward(None, None, None, False, inputs=None),
         lambda: plain.backward(None, None, None, False, inputs=None),
@@ -251,7 +250,7 @@ def _step_ns(is_quick: bool) -> float:
     args: tuple[()] = ()
     kwargs: dict[str, Any] = {}
     hooks[0](optimizer, args, kwargs)
-    hooks[1](optimizer, args, kwargs)  # it is met
+    hooks[1](optimizer, args, kwargs)  # the first step registers the optimizer
     if is_quick:
         watch.quick.begin()
     none: dict[int, Callable[..., None]] = {}
@@ -282,7 +281,7 @@ def _module_ns(is_inside: bool, is_quick: bool) -> float:
     models = Models(torch, watch)
     models.watch_class(Hooked)
     module(module.weight)
-    watch.models[0].due = sys.maxsize  # looking at inputs is rare
+    watch.models[0].due = sys.maxsize  # inputs are inspected rarely
     if is_quick:
         watch.quick.begin()
 
@@ -298,7 +297,7 @@ def _call_ns() -> float:
 
 
 def _search_ns() -> float:
-    # A line that is none of the user's is looked up each time.
+    # A line that is not the user's is searched in each call.
     return max(0.0, _of_call(__file__) - _of_call("<stdin>"))
 
 

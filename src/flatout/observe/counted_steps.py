@@ -1,4 +1,4 @@
-"""Steps that a loop takes in every so many of its rounds, by what the user's code says."""
+"""Optimizer steps that a loop takes only in every n-th iteration, according to the user's code."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 def is_counted(backward: Site, step: Site) -> bool:
-    """Whether the line of the step stands under `if`, with a remainder in its test, and that of
-    the backward pass above it, in the same round of the same loop. Or whether the step stands
-    behind a loop around the backward pass that is over the parts of a batch, as its words say.
+    """Whether several iterations' backward passes go into a step.
 
-    Then the passes of several rounds go into a step. Those of several losses of one round, such as
-    of a GAN's two halves, do not stand so.
+    The first case: the step is under an `if` with a remainder in its test, and the backward pass is
+    above it, in the same iteration of the same loop. The second case: the step follows a loop
+    around the backward pass, and the names in that loop say that it is over parts of a batch.
+    Several losses of one iteration, such as those of a GAN, match neither case.
     """
     tree = parsed(step.file)
     if tree is None or backward.file != step.file:
@@ -46,7 +46,7 @@ def _is_over_parts(loop: ast.AST) -> bool:
 
 
 def path_to(tree: ast.AST, line: int) -> list[ast.AST]:
-    """The statements around a line, from the outermost one on."""
+    """Return the statements around a line, outermost first."""
     path = [tree]
     while True:
         inner = next((node for node in _statements(path[-1]) if _spans(node, line)), None)

@@ -1,7 +1,7 @@
-"""Random generators of a loader's worker: those of the process, and those that its dataset holds.
+"""Random generators of a loader's worker: those of the process, and those of its dataset.
 
-Two workers that draw from equal states give different samples the same augmentation. So their
-states are looked at before the first batch and after the first two. Nothing is drawn.
+Two workers that draw from equal states apply the same augmentations to different samples. Therefore
+the states are recorded before the first batch and after each of the first two. Nothing is drawn.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
-# Before the first batch, and after so many.
+# Number of first batches after which states are recorded.
 _BATCHES = 2
-# Of what a dataset holds, so much is looked through.
+# _DEPTH: most levels of references from a dataset; _MEMBERS: most members of each object; _OBJECTS:
+# most objects.
 _DEPTH, _MEMBERS, _OBJECTS = 4, 64, 1000
 _OF_PROCESS = ("torch", "random", "numpy")
 
 
 class Draws:
-    """The states of one worker's generators.
+    """States of one worker's generators.
 
     Attributes:
-        states: a number for each generator, by name: before the first batch, after it, and so on.
+        states: a hash of each generator's state by name, before the first batch and after each.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -33,7 +34,7 @@ class Draws:
         self.states = [self._now()]
 
     def look(self) -> None:
-        """A batch was made."""
+        """Record the states after a batch."""
         if len(self.states) <= _BATCHES:
             self.states.append(self._now())
 
@@ -43,7 +44,7 @@ class Draws:
 
 
 def states_of_process() -> dict[str, int]:
-    """A number for the state of each random generator of this process."""
+    """Return a hash of the state of each random generator of this process."""
     torch: Any = sys.modules["torch"]
     result = {
         "torch": _number(torch.get_rng_state().numpy().tobytes()),
@@ -56,15 +57,15 @@ def states_of_process() -> dict[str, int]:
 
 
 def number_of_state(generator: Any) -> int:
-    """A number for the state that a generator is in, of NumPy, torch or `random`."""
+    """Return a hash of the state of a generator of NumPy, torch or `random`."""
     return _number(_state(generator))
 
 
 def drawn_alike(workers: list[list[dict[str, int]]]) -> tuple[str, list[int]]:
-    """The generator, of those that were drawn from, in which the workers differ least.
+    """Return the used generator whose states differ least between workers, and these states.
 
-    One of the dataset's own counts only where two workers drew alike twice: it may be seeded again
-    for each sample.
+    A generator of the dataset counts only where two workers drew the same twice, since it may be
+    seeded again for each sample.
     """
     result: list[tuple[str, list[int]]] = []
     for name in workers[0][0]:
@@ -74,7 +75,7 @@ def drawn_alike(workers: list[list[dict[str, int]]]) -> tuple[str, list[int]]:
         if name in _OF_PROCESS:
             result.append((name, [of_worker[0] for of_worker in states]))
             continue
-        # The one who has drawn less than twice is told apart from the others.
+        # A worker that drew less than twice counts as different from the others.
         alike = [
             _number(of_worker) if len(set(of_worker)) > _BATCHES else -at
             for at, of_worker in enumerate(states, 1)
@@ -84,12 +85,12 @@ def drawn_alike(workers: list[list[dict[str, int]]]) -> tuple[str, list[int]]:
 
 
 def generators_of(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """The generators within a dataset, its transforms and the functions that it calls, by name."""
+    """Yield the generators within a dataset, its transforms and the functions that it calls."""
     return reached_from(dataset, _is_generator)
 
 
 def reached_from(dataset: Any, is_kind: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """What a dataset, its transforms and the functions that it calls hold of a kind, by name."""
+    """Yield objects of a kind that a dataset, its transforms and functions refer to, by name."""
     todo: list[tuple[str, Any, int]] = [("dataset", dataset, 0)]
     method = getattr(type(dataset), "__getitem__", None) or getattr(type(dataset), "__iter__", None)
     if isinstance(method, FunctionType):

@@ -1,4 +1,4 @@
-"""Whether something keeps the graphs of past steps, and what: looked at only where memory grows."""
+"""Search for what keeps the graphs of past steps alive, made only where memory grows."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from flatout.observe.observation import Site
 from flatout.observe.sites import is_users
 from flatout.observe.watch import Watch
 
-# In these steps, where memory has grown by so much.
+# _LOOKS: steps in which graphs are counted; _GROWN_MB: fewest MB of steady growth for that; _NODES:
+# most graph nodes that are counted.
 _LOOKS = (24, 48, 96, 192)
 _GROWN_MB = 3.0
 _NODES = 50_000
-# So many of the tensors, and of what holds them, are asked who holds them.
+# Most tensors, and most containers, whose referrers are searched.
 _ASKED = 8
-# To ask who holds them takes so many times as long as to find them.
+# Time to find the referrers of objects, as a multiple of the time to find the objects.
 _LOOKS_TO_ASK = 4
-# What finding them takes, by what is allocated; and what is worth it for the fewest looks that say
-# something.
+# _FEWEST: looks that are enough to detect growth; _NS_A_BLOCK: estimated ns of a look per allocated
+# block; _CHEAP_NS: longest look that is made, even if expensive, until there are enough.
 _FEWEST = 2
 _NS_A_BLOCK, _CHEAP_NS = 40, 150_000_000
 _WAITS = "graphs: so many objects are alive that looking through them costs too much"
@@ -34,11 +35,11 @@ _CONTAINERS = (list, tuple, dict, set, deque)
 
 
 class Graphs:
-    """Counts the nodes of the graphs that are alive.
+    """Counts the graph nodes that are alive.
 
     Attributes:
-        nodes: [step, how many], of each look.
-        site: the user's line that keeps them, where it is known.
+        nodes: [step, number of nodes] of each look.
+        site: the user's line that keeps them alive; None where unknown.
     """
 
     def __init__(self, torch: Any, watch: Watch, meters: Meters) -> None:
@@ -60,7 +61,7 @@ class Graphs:
         if self._meters.grown_mb() < _GROWN_MB:
             return
         steps = self._watch.lanes.steps
-        # Among millions of objects a look takes as long as many short steps.
+        # With millions of objects, a look takes as long as many short steps.
         takes = self._took or sys.getallocatedblocks() * _NS_A_BLOCK
         is_cheap = len(self.nodes) < _FEWEST and takes <= _CHEAP_NS
         if not is_cheap and not self._watch.affords(_LOOKS_TO_ASK * takes):
@@ -87,7 +88,7 @@ class Graphs:
                 inside = getattr(value, "__dict__", {}).values()
                 if any(id(v) in result or _is_frozen_holder(v, held) for v in (value, *inside)):
                     return line_that_fills(frame, name)
-        # No container: a sum that goes on from step to step.
+        # Without a container, it is a sum over the steps.
         tensor = self._torch.Tensor
         sums = [
             (nodes_of([value]), name, frame)
@@ -100,8 +101,8 @@ class Graphs:
 
 
 def _holders(kept: list[Any]) -> list[Any]:
-    # Each object that is asked for makes the search longer. Steps leave the same tensors, often an
-    # even number: an odd stride meets all kinds.
+    # Each searched object makes the search longer. A step often leaves an even number of tensors:
+    # an odd stride selects all kinds of them.
     asked = kept[:: len(kept) // _ASKED | 1]
     ours = (id(kept), id(asked))
     first = [
@@ -121,12 +122,12 @@ def _is_frozen_holder(value: Any, held: set[int]) -> bool:
 
 
 def nodes_of(tensors: Iterable[Any]) -> int:
-    """How many nodes hang on these tensors, up to a limit."""
+    """Return the number of graph nodes that these tensors keep alive, up to a limit."""
     return len(graph_of(tensors))
 
 
 def graph_of(tensors: Iterable[Any]) -> set[Any]:
-    """The nodes that hang on these tensors, up to a limit."""
+    """Return the graph nodes that these tensors keep alive, up to a limit."""
     known: set[Any] = set()
     todo = [tensor.grad_fn for tensor in tensors]
     while todo and len(known) < _NODES:
@@ -139,7 +140,7 @@ def graph_of(tensors: Iterable[Any]) -> set[Any]:
 
 
 def users_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Those from this one on outwards that run code of the user's."""
+    """Yield the frames of the user's code, from this one outwards."""
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             yield frame
@@ -147,16 +148,16 @@ def users_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def line_that_fills(frame: FrameType, name: str) -> Site | None:
-    """The first line of a function that adds to what it calls so."""
+    """Return the first line of a function that adds to this variable."""
     adds = re.compile(
         rf"\b{re.escape(name)}\b[\w.]*(\[[^]]*\])*(\.(append|extend|add|insert)\(|\s*\+=)"
         rf"|\b{re.escape(name)}\b[\w.]*\[.*\]\s*=[^=]"
         rf"|\b{re.escape(name)}\s*=.*\b{re.escape(name)}\b"
     )
     try:
-        lines, first = inspect.getsourcelines(frame)  # of a module's code it gives one line
+        lines, first = inspect.getsourcelines(frame)  # one line for module code
     except OSError:
         return None
-    first = max(first, 1)  # of a module it is 0
+    first = max(first, 1)  # 0 for module code
     result = [at for at, line in enumerate(lines, first) if adds.search(line)]
     return Site(frame.f_code.co_filename, result[0]) if result else None

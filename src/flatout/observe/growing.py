@@ -1,4 +1,4 @@
-"""Tensors, arrays and tables that are put together from step to step, each time as a whole."""
+"""Tensors, arrays and tables that each step concatenates as a whole, so that they grow."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
 _FROM, _UNTIL = 9, 18
-# What was found is looked at again from these steps on, in so many: a window of the last ones, such
-# as losses[-100:], stops growing.
+# _AGAIN: steps from which on findings are checked again, since a window of the last entries, such
+# as losses[-100:], stops growing; _STEPS: number of steps of such a check.
 _AGAIN, _STEPS = (300, 1000), 4
-# So many steps in a row, and by how much the growth of each may differ from the mean.
+# _LEAST: fewest successive steps with growth; _EVEN: largest deviation of a step's growth from the
+# mean, as a share.
 _LEAST, _EVEN = 6, 0.5
 _FUNCTIONS = {
     "torch": ("cat", "concat", "concatenate", "vstack", "hstack", "stack"),
     "numpy": ("concatenate", "append", "vstack", "hstack", "stack"),
     "pandas": ("concat",),
 }
-# Those that go through a whole list of numbers to give a few.
+# Functions that read a whole list of numbers to compute a few.
 _OF_LISTS = {
     "numpy": ("mean", "average", "median", "std", "sum", "max", "min", "array", "asarray"),
     "torch": ("tensor", "as_tensor"),
@@ -36,7 +37,7 @@ _OF_LISTS = {
 
 @dataclass
 class _History:
-    """What one line has put together."""
+    """Results of one line, by step."""
 
     words: str
     is_list: bool
@@ -47,10 +48,10 @@ class _History:
 
 
 class GrowingHistories:
-    """Looks at what is put together in some steps.
+    """Measures the results of concatenations in some steps.
 
     Attributes:
-        histories: what grows by about as much with each step.
+        histories: results that grow by about the same amount with each step.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:
@@ -70,7 +71,7 @@ class GrowingHistories:
 
     def _open(self) -> None:
         if is_anything_compiled():
-            return  # something is compiled, and would be compiled again
+            return  # replaced functions would make torch.compile compile again
         for functions, of_lists in ((_FUNCTIONS, False), (_OF_LISTS, True)):
             for package, names in functions.items():
                 owner = sys.modules.get(package)
@@ -89,7 +90,7 @@ class GrowingHistories:
             is_ours = get_ident() == lanes.thread and not self._is_inside
             if of_lists:
                 is_ours = is_ours and bool(args) and isinstance(args[0], (list, deque))
-            # A deque of a fixed length stops growing.
+            # A deque with maxlen stops growing.
             if any(isinstance(item, deque) and item.maxlen is not None for item in args):
                 is_ours = False
             if not is_ours or lanes.current in (INPUT, OPTIMIZER):
@@ -103,7 +104,7 @@ class GrowingHistories:
             took = perf_counter_ns() - began
             history = self._by_line.setdefault(here(1), _History(words, of_lists))
             history.bytes = 8 if of_lists else int(getattr(result, "itemsize", 8))
-            # The first of a step: what grows within a step begins again in the next.
+            # Only the first call of a step: growth within a step begins again in the next.
             size = max(_numbers(result), len(args[0]) if of_lists else 0)
             history.sizes.setdefault(lanes.steps, size)
             if args and isinstance(args[0], (list, tuple, deque)):

@@ -1,4 +1,4 @@
-"""Samples that a dataset holds one by one, as rows of a data frame, or by the names of files."""
+"""Samples that a dataset holds in lists, in rows of a data frame, or by file names."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import Any
 
 from flatout.observe.chance import bits_of
 
-# Of so many samples a number is made, of so many numbers of each.
+# _ITEMS: most samples that are hashed; _NUMBERS: most numbers that are hashed of each sample.
 _ITEMS, _NUMBERS = 2**16, 128
-# A sample of fewer different numbers may equal another one by chance.
+# Fewest different numbers in a sample: samples with fewer may be equal by chance.
 _DIFFERENT = 16
-# So many samples are asked how they differ.
+# Most samples whose different numbers are counted.
 _ASKED = 64
 _ENDING = re.compile(r"\.[A-Za-z0-9]{1,5}$")
 
 
 def table_of_items(dataset: Any, picked: Sequence[int] | None) -> Any:
-    """An array with a row for each tensor or array in a list that a dataset holds, or is; None
-    where they are of several shapes."""
+    """Return an array with a row for each tensor or array in a list that a dataset holds, or is.
+
+    None where their shapes differ.
+    """
     import numpy as np
 
     for items in _lists_in(dataset):
@@ -33,7 +35,7 @@ def table_of_items(dataset: Any, picked: Sequence[int] | None) -> Any:
 
 
 def numbers_of_items(dataset: Any, picked: Sequence[int] | None) -> list[int] | None:
-    """A number for the bytes of each tensor or array in a list that a dataset holds, or is."""
+    """Return a hash of each tensor or array in a list that a dataset holds, or is."""
     for items in _lists_in(dataset):
         arrays = [_first_array(items[index]) for index in _chosen(items, picked)]
         if not arrays or any(array is None for array in arrays):
@@ -44,7 +46,7 @@ def numbers_of_items(dataset: Any, picked: Sequence[int] | None) -> list[int] | 
 
 
 def numbers_of_names(dataset: Any, picked: Sequence[int] | None) -> list[int] | None:
-    """A number for the file of each sample, by its name or by its row of a data frame."""
+    """Return a hash of each sample's file, by its name or by its row of a data frame."""
     folder = tuple(sorted({os.path.realpath(item) for item in _folders_of(dataset)}))
     for items in _lists_in(dataset):
         names = [_name_in(items[index]) for index in _chosen(items, picked)]
@@ -58,8 +60,10 @@ def numbers_of_names(dataset: Any, picked: Sequence[int] | None) -> list[int] | 
 
 
 def numbers_of_frame(dataset: Any, picked: Sequence[int] | None) -> tuple[list[int] | None, float]:
-    """A number for each row of a data frame of all samples, None without one; and how many bits
-    tell the rows apart at most."""
+    """Return a hash of each row of a data frame of all samples, and the bits of a row.
+
+    None without a data frame. The bits are an upper limit of the bits that distinguish rows.
+    """
     folder = tuple(sorted({os.path.realpath(item) for item in _folders_of(dataset)}))
     pandas: Any = sys.modules.get("pandas")
     for frame in _frames_in(dataset):
@@ -67,7 +71,7 @@ def numbers_of_frame(dataset: Any, picked: Sequence[int] | None) -> tuple[list[i
         try:
             bits = bits_of(rows.apply(lambda column: pandas.factorize(column)[0]).to_numpy())
             numbers = pandas.util.hash_pandas_object(rows, index=False)
-        except TypeError:  # of lists, or of others that cannot be compared
+        except TypeError:  # a column of lists, or of other unhashable objects
             continue
         return [hash((folder, number)) for number in numbers.tolist()], bits
     return None, 0.0
@@ -95,12 +99,12 @@ def _is_frame(value: Any) -> bool:
 
 
 def held_by(dataset: Any) -> list[Any]:
-    """What its own attributes are."""
+    """Return the values of a dataset's own attributes."""
     return list(getattr(dataset, "__dict__", {}).values())
 
 
 def of_all_samples(dataset: Any, is_kind: Callable[[Any], bool]) -> Iterator[Any]:
-    """What it holds of this kind, with as many entries as it has samples."""
+    """Return the attributes of this kind that have as many entries as the dataset has samples."""
     length = length_of(dataset)
     for value in held_by(dataset) if length else ():
         if is_kind(value) and length_of(value) == length:
@@ -108,10 +112,10 @@ def of_all_samples(dataset: Any, is_kind: Callable[[Any], bool]) -> Iterator[Any
 
 
 def length_of(sized: Any) -> int | None:
-    """How many entries or samples it says that it has; None where it does not."""
+    """Return `len(sized)`; None where that raises."""
     try:
         return len(sized)
-    except Exception:  # what a dataset raises is its own, as where a loader never asks for it
+    except Exception:  # a dataset may raise anything, since its loader may never ask for the length
         return None
 
 

@@ -1,7 +1,7 @@
-"""Names of the script's that hold on to the graphs of past steps: lists of losses, running sums.
+"""Variables of the script that keep graphs of past steps alive: lists of losses, running sums.
 
-Backward frees the tensors that a graph has saved, so that the memory of small graphs grows too
-slowly to be measured in a look; what holds them is looked at instead.
+Backward frees the tensors that a graph has saved, so the memory of small graphs grows too slowly to
+be measured in a short observation. Therefore the variables themselves are inspected.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from flatout.observe.sites import is_users
 from flatout.observe.watch import Watch
 
 _LOOKS = (5, 9, 13, 17)
-# What holds more in so many of them.
+# Fewest of these looks in which a variable must hold more than before.
 _FEWEST = 3
-# Names of a frame, and entries of a dict or of an object, that are looked at.
+# _NAMES: most names of a frame; _ENTRIES: most entries of a dict or attributes of an object.
 _NAMES, _ENTRIES = 300, 64
-# Of the steps between two looks, so many have to have left something.
+# Smallest growth of a variable between two looks, in entries or nodes per step.
 _EACH = 0.5
 _CONTAINERS = (list, deque)
 _SUM = "AddBackward0"
@@ -34,13 +34,13 @@ _SUM = "AddBackward0"
 
 @dataclass
 class _Held:
-    """What a name held in one look.
+    """Content of a variable at one look.
 
     Attributes:
-        step: after which step of the training.
-        value: the list; of a sum None.
-        first: the first entry of the list, or the last node of the sum's graph.
-        size: how many entries there are, or nodes.
+        step: number of steps of the training.
+        value: the list; None for a sum.
+        first: first entry of the list, or last node of the sum's graph.
+        size: number of entries, or of graph nodes.
     """
 
     step: int
@@ -50,10 +50,10 @@ class _Held:
 
 
 class KeptLosses:
-    """Looks at what the names of the script's frames hold, in a few steps.
+    """Inspects the variables of the script's frames in a few steps.
 
     Attributes:
-        found: what holds more with each step.
+        found: variables that hold more graphs with each step.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:
@@ -67,7 +67,7 @@ class KeptLosses:
 
     def _renew(self) -> None:
         self.found: list[KeptGraphs] = []
-        self._told: list[KeptGraphs] = []  # of earlier trainings
+        self._told: list[KeptGraphs] = []  # findings in earlier trainings
         self._held: dict[tuple[CodeType, str], list[_Held]] = {}
 
     def _begin_again(self) -> None:
@@ -86,7 +86,7 @@ class KeptLosses:
                 if held is not None:
                     self._held[key] = [*looks, held]
                     places[key] = adds_in
-        # Slow steps may end before the last look.
+        # Updated at each look, since slow steps may end the observation before the last one.
         self.found = list(self._told)
         for key, adds_in in places.items():
             if len(self._held[key]) >= _FEWEST:
@@ -116,7 +116,7 @@ class KeptLosses:
 
     def _tell(self, name: str, held: _Held, site: Site | None) -> None:
         if site is not None and any(item.site == site for item in self.found):
-            return  # the same by another name
+            return  # the same list or sum under another name
         is_list = held.value is not None
         nodes = nodes_of(held.value) if is_list else held.size
         steps = held.size if is_list else held.step
@@ -124,8 +124,10 @@ class KeptLosses:
 
 
 def values_of(frame: FrameType) -> Iterator[tuple[str, Any, Callable[[], Site | None]]]:
-    """What the names of a frame mean, with what their dicts and objects hold: the name, the value,
-    and what finds the line that adds to it."""
+    """Yield the variables of a frame, with the entries of their dicts and objects.
+
+    Each item has the name, the value, and a function that finds the line that adds to it.
+    """
     for name, value in list(_names_in(frame).items())[:_NAMES]:
         if name.startswith("__"):
             continue

@@ -1,4 +1,4 @@
-"""Columns of what a script holds, of which the labels may come that it trains on."""
+"""Columns of the script's data that the training labels may come from."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Any, NamedTuple
 
 from flatout.observe.samples import as_array, behind_subsets, is_in_memory
 
-# Longer ones are not looked at, nor longer lists, nor are wider tables, nor more columns.
+# _LENGTH: most entries of a column; _LISTED: most entries of a list; _WIDTH: most columns of a
+# table; _COLUMNS: most columns that are compared.
 _LENGTH, _LISTED, _WIDTH, _COLUMNS = 2**20, 2**17, 64, 200
-# Entries of a dict or an object that are looked at, and values that are asked what they are.
+# _ENTRIES: most entries of a dict or an object; _ASKED: values by which integers are recognized.
 _ENTRIES, _ASKED = 64, 64
-# Labels are of no more classes, each so many times on average.
+# _CLASSES: most classes of labels; _EACH: fewest labels per class on average.
 _CLASSES, _EACH = 10_000, 2
-# A class of a larger share may fill the first batches in any order.
+# Largest share of a class: a larger one may fill the first batches in any order.
 _MOST = 0.9
 
 
 class Lies(NamedTuple):
-    """How the labels lie in a column.
+    """Position of the labels in a column.
 
     Attributes:
-        name: what the script calls it; "" of a dataset's.
-        classes: how many there are.
-        samples: how many labels.
+        name: the script's name of the column; "" for a dataset that is a column itself.
+        classes: number of classes.
+        samples: number of labels.
     """
 
     name: str
@@ -34,8 +35,11 @@ class Lies(NamedTuple):
 
 
 def columns_of_names(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Columns of numbers or words of what these names mean: tensors, arrays and lists, columns of
-    tables, and entries of dicts and of rows; each that can be sliced."""
+    """Yield the columns of numbers or strings in these variables.
+
+    These are tensors, arrays and lists, columns of tables, and entries of dicts and of rows. Each
+    can be sliced.
+    """
     known: set[int] = set()
     for name, value in named:
         if id(value) not in known:
@@ -44,14 +48,14 @@ def columns_of_names(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, An
 
 
 def columns_of_dataset(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Those of what a dataset holds, or is: of the samples that it picks, in their order."""
+    """Yield the columns that a dataset holds, or is, restricted to the samples that it picks."""
     inner, picked = behind_subsets(dataset)
     values = [("", inner)]
     if not isinstance(inner, (list, tuple, dict)):
         values = list(getattr(inner, "__dict__", {}).items())[:_ENTRIES]
     for name, value in values:
         parts = [(name, value)]
-        if isinstance(value, tuple):  # as the tensors of a dataset
+        if isinstance(value, tuple):  # such as the tensors of a TensorDataset
             parts = [(f"{name}[{at}]", part) for at, part in enumerate(value[:_ENTRIES])]
         for part_name, part in parts:
             for column_name, column in _columns_within(part_name, part):
@@ -82,7 +86,7 @@ def _of_pandas(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     for column in list(value.columns)[:_WIDTH]:
         values = value[column]
-        if hasattr(values, "to_numpy") and values.ndim == 1:  # of two by one name there are two
+        if hasattr(values, "to_numpy") and values.ndim == 1:  # two columns may have the same name
             yield f"{name}[{column!r}]", values.to_numpy()
 
 
@@ -114,7 +118,7 @@ def _of_list(name: str, rows: list[Any]) -> Iterator[tuple[str, list[Any]]]:
         try:
             yield f"{name}[i][{key!r}]", [_value(row[key]) for row in rows]
         except (KeyError, IndexError, TypeError):
-            continue  # not all rows have it
+            continue  # some rows lack it
 
 
 def _value(item: Any) -> Any:
@@ -129,7 +133,7 @@ def _is_label(value: Any) -> bool:
 def column_of(
     first: Sequence[int], batch_size: int, classes: int, columns: Iterable[tuple[str, Any]]
 ) -> Lies | None:
-    """The column that begins with these labels, where each class lies in one piece there."""
+    """Return the column that begins with these labels, if each class in it lies in one piece."""
     found: Lies | None = None
     is_one = len({*first}) == 1
     for name, column in islice(columns, _COLUMNS):
@@ -142,7 +146,7 @@ def column_of(
         is_rare = max(sizes.values()) > _MOST * len(labels)
         runs = 1 + sum(item != other for item, other in pairwise(labels))
         if runs > len(sizes):
-            # Others may hold one class at the beginning, too, but then it is no sign of the labels.
+            # Other columns may begin with a single class too, but then they prove nothing.
             if is_rare or not is_one:
                 return None
         elif not is_rare and sizes.most_common(2)[1][1] >= 2 * batch_size:
@@ -158,14 +162,14 @@ def _agrees(column: Any, first: Sequence[int]) -> bool:
         return len(pairs) == len({*begin}) == len({*first[: len(begin)]})
     try:
         return all(value == label for value, label in zip(begin, first, strict=False))
-    except (TypeError, ValueError):  # of what is missing, or an array
+    except (TypeError, ValueError):  # missing values, or an array
         return False
 
 
 def _sizes(labels: list[Any], classes: int, is_one: bool) -> Counter[Any] | None:
     try:
         sizes = Counter(labels)
-    except TypeError:  # of what has no hash
+    except TypeError:  # unhashable entries
         return None
     is_like = len(sizes) == classes if is_one else len(sizes) <= classes
     is_like = is_like and 1 < len(sizes) <= min(_CLASSES, len(labels) // _EACH)

@@ -1,10 +1,11 @@
-"""Whether a column of what the model gets is the target that its loss compares with.
+"""Input columns of a model that contain the target of its loss.
 
-The samples of the first steps are compared with the targets of the loss that follows, where one
-model is called to be trained, once, and has one target a sample (loss_targets.py).
+The samples of the first steps are compared with the targets of the loss that follows. The model
+must be the only one, called once per backward pass, with one target per sample (loss_targets.py).
 
-A column is told that has the very numbers of the target, or one for each class. One of other units
-is told where these are no round ones: in made-up data the target often is 2 * x + 1 by design.
+A column is reported if its numbers equal the target, or identify the class. A column in other units
+is reported only if factor and offset are not round: in synthetic data the target often is 2 * x + 1
+by design.
 """
 
 from __future__ import annotations
@@ -21,30 +22,32 @@ from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
-# Steps in which the hook for the first ones is gone, and the one in which it is decided.
+# _FROM: step after which the hook for the first steps is gone; _UNTIL: step of the decision.
 _FROM, _UNTIL = AFTER_STEPS, AFTER_STEPS + 4
-# Samples that are compared, and columns of each. Other units need more columns to compare with.
+# _SAMPLES: most compared samples; _COLUMNS: most compared columns of a sample. _FEWEST_...: fewest
+# samples, columns, and columns for a comparison in other units (it needs more than this).
 _SAMPLES, _COLUMNS = 512, 4096
 _FEWEST_SAMPLES, _FEWEST_COLUMNS, _FEWEST_OTHERS = 32, 2, 3
-# Dimensions of a batch of pictures, and their most numbers. Of these the ones are kept that are
-# like the target in the first batch, by their correlation, and as many others; in a picture that
-# shows what is asked for, more follow it than this share.
+# _PICTURES: dimensions of a batch of images; _NUMBERS: most numbers of an image; _KEPT: most
+# columns kept of those that match the target in the first batch, and the same number of others;
+# _ALIKE: smallest correlation of a match; _MOST: largest share of matching columns, since an image
+# that shows the target itself has more.
 _PICTURES, _NUMBERS, _KEPT, _ALIKE, _MOST = 4, 2**18, 64, 0.999, 0.1
-_AT_ONCE = 2**23  # numbers
-# How unlikely it has to be by chance, as a logarithm.
+_AT_ONCE = 2**23  # most numbers of a batch that are compared
+# Smallest negative logarithm of the probability that a match is a coincidence.
 _CHANCE = 25.0
-# A column of other units follows the target up to rounding, in terms of its deviation. No other
-# may be as near as this: the windows of a ramp would be.
+# _ROUNDING: largest deviation of a column in other units, relative to the target's standard
+# deviation; _NEAR: largest correlation of any other column, since windows of a ramp all correlate.
 _ROUNDING, _NEAR = 1e-4, 0.95
-# Factors of so many digits, up to rounding, are round.
+# _DIGITS: most digits of a round factor or offset; _ROUND: relative tolerance for rounding.
 _DIGITS, _ROUND = 3, 2e-5
-# In this share of the samples or more, beyond chance, another one agrees too, as where a series
-# stands still.
+# Largest share of samples, beyond chance, in which another column may agree too, as where a series
+# is constant.
 _STANDS_STILL = 0.5
 
 
 class LeakedTargets:
-    """Compares samples with targets, in the first steps of each training."""
+    """Compares input columns with targets, in the first steps of each training."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -70,11 +73,11 @@ class LeakedTargets:
         self._is_over = False
 
     def _begin(self) -> None:
-        self._calls: list[tuple[Any, Site | None]] = []  # since the last backward pass
+        self._calls: list[tuple[Any, Site | None]] = []  # calls since the last backward pass
         self._rows: list[Any] = []
         self._targets: list[Any] = []
         self._are_classes = False
-        self._kept: Any = None  # columns of pictures
+        self._kept: Any = None  # compared columns of images
         self._output: Any = None
         self._unhook()
         self._shape: tuple[int, ...] = ()
@@ -83,7 +86,7 @@ class LeakedTargets:
 
     @property
     def found(self) -> list[LeakedTarget]:
-        """What was seen, also where the script has ended before it was decided."""
+        """Findings so far, even if the script ended before the decision."""
         self._decide()
         return self._found
 
@@ -121,7 +124,7 @@ class LeakedTargets:
         try:
             target = target_under(self._torch, roots[0].grad_fn, output)
         except (RuntimeError, NotImplementedError):
-            return  # numbers that were freed, or tensors of a kind without them
+            return  # saved tensors that were freed, or tensors of a kind without them
         if target is None or target.values.numel() != len(batch):
             return
         if self._shape not in ((), tuple(batch.shape[1:])):
@@ -147,9 +150,9 @@ class LeakedTargets:
             like = (apart * wanted[:, None]).sum(0).abs() / norms.clamp(min=1e-30)
             alike = (like > _ALIKE).nonzero().reshape(-1)
             if not bool(wanted.any()):
-                return None  # of one class
+                return None  # a batch of a single class
             if not 0 < len(alike) <= min(_KEPT, _MOST * flat.shape[1]):
-                self._is_over = True  # nothing does, or the picture shows what is asked for
+                self._is_over = True  # no column matches, or the image shows the target itself
                 return None
             step = max(1, flat.shape[1] // _KEPT)
             some = self._torch.arange(0, flat.shape[1], step, device=flat.device)
@@ -191,7 +194,7 @@ def _flat(tensor: Any) -> Any:
 def leaking_column(
     rows: Any, target: Any, shape: tuple[int, ...], *, are_classes: bool = False
 ) -> LeakedTarget | None:
-    """The column that is the target, or follows it in other units."""
+    """Return the column that equals the target, or follows it in other units; None without one."""
     import numpy
 
     samples, columns = rows.shape
@@ -221,7 +224,7 @@ def leaking_column(
 def _is_like_series(others: Any, target: Any, values: Any) -> bool:
     import numpy
 
-    if len(values) <= len(target) // 4:  # any column may have these
+    if len(values) <= len(target) // 4:  # few values, which any column may contain
         return any(_tells(column, target) for column in others.T)
     return any(numpy.isin(target, column).mean() > _STANDS_STILL for column in others.T)
 

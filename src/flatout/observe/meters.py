@@ -1,4 +1,4 @@
-"""What the process takes while it steps: memory, page faults, threads that want to run."""
+"""Resources of the process while it steps: memory, page faults, runnable threads."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from flatout.observe.watch import Watch
 from flatout.processes import descendants
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-# Memory is looked at in at most twice so many steps, evenly over all of them.
+# Half of the most memory samples kept; they are spread evenly over all steps.
 _LOOKS = 64
-# After the first looks, so many seconds lie between two of them: short steps should not pay for it.
+# _FIRST_LOOKS: first samples without a minimum distance; _APART_S: fewest seconds between later
+# samples, so that short steps are not slowed down.
 _FIRST_LOOKS, _APART_S = 8, 0.2
 _JOB_LOOKS = 30
 
 
 class Meters:
-    """Looks at the process now and then: in some steps, and once a second."""
+    """Samples the process in some steps, and the whole job once a second."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -65,13 +66,13 @@ class Meters:
             fields = os.pread(self._statm, 100, 0).split()
             return int(fields[1]), int(fields[2])
         except (OSError, ValueError, IndexError):
-            # The script has closed all files that it knows nothing of, as daemons do.
+            # The script has closed all unknown file descriptors, as daemons do.
             self._statm = _statm()
             fields = os.pread(self._statm, 100, 0).split()
             return int(fields[1]), int(fields[2])
 
     def grown_mb(self) -> float:
-        """By how much memory grows steadily, after the first steps, in which it fills."""
+        """Return the steady growth of memory, without that of the first steps."""
         memory = [mb for _, mb, _ in self._memory[len(self._memory) // 4 :]]
         if not memory:
             return 0.0
@@ -79,10 +80,10 @@ class Meters:
         return 2 * min(middle - memory[0], memory[-1] - middle)
 
     def look_at_job(self) -> None:
-        """Looks at threads and memory of this process and its children; not in a step."""
+        """Sample threads and memory of this process and its children; not within a step."""
         if len(self._runnable) < _JOB_LOOKS and self._watch.lanes.steps:
             job = _job()
-            # One of them is the thread that asks.
+            # Without the thread that runs this.
             self._runnable.append(max(0, _runnable_threads(job) - 1) / self.usable_cpus)
             step, megabytes = self._watch.lanes.steps, held_mb(job)
             if megabytes is not None:
@@ -90,7 +91,7 @@ class Meters:
                 self._swapped.append(megabytes[1])
 
     def fill(self, observation: Observation) -> None:
-        """Puts what was seen into an Observation."""
+        """Add the samples to an Observation."""
         memory, faults = list(self._memory), list(self._faults)
         observation.memory_at = [step for step, _, _ in memory]
         observation.memory_mb = [round(mb, 2) for _, mb, _ in memory]
@@ -100,7 +101,7 @@ class Meters:
         observation.job_at = [step for step, _ in job]
         observation.job_mb = [round(mb, 2) for _, mb in job]
         observation.swapped_mb = max(self._swapped, default=None)
-        # The first steps map memory that later ones find.
+        # The first steps map memory that later steps reuse.
         settled = [row for row in faults if row[0] > 2] or faults
         if len(settled) > 1:
             (first, minor, major), (last, minor_then, major_then) = settled[0], settled[-1]
@@ -113,7 +114,7 @@ def _statm() -> int:
 
 
 def _job() -> list[int]:
-    if not os.path.exists("/proc/thread-self/children"):  # a kernel without: all are asked
+    if not os.path.exists("/proc/thread-self/children"):  # a kernel without that file
         import psutil
 
         me = psutil.Process()
@@ -122,18 +123,18 @@ def _job() -> list[int]:
 
 
 def held_mb(job: list[int]) -> tuple[float, float] | None:
-    """Memory of no file, and what of it lies in swap; None where the kernel does not say."""
+    """Return MB that belong to no file, and those in swap; None where the kernel does not say."""
     sizes = {"RssAnon": 0, "VmSwap": 0}
     for pid in job:
         try:
             status = Path(f"/proc/{pid}/status").read_text()
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         lines = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         if not sizes.keys() <= lines.keys():
             if "VmRSS" in lines:
                 return None
-            continue  # it has ended, but no one has asked for its exit code
+            continue  # a zombie process
         for name in sizes:
             sizes[name] += int(lines[name].split()[0])
     swapped = sizes["VmSwap"] / 2**10

@@ -1,9 +1,9 @@
-"""Most calls of a step are like those before, and are seen in C: during training, where caches are
-full of other things, a hook in Python takes several times as long.
+"""Fast path for hooks: most calls are recorded in C.
 
-What is new goes to the hook in Python that the one in C stands for. The first steps do, and all of
-them where something is compiled: torch.compile cannot look into C, so that the hooks in Python are
-back in their places before anything is traced.
+During training the caches are full of other data, so that a hook in Python takes several times as
+long. A call that differs from the calls before goes to the Python hook that the C hook replaces.
+The first steps go there too, and all steps where something is compiled. torch.compile cannot trace
+C code, so the Python hooks are restored before anything is traced.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from flatout.kernels import (
     StepHook,
 )
 
-# After so many steps the models are known, and the classes that are watched.
+# Number of steps after which the models and their classes are known.
 AFTER_STEPS = 4
-# What makes the graph of everything that is traced.
+# Module whose OutputGraph is made for each traced function.
 _TRACER = "torch._dynamo.output_graph"
 
 _alive: WeakSet[Quick] = WeakSet()
 
 
 class Quick:
-    """The hooks in C, and the places in which they stand.
+    """The hooks in C, and the places where they are installed.
 
     Attributes:
-        is_on: whether they stand there now.
-        hooks: to be made again whenever that has changed.
+        is_on: whether they are installed now.
+        hooks: Python hooks that are made again whenever `is_on` changes.
         on_end: called before anything is traced.
     """
 
@@ -57,15 +57,15 @@ class Quick:
         _watch_tracing()
 
     def begin(self) -> None:
-        """Puts them into their places, in the thread that steps, unless something is compiled."""
+        """Install the hooks in the stepping thread, unless something is compiled."""
         self._put(self._is_possible and not is_anything_compiled())
 
     def rest(self) -> None:
-        """Takes them away until they begin again."""
+        """Remove the hooks until `begin` is called again."""
         self._put(False)
 
     def renew(self) -> None:
-        """Takes them away until they begin again, and counts from there."""
+        """Remove the hooks until `begin` is called again, and count from zero."""
         self.rest()
         for hook in self._all():
             hook.renew()
@@ -75,7 +75,7 @@ class Quick:
         return [hook for kind in hooks for hook in kind]
 
     def end(self) -> None:
-        """Takes them away for good."""
+        """Remove the hooks for good."""
         self._is_possible = False
         self._put(False)
         while self.on_end:
@@ -83,36 +83,36 @@ class Quick:
 
     @property
     def backwards(self) -> int:
-        """Backward passes that the hook in Python was not asked about."""
+        """Number of backward passes that only the C hook handled."""
         return sum(hook.ran for hook in self._backward)
 
     @property
     def calls(self) -> int:
-        """Calls of models likewise."""
+        """Number of model calls that only the C hook handled."""
         return sum(hook.ran for hook in self._forward)
 
     @property
     def seen_calls(self) -> int:
-        """Calls of models while the hook in C was there, whether Python was asked or not."""
+        """Number of model calls while the C hook was installed, also those passed to Python."""
         return sum(hook.ran + hook.handed for hook in self._forward)
 
     @property
     def batches(self) -> int:
-        """Batches likewise."""
+        """Number of batches that only the C hook handled."""
         return sum(hook.ran for hook in self._batches)
 
     @property
     def fetches(self) -> int:
-        """Batches that were made in this process likewise."""
+        """Number of batches made in this process that only the C hook handled."""
         return sum(hook.ran for hook in self._fetches)
 
     @property
     def steps(self) -> int:
-        """Steps of optimizers likewise."""
+        """Number of optimizer steps that only the C hook handled."""
         return sum(hook.ran for hook in self._steps)
 
     def backward(self, original: Any, otherwise: Any) -> Any:
-        """The hook for backward passes: the one in C, or `otherwise`, the one in Python."""
+        """Return the hook for backward passes: the C hook, or the Python hook `otherwise`."""
         if not self.is_on:
             return otherwise
         self._backward.append(BackwardHook(self._clock, original, otherwise))
@@ -125,7 +125,7 @@ class Quick:
         known: dict[int, Any],
         is_grad_enabled: Callable[[], bool],
     ) -> Any:
-        """The hook for the calls of models: the one in C, or `otherwise`, the one in Python."""
+        """Return the hook for model calls: the C hook, or the Python hook `otherwise`."""
         if not self.is_on:
             return otherwise
         hook = ForwardHook(self._clock, original, otherwise, known, is_grad_enabled)
@@ -133,20 +133,20 @@ class Quick:
         return hook
 
     def batch(self, original: Any, otherwise: Any) -> Any:
-        """The hook for batches that a loader gives: the one in C, or `otherwise`."""
+        """Return the hook for a loader's batches: the C hook, or the Python hook `otherwise`."""
         if not self.is_on:
             return otherwise
         self._batches.append(BatchHook(self._clock, original, otherwise))
         return self._batches[-1]
 
     def samples(self, original: Any, otherwise: Any) -> Any:
-        """That for which samples they are made of: the one in C, or `otherwise`."""
+        """Return the hook for a batch's sample indices: the C hook, or the Python hook."""
         if not self.is_on:
             return otherwise
         return SamplesHook(self._clock, original, otherwise)
 
     def fetch(self, original: Any, otherwise: Any) -> Any:
-        """That for how they are made: the one in C, or `otherwise`."""
+        """Return the hook for the fetch of a batch: the C hook, or the Python hook `otherwise`."""
         if not self.is_on:
             return otherwise
         self._fetches.append(FetchHook(self._clock, original, otherwise))
@@ -155,7 +155,16 @@ class Quick:
     def stand_for_steps(
         self, handles: tuple[Any, Any], begins: Any, ends: Any, attend: Callable[[], None]
     ) -> StepHook | None:
-        """For the hooks that torch has given these handles; None where that cannot be."""
+        """Replace optimizer step hooks by a C hook where possible.
+
+        Args:
+            handles: handles of torch's pre-hook and post-hook.
+            begins, ends: the Python hooks.
+            attend: called when a step is due.
+
+        Returns:
+            The C hook; None after `end`.
+        """
         if not self._is_possible:
             return None
         hook = StepHook(self._clock, begins, ends, attend)
@@ -192,7 +201,7 @@ def _watch_tracing() -> None:
 
     def hook_into(module: Any) -> None:
         if not hasattr(module, "OutputGraph"):
-            end_all()  # a torch of which nothing is known
+            end_all()  # an unknown version of torch
             return
         wrap(module.OutputGraph, "__init__", "observe", first_end_all)
 
@@ -202,7 +211,7 @@ def _watch_tracing() -> None:
 def _in_dict(hooks: Any, key: Any, otherwise: Any, quick: Any) -> Callable[[bool], None]:
     def put(is_quick: bool) -> None:
         old, new = (otherwise, quick) if is_quick else (quick, otherwise)
-        if hooks.get(key) == old:  # methods, which are bound again each time
+        if hooks.get(key) == old:  # not `is`: methods are bound again each time
             hooks[key] = new
 
     return put

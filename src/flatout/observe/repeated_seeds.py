@@ -1,8 +1,8 @@
-"""Generators that the script sets back to the same seed while training goes on, so that epochs or
-steps draw what earlier ones have drawn.
+"""Generators that the script resets to the same seed during training.
 
-They are seen where they are seeded. Torch's own Generators cannot be hooked: an order of theirs is
-seen by what `torch.randperm` gives, and other numbers where they are drawn (repeated_draws.py).
+Epochs or steps then draw the same numbers as earlier ones. The seeding functions are hooked.
+Torch's Generator class cannot be hooked: its orders are recognized by the result of
+`torch.randperm`, and other numbers where they are drawn (repeated_draws.py).
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from flatout.observe.observation import RepeatedSeed, Site
 from flatout.observe.sites import is_users, line_of
 from flatout.observe.watch import Watch
 
-# Lines that are told apart, and how often each is looked at.
+# _PLACES: most lines that are recorded; _EVENTS: most calls of each line that are recorded.
 _PLACES, _EVENTS = 64, 256
-# An order of fewer may come again by chance, and so many of its numbers are compared.
+# _LEAST: fewest numbers of an order, since a shorter one may repeat by chance; _COMPARED: most
+# numbers of an order that are compared.
 _LEAST, _COMPARED = 12, 4096
-# Frames of these modules may lie between the user's line and what is hooked.
+# Modules whose frames may lie between the user's line and a hooked function.
 _INNER = ("random", "torch.random")
 
 
 @dataclass
 class _Place:
-    """A line of the user's that seeds, or draws an order.
+    """A user's line that seeds a generator, or draws an order.
 
     Attributes:
-        seed: a number for the one that it gives, or for the order.
-        has_others: whether there are several, such as seed + epoch.
-        steps: in which it has done so, where nothing says that the same is meant to come again.
-        optimizers: how many there were then: with a new one another training begins.
-        has_drawn: whether anything was drawn since.
+        seed: hash of the seed or of the order.
+        has_others: whether there were several seeds or orders, such as seed + epoch.
+        steps: steps with such a call, where nothing suggests that the repetition is intended.
+        optimizers: number of optimizers then; a new optimizer begins another training.
+        has_drawn: returns whether anything was drawn since the seeding.
     """
 
     kind: str
@@ -55,7 +56,7 @@ class _Place:
 
 
 class RepeatedSeeds:
-    """Watches what seeds the generators of `random`, NumPy and torch."""
+    """Records seeding of the generators of `random`, NumPy and torch."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -75,7 +76,7 @@ class RepeatedSeeds:
         wrap(numpy, "seed", "observe", self._seeding, f"{name}seed", _of_process("numpy"))
 
     def hook_torch(self, torch: Any) -> None:
-        """Watches torch, too, once it is there."""
+        """Hook torch too, once it is imported."""
         self._tensor = torch.Tensor
         of_all = self._seeding, "torch.manual_seed", _of_process("torch")
         self._of_torch = [
@@ -83,9 +84,9 @@ class RepeatedSeeds:
         ]
         try:
             module: Any = import_module("torch.utils._device")
-            # It keeps the functions that a default device is for: ours would be none of them.
+            # Filled before the hooks: it keeps the functions that a default device applies to.
             module._device_constructors()
-        except (ImportError, AttributeError):  # a torch of which that is not known
+        except (ImportError, AttributeError):  # an unknown version of torch
             return
         self._of_torch.append(wrap(torch, "randperm", "observe", self._ordering))
 
@@ -159,7 +160,7 @@ class RepeatedSeeds:
         step, evaluated = lanes.steps, lanes.spent[EVALUATION]
         if place.optimizers != len(watch.optimizers):  # another training with the same numbers
             place.steps.clear()
-        # A step tells for what it was: until then a model may be evaluated, or an optimizer made.
+        # Judged after the step, since a model may be evaluated or an optimizer made until then.
         watch.at(step + 1, partial(self._judge, place, step, evaluated))
 
     def _judge(self, place: _Place, step: int, evaluated: int) -> None:
@@ -171,7 +172,7 @@ class RepeatedSeeds:
             place.steps.append(step)
 
     def results(self) -> list[RepeatedSeed]:
-        """Lines by which the same numbers come again."""
+        """Return the lines whose numbers repeat."""
         return [
             RepeatedSeed(place.kind, place.site, place.steps)
             for place in self._places.values()

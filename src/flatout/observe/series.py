@@ -10,17 +10,20 @@ from flatout.observe.held_items import held_by, length_of
 from flatout.observe.observation import Scaling
 from flatout.observe.samples import as_array, behind_subsets, is_in_memory
 
-# A window has so many steps at least. Longer series are not looked at.
+# _FEWEST: fewest steps of a window; _NUMBERS: most numbers of a series.
 _FEWEST, _NUMBERS = 4, 2**24
-# So many rows in a row are the same place of a series.
+# Fewest successive equal rows that identify a place in a series.
 _RUN = 8
-# What is scaled to a range reaches its ends to this, and so often; what misses them, by so much.
+# _AT_END: tolerance at the ends of a scaled range; _OFTEN: most rows at an end; _MISSES: smallest
+# distance from an end that counts as missed.
 _AT_END, _OFTEN, _MISSES = 1e-6, 3, 5e-3
 
 
 def series_of(dataset: Any) -> Any:
-    """What a dataset takes windows of, or holds as windows one step apart: an array of steps by
-    columns; None for any other."""
+    """Return the series that a dataset takes windows of, or holds as windows one step apart.
+
+    The array has steps by columns. None for other datasets.
+    """
     inner, picked = behind_subsets(dataset)
     span = _span(picked, length_of(inner) or 0)
     if span is None:
@@ -52,7 +55,7 @@ def _of_windows(dataset: Any, first: int, end: int) -> Any:
     result = np.concatenate([windows[first], windows[first + 1 : end, -1]])
     if len(parts) > 1 and is_in_memory(parts[1]) and len(parts[1]) == len(windows):
         later = as_array(parts[1]).reshape(len(windows), -1)
-        # What is to be forecast goes on where the window ends.
+        # The first target continues the series where the first window ends.
         if windows.shape[2] == 1 and later[0, 0] == windows[1, -1, 0]:
             result = np.concatenate([result, later[end - 1][:, None].astype(result.dtype)])
     return result
@@ -89,7 +92,7 @@ def _is_series(value: Any) -> bool:
 
 
 def place_in(series: Any, whole: Any) -> int | None:
-    """At which step of another series this one begins; None where it is no part of it."""
+    """Return the step of `whole` at which `series` begins; None where it is no part of it."""
     import numpy as np
 
     if whole.ndim != 2 or whole.shape[1] != series.shape[1] or len(series) <= _RUN:
@@ -104,7 +107,7 @@ def place_in(series: Any, whole: Any) -> int | None:
 
 
 def joined(trained: Any, held_out: Any) -> Any:
-    """Both series as one, what they share once."""
+    """Return both series as one, with their common part once."""
     import numpy as np
 
     begin = place_in(held_out, trained)
@@ -112,8 +115,11 @@ def joined(trained: Any, held_out: Any) -> Any:
 
 
 def scaled_to_range(trained: Any, both: Any) -> Scaling | None:
-    """Where each column of both series together reaches from -1 or 0 to 1, seldom, and training
-    alone does not: figures of a scaler by minimum and maximum."""
+    """Return the scaling of both series together to a range, by their minimum and maximum.
+
+    Each column of both series must reach -1 or 0 and 1 in few rows, while training alone does not.
+    None otherwise.
+    """
     varied = both.std(0) > 0
     if not varied.any() or both.shape[1] != trained.shape[1]:
         return None

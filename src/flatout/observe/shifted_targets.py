@@ -1,7 +1,7 @@
-"""Targets that are the tokens which the model got, shifted by one: read from a loss's graph.
+"""Targets that are the model's input tokens shifted by one, found in the graph of a loss.
 
-Which output of the model is compared with which token is seen by values: the logarithms that the
-loss has saved are those of this output, and not those of its neighbor.
+Values show which output of the model is compared with which token: the log-probabilities that the
+loss has saved match this output, and not the next one.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from flatout.observe.graph_nodes import nearest_nodes
 from flatout.observe.padding import most_common
 from flatout.observe.saved import saved_number
 
-# Nodes of a graph that are looked at.
+# Most nodes of a graph that are searched.
 _NODES = 256
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0")
 _LOSSES = (*_NLL, "GatherBackward0")
-# Tokens of a sequence, targets and different ones of these, at least; rows that are looked at.
+# _TOKENS: fewest tokens of a sequence; _TARGETS: fewest compared targets; _VALUES: fewest different
+# targets; _ROWS: most samples in which a token is chosen.
 _TOKENS, _TARGETS, _VALUES, _ROWS = 4, 32, 4, 64
-# Share of tokens that differ from the one before: without these a shift is no shift.
+# Smallest share of tokens that differ from the token before: otherwise a shift cannot be detected.
 _DIFFERING = 0.25
-# Outputs that are compared with those in the loss: so much nearer than their neighbors are.
+# _COMPARED: outputs that are compared with those in the loss; _NEARER: largest distance to the
+# loss's values, as a share of the distance of their neighbors.
 _COMPARED, _NEARER = 8, 0.1
 
 Path = tuple[Any, ...]
@@ -30,18 +32,18 @@ Path = tuple[Any, ...]
 
 @dataclass
 class Place:
-    """One token of a batch, and the output of the model that is to tell it.
+    """A token of a batch, and the output of the model that is to predict it.
 
     Attributes:
-        given: what the model was called with, without graphs.
-        path: where in it the tokens are.
-        tokens: they, as [samples, tokens].
-        is_first: whether samples come first in what the model got.
-        row, at: the sample, and the output in it that is to tell the token `at + 1`.
+        given: arguments of the model's call, without graphs.
+        path: place of the tokens in `given`.
+        tokens: the tokens, as [samples, tokens].
+        is_first: whether samples are the first dimension of the model's input.
+        row, at: sample, and place of the output that is to predict the token `at + 1`.
         other: a token that can replace it.
-        output: which of the model's outputs, and how its dimensions lie.
-        shape: samples, outputs of a sample, and classes.
-        targets: how many were compared with the tokens.
+        output: number of the model's output, and the order of its dimensions.
+        shape: samples, outputs per sample, and classes.
+        targets: number of targets that were compared with the tokens.
     """
 
     given: dict[str, Any]
@@ -56,7 +58,7 @@ class Place:
     targets: int
 
     def given_with(self, torch: Any, token: int) -> dict[str, Any]:
-        """What the model was called with, but for this token."""
+        """Return the arguments of the model's call with this token replaced."""
         tokens = self.tokens.clone()
         tokens[self.row, self.at + 1] = token
         plain = tokens if self.is_first else tokens.t().contiguous()
@@ -64,12 +66,12 @@ class Place:
 
     @property
     def token(self) -> int:
-        """The one that can be replaced."""
+        """The token that can be replaced."""
         return int(self.tokens[self.row, self.at + 1])
 
 
 class _Told(NamedTuple):
-    """What a loss compares: the targets, and the logarithms of what the model says of each."""
+    """Targets of a loss, and the log-probabilities that it compares with them."""
 
     targets: Any
     logarithms: Any
@@ -77,7 +79,7 @@ class _Told(NamedTuple):
 
 
 class _Shift(NamedTuple):
-    """How targets are tokens: both as [samples, places], and where each target lies in a row."""
+    """Match of targets and tokens, both as [samples, places]; `places` are indices of targets."""
 
     path: Path
     tokens: Any
@@ -88,7 +90,7 @@ class _Shift(NamedTuple):
 
 
 def place_in(torch: Any, module: Any, given: dict[str, Any], gave: Any, root: Any) -> Place | None:
-    """Where a token of what the model got can be replaced that it is to tell."""
+    """Return a replaceable token of the model's input that the model is to predict."""
     nodes = nearest_nodes(root, _NODES, lambda node: node.name() in _LOSSES)
     losses = [node for node in nodes if node.name() in _LOSSES]
     told = _told_by(losses[0]) if len(losses) == 1 else None
@@ -102,7 +104,7 @@ def place_in(torch: Any, module: Any, given: dict[str, Any], gave: Any, root: An
         for shift in _shifts(torch, path, tensor, told)
     ]
     if len({shift.path for shift in shifts}) != 1:
-        return None  # of several one may be for an encoder, which is to see all
+        return None  # one of several inputs may be for an encoder, which may see all tokens
     outputs = [tensor for _, tensor in tensors_in(torch, gave)]
     for shift in shifts:
         rows, length = (int(size) for size in shift.tokens.shape)
@@ -156,7 +158,7 @@ def _counts(tokens: Any, targets: Any, ignored: int | None) -> Any:
     size = targets.shape[1]
     following = tokens[:, 1 : size + 1]
     targets = targets[:, : following.shape[1]]
-    # What fills a row up may stand where its last target is the mark of an end.
+    # Padding may stand where the last target of a row is an end-of-sequence token.
     filling = (tokens == tokens[:, -1:]).flip(1).int().cummin(1).values.flip(1).bool()
     counts = (targets != (-1 if ignored is None else ignored)) & ~filling[:, 1 : size + 1]
     told = targets[counts]
@@ -191,7 +193,7 @@ def _chosen(
     usable = counts.clone()
     for mark in marks:
         usable &= following != mark
-    usable[:, -1] = False  # so that another token follows
+    usable[:, -1] = False  # the chosen token must not be the last
     values = following[usable].unique()
     if len(values) < _VALUES:
         return None
@@ -220,7 +222,7 @@ def _is_label(path: Path) -> bool:
 
 
 def as_rows(output: Any, shape: tuple[int, int, int]) -> Iterator[tuple[str, Any]]:
-    """An output as [samples, places, classes], in the ways that its dimensions allow."""
+    """Return an output as [samples, places, classes], in each order that its shape allows."""
     rows, length, classes = shape
     size = tuple(output.shape)
     if not output.is_floating_point():
@@ -236,11 +238,11 @@ def as_rows(output: Any, shape: tuple[int, int, int]) -> Iterator[tuple[str, Any
         yield "flat places", output.reshape(length, rows, classes).transpose(0, 1)
 
 
-# -- what a model is called with, and gives --------------------------------------------------------
+# -- inputs and outputs of a model -----------------------------------------------------------------
 
 
 def plain(torch: Any, value: Any) -> Any:
-    """The same without graphs; None where it holds more than tensors, numbers and words."""
+    """Return the value without graphs; None for types other than tensors, numbers and strings."""
     try:
         return _plain(torch, value)
     except TypeError:
@@ -260,7 +262,7 @@ def _plain(torch: Any, value: Any) -> Any:
 
 
 def tensors_in(torch: Any, value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The tensors in containers, and where they are."""
+    """Return the tensors in nested containers, each with its path."""
     if torch.is_tensor(value):
         yield path, value
     elif isinstance(value, (tuple, list)):

@@ -1,9 +1,9 @@
-"""Copies of a model that give targets for its loss, and never move while it does.
+"""Copies of a model that compute targets for its loss, and never change during training.
 
-Known as such before the first step: none of its parameters is any optimizer's, all are bitwise
-those of a model that is stepped, and both have been initialized and never trained. It gets other
-samples than the trained one, as a target network gets the states that follow; or both get both
-views of the samples, and one more trained model goes on from the trained one, as in BYOL.
+A copy is recognized before the first step. None of its parameters belongs to an optimizer, and all
+are bitwise equal to those of a trained model. Both models are freshly initialized. The copy gets
+other samples than the trained model, as a target network gets the next states. Or both get both
+views of the samples, and a further trained model gets the trained one's output, as in BYOL.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from flatout.observe.replicas import number_of
 from flatout.observe.unused_gradients import GradientUse
 from flatout.observe.watch import Watch
 
-# Steps in which inputs are compared, and models that are.
+# _STEPS: first steps in which inputs are compared; _MODELS: most models that are compared.
 _STEPS, _MODELS = 4, 16
-# So many views of its samples a step has.
+# Views of the samples in each step.
 _VIEWS = 2
-# Parameters of which it is seen whether they move: the smallest, of so many numbers at most.
+# _HELD: parameters that are checked for changes, smallest first; _NUMBERS: most numbers of each.
 _HELD, _NUMBERS = 4, 2**18
-# It is called in this share of the steps or more: one that is gone is followed by another copy.
+# Smallest share of steps that call the copy: a copy that is gone is followed by another one.
 _CALLED = 0.9
-# Weights are drawn from within this bound, but for rounding.
+# Factor on the bound of the initialization, for rounding.
 _WITHIN = 1.001
 
 
 @dataclass
 class _Pair:
-    """A copy and the model that is trained.
+    """A copy and the trained model.
 
     Attributes:
-        copy, model: both.
-        own, theirs: some of their parameters, which are held so that they can be read when the
-            models are gone.
-        numbers: for these as they were.
+        copy, model: both models.
+        own, theirs: some parameters of each, kept so that they can be read after the models are
+            gone.
+        numbers: hashes of both at the beginning.
     """
 
     copy: SeenModel
@@ -57,7 +57,7 @@ class _Pair:
 
 
 class StillTargets:
-    """Looks for such copies before the first step, and at them in the end."""
+    """Finds such copies before the first step, and checks them at the end."""
 
     def __init__(self, torch: Any, watch: Watch, uses: GradientUse) -> None:
         self._torch = torch
@@ -72,7 +72,7 @@ class StillTargets:
         self._pairs: list[_Pair] = []
         self._is_asked = False
         self._inputs: dict[int, set[tuple[int, int]]] = {}  # by the id of a SeenModel
-        self._going_on: set[int] = set()  # those that get what another one gave
+        self._going_on: set[int] = set()  # ids of models that get another model's output
 
     def _called(self, model: SeenModel, batch: Any, is_trained: bool) -> None:
         step = self._watch.lanes.steps
@@ -110,7 +110,7 @@ class StillTargets:
         ]
 
     def results(self) -> list[StillTarget]:
-        """Those that have not moved, of models that have."""
+        """Return the copies that have not changed, of models that have."""
         steps = self._watch.lanes.steps
         return [
             StillTarget(pair.copy.facts.kind, pair.copy.site, steps)
@@ -145,10 +145,11 @@ def _pair(copy: SeenModel, own: dict[str, Any], model: SeenModel, theirs: dict[s
 
 
 def is_fresh(torch: Any, module: Any) -> bool:
-    """Whether a module's weights are as layers are initialized, so that it was never trained.
+    """Whether a module's weights look freshly initialized, never trained.
 
-    That is: norms multiply by 1 or 0 and add 0; biases are 0, or lie with their weights within the
-    bound by which torch draws them. Weights without a bias may be drawn otherwise beside norms.
+    Norms then multiply by 1 or 0 and add 0. Biases are 0, or lie with their weights within the
+    bound of torch's initialization. Weights without a bias may be initialized differently in a
+    model with norms.
     """
     with torch.no_grad():
         signs = [*_signs(torch, module)]

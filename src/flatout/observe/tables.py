@@ -1,7 +1,7 @@
-"""Tables that a loop without a DataLoader takes its batches of.
+"""Tables whose rows are the batches of a loop without a DataLoader.
 
-A table is a tensor or an array that a name of the script's means, and that has the rows which the
-model is called with. It is looked for where the model is called.
+A table is a tensor or an array in a variable of the script that contains the rows of the model's
+input. It is searched where the model is called.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from flatout.observe.series import place_in
 from flatout.observe.sites import here, is_users
 from flatout.observe.watch import Watch
 
-# Calls of models that are looked at, of those that train and those that evaluate.
+# Most training calls of models for which tables are searched, and most evaluation calls.
 _CALLS = 4
 _NAMES, _FRAMES = 300, 8
-# Larger ones are not searched; of rows so many columns are compared, all at once where so few rows
-# are left.
+# _NUMBERS: most numbers of a searched table; _COLUMNS: columns of a row that are compared;
+# _TOGETHER: most remaining rows whose columns are compared all at once.
 _NUMBERS, _COLUMNS, _TOGETHER = 2**26, 64, 16
-# A longer series is not looked at.
+# Most numbers of a series.
 _SERIES = 2**24
-# So many numbers of a row tell it from others. Longer lists are not looked through.
+# _FEWEST: fewest different numbers that identify a row; _FEW: most entries of a searched list.
 _FEWEST, _FEW = 3, 16
 
 
 class _HeldTable:
-    """A table that was found."""
+    """A table that was found in a variable."""
 
     def __init__(self, value: Any, facts: Table, model: Any) -> None:
         self._ref = ref(value)
@@ -51,7 +51,7 @@ class _HeldTable:
 
 
 class Tables:
-    """Looks for the tables of the first calls of models."""
+    """Searches the tables of the first calls of models."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -88,7 +88,7 @@ class Tables:
             self._having(wanted, rows, sys._getframe()), key=lambda value: len(value[1])
         )
         trained = [item for item in self._tables if item.facts.in_training]
-        # What training and validation were split from is neither.
+        # A table that training and validation were both split from is neither of them.
         larger = [
             (name, value)
             for name, value in result
@@ -116,7 +116,7 @@ class Tables:
                 yield name, value
 
     def results(self) -> list[_HeldTable]:
-        """Those that are trained on, and those that a model is called with to evaluate."""
+        """Return the tables that a model trains on, or is evaluated on."""
         steps = self._watch.lanes.steps
         return [
             item
@@ -125,7 +125,7 @@ class Tables:
         ]
 
     def fill(self, observation: Observation) -> None:
-        """Puts them into an Observation."""
+        """Add the tables to an Observation."""
         observation.tables = [result.facts for result in self.results()]
 
 
@@ -142,9 +142,9 @@ def _is_table(torch: Any, value: Any) -> bool:
 
 def _rows(batch: Any) -> Any:
     if batch.dtype.itemsize == 2 or "complex" in str(batch.dtype):
-        return None  # rounded, or no sample
+        return None  # 16-bit numbers are rounded, and complex numbers are no samples
     last = len(batch) - 1
-    # Indexing what has a gradient would be saved: forward is run again under checkpointing.
+    # Autograd would save the index of a tensor with a gradient: checkpointing runs forward again.
     plain = batch.detach() if hasattr(batch, "detach") else batch
     chosen = plain[sorted({0, last // 3, 2 * last // 3, last})]
     chosen = chosen.cpu().numpy() if hasattr(chosen, "cpu") else chosen
@@ -164,7 +164,7 @@ def _has(table: Any, wanted: Any) -> bool:
 
 def _has_row(table: Any, wanted: Any) -> bool:
     columns = _columns(len(wanted))
-    # A background, as of images, is in every row: the rarest numbers leave the fewest.
+    # A background, as of images, is in every row: columns with rare numbers leave the fewest rows.
     often = Counter(wanted[columns].tolist())
     columns.sort(key=lambda column: often[wanted[column]])
     rows: Any = None
@@ -202,7 +202,7 @@ def _named_in(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
 
 
 def named_here() -> Iterator[tuple[str, Any]]:
-    """What the names of the user's frames above the caller mean, and what is within."""
+    """Yield the variables of the user's frames above the caller, and the entries of these."""
     return _named_in(sys._getframe(1))
 
 
@@ -221,8 +221,10 @@ def _is_of_users_class(value: Any) -> bool:
 
 
 def longer_series(series: Any) -> Any:
-    """The longest array of the script's names, of floats, that has this series as a part; None
-    without one."""
+    """Return the longest float array in the script's variables that contains this series.
+
+    None without one.
+    """
     longest = None
     for _, value in _named_in(sys._getframe()):
         if hasattr(value, "select_dtypes") and hasattr(value, "to_numpy"):  # a DataFrame

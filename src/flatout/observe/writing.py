@@ -1,6 +1,6 @@
-"""Writes what was seen, whole or not at all: about once a second, and at the end.
+"""Writes the observation atomically: about once a second, and at the end.
 
-While it does, `flatout top` shows this process.
+Meanwhile, `flatout top` shows this process.
 """
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ from flatout.measure import live
 from flatout.observe.observation import Observation
 from flatout.world import Place
 
-# While the script runs, writing waits so long, and longer where it would take more than this share
-# of a CPU.
+# _EVERY_S: shortest time between two writes while the script runs; _SHARE: largest share of a CPU
+# that writing may take.
 _EVERY_S = 1.0
 _SHARE = 0.0005
-# What may be over in seconds is looked at so often before that.
+# For scripts that end within seconds: _LOOK_S: seconds between early looks; _LOOKS: number of them.
 _LOOK_S, _LOOKS = 0.25, 8
 
 
 def write(path: Path, observation: Observation) -> None:
-    """Replaces the file by what was seen: a reader finds the old one or the new one."""
+    """Replace the file by the observation: a reader finds the old file or the new one."""
     with atomic_write(path, opener=private) as file:
         file.write(json.dumps(observation, default=vars))
 
 
 class Writer:
-    """A thread that writes now and then, for the one who looks on, and for a script that is killed.
+    """Thread that writes at intervals, for live display, and for a script that is killed.
 
     Attributes:
-        cpu_seconds: what writing has taken from the script since its first step, after the first
-            time.
-        first_seconds: what that and looking at the job have, which come a few times.
+        cpu_seconds: CPU time of writing since the script's first step, without the first write.
+        first_seconds: CPU time of the first write and of the early looks at the job.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Writer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; what it is writing is written first."""
+        """Stop the thread after its current write."""
         self._end.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
@@ -70,7 +69,7 @@ class Writer:
             began = time.thread_time()
             if looks < _LOOKS:
                 looks += self._look()
-                if looks:  # it steps
+                if looks:  # the script steps
                     self.first_seconds += time.thread_time() - began
             began = time.thread_time()
             if time.monotonic() >= due:
