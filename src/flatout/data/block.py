@@ -1,4 +1,4 @@
-"""Decoded rows, column by column: what readers give before anything is made of it for a model."""
+"""Decoded rows, column by column, as readers return them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Ragged(NamedTuple):
     """Rows of different lengths, one after the other.
 
     Attributes:
+        values: values of all rows.
         offsets: int64 of shape (rows + 1,); row i is `values[offsets[i]:offsets[i + 1]]`.
     """
 
@@ -34,8 +35,8 @@ class Block:
 
     Attributes:
         columns: by name, an array of shape (rows, *shape) or a Ragged each.
-        numbers: number of each row in the source, int64 of shape (rows,). Fewer than were asked
-            for, where rows could not be decoded and the user chose to skip such rows.
+        numbers: number of each row in the source, int64 of shape (rows,). Rows that could not be
+            decoded are missing, if the user chose to skip such rows.
     """
 
     columns: Mapping[str, Values]
@@ -46,18 +47,18 @@ class Block:
 
 
 def rows_of(values: Values) -> int:
-    """How many rows a column has."""
+    """Return the number of rows of a column."""
     return len(values.offsets) - 1 if isinstance(values, Ragged) else len(values)
 
 
 def take(block: Block, index: Numbers) -> Block:
-    """The rows at the positions `index` of the block, in that order."""
+    """Return the rows at the positions `index` of the block, in that order."""
     columns = {name: take_values(values, index) for name, values in block.columns.items()}
     return Block(columns, block.numbers[index])
 
 
 def as_ragged(values: Values) -> Ragged:
-    """Rows of one length, of shape (rows, length), as rows that may differ in length."""
+    """Return rows of one length, of shape (rows, length), as a Ragged."""
     if isinstance(values, Ragged):
         return values
     if values.ndim != 2:
@@ -67,7 +68,7 @@ def as_ragged(values: Values) -> Ragged:
 
 
 def rows_between(block: Block, start: int, stop: int) -> Block:
-    """Rows `start` to `stop` of the block, without a copy."""
+    """Return rows `start` to `stop` of the block, without a copy."""
     columns: dict[str, Values] = {}
     for name, values in block.columns.items():
         if isinstance(values, Ragged):
@@ -80,27 +81,27 @@ def rows_between(block: Block, start: int, stop: int) -> Block:
 
 
 def take_values(values: Values, index: Numbers) -> Values:
-    """Rows of one column, in the order of `index`."""
+    """Return rows of one column, in the order of `index`."""
     if not isinstance(values, Ragged):
         if is_channels_last(values):
             return np.take(values.transpose(0, 2, 3, 1), index, axis=0).transpose(0, 3, 1, 2)
         return values[index] if values.ndim == 1 else np.take(values, index, axis=0)
     lengths = np.diff(values.offsets)[index]
     offsets = offsets_of(lengths)
-    # Each value's place: its row's begin in the source, counted on within the row.
+    # Place of each value: the start of its row in the source, plus its place within the row.
     places = np.arange(offsets[-1]) + np.repeat(values.offsets[index] - offsets[:-1], lengths)
     return Ragged(values.values[places], offsets)
 
 
 def is_channels_last(values: npt.NDArray[Any]) -> bool:
-    """Whether it is of shape (rows, channels, height, width), and in memory channels come last."""
+    """Return whether an array of shape (rows, channels, height, width) is channels_last."""
     if values.ndim != 4 or values.flags.c_contiguous:
         return False
     return values.transpose(0, 2, 3, 1).flags.c_contiguous
 
 
 def offsets_of(lengths: npt.ArrayLike) -> Numbers:
-    """Where rows of these lengths begin, and at last where they end; one more than rows."""
+    """Return the start of each row of these lengths, and the end of the last row."""
     counts = np.asarray(lengths)
     offsets = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])
@@ -108,7 +109,7 @@ def offsets_of(lengths: npt.ArrayLike) -> Numbers:
 
 
 def join(blocks: Sequence[Block]) -> Block:
-    """Several blocks of the same columns as one; those without rows may lack columns."""
+    """Join blocks of the same columns into one. Blocks without rows may lack columns."""
     blocks = [block for block in blocks if len(block)] or blocks[:1]
     if len(blocks) == 1:
         return blocks[0]
@@ -119,7 +120,7 @@ def join(blocks: Sequence[Block]) -> Block:
 
 
 def cut(blocks: Iterator[Block], size: Callable[[int], int]) -> Iterator[Block]:
-    """The same rows in blocks of which block k has `size(k)`; the last may be smaller."""
+    """Yield the same rows in other blocks. Block k has `size(k)` rows; the last may have fewer."""
     waiting: list[Block] = []
     count = at = 0
     for block in blocks:

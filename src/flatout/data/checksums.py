@@ -1,4 +1,4 @@
-"""Checksums of a file block by block, compared when the blocks are first read."""
+"""Checksums of a file's blocks, compared when the blocks are first read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy.typing as npt
 from flatout.errors import DataError
 from flatout.kernels import crc32c, crc32c_blocks
 
-# As many bytes as the system fetches from a disk at once for a random read, or a few times more.
+# Bytes of a block: as many as the system reads from a disk for a random read, or a few times more.
 BLOCK = 1 << 18
-# Bytes that a thread compares in one go.
+# Most bytes that are read and compared at once.
 _PIECE = 16 << 20
 _BLANK = "0" * 8
 
@@ -24,7 +24,9 @@ class Checksums(NamedTuple):
     """The CRC-32C of each block of a file.
 
     Attributes:
+        size: bytes of the file.
         block: bytes of each block, a power of two; the last may be shorter.
+        crc32c: checksum of each block.
     """
 
     size: int
@@ -33,10 +35,10 @@ class Checksums(NamedTuple):
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], block: int = BLOCK) -> Checksums:
-        """Those of a file as it is now, in blocks of so many bytes."""
+        """Compute the checksums of a file in blocks of `block` bytes."""
         result, size = [np.empty(0, np.int64)], 0
         with open(path, "rb", buffering=0) as file:
-            # A raw read may give less than a whole number of blocks.
+            # A raw read may return less than a whole number of blocks.
             while len(piece := _read(file.fileno(), size, _PIECE)):
                 result.append(crc32c_blocks(piece, block))
                 size += len(piece)
@@ -59,7 +61,9 @@ class Verified:
     """A file whose blocks are compared with their checksums. Several threads may call at once.
 
     Args:
-        do: what to do where a block differs.
+        name: name of the file, for messages.
+        sums: the checksums.
+        do: advice for the user if a block differs.
     """
 
     def __init__(self, name: str, sums: Checksums, do: str) -> None:
@@ -74,15 +78,15 @@ class Verified:
         stops: npt.NDArray[np.int64],
         read: Callable[[int, int], Any],
     ) -> None:
-        """Compare the blocks in which some ranges lie, except those compared before.
+        """Compare the blocks that contain some ranges, except blocks compared before.
 
         Args:
-            starts: of the ranges, in bytes, each within the file; int64 of shape (ranges,).
-            stops: of the ranges, each beyond its start.
-            read: gives the file's bytes from one place to another.
+            starts: starts of the ranges, in bytes, each within the file; int64 of shape (ranges,).
+            stops: ends of the ranges, each after its start.
+            read: returns the file's bytes between two places.
 
         Raises:
-            DataError: naming the first block that differs.
+            DataError: a block differs. It names the first.
         """
         if self.done or not len(starts):
             return
@@ -109,15 +113,15 @@ class Verified:
         ]
 
     def check_all(self, read: Callable[[int, int], Any]) -> None:
-        """Compare all blocks except those compared before; as `check`."""
+        """Compare all blocks except blocks compared before; arguments and errors as for `check`."""
         if self._sums.size:
             self.check(np.array([0]), np.array([self._sums.size]), read)
 
     def compare(self, start: int, data: Any) -> None:
-        """Compare bytes that begin with a block, whether they were compared before or not.
+        """Compare bytes that begin with a block, even if they were compared before.
 
         Raises:
-            DataError: naming the first block that differs.
+            DataError: a block differs. It names the first.
         """
         begin = start >> self._shift
         self._compare(begin, begin + (len(data) + self._sums.block - 1 >> self._shift), data)
@@ -149,7 +153,7 @@ def _read(number: int, start: int, size: int) -> bytes:
 
 
 def sealed(words: dict[str, Any]) -> str:
-    """JSON text of an object, with the CRC-32C of the text in which it is 0 as "checksum"."""
+    """Return an object as JSON text whose "checksum" is the CRC-32C of the text with checksum 0."""
     text = json.dumps({"checksum": _BLANK, **words})
     return text.replace(_BLANK, f"{crc32c(text.encode()):08x}", 1)
 

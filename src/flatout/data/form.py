@@ -1,4 +1,4 @@
-"""How columns become what a model takes, and what a user's function gets and gives."""
+"""Conversion of columns to a model's inputs and targets, and of samples for user functions."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Leaf:
 
     Attributes:
         column: the column that it is made of.
+        pad: value that fills a ragged row up.
         is_lengths: True for the lengths of a ragged column's rows instead of their values.
     """
 
@@ -38,10 +39,12 @@ Tree: TypeAlias = Any
 
 
 class Form(NamedTuple):
-    """Where inputs, targets and weights are in the columns.
+    """Columns of inputs, targets and weights.
 
     Attributes:
         inputs: a Leaf, or a tuple or dict of them.
+        targets: as `inputs`, or None.
+        weight: a Leaf, or None.
     """
 
     inputs: Tree
@@ -53,14 +56,14 @@ class Form(NamedTuple):
         return ", ".join(f"{name} {_words(tree)}" for name, tree in trees if tree is not None)
 
     def batch(self, block: Block, buffers: Buffers) -> Batch:
-        """The block as tensors that share its memory; ragged columns are padded."""
+        """Return the block as tensors that share its memory; ragged columns are padded."""
         inputs, targets, weight = map_tensors(
             lambda leaf: _tensor(leaf, block, buffers), tuple(self)
         )
         return Batch(inputs, targets, weight, torch.from_numpy(block.numbers.copy()), len(block))
 
     def sample(self, block: Block, row: int) -> tuple[Any, ...]:
-        """One row as a user's function gets it: (inputs,), or (inputs, targets[, weight])."""
+        """Return a row for a user's function: (inputs,), or (inputs, targets[, weight])."""
         inputs, targets, weight = (
             map_tensors(lambda leaf: _row(leaf, block, row), tree) for tree in self
         )
@@ -70,7 +73,7 @@ class Form(NamedTuple):
 
 
 def form_of(schema: Schema) -> Form:
-    """Inputs, targets and weights by the roles of a schema's columns."""
+    """Return inputs, targets and weights by the roles of a schema's columns."""
     inputs = _of_role(schema, "input")
     if inputs is None:
         names = ", ".join(column.name for column in schema.columns)
@@ -98,7 +101,7 @@ def _leaves(column: Column) -> Iterator[tuple[str, Leaf]]:
 
 
 def columns_of(made: Sequence[Any], function: str) -> tuple[dict[str, Values], Form]:
-    """What a user's function made of some samples, as columns, and the form of them."""
+    """Return the results of a user's function for some samples as columns, and their form."""
     if any(value is None for value in made):
         raise DataError(f"{function} gives None: expected x, (x, y) or (x, y, weight); return it")
     parts = [parts_of(value, function) for value in made]
@@ -135,7 +138,7 @@ class Unlike(DataError):
     """A sample that differs in structure from the first one, such as a dict that lacks a key.
 
     Attributes:
-        place: of the sample in the list of samples.
+        place: place of the sample in the list of samples.
     """
 
     place = 0
@@ -206,7 +209,7 @@ def _tensor(leaf: Leaf, block: Block, buffers: Buffers) -> Tensor:
 
 
 def padded(values: Ragged, pad: int | float, buffers: Buffers) -> npt.NDArray[Any]:
-    """Ragged rows as an array of shape (rows, longest row), at least 1 wide."""
+    """Return ragged rows as an array of shape (rows, longest row), at least 1 wide."""
     lengths = np.diff(values.offsets)
     width = max(1, int(lengths.max(initial=0)))
     out = buffers.empty((len(lengths), width), values.values.dtype)

@@ -1,11 +1,11 @@
-"""Inputs that have no row for each sample: which are so for certain, and which item is of which.
+"""Inputs without a row for each sample: detects them, and finds the sample of each item.
 
     flat ids with offsets    ids[nnz], offsets[B] or offsets[B + 1], weights[nnz]
     packed sequences         tokens[total], cu_seqlens[B + 1]; torch's PackedSequence
     graphs                   x[nodes], edge_index[2, E], batch[nodes]; targets of graphs or of nodes
 
-Inputs are taken for such only where their numbers leave no doubt. Where lengths merely differ, that
-is a mistake in the data far more often, and an error says so.
+Inputs count as jagged only if their numbers leave no doubt. If only lengths differ, this is mostly
+a mistake in the data, and raises an error.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from flatout.data.batch import tensors_in
 from flatout.data.objects import tensors_of_object
 
 NO_ROWS = "the inputs have no row for each sample"
-"""Why a jagged batch is not cut, compiled for a shape or kept."""
+"""Reason why a jagged batch is not cut, compiled for a shape or kept."""
 
 
 def is_surely_jagged(inputs: Any, size: int) -> bool:
-    """Whether inputs of `size` samples have no row for each, beyond doubt."""
+    """Return whether inputs of `size` samples certainly lack a row for each sample."""
     if holds_object(inputs):
         return True
     tensors = [tensor for tensor in tensors_in(inputs) if tensor.dim()]
@@ -37,7 +37,7 @@ def is_surely_jagged(inputs: Any, size: int) -> bool:
 
 
 def samples_without_targets(inputs: Any) -> int | None:
-    """How many samples inputs are of that have no row for each; None where that is not certain."""
+    """Return the number of samples of inputs without a row for each, or None if not certain."""
     if isinstance(inputs, PackedSequence):
         return int(inputs.batch_sizes[0])
     tensors = tensors_in(inputs)
@@ -45,7 +45,8 @@ def samples_without_targets(inputs: Any) -> int | None:
         graphs = getattr(inputs, "num_graphs", None)
         return graphs if isinstance(graphs, int) else next((len(t) for t in tensors if t.dim()), 1)
     for tensor in tensors:
-        mark = tensor[0] if tensor.dim() == 2 and len(tensor) else tensor  # offsets of a field
+        # the first row of offsets by field
+        mark = tensor[0] if tensor.dim() == 2 and len(tensor) else tensor
         if _rises(mark):
             for size in (int(mark[-1]) + 1, len(mark) - 1, len(mark)):
                 if size and is_surely_jagged(inputs, size):
@@ -54,11 +55,11 @@ def samples_without_targets(inputs: Any) -> int | None:
 
 
 def samples_of_items(inputs: Any, items: int, size: int) -> Tensor | None:
-    """Of which sample each of `items` ids, tokens or nodes is: int64; None where that is not known.
+    """Return the sample of each of `items` ids, tokens or nodes as int64, or None if not known.
 
     Args:
-        inputs: of a batch, with the offsets or the numbers of graphs.
-        items: how many there are.
+        inputs: inputs of a batch, with the offsets or the numbers of graphs.
+        items: number of ids, tokens or nodes.
         size: samples of the batch.
     """
     result: Tensor | None = None
@@ -82,7 +83,7 @@ def samples_of_items(inputs: Any, items: int, size: int) -> Tensor | None:
 
 
 def holds_object(inputs: Any) -> bool:
-    """Whether an object of a loader's own is among the inputs: of its rows nothing is known."""
+    """Return whether the inputs hold an object of another library, whose rows are not known."""
     if isinstance(inputs, dict):
         return any(map(holds_object, inputs.values()))
     if isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
@@ -107,10 +108,10 @@ def _by_offsets(mark: Tensor, tensors: Sequence[Tensor], size: int) -> Iterator[
         return
     length, last = len(mark), int(mark[-1])
     others = [tensor for tensor in tensors if tensor is not mark]
-    if length == size + 1 or (length != size and last == size):  # targets of tokens
+    if length == size + 1 or (length != size and last == size):  # the samples are tokens
         yield from (tensor for tensor in others if len(tensor) == last)
     elif length == size:
-        # All zeros may be anything: bags of which only the last has ids, or a column.
+        # All zeros are ambiguous: bags of which only the last has ids, or a column of zeros.
         lengths = {len(t) for t in others if _is_whole(t, 1) and last <= len(t) != size}
         lengths = {each for each in lengths if last or size == 1 or not each}
         yield from (tensor for tensor in others if len(tensor) in lengths)
@@ -123,7 +124,7 @@ def _by_graphs(mark: Tensor, tensors: Sequence[Tensor], size: int) -> Iterator[T
         for edges in tensors:
             if _joins(edges, nodes):
                 yield from _of_edges(edges, tensors)
-    elif _joins(mark, size) and mark.shape[1] != size:  # targets are those of nodes
+    elif _joins(mark, size) and mark.shape[1] != size:  # the samples are nodes
         yield from _of_edges(mark, tensors)
 
 

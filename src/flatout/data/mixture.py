@@ -27,9 +27,9 @@ class Mixture:
     """Several pipelines as one source.
 
     Attributes:
-        parts: what is mixed.
-        weights: how often each is drawn; None means all rows of all.
-        seed: of the draws.
+        parts: the pipelines.
+        weights: share of each pipeline in an epoch; None means all rows of all pipelines.
+        seed: seed of the order in which the pipelines take turns.
     """
 
     parts: tuple[Pipeline, ...]
@@ -38,41 +38,41 @@ class Mixture:
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """The same of all."""
+        """Names of the classes, equal in all parts."""
         return self.parts[0].classes
 
     @property
     def meanings(self) -> dict[str, str]:
-        """The same of all."""
+        """Rules by which values become numbers, equal in all parts."""
         return self.parts[0].meanings
 
     def with_classes(self, names: tuple[str, ...]) -> Mixture:
-        """The same samples, whose classes have the numbers that their names have here."""
+        """Return the same samples, with classes numbered in the order of `names`."""
         return replace(self, parts=tuple(part.with_classes(names) for part in self.parts))
 
     def with_ids(self, maps: Mapping[str, Lookup]) -> Mixture:
-        """The same samples, with rows of a table in place of ids."""
+        """Return the same samples, with rows of a table in place of ids."""
         return replace(self, parts=tuple(part.with_ids(maps) for part in self.parts))
 
     @property
     def stage_words(self) -> list[str]:
-        """Stages of all that decide what a batch holds."""
+        """Stages of all parts that decide a batch's content."""
         return [line for part in self.parts for line in part.stage_words]
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         return " mixed with ".join(part.describe() for part in self.parts)
 
     def notes(self) -> list[str]:
-        """What the user should know of the sources of all."""
+        """Return lines of all parts' sources that the user should read."""
         return [line for part in self.parts for line in getattr(part.origin, "notes", list)()]
 
     def skipped(self, gather: Gather = alone) -> list[str]:
-        """Rows of all that any rank has skipped since this was asked last."""
+        """Return lines about rows of all parts that any rank has skipped since the last call."""
         return [line for part in self.parts for line in part.skipped(gather)]
 
     def begin(self, options: Options, say: Callable[[str], None]) -> FirstSamples:
-        """The samples of all, in their mixed order."""
+        """Return the samples of all parts, in their mixed order."""
         for part in self.parts:
             if part.sharded is not None and not part.has_own_rows:
                 raise DataError("shard comes before mix", do="put shard after mix")
@@ -95,20 +95,18 @@ class Mixture:
 
 
 def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int = 0) -> Pipeline:
-    """Samples of several pipelines, which are not in batches yet, as one.
+    """Mix the samples of several pipelines that have no `batch` stage.
 
     Args:
-        pipelines: with the same columns. Each keeps its own shuffle, split and functions.
-            Where they name classes, one has all names, and its numbers hold for the others.
-        weights: the share of each in an epoch, to be counted exactly, not drawn; the epoch is as
-            long as the source allows that runs out first, and the others go on in the next epoch
-            where they stopped. None takes all samples of all.
-        seed: of the sequence in which they take turns.
+        pipelines: pipelines with the same columns. Each keeps its own shuffle, split and functions.
+            If they name classes, one has all names, and the others take its numbers.
+        weights: exact share of each pipeline in an epoch. An epoch ends when the first pipeline has
+            no more samples; the others continue there in the next epoch. None takes all samples.
+        seed: seed of the order in which the pipelines take turns.
 
     Raises:
-        DataError: there are fewer than two, one is a stream or in batches already, their classes
-            differ, they number the texts of a column differently, they are not normalized alike,
-            or the weights make no sense.
+        DataError: there are fewer than two pipelines, or the weights make no sense; or one is a
+            stream or has a `batch` stage; or classes, numbers of texts or normalization differ.
     """
     if len(pipelines) < 2:
         raise DataError(f"mix wants at least two pipelines, found {len(pipelines)}")
@@ -184,9 +182,9 @@ def _shifted(order: Order, by: int, epoch: int) -> Numbers:
 
 
 def mixed(orders: Sequence[Order], counts: list[int], sizes: list[int], seed: int) -> Order:
-    """Rows of several sources, `counts[i]` of source i in an epoch, in a drawn sequence.
+    """Return an order with `counts[i]` rows of source i in an epoch, in a drawn sequence.
 
-    A source that has more rows than an epoch takes goes on in the next epoch where it stopped.
+    A source that has more rows than an epoch takes continues there in the next epoch.
     """
     labels = np.repeat(np.arange(len(counts)), counts)
 

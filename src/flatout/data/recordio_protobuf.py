@@ -1,4 +1,4 @@
-"""Amazon SageMaker's Record: a message of named tensors, of which RecordIO files hold one a row.
+"""Amazon SageMaker's Record: a message of named tensors. RecordIO files hold one Record per row.
 
     message Record { map<string, Value> features = 1; map<string, Value> label = 2; }
     message Value { oneof { Float32Tensor = 2; Float64Tensor = 3; Int32Tensor = 7; Bytes = 9; } }
@@ -29,7 +29,7 @@ from flatout.data.schema import Column, Schema
 _FEATURES, _LABEL = 1, 2
 _FLOAT32, _FLOAT64, _INT32, _BYTES = 2, 3, 7, 9
 _KINDS = {_FLOAT32: "float32", _FLOAT64: "float64", _INT32: "int32", _BYTES: "bytes"}
-# The name that SageMaker's own writers and algorithms give the only tensor.
+# Name of the only tensor in Records of SageMaker's own writers and algorithms.
 _DEFAULT_KEY = "values"
 
 
@@ -39,8 +39,8 @@ class Tensor(NamedTuple):
     Attributes:
         kind: "float32", "float64", "int32" or "bytes".
         values: of shape (n,); uint8 where the kind is bytes.
-        keys: where in the tensor they are, int64; empty in a dense one.
-        shape: of the tensor, int64; empty where it was left out.
+        keys: places of the values in a sparse tensor, int64; empty for a dense tensor.
+        shape: shape of the tensor, int64; empty where it was left out.
     """
 
     kind: str
@@ -50,16 +50,16 @@ class Tensor(NamedTuple):
 
 
 class _Bad(Exception):
-    """What is wrong with a record."""
+    """An error in a record."""
 
 
 class RecordioDecoder:
-    """RecordIO records that hold a Record each.
+    """Decoder of RecordIO records that each hold a Record.
 
     A column is the feature of its name. The column `label` is the label "values", as SageMaker's
-    algorithms have it, and `label.NAME` another one. `NAME.keys` are the places of a sparse
-    feature's values. A sparse feature in a column with a shape becomes dense; in a ragged column it
-    stays as it is. Without a default, a feature that is missing is an error.
+    algorithms have it, and `label.NAME` is another label. `NAME.keys` are the places of a sparse
+    feature's values. A sparse feature becomes dense in a column with a shape; in a ragged column it
+    stays sparse. A missing feature without a default is an error.
     """
 
     text = False
@@ -69,7 +69,7 @@ class RecordioDecoder:
         self._sources = [_Source.of(column) for column in schema.columns]
 
     def split(self, buffer: Bytes, final: bool) -> Split:
-        """Records, by their framing."""
+        """Find records by their framing."""
         return split_recordio(buffer, final)
 
     def decode(
@@ -103,7 +103,7 @@ def _put_together(column: Column, rows: Sequence[npt.NDArray[Any]], buffers: Buf
 
 
 class _Source(NamedTuple):
-    """Where in a Record a column's values are."""
+    """Place of a column's values in a Record."""
 
     column: Column
     map: int
@@ -181,7 +181,7 @@ class _Source(NamedTuple):
 
 
 def read_record(record: bytes) -> dict[int, dict[str, Tensor]]:
-    """The tensors of a Record by name: {1: features, 2: label}."""
+    """Return the tensors of a Record by name: {1: features, 2: label}."""
     maps: dict[int, dict[str, Tensor]] = {_FEATURES: {}, _LABEL: {}}
     for number, entry in fields(record):
         if number not in maps:

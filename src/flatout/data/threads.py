@@ -1,4 +1,4 @@
-"""A pool of threads that goes on where the system starts no more of them."""
+"""A pool of threads that continues if the system cannot start more threads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ T = TypeVar("T")
 
 
 class Pool(ThreadPoolExecutor):
-    """As its base, for work that may be done twice: what no thread takes, the caller does."""
+    """A ThreadPoolExecutor whose caller does the work itself if no thread can be started.
+
+    Work may be done twice.
+    """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Let a thread do it, or do it now."""
+        """Let a thread do the work, or do it now."""
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError as error:
@@ -30,5 +33,5 @@ class Pool(ThreadPoolExecutor):
 
 
 def say_fewer(why: str, what: str) -> None:
-    """Say, once, what goes on without a thread or process that could not be started."""
+    """Print, once, what continues without a thread or process that could not be started."""
     say_once(f"{what}: {why}; raise the limit of threads and processes (ulimit -u, pids.max)")

@@ -1,4 +1,4 @@
-"""Data in one format, written in another: TFRecord, Parquet, or Flatout's row cache."""
+"""Conversion of data from one format to another: TFRecord, Parquet, or Flatout's row cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from flatout.data.sources.image_bytes import ImageBytes
 from flatout.errors import DataError
 from flatout.words import size_words
 
-# Changes whenever the same rows are written as other bytes.
+# Version of the written bytes: it changes when the same rows are written as other bytes.
 _VERSION = 1
 
 
@@ -60,40 +60,41 @@ def convert(
 ) -> Converted:
     """Write data in another format.
 
-    Shards are called `name-00000-of-00012.tfrecord`, hold equally many rows, give or take one, and
-    are whole or absent. Beside them lie a manifest with their checksums, `_name.tfrecord.json`, and
-    the schema that reads them, `_name.tfrecord.toml`. After a kill, the same call goes on after the
-    shards that are done; a row cache is begun again. The same data and settings give the same
-    bytes.
+    Shards have names such as `name-00000-of-00012.tfrecord` and equally many rows, give or take
+    one. A shard is either whole or absent. The same folder gets a manifest with checksums,
+    `_name.tfrecord.json`, and the schema that reads the shards, `_name.tfrecord.toml`. After a
+    kill, the same call continues after the shards that are done; a row cache is started again. The
+    same data and settings give the same bytes.
 
-    Image folders become TFRecord shards of the files as they are: `image`, `label` and `path`. In
+    Image folders become TFRecord shards with the unchanged files: `image`, `label` and `path`. In
     other formats, and from a Pipeline, images are written decoded.
 
     Args:
         source: paths as `files.find` takes them, a folder of images, or a Pipeline without batch.
-            Of a Pipeline, what its stages make is written, as in epoch 0.
+            From a Pipeline, the samples of epoch 0 are written, after all its stages.
         target: `out/train.tfrecord`, `out/train.parquet` or `out/train.rows`, without numbers.
-        to: the format, where the target's name does not say.
-        schema: of the source, as its own function takes it; not with a Pipeline.
-        format: of the source, one of `formats.FORMATS`; None takes the schema's, or guesses.
+        to: the format, where the target's name does not state it.
+        schema: schema of the source, as its own function takes it; not with a Pipeline.
+        format: format of the source, one of `formats.FORMATS`; None means that of the schema, or
+            guesses.
         shuffle: a seed; None keeps the order.
-        shards: how many files; None makes them of about `shard_bytes`.
-        rows_per_shard: the most rows in a file, in place of `shards`.
-        shard_bytes: about how large files become, in place of `shards`; None means 128 MiB.
-        balance: "class" writes equally many rows of each class, "spread" all rows as they are;
-            both spread each class evenly over all files, and within them.
-        sampling: of balance="class": "over" writes rows of rarer classes several times, "under"
-            leaves rows of more frequent ones out; which, `shuffle`, else 0, decides as a seed.
-        on_error: "fail", or "skip" rows that are not as they should be.
-        max_errors: the most rows to skip.
-        overwrite: replace what other settings or other data have made.
-        progress: show on standard error how far it is, from the second second on.
+        shards: number of files; None makes files of about `shard_bytes`.
+        rows_per_shard: most rows in a file, in place of `shards`.
+        shard_bytes: approximate bytes of a file, in place of `shards`; None means 128 MiB.
+        balance: "class" writes equally many rows of each class, "spread" writes all rows once. Both
+            spread each class evenly over all files, and within them.
+        sampling: for balance="class": "over" repeats rows of rarer classes, "under" leaves out rows
+            of more frequent ones. The rows are drawn with the seed `shuffle`, else 0.
+        on_error: "fail", or "skip" bad rows.
+        max_errors: most rows to skip.
+        overwrite: replace files that other settings or other data have made.
+        progress: show progress on standard error, from the second second on.
         options: more arguments of the source's function, such as `{"delimiter": ";"}` of CSV; not
             with a Pipeline.
 
     Raises:
-        DataError: the source cannot be read, the target is there already, made by other settings,
-            a column does not fit into the format, the disk is full, or an argument makes no sense.
+        DataError: the source cannot be read; the target exists and was made with other settings;
+            a column does not fit into the format; the disk is full; or an argument makes no sense.
     """
     began = time.monotonic()
     path = Path(os.path.expanduser(target))

@@ -1,4 +1,4 @@
-"""What a conversion is asked for in files, and what it gives back."""
+"""Sizes of shards that a user asks for, and the result of a conversion."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ from flatout.data.execution.row_folder import read_meta
 from flatout.errors import DataError
 from flatout.words import size_words
 
-# Classes that are named one by one.
+# Most classes that are named one by one.
 _TOLD = 8
 
 To = Literal["tfrecord", "parquet", "rows"]
 
 SHARD_BYTES = 128 << 20
-"""What a shard takes where no one says otherwise."""
+"""Bytes of a shard, where the user sets no size."""
 
 
 class ShardSizes(NamedTuple):
-    """How a user wants shards; at most one of these."""
+    """A user's setting for the size of shards; at most one attribute is set.
+
+    Attributes:
+        shards: number of shards.
+        rows: most rows of a shard.
+        bytes: approximate bytes of a shard.
+    """
 
     shards: int | None = None
     rows: int | None = None
@@ -57,12 +63,18 @@ class ShardSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written. Its text is for people.
+    """Result of a conversion. `str` returns a text for people.
 
     Attributes:
-        found: rows that were there already, from a run that was stopped.
-        schema: the path of the schema that reads them; None where they know it themselves.
-        read: a line of Python that reads them.
+        to: the format.
+        files: paths of the files.
+        rows: rows in the files.
+        bytes: bytes of the files.
+        found: rows that an earlier run, which was stopped, had written.
+        seconds: duration of the conversion.
+        schema: the path of the schema that reads the files; None where they contain it.
+        read: a line of Python that reads the files.
+        notes: lines for the user.
     """
 
     to: str

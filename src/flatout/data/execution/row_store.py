@@ -1,7 +1,8 @@
-"""Decoded rows, all of one length, so that any row is found by multiplying.
+"""Decoded rows of one length, so that the place of a row is its slot times the length.
 
-The values of a row lie side by side: fetching one costs one walk to memory, not one for each
-column. Ragged values lie in their own arena; the row holds their place and length.
+The values of a row are next to each other, so that fetching a row takes one memory access instead
+of one for each column. Ragged values are in an arena of their own; the row holds their place and
+length.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flatout.data.block import Block, Numbers, Ragged, Values, is_channels_last,
 from flatout.data.buffers import Buffers
 from flatout.kernels import lines
 
-# Where the values of a ragged row are in an arena.
+# Place of a ragged row's values in an arena.
 PLACE = np.dtype([("start", np.int64), ("length", np.int64)])
 _ALIGNED = 8
 
@@ -30,8 +31,12 @@ class Field(NamedTuple):
     """A column's place in a row.
 
     Attributes:
-        shape: of one row's values; () for ragged columns too.
+        name: name of the column.
+        dtype: dtype of the values.
+        shape: shape of one row's values; () for ragged columns too.
         ragged: whether the row holds a place in an arena instead of values.
+        offset: first byte in the row.
+        width: number of bytes.
         channels_last: whether the row holds (height, width, channels) instead of `shape`.
     """
 
@@ -45,14 +50,19 @@ class Field(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How rows are laid out."""
+    """Layout of rows.
+
+    Attributes:
+        fields: the columns, in the order of their bytes.
+        stride: bytes of a row.
+    """
 
     fields: tuple[Field, ...]
     stride: int
 
 
 def layout_of(columns: Mapping[str, Values]) -> Layout:
-    """The layout that fits these columns, the widest values first, so that all are aligned."""
+    """Return a layout for these columns, with the widest values first, so that all are aligned."""
     named = []
     for name, values in columns.items():
         ragged = isinstance(values, Ragged)
@@ -73,15 +83,15 @@ class Arena(Protocol):
     """Values of one ragged column, in the order in which they came."""
 
     def append(self, values: npt.NDArray[Any]) -> int:
-        """Keep values; returns where they begin."""
+        """Append values; return the place of the first."""
         ...
 
     def values(self) -> npt.NDArray[Any]:
-        """All values so far."""
+        """Return all values so far."""
         ...
 
     def check(self, places: npt.NDArray[Any]) -> None:
-        """Hear which values are to be read next."""
+        """Check values that are about to be read, by their places."""
         ...
 
 
@@ -106,7 +116,7 @@ class MemoryArena:
         return self._values[: self._used]
 
     def check(self, places: npt.NDArray[Any]) -> None:
-        """Nothing: memory is not compared."""
+        """Do nothing: values in memory have no checksums."""
 
 
 class RowStore:
@@ -118,11 +128,12 @@ class RowStore:
         self.layout = layout
         self.rows = rows
         self.arenas = arenas
-        self.check: Callable[[Numbers], None] | None = None  # before rows of these slots are read
+        # called with slots before their rows are read
+        self.check: Callable[[Numbers], None] | None = None
         self._lock = Lock()
 
     def put(self, slots: Numbers, columns: Mapping[str, Values]) -> npt.NDArray[np.uint8]:
-        """Keep rows; returns them as they are kept, uint8 of shape (rows, stride)."""
+        """Store rows; return their stored bytes, uint8 of shape (rows, stride)."""
         packed = np.zeros((len(slots), self.layout.stride), np.uint8)
         arenas = iter(self.arenas)
         pieces = []
@@ -140,7 +151,10 @@ class RowStore:
     def get(
         self, slots: Numbers, buffers: Buffers, without: Collection[str] = ()
     ) -> dict[str, Values]:
-        """The rows of these slots, in this order, `without` some columns that are not ragged."""
+        """Return the rows of these slots, in this order, without the columns in `without`.
+
+        Columns in `without` are not ragged.
+        """
         if self.check is not None:
             self.check(slots)
         fields = [field for field in self.layout.fields if field.name not in without]
@@ -159,7 +173,7 @@ class RowStore:
         return columns
 
     def in_place(self) -> dict[str, npt.NDArray[Any]]:
-        """The columns that are not ragged, of all slots, where they lie. Check them before use."""
+        """Return the columns that are not ragged, of all slots, as views. Check rows before use."""
         result = {}
         for field in self.layout.fields:
             if field.ragged:
@@ -184,12 +198,12 @@ class RowStore:
 class SharedRows(RowStore):
     """Rows in an anonymous file that processes share, however they started.
 
-    Only those that were put take memory.
+    Only rows that were stored use memory.
 
     Args:
-        layout: of the rows, without ragged fields.
-        count: slots 0 to count - 1 can be put.
-        owner: process and file descriptor of the one that has made it; None makes it.
+        layout: layout of the rows, without ragged fields.
+        count: slots 0 to count - 1 can be stored.
+        owner: process and file descriptor of the file's creator; None creates a file.
     """
 
     def __init__(self, layout: Layout, count: int, owner: tuple[int, int] | None = None) -> None:
@@ -210,13 +224,13 @@ class SharedRows(RowStore):
         return SharedRows, (self.layout, len(self.rows), self._owner)
 
     def has(self, slots: Numbers) -> npt.NDArray[np.bool_]:
-        """Which of these rows were put, by any process; other numbers than slots were not."""
+        """Return which of these rows any process has stored; False for invalid slots."""
         are_slots = (slots >= 0) & (slots < len(self.rows))
         there: npt.NDArray[np.bool_] = self._there[np.where(are_slots, slots, 0)] == 1
         return are_slots & there
 
     def put(self, slots: Numbers, columns: Mapping[str, Values]) -> npt.NDArray[np.uint8]:
-        """Keep rows; returns them as they are kept, uint8 of shape (rows, stride)."""
+        """Store rows; return their stored bytes, uint8 of shape (rows, stride)."""
         packed = super().put(slots, columns)
         self._there[slots] = 1
         return packed
@@ -232,7 +246,7 @@ def _room(field: Field, rows: int, buffers: Buffers) -> npt.NDArray[Any]:
 
 
 def fetch(places: npt.NDArray[Any], arena: Arena) -> Ragged:
-    """The values of an arena that lie in some places, which are of dtype PLACE."""
+    """Return the values of an arena at some places, which are of dtype PLACE."""
     arena.check(places)
     lengths = places["length"]
     offsets = offsets_of(lengths)
@@ -241,7 +255,7 @@ def fetch(places: npt.NDArray[Any], arena: Arena) -> Ragged:
 
 
 def row_bytes(block: Block) -> float:
-    """Bytes that one row of the block takes, ragged values included, on average."""
+    """Return the average bytes of one row of the block, with ragged values."""
     layout = layout_of(block.columns)
     ragged = sum(
         int(values.offsets[-1] - values.offsets[0]) * values.values.itemsize

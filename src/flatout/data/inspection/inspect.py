@@ -1,4 +1,4 @@
-"""What is in files: formats, rows, classes, bad rows and a schema."""
+"""Inspection of files: formats, rows, classes, bad rows and a schema."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from flatout.data.sources.image_bytes import ImageBytes
 from flatout.errors import DataError
 from flatout.words import size_words
 
-# Where decoding costs much, so many rows stand for all.
+# Images that are decoded for the report; decoding all would take too long.
 _FEW = 512
 _BLOCK_BYTES = 16 << 20
-# From this number on, files of less than this size in the mean are better one file.
+# _MANY_FILES: number of files from which on a note advises to join small files. _SMALL_FILE: mean
+# size in bytes below which files are small.
 _MANY_FILES, _SMALL_FILE = 16, 1 << 20
 
 
@@ -45,18 +46,18 @@ def inspect(
     progress: bool = True,
     **options: Any,
 ) -> Report:
-    """Look at all rows of files, and say what is in them. Bad rows are counted, not raised.
+    """Read all rows of files and report on them. Bad rows are counted, and raise no error.
 
-    Of images, all headers are read and some images are decoded. Where bad rows cannot be skipped,
-    as in Parquet, the report ends at the first.
+    For images, all headers are read and some images are decoded. Where bad rows cannot be skipped,
+    as in Parquet, the report ends at the first bad row.
 
     Args:
         paths: as `files.find` takes them, or folders of images or rows.
         format: one of `formats.FORMATS`; None guesses.
-        against: data of another day in the same format, such as the day before: which ids of these
-            data they do not have is told field by field. Texts, which each file numbers by itself,
-            are left out of that.
-        progress: show on standard error how far it is, from the second second on.
+        against: data of another day in the same format, such as the day before. The report then
+            states, for each field, the ids that these data do not have. Texts are left out, since
+            each file numbers them by itself.
+        progress: show progress on standard error, from the second second on.
         **options: of the format's function, such as `delimiter=";"` or `target="price"` of CSV.
 
     Raises:
@@ -139,7 +140,7 @@ def _other_day(
 
 
 class _Stored(NamedTuple):
-    """Files as they are stored: paths that can be opened, sizes as stored and as read."""
+    """Files: paths that can be opened, sizes as stored, and sizes after decompression."""
 
     paths: list[str]
     sizes: list[int]

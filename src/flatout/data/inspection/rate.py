@@ -1,4 +1,4 @@
-"""How fast an input is, measured: what `flatout data bench` shows."""
+"""Measured rate of an input: `flatout data bench` shows it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from flatout.measure import usable_cpus
 from flatout.words import rounded
 
 _BATCH = 4096
-# Of small data, batches are smaller: threads begin again in each epoch.
+# Fewest batches of an epoch: small data have smaller batches, as threads start again in each epoch.
 _BATCHES = 4
-# Batches that do not count.
+# First batches that are not measured.
 _WARM = 2
 
 
@@ -30,6 +30,9 @@ class ReadingRate:
     """The rate of some threads.
 
     Attributes:
+        threads: number of threads.
+        rows_per_s: rows per second.
+        batches: number of measured batches.
         stages: milliseconds of one thread per batch, by stage.
     """
 
@@ -41,12 +44,17 @@ class ReadingRate:
 
 @dataclass(frozen=True)
 class Bench:
-    """How fast an input is.
+    """Rate of an input.
 
     Attributes:
-        order: in which rows were read, in words.
-        open_s: seconds until it was known how many rows there are.
-        index: whether an index was built for that, "built", "found" or "none".
+        describe: description of the input, for people.
+        rows: number of rows.
+        batch_size: rows of a batch.
+        order: order in which rows were read, in words.
+        open_s: seconds to open the input and count its rows.
+        index: "built" or "found" for an index of the rows, or "none".
+        measured: rate of each number of threads.
+        notes: lines for the user.
     """
 
     describe: str
@@ -62,7 +70,7 @@ class Bench:
         return asdict(self)
 
     def headline(self) -> str:
-        """What was read, and how long it took to open it."""
+        """Return a line about the input and the time to open it."""
         index = {"built": ", its index built", "found": ", its index found", "none": ""}[self.index]
         return (
             f"{self.describe}: opened in {self.open_s:.2f} s{index}; batches of "
@@ -70,7 +78,7 @@ class Bench:
         )
 
     def table(self) -> list[tuple[str, str, str, str]]:
-        """Threads, rows/s, speed against the first, and milliseconds by stage."""
+        """Return threads, rows/s, speedup over the first line, and milliseconds by stage."""
         first = self.measured[0].rows_per_s
         return [
             (
@@ -91,17 +99,17 @@ def bench(
     batch_size: int | None = None,
     seconds: float = 2.0,
 ) -> Bench:
-    """Measure the pipeline on these files: with one thread, and with all.
+    """Measure the pipeline on these files, with one thread and with all.
 
-    What is read once stays in the page cache, so this is the rate of epochs after the first one.
-    Bad rows are skipped, where the format can.
+    Files that were read once stay in the page cache, so this is the rate of epochs after the first
+    one. Bad rows are skipped, where the format can.
 
     Args:
         paths: as `files.find` takes them, or folders of images or rows.
-        format: one of `formats.FORMATS`; None takes the schema's, or guesses.
+        format: one of `formats.FORMATS`; None means the format of the schema, or guesses.
         schema: a Schema, the path of one in TOML, or a dict.
         batch_size: rows of a batch; None means 4096, or a quarter of small data.
-        seconds: for each number of threads.
+        seconds: time to measure each number of threads.
 
     Raises:
         DataError: the files cannot be read, or the batch is larger than the data.
@@ -155,7 +163,7 @@ def _measure(pipeline: Pipeline, threads: int, seconds: float) -> ReadingRate:
     for epoch in count():
         for batch in running.batches(epoch):
             made += 1
-            if made <= 0:  # opens files, fills pools
+            if made <= 0:  # the first batches open files and fill pools
                 began, rows = time.perf_counter(), 0
                 continue
             rows += batch.size

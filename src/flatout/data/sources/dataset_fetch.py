@@ -1,4 +1,4 @@
-"""One batch of a torch Dataset, made in a worker or in the main process."""
+"""Making of one batch of a torch Dataset, in a worker or in the main process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from flatout.errors import DataError
 
 
 class Draw(NamedTuple):
-    """What makes one batch: its samples, and what the global generators are seeded with, if so."""
+    """A batch to make: its samples, and the seed of the global generators, or None."""
 
     seed: int | None
     indices: list[int]
 
 
 class DatasetBatchSampler:
-    """The batch sampler of a DatasetSource's loader, which lives as long as its workers do."""
+    """The batch sampler of a DatasetSource's loader. It lives as long as the loader's workers."""
 
     coming: Iterator[Draw] = iter(())
 
@@ -33,13 +33,13 @@ class DatasetBatchSampler:
 class Fetch(Dataset[Any]):
     """Makes whole batches, in a worker or in the main process.
 
-    A failure in a worker comes back as a value, because torch would rebuild the exception around
-    its traceback and lose what it says for people.
+    A worker returns an error as a value, because torch would build another exception from the
+    traceback and lose the text for people.
 
     Attributes:
-        whole: makes batches at once where that gives the same; None where it is not to be tried.
-        watched: so many more batches are watched for random draws.
-        draws: whether one of them drew from a global generator.
+        whole: makes batches at once where the result is equal; None where it is not tried.
+        watched: number of further batches that are checked for random draws.
+        draws: whether a checked batch drew from a global generator.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -105,7 +105,7 @@ class Fetch(Dataset[Any]):
         try:
             return list(at_once(indices))
         except Exception as error:
-            # One by one, to name the culprit.
+            # Read one by one, to find the bad sample.
             for index in indices:
                 self._sample(index)
             raise DataError(

@@ -1,7 +1,7 @@
-"""Data sets in IDX files, fetched from their public homes: each file is whole and right, or absent.
+"""Downloads of public data sets in IDX files. A file is either complete and right, or absent.
 
-A file is downloaded beside its place, compared with the checksum that its makers publish, flushed
-to the disk and renamed. What lies there already and is right is not fetched again.
+A file is downloaded under another name in its folder, compared with its published checksum, flushed
+to disk and renamed. A file that is already there and right is not downloaded again.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from flatout.words import size_words
 
 _TIMEOUT_S = 30.0
 _PIECE = 1 << 20
-# Seconds between two words about how far a download is.
+# Seconds between two lines about the progress of a download.
 _QUIET_S = 1.0
 
 
 class _Location(NamedTuple):
-    """Where a data set lies, and the MD5 of each of its files."""
+    """URL of a data set, and the MD5 of each of its files."""
 
     url: str
     files: dict[str, str]
 
 
-# Fashion-MNIST's checksums are those of its README; MNIST's are of the files as first published.
+# Fashion-MNIST's checksums are from its README; MNIST's are those of the files first published.
 _HOMES = {
     "fashion_mnist": _Location(
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
@@ -67,18 +67,18 @@ def fetch(
     files: dict[str, str] | None = None,
     say: Callable[[str], None] = say_as_is,
 ) -> Path:
-    """Put the files of a data set into a folder; returns the folder, for `flatout.data.idx_split`.
+    """Download a data set into a folder; return the folder, for `flatout.data.idx_split`.
 
     Args:
         name: "fashion_mnist" or "mnist".
-        folder: made where it is not there.
-        url: another place that holds the same files, such as a mirror.
-        files: file names and their MD5 in hexadecimal, for a data set of one's own; needs `url`.
-        say: gets a line for each file, and more for what takes longer.
+        folder: created if it does not exist.
+        url: another place with the same files, such as a mirror.
+        files: file names and their MD5 in hexadecimal, for a user's own data set; needs `url`.
+        say: prints a line for each file, and more lines for slow downloads.
 
     Raises:
-        DataError: the name is unknown; a file cannot be fetched, is not the one that was published,
-            or cannot be written. Files that are whole by then stay.
+        DataError: the name is unknown; a file cannot be downloaded, differs from the published one,
+            or cannot be written. Files that are already complete stay.
     """
     home = _home(name, url, files)
     target = Path(folder)
@@ -117,7 +117,7 @@ def _home(name: str, url: str | None, files: dict[str, str] | None) -> _Location
 
 
 def _fetch_one(url: str, place: Path, digest: str, say: Callable[[str], None]) -> None:
-    # Others may fetch into the same folder at the same time.
+    # Other processes may download into the same folder at the same time.
     unfinished.remove_abandoned(place.parent)
     with _writing(place), atomic_write(place, "wb", durable=True) as file:
         md5 = hashlib.md5(usedforsecurity=False)
@@ -141,7 +141,7 @@ def _pieces(url: str, say: Callable[[str], None]) -> Iterator[bytes]:
             size = answer.headers.get("Content-Length")
             wanted = None if size is None else int(size)
             say(f"fetching {url}" + ("" if wanted is None else f" ({size_words(wanted)})"))
-            # What has come so far: a slow line shows that it moves.
+            # `read1` returns the bytes that are there, so that a slow download shows progress.
             while piece := answer.read1(_PIECE):
                 got += len(piece)
                 yield piece

@@ -1,4 +1,4 @@
-"""The formats of a stream: decoders that learn from its first record what files tell in advance."""
+"""Decoders of streams, which learn from the first record what can be read from files in advance."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ WORDS: Mapping[str, str] = {
     "csv": "CSV",
     "recordio": "RecordIO",
 }
-# A TFRecord's length and its checksum.
+# Bytes of a TFRecord's length and its checksum.
 _TFRECORD_HEAD = 12
 
 
 def stream_schema(format: Format, given: Given | None, wrap: Wrap | None) -> Schema:
-    """The schema of a stream, whose rows cannot be looked at in advance."""
+    """Return the schema of a stream, which cannot be inferred from its rows."""
     if format not in WORDS:
         raise DataError(f"format: expected one of {', '.join(WORDS)}, found {format!r}")
     if wrap not in (None, "recordio") or (wrap and format == "recordio"):
@@ -52,7 +52,8 @@ def stream_schema(format: Format, given: Given | None, wrap: Wrap | None) -> Sch
             "other data: schema=other.schema",
         )
     schema = as_schema(given, format)
-    decoder_of(schema, wrap, "the schema")  # what does not fit is said before a pipe is opened
+    # report a schema that does not fit before a pipe is opened
+    decoder_of(schema, wrap, "the schema")
     return schema
 
 
@@ -88,7 +89,7 @@ class _Wrapped:
 
 
 class _Examples:
-    """RecordIO records that hold an Example each, or a TFRecord file each: the first one shows."""
+    """RecordIO records that each hold an Example or a TFRecord file, as the first record shows."""
 
     text = False
 
@@ -100,12 +101,12 @@ class _Examples:
 
     def split(self, buffer: Bytes, final: bool) -> Split:
         outer = split_recordio(buffer, final)
-        # An empty object, such as a store's marker of a folder, is no Example.
+        # An empty object, such as the marker of a folder in an object store, is no Example.
         filled = outer.ends > outer.starts
         outer = outer._replace(starts=outer.starts[filled], ends=outer.ends[filled])
         if self._inner is None and len(outer.starts):
             first = buffer[outer.starts[0] : outer.ends[0]][:_TFRECORD_HEAD]
-            # By chance, one Example in 2**32 begins like a length with its checksum.
+            # One Example in 2**32 begins, by chance, like a length with its checksum.
             framed = len(first) == _TFRECORD_HEAD and not example.scan(first, final=False).problem
             self._inner = self._framed if framed else self._bare
         if self._inner is self._framed:
@@ -118,7 +119,7 @@ class _Examples:
 
 
 class _Csv:
-    """A decoder of CSV whose first row may name the columns."""
+    """A decoder of CSV whose first row may have the names of the columns."""
 
     text = True
 

@@ -1,4 +1,4 @@
-"""Image files, whose folders are their classes."""
+"""Image files whose folders are their classes."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ class ImageFolders:
 
     @property
     def keys(self) -> list[str]:
-        """Paths of the images within the folder that was named, by number."""
+        """Paths of the images within the given folder, by number."""
         return [entry.key for entry in self._entries]
 
     def stamps(self, numbers: Numbers | None = None) -> list[str]:
-        """What distinguishes images from all others and from what they were before."""
+        """Return texts that identify images, and that differ if an image was replaced."""
         chosen = range(len(self._entries)) if numbers is None else numbers.tolist()
         entries = [self._entries[number] for number in chosen]
         return [f"{entry.key}\n{stamp_of(entry.path)}" for entry in entries]
 
     def contents(self, numbers: Numbers, buffers: Buffers) -> Content:
-        """What reads the files, each when it is asked for."""
+        """Return a function from the place in `numbers` to the image's bytes, which it reads."""
         return lambda place: self.content(int(numbers[place]))
 
     def content(self, number: int) -> bytes:

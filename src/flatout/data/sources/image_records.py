@@ -25,20 +25,20 @@ from flatout.data.sources.tfrecord import TfrecordDecoder
 from flatout.data.sources.tfrecord_schema import FeatureKind, features_of
 from flatout.errors import DataError
 
-# Bytes of records that are looked at in one go.
+# Bytes of records that are surveyed together.
 _PIECE = 16 << 20
-# What `flatout data convert` calls a shard.
+# Names that `flatout data convert` gives to shards.
 _SHARD = re.compile(r"(?P<stem>.+?)-\d{5,}(-of-\d{5,})?(?P<suffix>\.[a-z]+)")
-# What is above this is no class's number.
+# Upper limit for the numbers of classes.
 _MOST_CLASSES = 1 << 20
 
 
 class ImageRecords:
     """Images by number. Follows `flatout.data.sources.image_rows.Images`.
 
-    A record is an Example of `image` (the bytes of an image file), `label` (one int64) and, where
-    there is one, `path` (the bytes of the file's path, for messages). All headers are read once,
-    and kept in the files' index.
+    A record is an Example of `image` (the bytes of an image file), `label` (one int64) and,
+    optionally, `path` (the bytes of the file's path, for messages). All headers are read once, and
+    kept in the files' index.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ImageRecords:
         return self._records.digest
 
     def contents(self, numbers: Numbers, buffers: Buffers) -> Content:
-        """What gives the images, all of which are read at once."""
+        """Read all these images, and return a function from the place in `numbers` to the bytes."""
         return _each(self._records.take(numbers, buffers).columns["image"])
 
     def where(self, number: int) -> str:
@@ -101,8 +101,9 @@ class ImageRecords:
 
 
 class _ImageDecoder(TfrecordDecoder):
-    """Records of images. A survey tells their headers and labels as well, as if they were lengths:
-    so the index keeps them.
+    """Decoder of image records.
+
+    Its survey also returns headers and labels, as lengths, so that the index keeps them.
     """
 
     def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:

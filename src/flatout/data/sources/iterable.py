@@ -1,4 +1,4 @@
-"""Batches that someone else makes: read forward, and resumed by replaying."""
+"""Batches that a user's code makes: read forward, and resumed by replaying."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class IterableSource:
         batch_size: samples per batch, if known.
         generators: torch generators that the iterator draws from.
         seekable: True if the batches do not depend on earlier reads.
-        peek: reads the first raw batches without using them up. None if opening an epoch does so.
+        peek: reads the first raw batches and leaves them in the epoch. None if opening does so.
         reader: chooses the makers of the batches; None for no thread and no processes.
         reopens: True if an epoch can be opened again.
         begin_apart: returns the iterator of an epoch whose batches are made by a given number of
@@ -85,24 +85,25 @@ class IterableSource:
         self._generators = generators
         self._peek = peek
         self._start: dict[str, Any] | None = None
-        self._is_jagged: bool | None = None  # whether batches were so; None before the first
+        # whether earlier batches were jagged; None before the first batch
+        self._is_jagged: bool | None = None
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits that differ for other data, as far as their code and length show."""
+        """16 hex digits that differ for other data, as far as code and length differ."""
         return self._digest()
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         steps = "an unknown number of" if self.steps is None else f"{self.steps:,}"
         return f"{steps} {self._name}"
 
     def labels_range(self) -> tuple[int, int] | None:
-        """None: the targets are not in memory."""
+        """Return None: the targets are not in memory."""
         return None
 
     def peek(self, count: int) -> list[Batch]:
-        """The first batches of epoch 0, without using anything up."""
+        """Return the first batches of epoch 0, which epoch 0 then still contains."""
         here, owned = random_state(), self._generator_states()
         if self._peek is not None:
             raw = self._peek(count)
@@ -113,23 +114,23 @@ class IterableSource:
         return [self._batch(value, 0, i) for i, value in enumerate(raw)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs besides (epoch, step): random states, as tensors and numbers."""
+        """Return random states, which a resume needs in addition to (epoch, step)."""
         if self.seekable:
             return {}
         return {"start": self._start, "generators": self._generator_states()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` gave; the next `batches` replays from it."""
+        """Load the result of `state_dict`; the next `batches` replays from there."""
         if not self.seekable:
             self._start = state["start"]
             self._set_generators(state["generators"])
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from `start_step` on.
+        """Return the batches of an epoch from `start_step` on.
 
         Raises:
-            DataError: the epoch has no such step or no batch at all; a batch holds something else
-                than arrays; a one-shot iterator has been read before.
+            DataError: the epoch has no such step or no batch at all; a batch holds values that are
+                no arrays; a one-shot iterator has been read before.
         """
         check_start(start_step, self.steps)
         if self.reader is None:
@@ -137,13 +138,13 @@ class IterableSource:
         return self._tuned(self.reader, epoch, start_step)
 
     def expect_epochs(self, total: int | None) -> None:
-        """Say how many epochs the run has in all: the last one is read as the one before it."""
+        """Set the number of epochs of the run: the last epoch is read like the one before it."""
         if self.reader is not None:
             self.reader.epochs = total
 
     @property
     def report(self) -> EpochReader | None:
-        """Who reads the batches, and how that was found; None where nothing is to be found."""
+        """The trials of how to read the batches, and their outcomes; None without trials."""
         return self.reader
 
     def _tuned(self, reader: EpochReader, epoch: int, start_step: int) -> Iterator[Batch]:
@@ -161,7 +162,7 @@ class IterableSource:
                 except Exception as error:
                     if workers == 0 or not self._reopens or isinstance(error, WaitStopped):
                         raise
-                    # It may be the thread that it does not like; if not, it comes again.
+                    # The error may come from the use of a thread; if not, it comes again.
                     reader.refuse(first_line(error))
                     if step == 0:
                         self._begin_again()
@@ -188,8 +189,8 @@ class IterableSource:
                 return
             following: Any = _NOT_READ
             if step + 1 == self.steps:
-                # Read to the end before the last batch is out: samplers draw once more there, and
-                # a state taken after the last step must include that.
+                # Read to the end before the last batch is yielded: samplers draw once more there,
+                # and a state after the last step must include that draw.
                 following = next(iterator, _END)
             yield self._batch(value, epoch, step)
             value = next(iterator, _END) if following is _NOT_READ else following
@@ -236,7 +237,7 @@ class IterableSource:
 class _OneShot:
     """An iterator that can only be read forward, such as a running generator.
 
-    With `steps`, an epoch is that many batches, and the next epoch goes on from there.
+    With `steps`, an epoch has that number of batches, and the next epoch continues there.
     """
 
     def __init__(self, iterator: Iterator[Any], steps: int | None) -> None:
@@ -271,18 +272,18 @@ class _OneShot:
 def iterable(
     batches: Any, *, steps: int | None = None, workers: Workers | Literal["auto"] = "auto"
 ) -> IterableSource:
-    """Batches that are made already: x, (x, y) or (x, y, weight), of tensors or arrays.
+    """Return a source of finished batches: x, (x, y) or (x, y, weight), of tensors or arrays.
 
     Args:
         batches: an iterable of batches such as a list; a function without parameters that returns a
             fresh iterator for every epoch; or an iterator, which serves one epoch (with `steps`,
             epoch after epoch until it ends).
-        steps: batches per epoch. Needed where the iterator never ends.
-        workers: "thread" reads them ahead in a thread, unless they depend on the model; 0
-            when they are asked for; "auto" keeps what is measured faster from the second epoch on.
+        steps: batches per epoch. Needed if the iterator never ends.
+        workers: "thread" reads batches ahead in a thread, unless they depend on the model; 0 reads
+            them when they are needed; "auto" keeps the faster way from the second epoch on.
 
     Raises:
-        DataError: what is passed is none of these, holds no batches, or is a list of bare arrays.
+        DataError: `batches` has another type, holds no batches, or is a list of arrays.
     """
     if steps is not None:
         check_steps(steps)
@@ -324,12 +325,12 @@ def iterable(
 
 
 def name_digest(thing: Any, length: int | None = None, *code: Any) -> str:
-    """16 hex digits over what `thing` is called, how long it is and what its code is.
+    """Return 16 hex digits over the name, length and code of `thing`.
 
     Args:
-        thing: a Dataset, an iterable or a function; what it gives is not read.
-        length: how much it gives, where that is known.
-        code: functions and objects beside it that make its batches.
+        thing: a Dataset, an iterable or a function; its items are not read.
+        length: number of its items, where it is known.
+        code: further functions and objects that make its batches.
     """
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     words = f"{getattr(named, '__module__', '')}.{named.__qualname__} {length}"
@@ -337,7 +338,7 @@ def name_digest(thing: Any, length: int | None = None, *code: Any) -> str:
 
 
 def length_of(thing: Any) -> int | None:
-    """`len(thing)`, or None where it has none."""
+    """Return `len(thing)`, or None where it has no length."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError):

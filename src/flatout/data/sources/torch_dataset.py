@@ -1,4 +1,4 @@
-"""Any map-style torch Dataset as a source of samples, for stages to be written behind."""
+"""A map-style torch Dataset as a source of samples, to which stages can be applied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatout.errors import DataError
 
 
 class DatasetRows:
-    """Samples of a Dataset by number; what they are is known once one was taken."""
+    """Samples of a Dataset by number. Their structure is known once a sample was made."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -35,13 +35,14 @@ class DatasetRows:
 
 
 def torch_dataset(dataset: Any) -> Pipeline:
-    """Samples of a map-style Dataset: x, (x, y) or (x, y, weight), as tensors, arrays or numbers.
+    """Return samples of a Dataset: x, (x, y) or (x, y, weight), as tensors, arrays or numbers.
 
-    `Trainer.fit` and `as_source` also take a Dataset as it is; this is for stages behind it. Where
-    it draws from the global generators, as augmentations do, it runs in the thread that iterates.
+    `Trainer.fit` and `as_source` also take a map-style Dataset directly; use this to apply stages.
+    A Dataset that draws from the global generators, as augmentations do, runs in the thread that
+    iterates.
 
     Raises:
-        DataError: it has no samples, or no length.
+        DataError: the Dataset has no samples, or no length.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise DataError(

@@ -1,4 +1,4 @@
-"""augment: images changed at random, in every epoch otherwise."""
+"""augment: change images at random, in another way in each epoch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Augment(Stage):
     def make(self, plan: Plan) -> None:
         augmented = self._augmented(plan)
         probe = np.array([augmented.probe], np.int64)
-        augmented.make(probe, Buffers(), 0, Costs())  # an error comes here, not in the first step
+        # an error in the settings comes here, not in the first step
+        augmented.make(probe, Buffers(), 0, Costs())
         if (views := self.augmentation.views) is not None:
             plan.moved.append(
                 f"augment(views={views}) changes learning: each sample has {views} draws for all "
@@ -92,12 +93,12 @@ def augment(
     cutout: int | None = None,
     views: int | None = None,
 ) -> P:
-    """Images changed at random: for each sample and epoch otherwise.
+    """Change images at random, in another way for each sample and epoch.
 
-    All draws of a sample are a function of (seed, epoch, sample) alone, and of which time it comes
-    in the epoch, so they are the same with any number of threads and ranks. The seed is that of
-    `shuffle`. Choices are made in the order of the arguments; for another order write several
-    stages. Inputs are images of bytes or floats; targets stay as they are.
+    All draws of a sample depend only on (seed, epoch, sample), and on its turn if it comes several
+    times in an epoch. So they are the same with any number of threads and ranks. The seed is that
+    of `shuffle`. Choices are applied in the order of the arguments; for another order write several
+    stages. Inputs are images of bytes or floats; targets do not change.
     """
     augmentation = Augmentation(
         crop=size_of("crop", crop),

@@ -1,4 +1,4 @@
-"""balance: each class equally often in an epoch."""
+"""balance: use each class equally often in an epoch."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from flatout.data.stages.stage import P, Plan, Stage, Writable
 from flatout.errors import DataError
 from flatout.words import counted, rounded
 
-# Draws of classes, beyond the numbers of epochs that a shuffle of the same seed draws by.
+# First number of the draws of classes, above the epochs for which a shuffle of the same seed draws.
 _CLASSES = 1 << 63
-# Classes that are told one by one.
+# Most classes that a note names one by one.
 _TOLD = 8
 
 
 @dataclass(frozen=True)
 class Balance(Stage):
-    """Each class equally often in an epoch.
+    """Each class is used equally often in an epoch.
 
     Attributes:
-        how: "over" as often as the most frequent class, "under" as the rarest; or so many rows of
-            each class.
-        seed: of which rows are left out or come once more.
+        how: "over": as often as the most frequent class; "under": as often as the rarest; a number:
+            this number of rows of each class.
+        seed: seed that decides which rows are left out or repeated.
     """
 
     how: Literal["over", "under"] | int
@@ -44,7 +44,7 @@ class Balance(Stage):
     repeats = True
 
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
-        """Refuse rows that are chosen later, or by each rank: they would not be in balance."""
+        """Refuse stages that choose rows later, or for each rank: classes would not be balanced."""
         late = next((stage for stage in behind if stage.chooses), None)
         if late is not None and not isinstance(late, Shard):
             raise DataError(
@@ -64,7 +64,7 @@ class Balance(Stage):
         plan.numbers, plan.labels = labels_of(plan.samples, plan.numbers, "balance")
 
     def balanced(self, plan: Plan) -> Order:
-        """Rows of all classes in turn, a function of (seed, epoch)."""
+        """Return an order of rows in which classes take turns, made from (seed, epoch)."""
         assert plan.labels is not None
         labels, own, counts = np.unique(plan.labels, return_inverse=True, return_counts=True)
         by_class = plan.numbers[np.argsort(own, kind="stable")]
@@ -77,12 +77,11 @@ class Balance(Stage):
 
 
 def balance(self: Writable[P], how: Literal["over", "under"] | int = "over", *, seed: int = 0) -> P:
-    """Each class equally often in an epoch, for training data in which some classes are rare.
+    """Use each class equally often in an epoch, for training data in which some classes are rare.
 
-    Rows are found by number, so a repeated one is decoded or kept only once where there is a
-    cache; each time that it comes, what is random is drawn for it again. An order is a function
-    of (seed, epoch) alone. Classes take turns; `shuffle` mixes them.
-    Validation data are other pipelines, and stay as they are: split before.
+    With a cache, a repeated row is decoded and kept only once; its random numbers are drawn again
+    each time. An order depends on (seed, epoch) alone. Classes take turns; `shuffle` mixes them.
+    Validation data do not change, as they are another pipeline: split before this stage.
     """
     if how not in ("over", "under"):
         if isinstance(how, str):
@@ -92,9 +91,9 @@ def balance(self: Writable[P], how: Literal["over", "under"] | int = "over", *, 
 
 
 def balanced(groups: Sequence[Numbers], each: int, seed: int) -> Order:
-    """`each` rows of every group in an epoch, the groups in turn.
+    """Return an order with `each` rows of every group in an epoch, in which groups take turns.
 
-    All rows of a group come equally often; what is left over goes round in a drawn order, from
+    All rows of a group come equally often. Rows for a remainder are taken in a drawn order, from
     where the epoch before has stopped. So no row comes twice more than another.
     """
     turns = [group[drawn(len(group), seed, _CLASSES + at)] for at, group in enumerate(groups)]

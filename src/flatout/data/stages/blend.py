@@ -1,4 +1,4 @@
-"""mixup and cutmix: samples of a batch blended with each other."""
+"""mixup and cutmix: blend samples of a batch with each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ from flatout.errors import DataError
 
 @dataclass(frozen=True)
 class Blended(Stage):
-    """Each sample is blended with the one before it in the global batch."""
+    """Each sample is blended with the sample before it in the global batch.
+
+    Attributes:
+        alpha: parameter of the Beta distribution of shares.
+        classes: number of classes; None where the data or the targets state it.
+    """
 
     alpha: float
     classes: int | None = None
@@ -68,32 +73,32 @@ class Blended(Stage):
 
 @dataclass(frozen=True)
 class Mixup(Blended):
-    """Whole samples are added up."""
+    """Whole samples are blended."""
 
     kind: ClassVar[Kind] = "mixup"
 
 
 @dataclass(frozen=True)
 class Cutmix(Blended):
-    """A part of one image comes into the other."""
+    """A part of one image is copied into the other image."""
 
     kind: ClassVar[Kind] = "cutmix"
 
 
 def mixup(self: Writable[P], alpha: float, *, classes: int | None = None) -> P:
-    """Each sample of a batch becomes a weighted mean with the one before it; so do the targets.
+    """Replace each sample by a weighted mean with the one before it in the batch, targets too.
 
-    The share is drawn once for a global batch, from the Beta distribution (alpha, alpha), as a
-    function of (seed, epoch, batch), so a batch is the same on any number of ranks. Class numbers
-    become float32 shares of shape (samples, classes), which cross_entropy and accuracy take. Bytes
-    stay bytes, rounded. Where `cutmix` is written too, each batch gets one of the two. It changes
-    learning; validation data are another pipeline, without it.
+    The share is drawn once for a global batch, from the Beta distribution (alpha, alpha). It
+    depends on (seed, epoch, batch), so a batch is the same on any number of ranks. Class numbers
+    become float32 shares of shape (samples, classes), which cross_entropy and accuracy accept.
+    Bytes stay bytes, rounded. If `cutmix` is used too, each batch gets one of the two. It changes
+    learning. Validation data, as another pipeline, do not change.
     """
     return self._with(Mixup(*_checked("mixup", alpha, classes)))
 
 
 def cutmix(self: Writable[P], alpha: float = 1.0, *, classes: int | None = None) -> P:
-    """A rectangle of each image of a batch comes from the one before it; targets have its share.
+    """Replace a rectangle of each image of a batch by that of the one before; mix targets alike.
 
     The rectangle is drawn once for a global batch, its area from the Beta distribution
     (alpha, alpha). All else is as for `mixup`.

@@ -1,4 +1,4 @@
-"""filter: only the samples for which a user's function is true."""
+"""filter: keep only the samples for which a user's function is true."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flatout.data.stages.batch import Batch
 from flatout.data.stages.stage import Function, P, Plan, Stage, Writable, only
 from flatout.errors import DataError
 
-# So many samples are looked at together.
+# Samples that are made and checked together.
 _CHUNK = 4096
 _QUIET_S = 1.0
 
 
 @dataclass(frozen=True)
 class Filter(Function):
-    """Only the samples for which a user's function is true."""
+    """Keeps only the samples for which a user's function is true."""
 
     chooses = True
 
@@ -64,11 +64,11 @@ class Filter(Function):
         return np.array([bool(self.function(*form.sample(block, row))) for row in rows], bool)
 
     def counted(self, rows: int | None) -> None:
-        """No one knows before they have come."""
+        """Return None: the number of a stream's rows is not known in advance."""
 
 
 def filter(self: Writable[P], function: Callable[..., Any]) -> P:
-    """Only the samples for which the function is true; it gets what `map` gives.
+    """Keep only the samples for which the function is true. It gets the same arguments as in `map`.
 
     One pass over all samples finds them, so that they can be counted and shuffled.
     """

@@ -1,4 +1,4 @@
-"""repeat: several passes as one epoch."""
+"""repeat: make several passes one epoch."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ class Repeat(Stage):
 
 
 def repeat(self: Writable[P], times: int) -> P:
-    """Several passes as one epoch, each in its own order.
+    """Make several passes one epoch, each in its own order.
 
-    Behind `batch` each pass ends with its own last batch, which may be smaller; before it, a
+    After `batch`, each pass ends with its own last batch, which may be smaller. Before `batch`, a
     batch may hold the end of one pass and the beginning of the next.
     """
     return self._with(Repeat(whole_number("repeat: times", times, 1)))
 
 
 def repeated(inner: Order, times: int) -> Order:
-    """Several passes as one epoch, each in its own order."""
+    """Return the order of several passes, each in its own order."""
     return lambda epoch: np.concatenate([inner(epoch * times + i) for i in range(times)])
 
 
 def times_of(stages: Sequence[Stage]) -> int:
-    """Passes of an epoch."""
+    """Return the passes of an epoch."""
     repeat = only(stages, Repeat)
     return 1 if repeat is None else repeat.times
 
 
 def passes(stages: Sequence[Stage]) -> int:
-    """Passes of an epoch that each end with a separate last batch.
+    """Return the passes of an epoch that each end with a separate last batch.
 
     As written: `batch(n).repeat(k)` repeats batches, `repeat(k).batch(n)` repeats samples, so that
     a batch may hold the end of one pass and the beginning of the next.
@@ -61,5 +61,5 @@ def passes(stages: Sequence[Stage]) -> int:
 
 
 def samples_times(stages: Sequence[Stage]) -> int:
-    """How often each sample comes between two borders of passes."""
+    """Return how often a sample comes in the passes that end with the same last batch."""
     return times_of(stages) // passes(stages)
