@@ -13,15 +13,17 @@ from flatout.observe.watch import Watch
 
 _FROM, _UNTIL = 2, 5
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0")
-# Nodes of a graph that are looked at; tokens of a text, and kinds of them, that make it one.
+# _NODES: most graph nodes that are searched; _PLACES: fewest tokens of a text; _KINDS: fewest
+# different tokens of a batch of texts.
 _NODES, _PLACES, _KINDS = 64, 4, 4
 
 
 class BatchAxis:
-    """Looks in a few steps of each training at what layers get that take the sequence first.
+    """Records the inputs of sequence-first layers in a few steps of each training.
 
-    Only a batch of samples that a DataLoader shuffles: these have no order among them. Or one of
-    texts, whose targets are the same texts one place on: they tell where a text has its places.
+    Only two kinds of batches are conclusive. The samples of a batch that a DataLoader shuffles have
+    no order. A batch of texts whose targets are the texts shifted by one place reveals which
+    dimension has the places.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:
@@ -38,14 +40,14 @@ class BatchAxis:
     def _renew(self) -> None:
         self._found: dict[int, OverBatch] = {}
         self._calls: dict[int, int] = {}
-        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # of what those got that are no batch
+        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # of inputs that are no shuffled batch
         self._texts: set[tuple[int, ...]] = set()  # shapes of batches of texts, samples first
         self._batch: Any = None
         self._end()
 
     @property
     def layers(self) -> list[OverBatch]:
-        """Those that got the samples as their sequence in each of their calls."""
+        """Layers that got the samples as their sequence in each of their calls."""
         return [fact for key, fact in self._found.items() if self._is_sure(key, fact)]
 
     def _is_sure(self, key: int, fact: OverBatch) -> bool:
@@ -108,8 +110,7 @@ class BatchAxis:
 
 
 def leads_with_samples(watch: Watch, shape: Any) -> bool:
-    """Whether the first of these sizes is that of a loader's batch, which is shuffled, and none of
-    the others is."""
+    """Whether the first of these sizes, and no other, is that of a loader's shuffled batch."""
     loader = watch.lanes.loader
     if loader is None:
         return False
@@ -125,5 +126,5 @@ def _classes_under(root: Any) -> Any:
             if node.name() in _NLL:
                 return node._saved_target
     except (RuntimeError, NotImplementedError):
-        pass  # numbers that were freed, or tensors of a kind without them
+        pass  # saved tensors that were freed, or tensors of a kind without them
     return None

@@ -1,4 +1,4 @@
-"""Gradients that are clipped: when, and whether a scaler has them multiplied then."""
+"""Gradient clipping: when it happens, and whether gradients are still scaled then."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from flatout.hooks import Hook, wrap
 from flatout.observe.model_facts import local
 from flatout.observe.watch import Watch
 
-# Calls in so many steps are looked at: they come alike.
+# First steps whose calls are recorded, since later calls are alike.
 _STEPS = 6
-# A limit that is no smaller than this share of the scale was multiplied by it, too.
+# Smallest share of the scale from which on a limit was probably multiplied by the scale too.
 _SCALED = 1 / 8
-# A scaler begins with a factor that is too large, and halves it with each step that it leaves out.
+# Skipped steps after which NO_STEP is noted. A scaler starts with a factor that is too large, and
+# halves it with each skipped step.
 _LEFT_OUT = 24
-# The functions, with the name of their limit.
+# Name of the limit argument, by function.
 _LIMITS = {"clip_grad_norm_": "max_norm", "clip_grad_value_": "clip_value"}
 NO_STEP = (
     f"a GradScaler has left out each of the first {_LEFT_OUT} steps: gradients are NaN or infinite "
@@ -27,14 +28,14 @@ NO_STEP = (
 
 
 class Clipping:
-    """Watches torch's functions that clip, and its scalers."""
+    """Records torch's clipping functions and gradient scalers."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
         self._watch = watch
         self._hooks: list[Hook] = []
         self._scalers: WeakSet[Any] = WeakSet()
-        # Those that have multiplied a loss, and divided no gradients since.
+        # Scalers that have multiplied a loss, and not divided gradients since.
         self._pending: WeakSet[Any] = WeakSet()
         self._updates = 0
         self._begin()
@@ -92,7 +93,7 @@ class Clipping:
         is_traced = self._torch.compiler.is_dynamo_compiling
 
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            is_seen = args or limit_name in kwargs  # else the function says what is missing
+            is_seen = args or limit_name in kwargs  # otherwise the function raises an error
             is_over = lanes.steps - self._watch.began > _STEPS
             if not is_seen or is_traced() or is_over or get_ident() != lanes.thread:
                 return original(parameters, *args, **kwargs)
@@ -128,7 +129,7 @@ class Clipping:
                 state = scaler._per_optimizer_states.get(id(optimizer), {})
                 if optimizer is None or state.get("stage", ready) is not ready:
                     continue
-                # What has frozen layers has parameters without; another optimizer's are zero.
+                # Frozen parameters have no gradient, and those of another optimizer may be zero.
                 mine = [one.grad for one in watched.tensors() if id(one) in clipped]
                 if any(one is not None and self._is_any(one) for one in mine):
                     return float(scaler.get_scale())

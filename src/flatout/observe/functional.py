@@ -1,9 +1,7 @@
-"""Functions of torch.nn.functional that do not what their name lets expect.
+"""Misused functions of torch.nn.functional, recorded in the first steps of each training.
 
-Looked at in the first steps of each training.
-
-`dropout` drops unless it is told that the model does not train; `kl_div` takes logarithms; softmax
-adds up over what it is told, and over the first dimension lie the samples.
+`dropout` drops unless `training=` is passed. `kl_div` expects log-probabilities. A softmax over the
+first dimension sums over the samples.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from flatout.observe.sites import here, is_users
 from flatout.observe.watch import Watch
 
 _FROM, _UNTIL = 1, 5
-# A logarithm of a probability is not larger than zero, but for its rounding.
+# Largest value of a log-probability, for rounding.
 _ROUNDING = 1e-3
 _DROPOUTS = (
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
@@ -27,11 +25,11 @@ _DROPOUTS = (
 
 
 class Functional:
-    """Watches the calls of some steps.
+    """Records calls in some steps.
 
     Attributes:
         dropouts: where a module's forward calls dropout without `training=`.
-        softmaxes: such as are taken over the samples of a batch, by line.
+        softmaxes: softmaxes over the samples of a batch, by line.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:
@@ -51,17 +49,17 @@ class Functional:
 
     @property
     def lines(self) -> list[InLoss]:
-        """Losses that get something other than they take."""
+        """Losses whose input is not what they expect."""
         return list(self._divergences.values())
 
     def _open(self) -> None:
         if is_anything_compiled():
-            return  # it would be compiled again
+            return  # replaced functions would make torch.compile compile again
         functional = self._torch.nn.functional
         for name in _DROPOUTS:
             self._hooks.append(wrap(functional, name, "observe", self._dropping))
         self._hooks.append(wrap(functional, "kl_div", "observe", self._diverging))
-        for name in ("softmax", "log_softmax"):  # functional's call the tensor's
+        for name in ("softmax", "log_softmax"):  # torch.nn.functional calls the tensor's methods
             for owner in (self._torch, self._torch.Tensor):
                 self._hooks.append(wrap(owner, name, "observe", self._summing, name))
 
@@ -72,7 +70,7 @@ class Functional:
     def _dropping(self, original: Any) -> Any:
         lanes, is_traced = self._watch.lanes, self._torch.compiler.is_dynamo_compiling
 
-        # Its third argument is `training`.
+        # `training` is the third argument.
         def dropout(*args: Any, **kwargs: Any) -> Any:
             is_told = len(args) > 2 or "training" in kwargs
             if not is_told and not is_traced() and get_ident() == lanes.thread:

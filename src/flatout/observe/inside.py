@@ -1,6 +1,6 @@
-"""What is seen within a model only: autocast in its forward, and the time of its frozen parts.
+"""Facts from within a model: autocast in its forward, and the time of its frozen parts.
 
-Looked at by hooks on some of its modules, for a few steps alone.
+They come from hooks on some of its modules, in a few steps only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FROM, _STEPS = 4, 3
 
 
 class Inside:
-    """Looks into the models that are trained."""
+    """Measures within the models that are trained, and those that no optimizer steps."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -27,7 +27,7 @@ class Inside:
 
     def _open(self) -> None:
         if is_anything_compiled():
-            return  # something is compiled, and would be compiled again
+            return  # hooks would make torch.compile compile again
         for model in self._watch.models:
             module = model.ref()
             if module is None or isinstance(module, self._torch.jit.ScriptModule):
@@ -79,14 +79,14 @@ class _Look:
 
     def _frozen(self, module: Any, args: Any, output: Any) -> None:
         took = perf_counter_ns() - self._began.pop(id(module))
-        # Behind something that is trained it would not be leading.
+        # A part with an input that requires gradients is not leading.
         if not any(getattr(arg, "requires_grad", False) for arg in args):
             self._frozen_ns += took
 
     def _versions_now(self) -> list[int] | None:
         try:
             return [tensor._version for part in self._parts for tensor in part.parameters()]
-        except RuntimeError:  # tensors made in inference mode do not count
+        except RuntimeError:  # tensors made in inference mode have no version
             return None
 
     def end(self) -> None:
@@ -95,13 +95,13 @@ class _Look:
         if not self._parts:
             self._facts.frozen_share = 0.0
         elif self._whole_ns and self._facts.device_type == "cpu":
-            # What is written to without a gradient, such as a moving average, is not frozen.
+            # Weights that change without a gradient, such as a moving average, are not frozen.
             is_still = self._versions is not None and self._versions == self._versions_now()
             self._facts.frozen_share = self._frozen_ns / self._whole_ns if is_still else 0.0
 
 
 class _LookAtBackbone:
-    """Hooks on a module that no optimizer steps: the time that it takes of each step."""
+    """Hooks on a module that no optimizer steps, to measure its time per step."""
 
     def __init__(self, torch: Any, module: Any, seen: Any, watch: Watch) -> None:
         self._torch, self._module, self._seen, self._watch = torch, module, seen, watch
@@ -136,14 +136,14 @@ class _LookAtBackbone:
 def _state_of(module: Any) -> list[Any] | None:
     try:
         return [(id(item), item._version) for item in (*module.parameters(), *module.buffers())]
-    except RuntimeError:  # tensors made in inference mode do not count
+    except RuntimeError:  # tensors made in inference mode have no version
         return None
 
 
 def frozen_parts(module: Any) -> Iterator[Any]:
-    """The outermost modules in it that have weights of which none is trained.
+    """Yield the outermost submodules with weights of which none is trainable.
 
-    Those that draw or count in train mode, as dropout and BatchNorm do, are left out.
+    Modules that act in train mode, as dropout and BatchNorm do, are left out.
     """
     for root in unwrapped(module)[-1:]:
         yield from _frozen_in(root)
@@ -161,12 +161,12 @@ def _frozen_in(module: Any) -> Iterator[Any]:
 
 
 def acts_in_training(module: Any) -> bool:
-    """Whether it draws or counts now, since it is in train mode."""
+    """Whether the module is in train mode and then draws random numbers or updates statistics."""
     name = type(module).__name__
     is_one = any(kind in name for kind in ("Dropout", "BatchNorm", "DropPath"))
     return bool(module.training) and (is_one or drops_within(module))
 
 
 def is_leaf(module: Any) -> bool:
-    """Whether it has its own weights and no modules."""
+    """Whether the module has parameters of its own and no submodules."""
     return bool(module._parameters) and not module._modules

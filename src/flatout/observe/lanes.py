@@ -1,9 +1,9 @@
-"""Where the time of the stepping thread goes: one clock, which always runs for some lane.
+"""Time of the stepping thread by lane: one clock, which always runs for some lane.
 
-Hooks say what begins (`switch`) and time passes to what ran until then, so that nothing is counted
-twice and nothing is lost. What follows a batch is forward, what follows a step is host. A batch
-that the model has seen only in evaluation goes to that lane as a whole, once the next one is asked
-for.
+Hooks announce what begins (`switch`), and the time since the last hook goes to the former lane.
+Nothing is counted twice, and nothing is lost. Forward follows a batch, and the host's time follows
+a step. A batch that models got only for evaluation goes to the evaluation lane as a whole, once the
+next batch is requested.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _NOTHING = [0] * (AFTER + 1)
 
 @dataclass
 class Unseen:
-    """What each step spends for one lane while the clock runs for another.
+    """Time that each step spends for one lane while the clock runs for another.
 
     Attributes:
-        since, until: the steps between which it does; None for all to come.
-        ns: per step.
-        before, after: the lane that the clock runs for, and that which it is spent for.
+        since, until: range of steps; `until` is None for all later steps.
+        ns: time per step.
+        before, after: the lane of the clock, and the lane that the time belongs to.
     """
 
     since: int
@@ -69,9 +69,9 @@ class Unseen:
 
 
 class Lanes(Clock):
-    """The lanes of one thread's steps, in ns, and the clock that fills them.
+    """Lanes of one thread's steps, in ns, and the clock that fills them.
 
-    Calls in another thread than that which steps are none of ours.
+    Calls in other threads are ignored.
     """
 
     __slots__ = ("_unseen",)
@@ -82,38 +82,38 @@ class Lanes(Clock):
         self.due = 1
 
     def skip(self) -> None:
-        """The time since the last call was ours, and goes to no one."""
+        """Exclude the time since the last call, which was our own, from all lanes."""
         now = perf_counter_ns()
         self.began += now - self.last
         self.last = now
 
     def leave_out(self, ns: int) -> None:
-        """So much of the time since the last call was ours, and goes to no one."""
+        """Exclude `ns` since the last call, which were our own, from all lanes."""
         self.began += ns
         self.last += ns
 
     def takes_each_step(self, ns: float, before: int, after: int) -> Unseen:
-        """In the steps to come so much of one lane's time is another's: no one looks any more."""
+        """Move `ns` per later step between lanes, since that time is no longer measured."""
         self._unseen.append(Unseen(self.steps, ns, before, after))
         return self._unseen[-1]
 
     def begin_batch(self) -> bool:
-        """A batch, or an iteration over batches, is asked for: whether in this thread."""
+        """Record a request of a batch or of an iterator; return whether it is in this thread."""
         asked = self.ask()
         if asked > 0:
             self.decide()
         return asked >= 0
 
     def decide(self) -> None:
-        """What else is to be done where a batch is asked for, before the lanes are marked."""
+        """Judge open evaluations, forget the set-up, and mark the lanes at a batch's request."""
         if self.evaluations:
             self.judge()
         if not self.steps and not self.backwards:
-            self._forget()  # what came before the first batch is no part of a step
+            self._forget()  # the time before the first batch is no part of a step
         self.mark()
 
     def begin_training(self) -> None:
-        """A model is called to be trained, before the first step."""
+        """Record that a model is called to train, before the first step."""
         if not self.backwards and self.loader is None:
             self._forget()
 
@@ -121,25 +121,25 @@ class Lanes(Clock):
         self.spent = _NOTHING
         self.began = self.last
         if self.before is not None:
-            self.mark()  # where they stood is forgotten, too
+            self.mark()  # the marks are forgotten, too
 
     def begin_evaluation(self, seen: Any) -> None:
-        """A model is called, perhaps to be evaluated."""
+        """Record that a model is called, perhaps to be evaluated."""
         self.evaluations.append(seen)
         if not self.is_open and self.before is None:
             backwards = self.seen_backwards
-            self.switch(self.current)  # what came before it is none of its
+            self.switch(self.current)  # the time before this call is not the evaluation's
             self.mark()
-            self.seen_backwards = backwards  # of the step, not of this call
+            self.seen_backwards = backwards  # backward passes before this batch, not this call
         self.is_open = self.wants_told = True
 
     def judge(self) -> None:
-        """Decides what the calls in evaluation since the last batch was asked for have been.
+        """Judge the open evaluation calls since the last request of a batch.
 
-        Where a backward pass followed they were a part of training, such as a teacher's.
+        If a backward pass followed, they were a part of training, such as a teacher's calls.
         """
         if self.backwards == self.seen_backwards:
-            self.switch(self.current)  # until now it was theirs
+            self.switch(self.current)  # the time until now is the evaluation's
             spent = self.spent
             for lane, before in enumerate(self.before or spent):
                 if lane not in (EVALUATION, SAVING, GC):
@@ -153,7 +153,7 @@ class Lanes(Clock):
         self._clear()
 
     def settle(self) -> None:
-        """A step has ended: the open calls in evaluation were a part of it."""
+        """End a step: the open evaluation calls were a part of it."""
         self._were_trained()
         self._clear()
 
@@ -166,7 +166,7 @@ class Lanes(Clock):
         self.is_open = self.wants_told = False
 
     def end(self) -> None:
-        """The script has ended: what is still open is decided, and counted after the last step."""
+        """End with the script: judge open calls, and count their time after the last step."""
         self.switch(HOST)
         if self.evaluations:
             self.judge()
@@ -175,7 +175,7 @@ class Lanes(Clock):
     def _drop_open(self) -> None:
         spent = self.spent
         between = spent[EVALUATION] + spent[SAVING]
-        # Nearly all of it was the host's.
+        # The remaining time was nearly all the host's.
         rest = self.last - self.began - between + self.between
         spent[HOST] = max(self.first[HOST], spent[HOST] - rest)
         self.spent = spent
@@ -183,10 +183,10 @@ class Lanes(Clock):
         self.began = self.last
 
     def pause(self, *, keep: bool = True) -> None:
-        """No one's time begins: between two cells of a notebook.
+        """Stop the clock between two cells of a notebook.
 
         Args:
-            keep: a step that is open belongs to what comes next; not after an error.
+            keep: whether an open step continues in the next cell; not after an error.
         """
         self.switch(HOST)
         if self.evaluations:
@@ -198,24 +198,24 @@ class Lanes(Clock):
         self.thread = 0
 
     def resume(self) -> None:
-        """The calling thread steps from now on."""
+        """Continue the clock; the calling thread steps from now on."""
         self.skip()
         self.current = HOST
         self.is_inside = False
         self.thread = get_ident()
 
     def renew(self) -> None:
-        """Begins to count, in the same thread."""
+        """Begin to count again, in the same thread."""
         thread = self.thread
         Lanes.__init__(self)
         self.thread = thread
 
     def step_ms(self, most: int = KEPT) -> list[float]:
-        """Durations of the latest steps in ms, oldest first, without what lies between steps."""
+        """Return the durations of the latest steps in ms, oldest first, without evaluations."""
         return [ns / 1e6 for ns in self.step_ns(most)]
 
     def lanes_ms(self) -> dict[str, float]:
-        """Milliseconds per step by lane. The first of many steps is left out: it sets things up."""
+        """Return ms per step by lane, without the first of many steps, which sets things up."""
         steps, totals = self.steps, self.spent
         if steps > 3:
             totals = [whole - first for whole, first in zip(totals, self.first, strict=True)]
@@ -225,5 +225,5 @@ class Lanes(Clock):
             moved = min(totals[item.before], round(item.ns * (until - item.since)))
             totals[item.before] -= moved
             totals[item.after] += moved
-        totals[HOST] += totals[AFTER]  # before a step, as between two of them, it is the user's
+        totals[HOST] += totals[AFTER]  # time between steps is the user's, as is time before a step
         return {name: totals[lane] / max(1, steps) / 1e6 for lane, name in enumerate(LANES)}

@@ -1,7 +1,7 @@
-"""What losses are computed from: the graph that backward is called on, looked at in a few steps.
+"""Graphs of losses, inspected for mistakes when backward is called, in a few steps.
 
-Its nodes say their operators, shapes and what they have saved. Where something is found, torch
-notes the lines of the next step's nodes, by its anomaly mode without the search for NaN.
+The nodes of a graph give their operators, shapes and saved tensors. Where a mistake is found, torch
+records the lines of the next step's nodes, by its anomaly mode without the search for NaN.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from flatout.observe.single_scores import single_scores
 from flatout.observe.sites import here, is_users
 from flatout.observe.watch import Watch
 
-# Steps in which the hook for the first ones is gone, and after which it is asked who has the
-# parameters.
+# _FROM: step after which the hook for the first steps is gone; _UNTIL: last inspected step;
+# _ASKED_AFTER: steps after which unregistered parameters are searched; _NAMED: most of their names.
 _FROM, _UNTIL = AFTER_STEPS, AFTER_STEPS + 4
 _ASKED_AFTER = (4, 20)
 _NAMED = 20
-# Nodes of a graph that are looked at.
+# Most nodes of a graph that are inspected.
 _NODES = 20_000
-# What leaves the numbers of a row as they are.
+# Operators that keep the numbers of a row.
 _VIEWS = frozenset(
     f"{name}Backward0"
     for name in (
@@ -44,7 +44,7 @@ _ACTIVATIONS = {
     "SoftmaxBackward0": "softmax",
     "SigmoidBackward0": "sigmoid",
 }
-# Losses by their nodes, and what they do to their input before all else.
+# Losses by node: the name, and the activations that they apply themselves or that contradict them.
 _LOSSES = {
     "LogSoftmaxBackward0": ("cross_entropy", ("softmax", "sigmoid", "log_softmax")),
     "NllLossBackward0": ("nll_loss", ("softmax", "sigmoid")),
@@ -54,7 +54,7 @@ _LOSSES = {
         ("sigmoid", "softmax"),
     ),
 }
-# What bounds the scores that a loss takes any number as.
+# Activations that bound scores, although a loss takes any number.
 _BOUNDED = {"ReluBackward0": "ReLU", "TanhBackward0": "tanh"}
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0")
 _LAYERS = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackward0")
@@ -65,8 +65,8 @@ _REDUCED = (
     "BinaryCrossEntropyWithLogitsBackward0",
     "BinaryCrossEntropyBackward0",
 )
-_MEANS, _SUMS = 1, 2  # as torch numbers reductions
-# Of several graphs these are added up.
+_MEANS, _SUMS = 1, 2  # torch's numbers of reductions
+# Details that are summed over several graphs.
 _ADDED = ("hidden", "of", "padded")
 _FILE = re.compile(r'File "(.*)", line (\d+)')
 
@@ -78,7 +78,7 @@ class _Sign(NamedTuple):
 
 
 class _Reduced(NamedTuple):
-    """A loss that backward was called on: of which batch, how it was made, and the line."""
+    """A loss on which backward was called: its batch, its reduction, and the line."""
 
     batch: Any
     how: Any
@@ -86,11 +86,11 @@ class _Reduced(NamedTuple):
 
 
 class LossGraphs:
-    """Looks at what backward is called on.
+    """Inspects the graphs that backward is called on.
 
     Attributes:
-        looks: how many graphs were looked at.
-        signs: of mistakes, by kind and what they are of.
+        looks: number of inspected graphs.
+        signs: signs of mistakes, by kind and by the functions involved.
         reached: parameters that a loss has reached, by id.
     """
 
@@ -120,7 +120,7 @@ class LossGraphs:
         self.reached: dict[int, ref[Any]] = {}
         self._reduced: list[_Reduced] = []
         self._changes: int | None = None
-        self._made: list[ref[Any]] = []  # tensors in which terms of losses have ended
+        self._made: list[ref[Any]] = []  # tensors that ended terms of losses
         self._close()
 
     def _begin_again(self) -> None:
@@ -137,7 +137,7 @@ class LossGraphs:
             has_new = sum(self._keep(item) for item in findings) > 0
             self.looks += 1
         except (RuntimeError, NotImplementedError) as error:
-            # Numbers that were freed, or tensors of a kind without shapes: the script goes on.
+            # Saved tensors that were freed, or tensors without shapes: the script goes on.
             self._watch.notes[f"losses: the graph of one could not be read ({error})"] = None
             has_new = False
         if self._noted is not None:
@@ -173,7 +173,7 @@ class LossGraphs:
     def _note_reduction(self, node: Any) -> None:
         batch: Any = sum(loader.batches for loader in self._watch.loaders if loader.in_training)
         if node is not None and node is self._watch.scaled:
-            node = first_child(node)  # what a scaler multiplies it divides again
+            node = first_child(node)  # the scaler later divides by its own factor
         how = node and _reduction(node)
         self._reduced.append(_Reduced(batch or self._watch.rows, how, here()))
 
@@ -195,13 +195,13 @@ class LossGraphs:
             return
         means: tuple[str, ...] = ("mean",)
         if not _are_of_several_batches([item.batch for item in several]):
-            # Batches that are made as they are needed, whose rows are in no table.
+            # Batches that are made on demand, so that their rows are in no table.
             sites, step = {item.site for item in several}, here()
             backward = sites.pop()
             if sites or backward is None or step is None or not is_counted(backward, step):
                 return
             means = ("mean", "own mean")
-        # Adding to it is one change of a gradient each: another one may have been the division.
+        # Each accumulation changes a gradient once: a further change may have been the division.
         is_whole = (gradient._version if changes is None else changes) < len(several)
         if is_whole and all(item.how in means for item in several):
             fact = self.signs.setdefault(("undivided", ""), InLoss("undivided"))
@@ -235,7 +235,7 @@ class LossGraphs:
                     yield _Sign("nan", node, {"hidden": hidden, "of": node._saved_self.numel()})
 
     def _cut(self, root: Any) -> Iterator[_Sign]:
-        optimizers = self._watch.optimizers  # known once they have stepped
+        optimizers = self._watch.optimizers  # complete only after they have stepped
         trained = {id(tensor) for optimizer in optimizers for tensor in optimizer.tensors()}
         terms = list(cut_terms(self._torch, root, trained)) if trained else []
         known = {id(item) for reference in self._made if (item := reference()) is not None}
@@ -246,7 +246,7 @@ class LossGraphs:
             self._made += [ref(tensor) for tensor in tensors if id(tensor) not in known]
 
     def _find_unregistered(self) -> None:
-        # Not by its truth: a compiled module has a length, and none that can be asked for.
+        # `is not None`, since a compiled module may have a `__len__` that raises.
         models = [(model, model.ref()) for model in self._watch.models]
         modules = [(item, module) for item, module in models if module is not None]
         known = {id(parameter) for _, module in modules for parameter in module.parameters()}
@@ -257,7 +257,7 @@ class LossGraphs:
         missed = {id(item) for item in alive if id(item) not in known and item.requires_grad}
         for seen, module in modules:
             held = _held_in_lists(module, missed) if missed else []
-            if held or not self._watch.began:  # what an earlier training has shown stays
+            if held or not self._watch.began:  # findings in an earlier training are kept
                 seen.facts.unregistered = held
 
 
@@ -297,7 +297,7 @@ def _are_of_several_batches(batches: list[Any]) -> bool:
     different = set(batches)
     if len(different) < len(batches) or None in different:
         return False
-    # Losses of several tables may be such as with labels and without.
+    # Losses of several tables may be intended, such as of labeled and unlabeled samples.
     return len({batch[0] for batch in different if isinstance(batch, tuple)}) < 2
 
 
@@ -353,7 +353,7 @@ def _pairs(torch: Any, node: Any, name: str, parent: Any) -> Iterator[_Sign]:
         return
     rows = full[0]
     shape, source = _unexpanded(tracked[0])
-    if len(tracked) == 2:  # both depend on parameters: pairs may be meant, where one was shaped
+    if len(tracked) == 2:  # both depend on parameters: a reshaped one means that pairs are intended
         others, other = _unexpanded(tracked[1])
         is_plain = not any(item is not None and item.name() in _SHAPED for item in (source, other))
         if is_plain and {shape, others} == {(rows, 1), (rows,)}:

@@ -1,4 +1,4 @@
-"""What a module is: its layers, layout, wrapper, and numbers that are none."""
+"""Facts about a module: its layers, layout and wrappers, and numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flatout.observe.observation import Model
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 # Names of wrapper modules that hold the model as `module` or `_orig_mod`.
 _HOLDERS = {*_WRAPPERS, "AveragedModel", "OptimizedModule"}
-# Numbers that are not finite are named up to here.
+# Most names of tensors with NaN or infinity.
 _NAMED = 20
-# Parameters of a model that are kept, and how small they are.
+# _KEPT: most parameters of a model that are kept; _SMALL_BYTES: most bytes of each.
 _KEPT, _SMALL_BYTES = 4, 2**16
 
 
 def unwrapped(module: Any) -> list[Any]:
-    """The module, and those that its wrappers hold, outermost first."""
+    """Return the module, and the modules that its wrappers hold, outermost first."""
     result: list[Any] = []
     while module is not None and len(result) < 4:
         result.append(module)
@@ -37,7 +37,7 @@ def without_ddp(module: Any) -> Any:
 
 
 def describe(module: Any, facts: Model, *, whole: bool) -> None:
-    """Fills in what is seen by looking at it; with `whole` also whether its numbers are finite."""
+    """Fill in the facts about a module; with `whole` also check whether its numbers are finite."""
     parameters = list(module.parameters())
     facts.elements = sum(tensor.numel() for tensor in parameters)
     facts.device_type = parameters[0].device.type if parameters else "cpu"
@@ -45,7 +45,7 @@ def describe(module: Any, facts: Model, *, whole: bool) -> None:
     kinds = Counter(type(inner).__name__ for inner in modules)
     dropping = (type(inner).__name__ for inner in modules if drops_within(inner))
     facts.layers = dict(kinds + Counter(f"Dropout in {kind}" for kind in dropping))
-    if facts.is_told:  # Keras has layers that are no children of the module
+    if facts.is_told:  # Keras has layers that are no submodules
         facts.layers |= Counter(two_mode_layers(module))
     wrappers = [type(outer).__name__ for outer in unwrapped(module)]
     facts.wrapper = next((name for name in wrappers if name in _WRAPPERS), "")
@@ -60,7 +60,7 @@ def describe(module: Any, facts: Model, *, whole: bool) -> None:
     images = [tensor for tensor in parameters if tensor.dim() == 4 and tensor.shape[2:].numel() > 1]
     facts.has_convolutions = any(name.startswith(("Conv", "LazyConv")) for name in kinds)
     facts.is_channels_last = bool(images) and all(_is_channels_last(tensor) for tensor in images)
-    # Keras casts in its layers.
+    # Keras layers cast their inputs themselves.
     casts = {getattr(inner, "compute_dtype", None) for inner in modules} & {"bfloat16", "float16"}
     facts.autocast = facts.autocast or str(next(iter(casts), ""))
     if whole:
@@ -68,8 +68,11 @@ def describe(module: Any, facts: Model, *, whole: bool) -> None:
 
 
 def drops_within(module: Any) -> bool:
-    """Whether a layer that is no dropout itself drops numbers in train mode: between the layers of
-    a recurrent one, within attention, or by a function that its own forward calls."""
+    """Whether a layer other than Dropout drops numbers in train mode.
+
+    It may drop between the layers of a recurrent network, within attention, or by a function that
+    its own forward calls.
+    """
     share = getattr(module, "dropout", None)
     if isinstance(share, int | float):
         return share > 0 and getattr(module, "num_layers", 2) > 1
@@ -78,9 +81,9 @@ def drops_within(module: Any) -> bool:
 
 
 def not_finite(module: Any) -> list[str]:
-    """Names of parameters that hold NaN or infinity, and of buffers with NaN; reads all of them.
+    """Return the names of parameters with NaN or infinity, and of buffers with NaN; read them all.
 
-    What is not trained may hold an infinity on purpose, as a mask does, but no NaN.
+    Tensors that are not trained may hold infinity on purpose, as a mask does, but not NaN.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
     return [
@@ -89,7 +92,7 @@ def not_finite(module: Any) -> list[str]:
 
 
 def kept_of(module: Any) -> list[tuple[str, Any]]:
-    """Its smallest trained parameters, to be read when it is gone: they take next to no memory."""
+    """Return the smallest trainable parameters, to be read after the module is gone."""
     small = [
         (name, tensor.detach())
         for name, tensor in module.named_parameters()
@@ -105,7 +108,7 @@ def _is_small(tensor: Any) -> bool:
 
 
 def broken_of(kept: list[tuple[str, Any]]) -> list[str]:
-    """Names of those that hold NaN or infinity."""
+    """Return the names of kept parameters with NaN or infinity."""
     there = [(name, tensor) for name, tensor in kept if tensor.untyped_storage().nbytes()]
     return [name for name, tensor in there if _is_broken(tensor, also_inf=True)]
 
@@ -116,21 +119,21 @@ def _is_broken(tensor: Any, *, also_inf: bool) -> bool:
     tensor = tensor.detach()
     try:
         if bool(tensor.sum().isfinite()):
-            return False  # one number that is none would be left in the sum
+            return False  # any NaN or infinity would remain in the sum
         return not bool(tensor.isfinite().all()) if also_inf else bool(tensor.isnan().any())
-    except RuntimeError:  # a format for which torch has no such operator
+    except RuntimeError:  # a dtype for which torch lacks the operator
         return False
 
 
 def local(tensor: Any) -> Any:
-    """What this rank has of a tensor that is shared out: asking for more would wait for others."""
+    """Return this rank's part of a distributed tensor: the whole would wait for other ranks."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def some_of(tensor: Any, many: int) -> Any:
-    """About so many of its numbers, evenly spread over its rows and its columns."""
+    """Return about `many` numbers of a tensor, evenly spread over its rows and columns."""
     every = max(1, tensor.numel() // many)
-    while gcd(every, prod(tensor.shape[1:])) > 1:  # else a few columns would be all: a dead unit
+    while gcd(every, prod(tensor.shape[1:])) > 1:  # otherwise only a few columns would be sampled
         every += 1
     return tensor.reshape(-1)[::every]
 

@@ -1,4 +1,4 @@
-"""Padding that a loss counts as a target: places that say nothing, and are easy to get right."""
+"""Padding that a loss counts as a target, although it is trivial to predict."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from flatout.observe.graph_nodes import first_child
 from flatout.observe.padding import at_the_end, most_common
 from flatout.observe.saved import saved_number
 
-# Fewer rows or places are no sequences; so many rows are looked at.
+# _LEAST_ROWS, _LEAST_PLACES: fewest rows and places of sequences; _ROWS: most rows inspected.
 _LEAST_ROWS, _LEAST_PLACES, _ROWS = 4, 4, 64
-# Share of the rows of which one value has to be the last before the padding, if that ends them.
+# Smallest share of rows with the same last value before the padding, if that value ends rows.
 _ENDED = 0.9
 
 
 def padding_in(node: Any) -> dict[str, Any] | None:
-    """What share of the targets of an nll_loss is padding, and whether a token comes before it
-    that ends each row; None where it is left out of the loss, or there is none.
+    """Return the padding among the targets of an nll_loss, and whether an end token precedes it.
+
+    None where the loss ignores the padding, or there is none.
     """
     labels = node._saved_target
-    # A loss of each place may be multiplied by a mask, and a class may have no weight.
+    # An unreduced loss may be multiplied by a mask, and a class may have zero weight.
     if not node._saved_reduction or node._saved_weight is not None or labels.is_floating_point():
         return None
     for rows in _as_rows(node, labels):
@@ -35,10 +36,10 @@ def padding_in(node: Any) -> dict[str, Any] | None:
 
 
 def _as_rows(node: Any, labels: Any) -> list[Any]:
-    if labels.dim() == 3:  # what a loss over [samples, classes, places] makes of them
+    if labels.dim() == 3:  # from a loss over [samples, classes, places]
         return [labels[:, 0]] if labels.shape[1] == 1 else []
     child = node
-    for _ in range(4):  # the logarithm of a softmax, and views
+    for _ in range(4):  # a log_softmax and views
         child = first_child(child)
         if child is None:
             return []

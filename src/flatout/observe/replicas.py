@@ -1,6 +1,6 @@
-"""Whether ranks that share their gradients began with the same weights: a number for both.
+"""Hashes of the weights and gradients of replicas, to compare them between ranks.
 
-Looked at once, before the first step, and only where there are several ranks.
+They are computed once, before the first step, and only with several ranks.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 from flatout.observe.model_facts import local, some_of
 from flatout.observe.observation import Model
 
-# Of each tensor so many numbers are looked at.
+# Numbers of each tensor that are hashed.
 _SAMPLE = 1024
 
 
 def look_at_replica(module: Any, facts: Model) -> None:
-    """Fills in the numbers of the weights and of the gradients that this rank steps with."""
+    """Fill in the hashes of the weights and of the gradients that this rank steps with."""
     if not has_peers():
         return
     stepped = [tensor for tensor in module.parameters() if tensor.grad is not None]
     parts = [tensor for tensor in stepped if local(tensor) is not tensor]
     gradients = [tensor.grad for tensor in stepped]
-    # Parts of tensors differ on purpose, and zeros are equal without having been shared.
+    # Shards differ on purpose, and zero gradients are equal even if they were not reduced.
     if parts or not any(bool(gradient.any()) for gradient in gradients if not gradient.is_sparse):
         return
     facts.first_weights = number_of(stepped)
@@ -31,7 +31,7 @@ def look_at_replica(module: Any, facts: Model) -> None:
 
 
 def random_bytes(torch: Any) -> bytes:
-    """The state of torch's random numbers, of the GPUs in use too: no kernel is waited for."""
+    """Return torch's random states, with those of initialized GPUs; this waits for no kernel."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states += torch.cuda.get_rng_state_all()
@@ -39,7 +39,7 @@ def random_bytes(torch: Any) -> bytes:
 
 
 def has_peers() -> bool:
-    """Whether this process has joined a group of several ranks."""
+    """Whether this process has joined a process group of several ranks."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return False
@@ -47,7 +47,7 @@ def has_peers() -> bool:
 
 
 def number_of(tensors: list[Any]) -> int:
-    """A number for the values of these tensors, as far as a sample of each shows; reads them."""
+    """Return a hash of a sample of each tensor's values; this reads them from their device."""
     number = 0
     for tensor in tensors:
         values = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()

@@ -1,4 +1,4 @@
-"""Schedulers of learning rates: how often they are stepped, and when their rate has ended."""
+"""Learning rate schedulers: the number of their steps, and when their rate ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatout.observe.watch import Watch
 
 
 class _Watched:
-    """A scheduler, of which enough is kept to tell of it when it is gone."""
+    """A scheduler, with the facts that remain when it is gone."""
 
     def __init__(
         self, scheduler: Any, site: Site | None, gone: Callable[[int, _Watched], None]
@@ -29,13 +29,13 @@ class _Watched:
         self.is_part = self.is_known = self.is_counted = False
 
     def ask(self, scheduler: Any) -> None:
-        """Keep when its rate ends, which takes a thousand times as long as a step."""
+        """Record when its rate ends, which takes a thousand times as long as one of its steps."""
         self.facts.ends_after, self.facts.made_for = ends_after(scheduler), made_for(scheduler)
         self.is_known = True
 
 
 class Schedules:
-    """Watches torch's schedulers."""
+    """Records torch's schedulers."""
 
     def __init__(self, module: Any, watch: Watch) -> None:
         self._watch = watch
@@ -43,8 +43,8 @@ class Schedules:
         self._by_id: dict[int, _Watched] = {}
         self._owner = module.LRScheduler
         wrap(self._owner, "__init__", "observe", self._made)
-        # It makes itself without the class that it inherits from. That it is stepped before the
-        # optimizer is not looked at: no rate is left out there.
+        # Its __init__ does not call that of LRScheduler. A first step before the optimizer's is not
+        # recorded for it, since it skips no rate then.
         self._plateau = module.ReduceLROnPlateau
         wrap(self._plateau, "__init__", "observe", self._made)
         wrap(self._plateau, "step", "observe", self._judging)
@@ -68,7 +68,7 @@ class Schedules:
                 if (known := self._by_id.get(id(part))) is not None:
                     known.is_part = True
             item = _Watched(scheduler, here(1), self._gone)
-            # Others have a step of their own; how many there were they say as long as they exist.
+            # Other classes override step(): their number of steps is read while they exist.
             item.is_counted = type(scheduler).step in (self._owner.step, self._plateau.step)
             self._watched.append(item)
             self._by_id[id(scheduler)] = item
@@ -109,13 +109,15 @@ class Schedules:
         return step
 
     def made_at(self, scheduler: Any) -> Site | None:
-        """The line that made it; None where that was not seen."""
+        """Return the line that made the scheduler; None where that was not recorded."""
         item = self._by_id.get(id(scheduler))
         return None if item is None else item.facts.site
 
     def results(self) -> list[Schedule]:
-        """What was seen of them, but for parts of another one and for those that are gone and were
-        not counted."""
+        """Return the facts about all schedulers.
+
+        Parts of another scheduler are left out, and so are uncounted ones that are gone.
+        """
         result = []
         optimizers = [optimizer.ref for optimizer in self._watch.optimizers]
         for item in self._watched:

@@ -1,4 +1,4 @@
-"""Which part of a dataset a rank or a worker of a loader takes, by the first samples it has had."""
+"""Part of a dataset that a rank or a worker takes, inferred from the first samples it had."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from flatout.observe.held_items import held_by, length_of
 from flatout.observe.samples import behind_subsets, is_in_memory, row_numbers
 
 ENOUGH = 32
-"""Samples of a part that are looked at."""
-# Of fewer samples nothing is told; and of a longer table.
+"""Number of samples of a part that are recorded."""
+# _FEWEST: fewest samples of a part, and rows of a table (which needs more); _ROWS: most rows.
 _FEWEST, _ROWS = 16, 2**16
-# Share of a worker's samples that have to be rows of what its dataset holds.
+# Smallest share of a worker's samples that must be rows of a tensor of its dataset.
 _MOST = 0.9
 
 
 def part_of(positions: Sequence[int]) -> tuple[int, int] | None:
-    """Of samples in any order: they are each n-th of a dataset, from which one on."""
+    """Return (remainder, n) if these indices, in any order, are each n-th of a dataset."""
     if len(positions) < _FEWEST:
         return None
     each = reduce(gcd, (position - positions[0] for position in positions))
@@ -28,7 +28,7 @@ def part_of(positions: Sequence[int]) -> tuple[int, int] | None:
 
 
 def parts_of_indices(dataset: Any, firsts: Iterable[Sequence[int]]) -> list[tuple[int, int] | None]:
-    """The part that the first samples of each epoch are of, by their numbers."""
+    """Return the part of the first samples of each epoch, from their indices."""
     _, picked = behind_subsets(dataset)
     return [
         part_of([picked[index] for index in first] if picked is not None else first)
@@ -39,7 +39,7 @@ def parts_of_indices(dataset: Any, firsts: Iterable[Sequence[int]]) -> list[tupl
 def parts_of_rows(
     dataset: Any, rows: Iterable[Sequence[int]]
 ) -> tuple[int, list[tuple[int, int] | None]] | None:
-    """The part that each worker's first samples are of, by the rows of what a stream holds."""
+    """Return the part of each worker's first samples, from the rows of a stream's table."""
     for table in _tables_in(dataset):
         numbers = row_numbers(table, range(len(table))) or []
         often = Counter(numbers)
@@ -58,7 +58,10 @@ def _tables_in(dataset: Any) -> Iterator[Any]:
 
 
 def block_of(dataset: Any) -> tuple[int, int, int] | None:
-    """Of a Subset whose samples follow one another: the first, how many, and of how many."""
+    """Return the first index and length of a Subset of consecutive samples, and the full length.
+
+    None for other datasets.
+    """
     indices, whole = getattr(dataset, "indices", None), getattr(dataset, "dataset", None)
     if indices is None or whole is None or len(indices) < _FEWEST:
         return None

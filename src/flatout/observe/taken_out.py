@@ -1,7 +1,7 @@
-"""Lanes that can be taken out of a running script, and put back, between two of its steps.
+"""Lanes that can be taken out of a running script between two of its steps, and put back.
 
-Each has `take_out()` and `put_back()`. What the script then learns is not what it would have
-learned: only where nothing of it is kept.
+Each class has `take_out()` and `put_back()`. The training result is then not that of the script, so
+this is only for runs of which nothing is kept.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from flatout.observe.watch import Watch
 
 
 class Input:
-    """Batches to train on: the loader hands out the same one again, and no one waits.
+    """Batches to train on: the loader gives the same batch again, without waiting.
 
-    An epoch has as many batches as without it, since scripts count them; only a data set without a
-    length goes on longer. Workers may fill their queue meanwhile.
+    An epoch keeps its number of batches, since scripts count them. Only a dataset without a length
+    gives more batches. Workers may fill their queue meanwhile.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -38,11 +38,9 @@ class Input:
             wrap(module._BaseDataLoaderIter, "__next__", "ablation", self._given)
 
     def take_out(self) -> None:
-        """From now on."""
         self._is_out = True
 
     def put_back(self) -> None:
-        """Until now."""
         self._is_out = False
         self._kept.clear()
 
@@ -56,14 +54,14 @@ class Input:
             if loader_now is None or not loader_now.in_training:
                 return original(iterator)
             left = _length(iterator) - iterator._num_yielded
-            if left <= 0:  # it has some left, in place of those that were handed out again
+            if left <= 0:  # real batches remain, in place of the repeated ones
                 lanes.begin_batch()
                 lanes.switch(HOST)
                 raise StopIteration
             kept = self._kept.get(loader_now.number) if self._is_out else None
             if kept is None:
                 batch = original(iterator)
-                if self._is_out and left > 1:  # the last one may be smaller
+                if self._is_out and left > 1:  # the last batch may be smaller
                     self._kept[loader_now.number] = KeptBatch(batch)
                 return batch
             lanes.begin_batch()
@@ -77,7 +75,7 @@ class Input:
 
 
 def batches_in(iterator: Any) -> int | None:
-    """How many batches a DataLoader's iterator gives; None where that is not known."""
+    """Return the number of batches of a DataLoader's iterator; None where it is unknown."""
     try:
         return len(iterator._index_sampler) if iterator._dataset_kind == 0 else None
     except (TypeError, NotImplementedError):
@@ -94,7 +92,7 @@ def _length(iterator: Any) -> float:
 
 
 class KeptBatch:
-    """A batch that is handed out several times, each time as it was at first."""
+    """A batch that is given several times, each time with its original content."""
 
     def __init__(self, batch: Any) -> None:
         self._out = batch
@@ -102,7 +100,7 @@ class KeptBatch:
         self._as_it_was = _deeply(batch)
 
     def again(self) -> Any:
-        """The batch; a copy where a step has changed it in place."""
+        """Return the batch, or a copy of the original if a step has changed it in place."""
         if _versions(self._out) != self._versions:
             self._out = _deeply(self._as_it_was)
             self._versions = _versions(self._out)
@@ -112,7 +110,7 @@ class KeptBatch:
 def _deeply(batch: Any) -> Any:
     try:
         return deepcopy(batch)
-    except Exception:  # of a class of the user's, which cannot be copied
+    except Exception:  # an object of the user's class that cannot be copied
         return batch
 
 
@@ -142,17 +140,15 @@ def _around(part: Any) -> Any:
 
 
 class Sync:
-    """The sum of gradients over the ranks: each rank steps with its own, as under no_sync."""
+    """Sum of gradients over the ranks: taken out, each rank steps with its own, as in no_sync."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
     def take_out(self) -> None:
-        """From now on."""
         self._set(False)
 
     def put_back(self) -> None:
-        """Until now."""
         self._set(True)
 
     def _set(self, is_on: bool) -> None:
@@ -161,7 +157,7 @@ class Sync:
 
 
 def summing(watch: Watch) -> list[Any]:
-    """The models that sum their gradients over the ranks, and can do without."""
+    """Return the models that sum their gradients over the ranks, and can run without that."""
     torch: Any = sys.modules.get("torch")
     kind = torch.nn.parallel.DistributedDataParallel
     result = [model.ref() for model in watch.models]
@@ -169,27 +165,25 @@ def summing(watch: Watch) -> list[Any]:
 
 
 class OneCall:
-    """A call of the user's whose value is not used: it is not made."""
+    """A user's call with an unused value: taken out, it is not made."""
 
     def __init__(self, code: Rewriting, number: int) -> None:
         self._makes, self._at = code.makes, 2 * number
 
     def take_out(self) -> None:
-        """From now on."""
         self._makes[self._at] = False
 
     def put_back(self) -> None:
-        """Until now."""
         self._makes[self._at] = True
 
 
-# Functions that tell, by module.
+# Logging functions by module.
 _TELLING = {"wandb": ("log",), "mlflow": ("log_metric", "log_metrics")}
 _SUMMARIES = ("torch.utils.tensorboard.writer", "tensorboardX.writer")
 
 
 class Log:
-    """What the script prints or logs while it trains: print, logging, summaries for TensorBoard."""
+    """Output during training: print, logging, and summaries for TensorBoard or other loggers."""
 
     def __init__(self, watch: Watch) -> None:
         self._lanes = watch.lanes
@@ -197,17 +191,15 @@ class Log:
 
     @property
     def has_summaries(self) -> bool:
-        """Whether something beside print and logging is there to tell, whose time no one took."""
+        """Whether loggers other than print and logging are imported, whose time is not measured."""
         return bool(_summaries())
 
     def take_out(self) -> None:
-        """From now on."""
         if not self._hooks:
             result = [(builtins, "print"), (logging.Logger, "_log"), *_summaries()]
             self._hooks = [wrap(*place, "ablation", self._silent) for place in result]
 
     def put_back(self) -> None:
-        """Until now."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -232,10 +224,10 @@ def _summaries() -> list[tuple[Any, str]]:
 
 
 class Items:
-    """Waiting for a device in order to read from it: the line gets what it got last.
+    """Waiting for a device to read from it: taken out, a line gets the value it read last.
 
     Args:
-        watch: whose thread it is.
+        watch: the Watch of the stepping thread.
         device: type of the device.
     """
 
@@ -246,14 +238,12 @@ class Items:
         self._hooks: list[Hook] = []
 
     def take_out(self) -> None:
-        """From now on."""
         tensor: Any = sys.modules["torch"].Tensor
         if not self._hooks:
             names = ("item", "__float__", "tolist", "cpu")
             self._hooks = [wrap(tensor, name, "ablation", self._held) for name in names]
 
     def put_back(self) -> None:
-        """Until now."""
         while self._hooks:
             self._hooks.pop().remove()
         self._values.clear()
@@ -265,7 +255,7 @@ class Items:
             if tensor.device.type != device or get_ident() != lanes.thread:
                 return original(tensor)
             frame = sys._getframe(1)
-            # The last batch of an epoch may be smaller.
+            # The shape is in the key, since the last batch of an epoch may be smaller.
             key = (id(frame.f_code), frame.f_lasti, tensor.shape)
             if key not in values:
                 values[key] = (frame.f_code, original(tensor))
