@@ -1,4 +1,4 @@
-"""How many samples of each class the training data have, and weights that balance them."""
+"""Numbers of samples of each class in the training data, and weights that balance them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flatout.words import counted, rounded
 from flatout.world import World
 
 Counts: TypeAlias = dict[int, int]
-# Classes that are told one by one.
+# Most classes that are listed one by one.
 _TOLD = 8
 
 
 def classes_of(targets: Any, loss: Loss) -> torch.Tensor:
-    """The class of each sample, int64 of shape (samples,), as the loss understands its targets."""
+    """Return the class of each sample, int64 of shape (samples,), as the loss reads targets."""
     if isinstance(targets, torch.Tensor):
         takes_labels = loss.ignore_index is not None
         if takes_labels and targets.is_floating_point() and targets.dim() == 2:
@@ -36,7 +36,7 @@ def classes_of(targets: Any, loss: Loss) -> torch.Tensor:
 
 
 def counted_classes(targets: Any, loss: Loss) -> torch.Tensor:
-    """The same, -1 for those that the loss ignores."""
+    """Return the class of each sample; -1 for samples that the loss ignores."""
     classes = classes_of(targets, loss)
     if loss.ignore_index is not None:
         classes = classes.masked_fill(classes == loss.ignore_index, -1)
@@ -46,7 +46,7 @@ def counted_classes(targets: Any, loss: Loss) -> torch.Tensor:
 def counts_of(
     source: Source, classes: Callable[[torch.Tensor], torch.Tensor], world: World
 ) -> Counts:
-    """How many samples of each class an epoch has, over all ranks."""
+    """Return the number of samples of each class in an epoch, over all ranks."""
     targets = epoch_targets(source)
     own = count(classes(torch.tensor(targets)))
     if not (isinstance(source, Pipeline) and source.has_own_rows):
@@ -58,20 +58,20 @@ def counts_of(
 
 
 def count(classes: torch.Tensor) -> Counts:
-    """How many there are of each class; negative numbers are none."""
+    """Return the number of samples of each class; negative numbers are no classes."""
     numbers, counts = torch.unique(classes[classes >= 0], return_counts=True)
     return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
 
 
 def is_balanced(given: Any) -> bool:
-    """Whether the weights are to be counted from the data."""
+    """Return whether the weights are to be counted from the data."""
     return isinstance(given, str) and given == "balanced"
 
 
 def balanced_weights(counts: Counts) -> dict[int, float]:
-    """Weights with which all classes that there are count alike: n / (classes * count).
+    """Return weights that give all present classes equal influence: n / (classes * count).
 
-    As scikit-learn's `class_weight="balanced"`; their mean over all samples is 1.
+    They are those of scikit-learn's `class_weight="balanced"`; their mean over all samples is 1.
     """
     if not counts:
         raise DataError("class_weight='balanced' found no sample that has a class")
@@ -80,7 +80,7 @@ def balanced_weights(counts: Counts) -> dict[int, float]:
 
 
 def balanced_words(counts: Counts, names: Sequence[str] | None) -> str:
-    """Such as "class_weight balanced: cat 0.62 (812 samples), dog 2.6 (193 samples)"."""
+    """Return a line such as "class_weight balanced: cat 0.62 (812 samples), dog 2.6 (...)"."""
     weights = balanced_weights(counts)
     words = [
         f"{names[number] if names and number < len(names) else number} {rounded(weight)} "

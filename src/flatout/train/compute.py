@@ -20,7 +20,10 @@ from flatout.train.micro_batch import is_out_of_memory
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """`model(x)`, `model(*tuple)` or `model(**mapping)`; features and objects are one argument."""
+    """Call the model as `model(x)`, `model(*tuple)` or `model(**mapping)`.
+
+    Features and packed sequences are one argument.
+    """
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, (tuple, list)) and not isinstance(inputs, (Features, PackedSequence)):
@@ -31,9 +34,9 @@ def call(model: nn.Module, inputs: Any) -> Any:
 class ModelCompute:
     """The function of a batch that a step differentiates.
 
-    The targets of the first batch are looked at before the loss sees them, and on this batch the
-    user's own functions are watched for shapes that broadcast. Later ones are looked at only when
-    the loss has failed, which costs a step nothing.
+    The targets of the first batch are checked before the loss gets them. On this batch, the user's
+    own functions are also checked for shapes that broadcast. Later batches are checked only after
+    the loss has failed, so they cost no time.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class ModelCompute:
         self._unseen: int | None = None
 
     def __call__(self, batch: Batch) -> Value:
-        """The loss of a batch; metrics are fed with the output."""
+        """Return the loss of a batch, and feed the output to the metrics."""
         batch = self._prepare(batch)
         output = call(self._model, batch.inputs)
         watches = self._unseen is None or self._unseen > 0
@@ -69,42 +72,42 @@ class ModelCompute:
         return value
 
     def traced(self, batch: Batch) -> tuple[Value, Any]:
-        """Loss and output of a batch like those before: nothing but a function of tensors."""
+        """Return loss and output of a batch like earlier ones, as a function of tensors alone."""
         batch = self._prepare(batch)
         output = call(self._model, batch.inputs)
         weighed = batch if self._weigh is None else self._weigh(batch)
         return self._loss(output, weighed, unweighted=self._unweighted), output
 
     def feed(self, output: Any, batch: Batch) -> None:
-        """Show the metrics an output that was computed elsewhere."""
+        """Feed an output that was computed elsewhere to the metrics."""
         feed(self.metrics, output, self._prepare(batch), False)
 
     @property
     def own(self) -> Callable[[Any, Any], Value] | None:
-        """The loss where it is a function of one's own, none of torch's."""
+        """The loss if it is the user's own function, and not torch's; else None."""
         own = self._loss.own
         places = (type(own).__module__, getattr(own, "__module__", None) or "")
         return None if any(place.startswith("torch.nn.") for place in places) else own
 
     @property
     def own_parts(self) -> list[Any]:
-        """What of the user's own is called."""
+        """The user's own objects that are called."""
         return [self._model, self._loss, *self.metrics]
 
     @property
     def hindrance(self) -> str:
-        """Why `traced` may depend on more than tensors and modules; "" where it does not."""
+        """Reason why `traced` may depend on more than tensors and modules; "" without one."""
         return "" if self.own is None else f"the loss {self._loss.name} is your own function"
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All that the model and the loss are made of."""
+        """All modules of the model and the loss."""
         parts = (self._model, self._loss.module, self._loss.own)
         return [m for part in parts if isinstance(part, nn.Module) for m in part.modules()]
 
 
 def value_of(loss: Loss, output: Any, batch: Batch, watches: bool, unweighted: bool) -> Value:
-    """The loss of one output; what does not fit is explained, the first time before it is tried."""
+    """Return the loss of one output; explain errors, and check the first batch beforehand."""
     try:
         if watches:
             check_targets(loss, output, batch)
@@ -120,7 +123,7 @@ def value_of(loss: Loss, output: Any, batch: Batch, watches: bool, unweighted: b
 
 @torch.no_grad()
 def feed(metrics: list[Metric], output: Any, batch: Batch, watches: bool) -> None:
-    """Show metrics an output and what it is compared with; `watches` for shapes that broadcast."""
+    """Feed an output and its targets to metrics; `watches` for shapes that broadcast."""
     detached = output.detach() if torch.is_tensor(output) else output
     detached, batch = rows_of_samples(detached, batch), batch.without_padding()
     for metric in metrics:

@@ -1,4 +1,4 @@
-"""Which classes are taken for which: counted batch by batch, and shown as a table or a picture."""
+"""Confusion matrix of classes: counted batch by batch, and shown as a table or a picture."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from flatout.plotting import figure_class
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# A matrix of more classes than these is for no one to look at.
+# Most classes of a matrix.
 _MOST = 1000
-# Of so many classes the picture has a number in each field.
+# Most classes for which the picture has a number in each field.
 _NUMBERED = 20
 
 Matrix = list[list[int]]
 
 
 class ConfusionCount:
-    """Counts of samples by true class (row) and predicted class (column); its value is the mean
-    recall of the classes that there are.
+    """Counts of samples by true class (row) and predicted class (column).
+
+    The metric's value is the mean recall of the classes that have samples.
 
     Attributes:
-        latest: the counts when they were last computed, of all ranks; None before.
+        latest: the counts of all ranks when they were last computed; None before.
     """
 
     is_of_samples = True
@@ -43,8 +44,10 @@ class ConfusionCount:
         self.count(output, batch.targets)
 
     def count(self, output: Any, target: Any) -> None:
-        """Count samples: scores (samples, classes), and class numbers, -100 of which do not count,
-        or class probabilities."""
+        """Count samples from scores of shape (samples, classes).
+
+        Targets are class numbers, or class probabilities. Targets of -100 do not count.
+        """
         if not torch.is_tensor(output) or not torch.is_tensor(target) or output.dim() != 2:
             raise ModelError(
                 "confusion counts scores of shape (samples, classes) for one class a sample",
@@ -56,12 +59,12 @@ class ConfusionCount:
         true = target.argmax(1) if target.shape == output.shape else target.reshape(-1).long()
         if self._counts is None:
             self._counts = torch.zeros(classes**2 + 1, dtype=torch.int64, device=output.device)
-        # What does not count goes into the last place, so that nothing is read from the device.
+        # Samples that do not count go into the last place, so that nothing waits for the device.
         at = (true * classes + output.argmax(1)).where((true >= 0) & (true < classes), classes**2)
         self._counts.index_add_(0, at, torch.ones_like(at))
 
     def compute(self, states: Sequence[Any] | None = None) -> float:
-        """The mean recall, of its own counts or over what the states hold; NaN without any."""
+        """Return the mean recall, of its own counts or over `states`; NaN without any."""
         result = [self._counts] if states is None else list(states)
         counts = [count.cpu() for count in result if count is not None]
         if not counts:
@@ -78,21 +81,21 @@ class ConfusionCount:
         self._counts = None
 
     def state_dict(self) -> Any:
-        """The counts."""
+        """Return the counts."""
         return None if self._counts is None else self._counts.clone()
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore the state of `state_dict`."""
         self._counts = None if state is None else state.clone()
 
 
 def recall_of(matrix: Matrix) -> list[float]:
-    """Which share of each class was recognized; NaN of one without samples."""
+    """Return the recall of each class; NaN for a class without samples."""
     return [_share(row[at], sum(row)) for at, row in enumerate(matrix)]
 
 
 def precision_of(matrix: Matrix) -> list[float]:
-    """Which share of what was taken for each class is of it; NaN where nothing was."""
+    """Return the precision of each class; NaN for a class that was never predicted."""
     return [_share(matrix[at][at], sum(row[at] for row in matrix)) for at in range(len(matrix))]
 
 
@@ -101,12 +104,12 @@ def _share(part: int, whole: int) -> float:
 
 
 def names_of(matrix: Matrix, classes: Sequence[str]) -> list[str]:
-    """Names of the rows: those of the classes, or their numbers."""
+    """Return the names of the rows: names of the classes, or their numbers."""
     return [classes[at] if at < len(classes) else str(at) for at in range(len(matrix))]
 
 
 def table(matrix: Matrix, classes: Sequence[str]) -> str:
-    """Samples, recall and precision of each class, and what it is mostly taken for else."""
+    """Return a table of samples, recall, precision and the most frequent wrong class by class."""
     names = names_of(matrix, classes)
     width = max(5, *map(len, names))
     lines = [f"{'class':<{width}}  samples  recall  precision  mostly taken for"]
@@ -127,7 +130,7 @@ def _percent(share: float) -> str:
 
 
 def draw_confusion(matrix: Matrix, classes: Sequence[str], path: str | Path) -> Figure:
-    """Draw it into an image file: true classes down, predicted ones across, shares of each row."""
+    """Draw the matrix into an image file: true classes down, predicted across, shares by row."""
     figure_of = figure_class()
     names = names_of(matrix, classes)
     side = min(12.0, 3.5 + 0.5 * len(names))

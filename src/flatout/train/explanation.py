@@ -1,6 +1,6 @@
-"""Why a fit ran as it did, from what `History.as_dict` keeps: tuning, choices, and the roofline.
+"""Explains the speed of a fit from `History.as_dict`: tuning, choices, and the roofline.
 
-Its text is what `history.explain()` returns and `flatout explain` prints; the picture is drawn in
+`history.explain()` returns this text and `flatout explain` prints it; the picture is drawn in
 `explanation_picture.py`.
 """
 
@@ -17,17 +17,17 @@ from flatout.recipe import SETTINGS, phrase
 from flatout.words import counted, duration, rounded
 
 TABLES = "tables: "
-"""How the note begins that tells how embedding tables are stepped."""
+"""Start of the note that reports how embedding tables are stepped."""
 
 _WIDTH = 80
 _BAR = 20
-# Columns of a trial's name; of a longer one the figures stand on their own line.
+# Columns for a trial's name; after a longer name, the figures stand on their own line.
 _NAME = 34
-# Ranges of steps that are listed of each of the settings that ran.
+# Most ranges of steps that are listed for each of the settings.
 _MOST_SPANS = 5
-# A lane may be faster than its limit by this factor, since counts are not exact; not by more.
+# Largest accepted factor by which a lane may be faster than its limit, since counts are not exact.
 _CONTRADICTS = 1.15
-# Fields that a roofline tells apart, and what is plain.
+# Fields that a roofline distinguishes, with their plain values.
 _KNOWN = {
     field: SETTINGS[field].plain
     for field in (
@@ -49,12 +49,12 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Lane:
-    """What a lane of the median step took, and takes at least at this machine's best rates.
+    """Time of a lane in the median step, and its limit at this machine's best rates.
 
     Attributes:
         name: "forward", "backward" or "optimizer"; "step" where steps are one compiled graph.
         took_s: seconds; 0 where no step was recorded.
-        kinds: at least, seconds by kind of operator.
+        kinds: smallest possible seconds, by kind of operator.
     """
 
     name: str
@@ -63,22 +63,22 @@ class Lane:
 
     @property
     def least_s(self) -> float:
-        """Seconds that it takes at least."""
+        """Smallest possible seconds of the lane."""
         return sum(self.kinds.values())
 
     @property
     def share(self) -> float:
-        """Of the time it took, what it takes at least: 1 at the limit."""
+        """Ratio of the smallest possible time to the measured time: 1 at the limit."""
         return min(1.0, self.least_s / self.took_s) if self.took_s else 0.0
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a fit ran as it did.
+    """Explanation of a fit's settings and speed.
 
     Attributes:
-        history: as `History.as_dict` gives it.
-        rates: of the machine that it ran on; None where they are not known.
+        history: the result of `History.as_dict`.
+        rates: best rates of the machine that the fit ran on; None where they are unknown.
     """
 
     history: Mapping[str, Any]
@@ -86,10 +86,10 @@ class Explanation:
 
     @classmethod
     def of(cls, history: Mapping[str, Any]) -> Explanation:
-        """Explain a fit; the rates of this machine are measured where that was never done.
+        """Explain a fit; measure the rates of this machine if that was never done.
 
         Args:
-            history: as `History.as_dict` gives it.
+            history: the result of `History.as_dict`.
         """
         counts = history.get("roofline")
         if not counts:
@@ -100,13 +100,13 @@ class Explanation:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the steps ran under in the end, by the Recipe's fields."""
+        """Values of the Recipe's fields at the end of the fit."""
         recipe = self.history.get("recipe")
         return dict(recipe["values"]) if recipe else {}
 
     @property
     def is_captured(self) -> bool:
-        """Whether the median step was made by a graph, which has no lanes."""
+        """Whether a graph, which has no lanes, made the median step."""
         took = self.history.get("steady_lanes_s") or {}
         graphs = ("compute.capture", "compute.cuda_graph")
         is_on = any(self.settings.get(field) == "on" for field in graphs)
@@ -133,7 +133,7 @@ class Explanation:
 
     @cached_property
     def lanes(self) -> list[Lane]:
-        """The lanes, with limits if there is no `doubt`; none without counts or rates."""
+        """Lanes of a step, with limits if there is no `doubt`; empty without counts or rates."""
         lanes = self._all_lanes
         return [replace(lane, kinds={}) for lane in lanes] if self.doubt else lanes
 
@@ -150,7 +150,7 @@ class Explanation:
 
     @cached_property
     def possible_savings(self) -> list[tuple[str, float, float]]:
-        """Settings in words, seconds that a step takes at least under them, and the gain."""
+        """Settings in words, smallest possible seconds of a step under them, and the gain."""
         counts = self.history.get("roofline")
         if not counts or self.rates is None or self.doubt:
             return []
@@ -198,8 +198,8 @@ class Explanation:
         """Return the text, no wider than 80 columns.
 
         Args:
-            full: what bars are made of.
-            empty: what is left of them.
+            full: character for the filled part of a bar.
+            empty: character for the rest of a bar.
         """
         parts = [
             self._tuning(),
@@ -212,7 +212,7 @@ class Explanation:
         written = [lines for part in parts if (lines := list(part))]
         return [line.rstrip() for lines in written for line in (*lines, "")][:-1]
 
-    # -- what was tried ----------------------------------------------------------------------
+    # -- trials and choices ------------------------------------------------------------------
 
     def _tuning(self) -> Iterator[str]:
         tuning = self.history.get("tuning")
@@ -263,7 +263,7 @@ class Explanation:
 
     def _tables(self) -> Iterator[str]:
         notes = [note for note in self.history.get("notes", ()) if note.startswith(TABLES)]
-        for note in notes[-1:]:  # steps may have shown that a table is read whole
+        for note in notes[-1:]:  # later steps may have shown that a table is read whole
             yield from _wrapped(note)
 
     def _evaluation(self) -> Iterator[str]:
@@ -361,7 +361,7 @@ def _summed(lanes: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def words_of(settings: Mapping[str, Any]) -> str:
-    """Settings that are not plain in words, such as "bf16 · channels_last"."""
+    """Describe settings that are not plain, such as "bf16 · channels_last"."""
     result = (phrase(f, v) if f in SETTINGS else f"{f}: {v}" for f, v in settings.items())
     return " · ".join(result) or "plain"
 
@@ -423,7 +423,7 @@ def _spans(spans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         ranges.setdefault(words_of(span["settings"]), []).append((span["first"], span["last"]))
     for words, value in ranges.items():
         steps = sum(last - first + 1 for first, last in value)
-        # The last one is what the run ended with.
+        # The last range is always shown: it is what the run ended with.
         shown = value if len(value) <= _MOST_SPANS else [*value[: _MOST_SPANS - 1], value[-1]]
         listed = [f"{a:,}" if a == b else f"{a:,}-{b:,}" for a, b in shown]
         if len(shown) < len(value):

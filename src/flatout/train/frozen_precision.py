@@ -1,9 +1,9 @@
-"""The precision of a run whose frozen layers are kept, where its steps come too late to try it.
+"""The precision of a run with frozen layers, if its steps come too late to try precisions on.
 
-What frozen layers give for a sample is computed once, and that is most of a run of few steps, or
-of one with short epochs: settings that are tried on the steps would cost whole epochs without
-features. So a few samples tell: what their forward takes, which the first epoch takes for all, and
-what their backward adds, by which later epochs are told.
+The outputs of frozen layers are computed once per sample, which is most of the work of a run of few
+steps or short epochs. Trying settings on the steps would then cost whole epochs without features.
+So a few samples are measured: the forward shows the time of the first epoch, and the added backward
+the time of later epochs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from flatout.train.auto_check import FirstCheck
 from flatout.train.auto_search import Option
 from flatout.words import rounded
 
-# Looking takes as long as the forward of so many samples, of an epoch this share at most.
+# _LOOKED_AT: number of samples whose forward takes as long as the check. _SHARE: largest share of
+# an epoch's samples that the check may cost.
 _LOOKED_AT, _SHARE = 24, 0.25
-# An epoch of fewer steps is over before settings are judged on them.
+# An epoch with fewer steps is over before settings can be tried on its steps.
 _STEPS = 120
-# The run must take so much less time.
+# Smallest ratio of the run's estimated times for which another precision is chosen.
 _FASTER = 1.1
-# What runs from kept features: forward and backward, where backward takes twice as long.
+# Time of a step on kept features, as a multiple of its backward (forward: half of the backward).
 _LIVE = 1.5
 _FIELDS = ("compute.precision", "compute.memory_format")
 
@@ -35,12 +36,12 @@ class PlannedRun(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a few samples have told.
+    """The result of measuring a few samples.
 
     Attributes:
-        choices: empty where the run stays as it is.
-        why: in words; "" without choices.
-        is_frozen: whether most of a step is the forward of what is kept.
+        choices: the chosen settings; empty if the run stays as it is.
+        why: the reason in words; "" without choices.
+        is_frozen: whether most of a step's time is the forward of frozen layers.
     """
 
     choices: dict[str, Choice]
@@ -49,14 +50,14 @@ class Found(NamedTuple):
 
 
 def has_short_epochs(planned: PlannedRun, batch_size: int) -> bool:
-    """Whether an epoch is over before settings could be tried on its steps."""
+    """Return whether an epoch is over before settings could be tried on its steps."""
     return planned.epochs > 1 and planned.samples < _STEPS * batch_size
 
 
 def choose_precision(
     check: FirstCheck, options: Sequence[Option], facts: ModelFacts, planned: PlannedRun
 ) -> Found:
-    """Half precision, alone or in another memory format, where that makes the run faster."""
+    """Choose half precision, alone or with another memory format, if the run becomes faster."""
     own = [next((option for option in options if option.field == field), None) for field in _FIELDS]
     precision, layout = own
     looks = planned.samples * _SHARE >= _LOOKED_AT and planned.epochs > 1
@@ -69,9 +70,9 @@ def choose_precision(
     result = check.frozen_rates(tried, facts, least_s / planned.samples)
     if planned.samples * result[()][0] < least_s:
         return Found({})
-    # A backward pass of all layers takes about twice as long as the forward.
+    # If all layers trained, backward would take about twice as long as forward.
     is_frozen = result[()][1] < result[()][0]
-    # What makes the forward longer, which the first epoch is made of, was timed badly or is no use.
+    # Options with a slower forward are left out: the forward dominates the first epoch.
     result = {value: rate for value, rate in result.items() if not value or rate[0] < result[()][0]}
     seconds = {chosen: _run_s(forward, rest, planned) for chosen, (forward, rest) in result.items()}
     best = min(seconds, key=lambda chosen: seconds[chosen])

@@ -1,4 +1,4 @@
-"""Tables of embeddings that get as many rows as there are ids, with their optimizer's state."""
+"""Resizes embedding tables to the number of ids, together with their optimizer's state."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from flatout.models import adapter_of, set_table_rows, table_weight
 from flatout.optim import optimizer_adapter
 from flatout.words import size_words
 
-# Elements of a table as it was built that are kept, for new rows to be drawn from.
+# Number of elements of a newly built table that are kept, to draw new rows from.
 _KEPT = 1 << 16
-# Fewer of them do not tell a distribution.
+# Fewest elements that show a distribution.
 _FEW = 256
 _ROWS_AT_ONCE = 1 << 15
-# Tensors that an optimizer keeps for each weight, before it has made them.
+# Number of tensors that an optimizer will create for each weight, before its first step.
 _STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1}
 
 
 class GrownRows(NamedTuple):
-    """What becomes of the rows of a table.
+    """The new rows of a table.
 
     Attributes:
-        size: rows that it has to have; one that has more keeps them.
-        growth: which of its rows go on under which numbers; None leaves all as they are.
-        key: decides, with the table's name, what new rows are drawn.
+        size: required number of rows; a larger table keeps its rows.
+        growth: old and new numbers of the rows that are kept; None keeps all rows as they are.
+        key: with the table's name, seeds the values of new rows.
     """
 
     size: int
@@ -39,7 +39,7 @@ class GrownRows(NamedTuple):
 
 
 def tables_of(model: nn.Module) -> dict[str, Any]:
-    """The modules of the model's tables by name."""
+    """Return the modules of the model's tables by name."""
     tables: dict[str, Any] = {}
     for name, module, _ in adapter_of(model).tables():
         if name in tables:
@@ -52,7 +52,7 @@ def tables_of(model: nn.Module) -> dict[str, Any]:
 
 
 def as_built(tables: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Some elements of each table, from which elements of new rows are drawn."""
+    """Return some elements of each table, from which new rows are drawn."""
     return {name: _elements(table) for name, table in tables.items()}
 
 
@@ -79,14 +79,14 @@ def _of_its_kind(table: Any, flat: Tensor) -> Tensor:
 def check_memory(
     tables: Mapping[str, Any], rows: Mapping[str, GrownRows], optimizer: Any, new: Mapping[str, str]
 ) -> None:
-    """Refuse tables that would not fit into memory, before anything is changed."""
+    """Refuse tables that would not fit into memory, before any change."""
     wanted, copied, words = 0, 0, []
     for name, value in rows.items():
         weight = table_weight(tables[name])
         if value.size > len(weight) and weight.is_cpu:
             row = weight.shape[1] * weight.element_size()
             wanted += (value.size - len(weight)) * row * (1 + _states(optimizer, weight))
-            copied = max(copied, len(weight) * row)  # one tensor at a time is there twice
+            copied = max(copied, len(weight) * row)  # one tensor at a time exists twice
             words.append(f"{name} {value.size:,} rows of {row:,} bytes ({new[name]})")
     wanted += copied
     if wanted and wanted > (free := available_bytes()):
@@ -112,10 +112,10 @@ def set_rows(
     optimizer: Any,
     built: Mapping[str, Tensor],
 ) -> None:
-    """Give tables their rows, in place: parameters stay the same objects.
+    """Resize tables in place: parameters stay the same objects.
 
-    The rows of ids that go on keep weights and state, new ones are drawn from the elements of the
-    table as it was built, and their state is as the optimizer begins.
+    Rows of known ids keep weights and state. New rows are drawn from the elements of the newly
+    built table, and their state is the optimizer's initial state.
     """
     done: set[int] = set()
     for name, value in rows.items():
@@ -145,7 +145,7 @@ def _set_rows(
 
 
 def resize(table: Any, size: int, optimizer: Any = None) -> None:
-    """Give a table as many rows as weights have that are loaded next, and state if there is any."""
+    """Resize a table, and its state if any, to the rows of weights that are loaded next."""
     weight = table_weight(table)
     old = weight.shape
     if len(weight) != size:
@@ -196,7 +196,7 @@ def _generator(key: str, name: str) -> torch.Generator:
 def readers_of(
     tables: Mapping[str, Any], numbers: Sequence[tuple[str, range]], run: Any
 ) -> dict[str, list[str]]:
-    """Which table reads which columns by their ids as they are, and nothing else."""
+    """Return, by table, the columns whose unchanged ids are all that the table reads."""
     columns_of: dict[str, dict[str | None, None]] = {}
     handles = []
     for name, table in tables.items():
@@ -206,7 +206,7 @@ def readers_of(
             if not given or not torch.is_tensor(given[0]) or not given[0].numel():
                 return None
             ids = given[0].detach().to(torch.int64)
-            trained = ids[ids != 0]  # without what fills up ragged rows
+            trained = ids[ids != 0]  # without the padding of ragged rows
             low, high = (int(trained.min()), int(trained.max())) if len(trained) else (0, 0)
             own = [c for c, held in numbers if held.start <= low and high < held.stop]
             columns_of.setdefault(name, {})[own[0] if own else None] = None

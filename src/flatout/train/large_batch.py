@@ -1,4 +1,4 @@
-"""What a job does about its global batch: the user's learning-rate rule, and what to say of it."""
+"""Effects of a job's global batch size: the learning-rate rule, and warnings."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def scale_rates(
     scheduled: bool,
     own_batches: bool = False,
 ) -> tuple[LrScale | None, list[str]]:
-    """What the rule does to this job, and what to say of it."""
+    """Return the effect of the rule on this job, and lines for the user."""
     size = None if data is None or own_batches else data.batch_size
     size = size or first_batch
     batch = None if size is None else size * accumulate
     steps = None if data is None or data.steps is None else -(-data.steps // accumulate)
     if len(optimizers) > 1:
-        steps = None  # whose turn it is in which batch is the loop's own
+        steps = None  # the user's loop decides which optimizer steps on a batch
     first = optimizer_adapter(optimizers[0])
-    # Keras may put batches together by itself; such a warm-up still counts ours.
+    # Keras may combine batches for an update; steps of a warm-up are still ours.
     together = first.batches_per_update
     batch = None if batch is None else batch * together
     updates = None if steps is None else -(-steps // together)
@@ -51,7 +51,7 @@ def scale_rates(
 
 
 def resumed_words(scale: LrScale, step: int) -> str:
-    """That the rule goes on after a resume."""
+    """Report that the rule continues after a resume."""
     done = f"learning rate times {scale.at(step):.4g} goes on: {scale.rule.rule} rule for batch "
     done += f"{scale.batch:,} instead of {scale.rule.reference_batch:,}"
     if step < scale.warm_up_steps:
@@ -60,12 +60,12 @@ def resumed_words(scale: LrScale, step: int) -> str:
 
 
 def as_saved(rule: LrRule | None) -> dict[str, Any] | None:
-    """The rule as a checkpoint has it; one that changes nothing is like none."""
+    """Return the rule in the form of a checkpoint; None for a rule without effect."""
     return None if rule is None or rule.rule == "none" else rule.as_dict()
 
 
 def as_rule(given: Any) -> LrRule | None:
-    """What a user gave as `lr_rule`."""
+    """Check and return the user's `lr_rule`."""
     if given is None or isinstance(given, LrRule):
         return given
     raise ModelError(

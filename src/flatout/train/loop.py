@@ -1,4 +1,4 @@
-"""The pieces of Flatout for a training loop of one's own; the Trainer is written on them.
+"""The parts of Flatout for a user's own training loop; the Trainer is built on them.
 
     loop = flatout.Loop(run="runs/mine")
     model, optimizer = loop.prepare(model, optimizer, compute=compute, data=source, steps=...)
@@ -12,10 +12,10 @@
 `compute(batch)` runs forward and loss of one batch and returns a mean over its samples, or (sum,
 weight).
 
-    loop_state.py       what a Loop knows of its job
-    decide.py           settings, decided on the first batches;  tuning.py: and on the job's steps
-    checkpointing.py    the run folder;  resume.py: going on from a checkpoint in it
-    step.py             one optimizer step;  parts/: all that acts around it
+    loop_state.py       the state of a Loop.
+    decide.py           settings, decided on the first batches;  tuning.py: and on the job's steps.
+    checkpointing.py    the run folder;  resume.py: continuing from a checkpoint in it.
+    step.py             one optimizer step;  parts/: everything that acts around a step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from flatout.train.step import Stepper
 from flatout.train.tuning import capture_steps, report_tables, tune
 from flatout.train.turn import Turn, check_gathered
 
-# What prepare was given and gives back: one optimizer, or several.
+# The type of `prepare`'s optimizer argument and result: one optimizer, or several.
 _Given = TypeVar("_Given", bound=Optimizers)
 
 
@@ -74,24 +74,24 @@ class Loop(LoopState):
     Args:
         recipe: requested settings, or the path of their TOML file. Settings that are left open are
             decided by measuring.
-        allow: how far the result may differ from the plain job: "exact", "tolerant", "redrawn".
+        allow: largest permitted difference from the plain job: "exact", "tolerant", "redrawn".
         seed: decides the sample order together with epoch and sample number.
         accumulate: batches whose gradients make one optimizer step.
         clip_norm: largest total 2-norm of the gradients, or None.
         clip_value: largest absolute gradient element, or None.
-        lr_rule: how the learning rate follows the global batch, where the optimizer's rate was
-            found with another one (`flatout.LrRule`); None leaves it as it is.
+        lr_rule: a `flatout.LrRule`, which scales a learning rate that was found with another
+            global batch size; None leaves the learning rate unchanged.
         parts: the user's own Parts, which act around each step (`flatout.Part`).
         run: folder (or fsspec URL) for checkpoints and logs; None writes nothing.
         resume: True for the latest checkpoint of `run`, or the name of one.
-        say: what prints decisions; `lambda line: None` for silence.
+        say: function that prints decisions; `lambda line: None` for silence.
 
     Attributes:
-        features: keeps what frozen leading layers give; None without a Trainer.
+        features: keeps the outputs of frozen leading layers; None without a Trainer.
         numbers: checks whether each step's numbers are finite, from `prepare` on.
         rounding: compares gradients in bf16 with those in fp32 now and then, from `prepare` on.
 
-    `LoopState` has the others.
+    See `LoopState` for further attributes.
     """
 
     resume: Resume | None
@@ -100,7 +100,7 @@ class Loop(LoopState):
     rounding: RoundingWatch
     _other_job: OtherJob | None = None
     _trial: RankTrial | None = None
-    # That was being handled when training began: it is not what ends it.
+    # Exception that was being handled when training began, so it is not what ends training.
     _earlier_error: BaseException | None = None
 
     # -- before training ---------------------------------------------------------------------
@@ -115,29 +115,28 @@ class Loop(LoopState):
         data: Source | None = None,
         steps: int | None = None,
     ) -> tuple[nn.Module, _Given]:
-        """Place the model, decide the settings and switch to them; resume if that was asked for.
+        """Place the model, decide and apply the settings, and resume if that was asked for.
 
         Args:
             model: the user's own object; it is changed in place. Several models are one
                 `nn.ModuleDict`.
             optimizer: any torch optimizer over its parameters, or a list of several.
-            scheduler: saved and resumed with the rest, or a list of several; stepping them is the
-                caller's.
+            scheduler: saved and resumed with the rest, or a list of several. The caller steps it.
             compute: forward and loss of one batch. With `data`, open settings are measured.
-            data: where the first batches come from; they are not used up.
-            steps: optimizer steps that are planned, so that measuring costs its share at most.
+            data: source of the first batches, which stay unread for training.
+            steps: planned number of optimizer steps, which limits the time for measuring.
 
         Raises:
-            DeviceError: for a device that is not here.
-            DataError: for data that do not fit the model, or are not those of the checkpoint.
-            ModelError: for an optimizer of another model, a model that is frozen as a whole, and a
-                learning-rate rule where nothing shows the size of a batch.
+            DeviceError: for a device that this machine lacks.
+            DataError: for data that do not fit the model, or differ from the checkpoint's.
+            ModelError: for an optimizer of another model, a model whose parameters are all frozen,
+                and a learning-rate rule without a known batch size.
             CheckpointError: for a run folder that cannot be written or holds another fit, and a
-                checkpoint that is damaged or of another job.
+                checkpoint that is damaged or belongs to another job.
         """
         require_proc()
         self._earlier_error = sys.exception()
-        world = self.world  # from here on the first rank speaks for all
+        world = self.world  # joins the ranks; from here on only the first rank prints
         for line in self._first_words:
             self.say(line)
         self.model, self.optimizers = model, as_tuple(optimizer)
@@ -166,7 +165,7 @@ class Loop(LoopState):
             self.restored_own = self.resume.own
             self._saved, self._first_step = (self.epoch, self.step_count), self.step_count
         elif world.is_first:
-            self.stepper.notes += elsewhere  # after a resume the History has them
+            self.stepper.notes += elsewhere  # after a resume the History has these notes
         report_tables(self, first)
         follow_rule(self)
         if self.trainer_facts is not None:
@@ -189,7 +188,7 @@ class Loop(LoopState):
     def _attach_parts(self) -> None:
         self.rounding = RoundingWatch(self)
         own = [self.numbers, self.monitor, self.rounding, ExplainErrors(self), TrainingMode(self)]
-        # A Trainer's loss is checked where its outputs and targets are known.
+        # A Trainer checks its loss itself, since it knows outputs and targets.
         own.append(FirstStepChecks(self, checks_loss=self.trainer_facts is None))
         if self._other_job is not None:
             own.append(self._other_job)
@@ -205,7 +204,7 @@ class Loop(LoopState):
             part.close(error)
 
     def drop(self, part: Part) -> None:
-        """Let one of the user's Parts act no longer, from the next step on."""
+        """Remove one of the user's Parts, from the next step on."""
         self.stepper.chain.drop(part)
         self.parts = tuple(one for one in self.parts if one is not part)
 
@@ -216,7 +215,7 @@ class Loop(LoopState):
 
     def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
         self._stepper, self.facts = make_stepper(self, compute, first, ORDER)
-        # Layers that all ranks compute together are not looked at again.
+        # If all ranks compute layers together, changes of the trained parameters are not watched.
         if compute is not None and first and not self.lays_out and not self.has_servers:
             self._other_job = OtherJob(self, steps)
         self.resolved, decision = decide(self, self.facts, compute, first, steps)
@@ -236,7 +235,7 @@ class Loop(LoopState):
             self._other_job.notice()
 
     def be_ready(self, model: nn.Module) -> None:
-        """Place a model that is evaluated before it was trained."""
+        """Place a model that is evaluated before training."""
         if self.resolved is None:
             place_model(self, model)
         if self.features is None:
@@ -245,7 +244,7 @@ class Loop(LoopState):
     def follow(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, resolved: ResolvedRecipe
     ) -> None:
-        """Evaluate in this process, at the precision at which ranks elsewhere have trained."""
+        """Prepare an evaluation in this process, at the precision that other ranks trained at."""
         self.model, self.optimizers, self.resolved = model, (optimizer,), resolved
         place_model(self, model)
         switch = Switch(model, optimizer, self.device)
@@ -255,7 +254,7 @@ class Loop(LoopState):
     # -- training ----------------------------------------------------------------------------
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Epoch numbers from the present one (after a resume not 0) up to `total`.
+        """Yield epoch numbers from the present one (after a resume not 0) up to `total`.
 
         Raises:
             NumbersError: at the end of an epoch, as `check_numbers` does.
@@ -282,10 +281,10 @@ class Loop(LoopState):
             turn.mean_loss.reset()
 
     def batches(self, source: Source) -> Iterator[Batch]:
-        """This epoch's batches on the device, from where a resume left off.
+        """Return this epoch's batches on the device, from where a resume left off.
 
         Raises:
-            DataError: where the source cannot give them, or a resume finds other data.
+            DataError: where the source cannot yield them, or a resume finds other data.
         """
         self.feed.source = source
         if self.resume is not None:
@@ -297,7 +296,7 @@ class Loop(LoopState):
         batches = self.feed.batches(
             self.world, self.note, self.epoch, self.planned_epochs, whole=whole
         )
-        # A fit tells at the end of its epochs, where ranks meet.
+        # A fit reports skipped rows at the end of its epochs, where ranks meet.
         return batches if self.trainer_facts is not None else self._told_at_end(batches, source)
 
     def _told_at_end(self, batches: Iterator[Batch], source: Source) -> Iterator[Batch]:
@@ -305,22 +304,22 @@ class Loop(LoopState):
         self.tell_skipped(source)
 
     def step(self, compute: Compute, batch: Batch, optimizer: Optimizers | None = None) -> bool:
-        """Train on one batch; returns whether that completed an optimizer step.
+        """Train on one batch; return whether that completed an optimizer step.
 
-        Gradients that other losses have left in the parameters do not count.
+        Gradients that other losses have left in the parameters are dropped.
 
         Args:
             compute: forward and loss of the batch, or of each micro-batch.
-            batch: on the device, as `batches` gives it.
-            optimizer: which of several optimizers step, one or a list; None for all together.
-                With `accumulate`, each such set gathers its own batches.
+            batch: a batch on the device, from `batches`.
+            optimizer: the optimizers that step, one or a list; None for all together. With
+                `accumulate`, each such set gathers its own batches.
 
         Raises:
-            NumbersError: where gradients were not finite; the weights are those before the step. Of
-            several ranks the one whose part of the batch is the cause raises it.
+            NumbersError: where gradients were not finite; the weights are those before the step. On
+                several ranks, the rank whose part of the batch is the cause raises it.
             OutOfMemory: where no allowed micro-batch fits.
             ModelError: the loss has no graph; in the first step, output and targets differ in shape
-            and broadcast, or `compute` calls `backward` itself.
+                and broadcast, or `compute` calls `backward` itself.
             FlatoutError: `prepare` was not given this optimizer.
         """
         stepper = self.stepper
@@ -331,7 +330,7 @@ class Loop(LoopState):
         return len(turn.gathered) >= self.accumulate and self._flush(compute, turn)
 
     def flush(self, compute: Compute, optimizer: Optimizers | None = None) -> bool:
-        """Make an optimizer step of the batches gathered so far, as at the end of an epoch."""
+        """Make an optimizer step of the batches gathered so far, such as at the end of an epoch."""
         return self._flush(compute, self.stepper.turns.of(optimizer))
 
     def _flush(self, compute: Compute, turn: Turn) -> bool:
@@ -357,15 +356,15 @@ class Loop(LoopState):
             act(step, done)
 
     def mean_loss(self, optimizer: Optimizers | None = None) -> float:
-        """Weighted mean loss of this epoch so far; waits for the device.
+        """Return the weighted mean loss of this epoch so far; waits for the device.
 
         Args:
-            optimizer: of the steps of this one, or of these together; None for all steps.
+            optimizer: one optimizer or several, whose joint steps count; None for all steps.
         """
         stepper = self.stepper
         turns = stepper.turns if optimizer is None else [stepper.turns.of(optimizer)]
         result = mean_of([turn.mean_loss.state_dict() for turn in turns])
-        self.timeline.settle()  # the device has ended all steps
+        self.timeline.settle()  # the device has completed all steps
         return result
 
     def step_loss(self) -> float:
@@ -376,7 +375,7 @@ class Loop(LoopState):
         return self.stepper.turn.mean_loss.last
 
     def notes(self) -> list[str]:
-        """What happened since the last call that the user should know."""
+        """Return and clear the notes for the user since the last call."""
         notes, self.stepper.notes = [*self.stepper.notes, *self.feed.notes()], []
         self.monitor.keep_notes(notes)
         return notes
@@ -388,28 +387,28 @@ class Loop(LoopState):
         eps=0, with weights in half precision, or at a huge learning rate.
 
         Args:
-            compute: makes a bad step once more to find its cause; that of the step by default.
+            compute: repeats a bad step to find its cause; by default that of the step.
 
         Raises:
-            NumbersError: naming the first step that was bad, or weights that an update made bad.
+            NumbersError: names the first bad step, or weights that an update made bad.
         """
         self.numbers.check(compute)
 
     # -- checkpoints -------------------------------------------------------------------------
 
     def save(self, extra: Any = None, score: float | None = None, own: Any = None) -> str:
-        """Write a checkpoint of everything; returns its path. Resuming from it is bitwise.
+        """Write a checkpoint of everything, and return its path. A resume from it is bitwise.
 
         Args:
-            extra: more state of the caller: numbers, strings, lists, dicts, tensors. Of several
-                ranks that of the first is kept.
-            score: the checkpoint with the smallest is kept beside the newest.
-            own: the like, of which that of each rank is kept.
+            extra: more state of the caller: numbers, strings, lists, dicts, tensors. With several
+                ranks, the first rank's is kept.
+            score: the checkpoint with the smallest score is kept in addition to the newest.
+            own: further state of the same kinds, which is kept for each rank.
 
         Raises:
             NumbersError: if a weight or buffer is not finite.
-            CheckpointError: if it, or the one before it, could not be written, or if batches that
-                wait for others to make a step would be lost in a resume.
+            CheckpointError: if this checkpoint or the previous one could not be written, or if a
+                resume would lose batches that wait to make a step.
         """
         assert self.resolved is not None
         check_gathered(self.stepper.turns, self.step_count, self.batch_in_epoch)
@@ -430,16 +429,16 @@ class Loop(LoopState):
         return path
 
     def end_tuning(self) -> None:
-        """Training is over: what is not tried by now will not be."""
+        """End tuning at the end of training, without trying the remaining options."""
         if self.tuner is not None:
             self.tuner.stop("the run ended")
 
     def close(self, error: BaseException | None = None) -> None:
-        """Take code changes off the model, put torch's settings back, and end the saving.
+        """Undo changes of the model's code and of torch's settings, and finish saving.
 
         Args:
-            error: what has ended the training, where it has failed. Within `except` and `finally`
-                it is found, unless it was there when `prepare` was called.
+            error: the exception that ended training. Within `except` and `finally` it is found
+                automatically, unless it was being handled already when `prepare` was called.
 
         Raises:
             CheckpointError: if the last checkpoint could not be written.
@@ -450,7 +449,7 @@ class Loop(LoopState):
         if error is None:
             self.end_tuning()
         self.monitor.end(error)
-        if error is None:  # else other ranks may not come
+        if error is None:  # after an error other ranks may not take part
             if self._stepper is not None:
                 self._stepper.switch.gather_rows()
             if self._trial is not None:

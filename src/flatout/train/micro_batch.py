@@ -1,9 +1,9 @@
 """Micro-batches: the same optimizer step in pieces that fit in memory.
 
 The gradient of a batch is the sum of its pieces' gradients, so splitting changes rounding only. Two
-kinds of models are exceptions: with BatchNorm in training the statistics would come from the piece
-(that changes learning, so it is never done unasked), and with dropout other random numbers are
-drawn.
+kinds of models are exceptions. With BatchNorm in training, the statistics would come from the
+piece; this changes learning, so it is never done without a request. With dropout, other random
+numbers are drawn.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from flatout.words import counted
 
 _T = TypeVar("_T")
 
-# What an estimate may use of the memory that is free: the rest is for what it cannot see.
+# Share of the free memory that an estimate may use; the rest is for needs that it cannot measure.
 _SHARE = 0.7
-# Beside what is kept, backward holds the gradient of an activation and the one it becomes. Small
-# ConvNets, transformers and MLPs were measured to need 2 to 4 times what is kept.
+# Memory for backward, as a multiple of the bytes that autograd saves. Backward also holds the
+# gradients of an activation and of its input. Small ConvNets, transformers and MLPs need 2 to 4.
 _BACKWARD = 3
 _NO_MEMORY = ("DefaultCPUAllocator", "not enough memory", "bad_alloc", "ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, on a GPU or on the CPU."""
+    """Return whether `error` means that memory ran out, on a GPU or on the CPU."""
     if isinstance(error, OutOfMemory):
         return False
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -42,14 +42,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Tracebacks keep the failed attempt's tensors alive, those of earlier errors as well."""
+    """Delete tracebacks, which keep tensors of a failed attempt and of earlier errors alive."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
 def smaller(model: nn.Module, pieces: int, size: int, when: str, on_rank: str = "") -> int:
-    """Into how many pieces to split after `pieces` did not fit: twice as many."""
+    """Return the number of pieces to try after `pieces` did not fit: twice as many."""
     where = f"{when}, batch of {size} in {counted(pieces, 'micro-batch', 'micro-batches')}"
     if pieces >= size:
         raise OutOfMemory(
@@ -69,7 +69,7 @@ def smaller(model: nn.Module, pieces: int, size: int, when: str, on_rank: str = 
 
 
 def not_split(micro_batch: str | int, size: int, when: str, on_rank: str) -> OutOfMemory:
-    """Memory ran out where batches are split only as the user has asked."""
+    """Return the error for memory that ran out where the user allows no further splitting."""
     return OutOfMemory(
         f"memory ran out{on_rank}",
         where=f"{when}, batch of {size}, micro_batch={micro_batch!r}",
@@ -79,7 +79,7 @@ def not_split(micro_batch: str | int, size: int, when: str, on_rank: str) -> Out
 
 
 def check_not_jagged(batch: Batch, pieces: int, micro_batch: str | int) -> None:
-    """Refuse to cut a batch whose inputs have no row for each sample, as was asked for."""
+    """Refuse a requested split of a batch whose inputs have no row for each sample."""
     if batch.is_jagged and pieces > 1:
         raise DataError(
             f"micro_batch={micro_batch!r} wants a batch of {batch.size:,} samples cut, and its "
@@ -90,7 +90,7 @@ def check_not_jagged(batch: Batch, pieces: int, micro_batch: str | int) -> None:
 
 
 def jagged_out_of_memory(size: int, when: str, on_rank: str) -> OutOfMemory:
-    """Memory ran out on a batch that cannot be cut."""
+    """Return the error for memory that ran out on a batch that cannot be split."""
     return OutOfMemory(
         f"memory ran out{on_rank}, and the batch cannot be split: its inputs have no row for each "
         "sample",
@@ -101,7 +101,7 @@ def jagged_out_of_memory(size: int, when: str, on_rank: str) -> OutOfMemory:
 
 
 def not_split_alone(what: str, size: int, when: str, on_rank: str, *, staged: bool) -> OutOfMemory:
-    """Memory ran out on a rank that others wait for within the step."""
+    """Return the error for memory that ran out on a rank that others wait for within a step."""
     return OutOfMemory(
         f"memory ran out{on_rank}, and {what} may meet other ranks' within a step, so that none "
         "can take its part again",
@@ -114,7 +114,7 @@ def not_split_alone(what: str, size: int, when: str, on_rank: str, *, staged: bo
 
 
 class Parts:
-    """Evaluates batches whole, or in parts where memory runs out: no sample knows of another."""
+    """Evaluates batches whole, or in parts if memory runs out, since samples are independent."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -123,7 +123,7 @@ class Parts:
     def __call__(
         self, run: Callable[[Batch], _T], batch: Batch, *, whole: bool = False
     ) -> list[_T]:
-        """What `run` gives for the batch, or for each of its parts, in order."""
+        """Return the results of `run` for the batch, or for each of its parts in order."""
         done: list[_T] = []
         start, whole = 0, whole or batch.is_jagged
         while start < batch.size:
@@ -163,22 +163,22 @@ class Parts:
 
 
 def pieces_for(batch_size: int, micro_batch: str | int) -> int:
-    """Into how many pieces the Recipe's `memory.micro_batch` asks to split."""
+    """Return the number of pieces that the Recipe's `memory.micro_batch` asks for."""
     if isinstance(micro_batch, int):
         return -(-batch_size // micro_batch)
     return 1
 
 
 def estimate_pieces(model: nn.Module, forward: Callable[[Batch], object], batch: Batch) -> int:
-    """Pieces that let the activations of `batch` fit in the free memory of this machine.
+    """Return the number of pieces whose activations fit in the free memory of this machine.
 
-    On a CPU running out of memory is rarely an error that can be caught: the kernel ends the
-    process. So the bytes that autograd keeps for backward are counted on a few samples and on twice
-    as many, and extended to the batch. Model, buffers and random states are left as they were.
+    On a CPU, running out of memory is rarely an error that can be caught: the kernel kills the
+    process. So the bytes that autograd saves are counted on a few samples and on twice as many, and
+    extrapolated to the batch. Model, buffers and random states are left unchanged.
     """
     if batch.size < 4 or batch.is_jagged or is_batch_coupled(model):
         return 1
-    few = 1 if batch.size < 8 else 2  # attention takes another way for a single sample
+    few = 1 if batch.size < 8 else 2  # attention may use other kernels for a single sample
     once, twice = (_kept_bytes(model, forward, batch.rows(0, n)) for n in (few, 2 * few))
     if once is None or twice is None:
         return 1
@@ -206,11 +206,11 @@ def _kept_bytes(model: nn.Module, forward: Callable[[Batch], object], batch: Bat
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box[0])
     try:
-        # Code that is compiled for so few samples would be compiled for any number from then on.
+        # Code compiled for few samples would be compiled for any number of samples from then on.
         with untouched(model, forward), uncompiled(), hooks:
             kept = forward(batch)  # noqa: F841 - alive while the bytes are counted
     except Exception:
-        return None  # the first real step will say what is wrong
+        return None  # the first real step will report the error
     finally:
         # A graph that saves its own output refers to itself, and would never be freed.
         for box in boxes:

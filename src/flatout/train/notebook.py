@@ -1,8 +1,8 @@
 """`Trainer(model, devices=2).fit(...)` in a notebook: the fit runs on ranks spawned for it.
 
-Model, optimizer, data and callbacks go to the ranks in a file, and what training has changed comes
-back into the notebook's own objects. Ranks are fresh processes: a fork of one that has computed
-would hang in libgomp.
+Model, optimizer, data and callbacks go to the ranks in a file. The changes made by training are
+copied back into the notebook's own objects. Ranks are fresh processes: a fork of a process that has
+computed would hang in libgomp.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from flatout.world import Nodes, check_devices, place
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# How often ranks start again after one of them was killed.
+# Most restarts of the ranks after one of them was killed.
 _RESTARTS = 3
-# So many of the last characters that a killed rank wrote are told.
+# Number of last characters of a killed rank's output that are reported.
 _LAST_CHARACTERS = 2_000
 
 
 def check_ranks_asked(devices: int, recipe: Recipe | ResolvedRecipe | None) -> None:
-    """Refuse a number of ranks that cannot be had here."""
+    """Refuse a number of ranks that is not available here."""
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ModelError(f"devices is a number of ranks from 1, found {devices!r}")
     if devices == 1:
@@ -69,7 +69,7 @@ def check_ranks_asked(devices: int, recipe: Recipe | ResolvedRecipe | None) -> N
 
 
 def on_ranks(fit: F) -> F:
-    """Let a fit run on its own ranks where the Trainer was asked for several in a notebook."""
+    """Let a fit in a notebook run on ranks of its own if the Trainer was given several devices."""
 
     @wraps(fit)
     def fit_here_or_there(trainer: FittingTrainer, *args: Any, **kwargs: Any) -> History:
@@ -95,7 +95,7 @@ def _fit_there(trainer: FittingTrainer, args: tuple[Any, ...], kwargs: dict[str,
             f"{trainer.devices}, or take world.strategy=ddp",
         )
     given = signature(type(trainer).fit).bind(trainer, *args, **kwargs).arguments
-    # What is iterated over twice must not be used up the first time.
+    # Callbacks are iterated over twice, so an iterator is copied into a list.
     kwargs = {name: value for name, value in given.items() if name != "self"}
     kwargs["callbacks"] = list(kwargs.get("callbacks") or ())
     nodes = Nodes(ranks=trainer.devices)
@@ -123,7 +123,7 @@ def _fit_there(trainer: FittingTrainer, args: tuple[Any, ...], kwargs: dict[str,
 
 @torch.no_grad()
 def _take_back(folder: Path, trainer: FittingTrainer, callbacks: list[Any]) -> bool:
-    """Put what training has changed into the notebook's own objects; whether there is anything."""
+    """Copy the result of training into the notebook's own objects; return whether there is one."""
     result = unpack_result(folder, trainer)
     if result is None:
         return False
@@ -145,7 +145,7 @@ def _take_back(folder: Path, trainer: FittingTrainer, callbacks: list[Any]) -> b
 
 
 class _RankTraceback(Exception):
-    """The traceback of a rank, shown as the cause of the error that came from there."""
+    """The traceback of a rank, shown as the cause of that rank's error."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -156,12 +156,12 @@ def _error(folder: Path, rank: int, code: int) -> BaseException:
         text, pickled = pickle.loads((folder / f"error-{rank}").read_bytes())
         try:
             error = pickle.loads(pickled)
-        except Exception:  # its class cannot be made again from its arguments
+        except Exception:  # the class cannot be built from its arguments
             error = WorldError(text.strip().rpartition("\n")[2])
         error.__cause__ = _RankTraceback(text)
         return error if isinstance(error, BaseException) else WorldError(text)
     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    last = ""  # of the first rank it has been shown already
+    last = ""  # the output of the first rank was already shown
     with suppress(OSError):
         last = (
             ""
@@ -192,7 +192,7 @@ def _output(folder: Path) -> Iterator[Any]:
     showing = []
     for name, stream in (("stdout-0", sys.stdout), ("stderr-0", sys.stderr)):
         os.mkfifo(folder / name)
-        # Open for writing too, so that there is an end only where it is said.
+        # Opened for writing too, so that reading does not end when a writer closes it.
         pipe = os.open(folder / name, os.O_RDWR)
         showing.append(threading.Thread(target=_show, args=(pipe, stream, over), daemon=True))
         showing[-1].start()

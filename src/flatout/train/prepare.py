@@ -1,4 +1,4 @@
-"""What `Loop.prepare` does before it decides: the model's place, and the first batches."""
+"""First actions of `Loop.prepare`: placing the model, and reading the first batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flatout.train.resume import first_samples, source_state
 
 
 def place_model(loop: LoopState, model: nn.Module) -> list[str]:
-    """Move the model, and what its optimizers hold; returns what is said of another place."""
+    """Move the model and its optimizers' state; return lines about a device not requested."""
     asked = loop.requested.world
     device, loop.why_device = device_here(asked)
     loop.feed.set_device(device)
@@ -32,17 +32,17 @@ def place_model(loop: LoopState, model: nn.Module) -> list[str]:
         loop.say(line)
     for optimizer in loop.optimizers:
         if loop.device.type != "cpu" and optimizer.state:
-            # State of earlier steps follows its parameters: torch moves what it loads.
+            # Existing state must follow its parameters: torch moves the state that it loads.
             optimizer.load_state_dict(optimizer.state_dict())
     return words
 
 
 def first_batches(loop: LoopState, data: Source | None, compute: Compute | None) -> list[Batch]:
-    """The first batches on the device, where all is checked that can be before a step."""
+    """Return the first batches on the device, after all checks that are possible before a step."""
     if data is not None and is_pipe(data):
         data = agreed(data, loop.world)
     if data is not None and loop.run is not None:
-        # What tells the data is told before a function that draws has drawn.
+        # The digest is taken before a function that draws random numbers has run.
         loop.data_state = source_state(data)
     check_ranks(loop.model, data, loop.world, loop.say)
     check_reduction(loop.requested.world, loop.world, loop.say)
@@ -53,7 +53,7 @@ def first_batches(loop: LoopState, data: Source | None, compute: Compute | None)
         return []
     part = part_of(data, loop.world, loop.note, whole=loop.is_staged)
     first: list[Batch] = []
-    # What a dataset of the user's own holds besides its data, as a generator or a count.
+    # Saves the other state of a user's dataset, such as a generator or a count.
     held = HeldState(part, most_bytes=0)
     try:
         peeked_s = seconds_of(lambda: first.extend(part.peek(2)), loop.terms.clock)
@@ -62,12 +62,12 @@ def first_batches(loop: LoopState, data: Source | None, compute: Compute | None)
     loop.batch_s = peeked_s / max(1, len(first))
     if loop.is_staged and any(batch.is_jagged for batch in first):
         raise jagged_in_stages()
-    # A rank may have none where others have some; all ask.
+    # A rank may have no batch where other ranks have some; all ranks take part.
     loop.first_batch_size = round(sum(loop.world.gather(samples_of(first)))) or None
     loop.has_own_batches = loop.world.size > 1 and not isinstance(data, Pipeline)
     loop.has_own_batches &= any(batch.is_jagged for batch in first)
     if first:
-        # The first rank's part begins with the same samples on any World.
+        # The first rank's part begins with the same samples for any number of ranks.
         loop.first_samples = first_samples(first) if loop.world.is_first else None
         if loop.resume is not None:
             loop.resume.check_data(part, loop.first_samples)
@@ -78,7 +78,7 @@ def first_batches(loop: LoopState, data: Source | None, compute: Compute | None)
 
 
 def follow_rule(loop: LoopState) -> None:
-    """Follow the user's rule for the learning rate; trials ran without it."""
+    """Apply the user's learning-rate rule; trials ran without it."""
     scale, words = scale_rates(
         loop.lr_rule,
         loop.optimizers,
@@ -89,7 +89,7 @@ def follow_rule(loop: LoopState) -> None:
         own_batches=loop.has_own_batches,
     )
     if loop.resume is None:
-        loop.stepper.notes += words  # after a resume the History has them
+        loop.stepper.notes += words  # after a resume the History has these notes
     elif scale is not None and scale.changes:
         words = [resumed_words(scale, loop.step_count)]
     for line in words:

@@ -1,7 +1,7 @@
-"""A fit that is run only to see how fast it is on so many ranks: `flatout run --devices auto`.
+"""A fit that only measures speed on a given number of ranks: `flatout run --devices auto`.
 
-The command starts the script several times and ends it inside its first fit, so nothing is written
-to the run folder, and nothing behind that fit runs.
+The command starts the script several times and ends it within its first fit. So nothing is written
+to the run folder, and no code after that fit runs.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from flatout.atomic_file import atomic_write
 from flatout.world import RANK_TRIAL
 
 _WARM_S, _WARM_STEPS, _MEASURE_S = 1.0, 3, 4.0
-# Steps are measured once settings are no longer tried on them, but begun after so long at most.
+# Most seconds to wait for tuning to end before steps are measured.
 _TUNING_S = 10.0
 _LOOK_EVERY_S = 0.005
 
 
 def is_trial() -> bool:
-    """Whether this process trains only to be measured."""
+    """Return whether this process trains only to be measured."""
     return RANK_TRIAL in os.environ
 
 
 class RankTrial:
-    """Watches how many steps a second are made, from its own thread."""
+    """Counts the steps per second, from its own thread."""
 
     def __init__(self, steps: Callable[[], int], tunes: Callable[[], bool], is_first: bool) -> None:
         self._steps, self._tunes = steps, tunes
         self._is_first = is_first
         self._ended = threading.Event()
-        # When the first steps were done and when the last, with their numbers.
+        # Time and number of the first measured step, and of the last.
         self._seen: list[tuple[float, int]] = []
         threading.Thread(target=self._watch, name="flatout-rank-trial", daemon=True).start()
 
     def end(self) -> None:
-        """Training is over before the trial was: report what there is, and wait to be ended."""
+        """Report the result if training ends before the trial, and wait to be ended."""
         self._seen.append((time.perf_counter(), self._steps()))
         self._ended.set()
         time.sleep(60)

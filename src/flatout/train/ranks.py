@@ -1,4 +1,4 @@
-"""What must hold before several ranks train one model, and while they do."""
+"""Conditions for training one model on several ranks, before and during training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NO_ROWS = "the inputs of these batches have no row for each sample"
 
 
 def agreed(source: Source, world: World) -> Source:
-    """The source, of which all ranks know how many steps it makes; of pipes, this rank's own."""
+    """Return the source with an agreed number of steps; for pipes, this rank's own source."""
     own = _own_pipe(source, world)
     if own is not None:
         return own
@@ -57,7 +57,7 @@ def _own_pipe(source: Source, world: World) -> Pipeline | None:
 def check_ranks(
     model: nn.Module, data: Source | None, world: World, say: Callable[[str], None] = say
 ) -> None:
-    """Refuse what would train another model than one rank does."""
+    """Refuse data and models with which several ranks would train another model than one rank."""
     if world.size == 1:
         return
     for module in modules_of(model):
@@ -164,11 +164,11 @@ def part_of(
     whole: bool = False,
     use: Use = "evaluate",
 ) -> Source:
-    """What this rank reads of a source.
+    """Return this rank's part of a source.
 
-    Of batches that come ready made the ranks compare an epoch's first one. Jagged batches are not
-    cut: each rank trains on its own. Of pipes each rank reads its own, and all end an epoch
-    together.
+    If batches come ready-made and in random order, the ranks compare the first batch of an epoch.
+    Jagged batches are not split: each rank trains on its own batches. Each rank reads its own pipe,
+    and all ranks end an epoch together.
     """
     if whole and differs_by_rank(source):
         raise DataError(
@@ -235,7 +235,7 @@ def _share_of(
 
 
 def jagged_in_stages() -> DataError:
-    """What to raise where stages of a model are given jagged batches."""
+    """Return the error for jagged batches in a model with stages."""
     return DataError(
         f"world.strategy=staged cuts batches into micro-batches, and {_NO_ROWS}",
         do="train with world.strategy=ddp, each rank with a loader of its own",

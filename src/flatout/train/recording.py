@@ -1,10 +1,10 @@
-"""What a Loop with a run folder records of itself: its Profile, and a line of the folder's history.
+"""Records of a Loop with a run folder: its Profile, and lines of the folder's history.
 
-    RUN/profile.json    what this process measured; while it runs, as of some time ago
-    RUN/runs.jsonl      two lines for each time that a job ran here: when it began, and how it ended
+    RUN/profile.json    measurements of this process; during the run, from some time ago.
+    RUN/runs.jsonl      two lines for each job that ran here: its begin, and its end.
 
-Rank 0 writes. Other ranks tell what they know where all meet anyway: at checkpoints, and at the end
-of a fit. There is no thread, and what cannot be written is left out.
+Rank 0 writes. The other ranks send their records where all ranks meet anyway: at checkpoints, and
+at the end of a fit. There is no thread, and failures to write are ignored.
 """
 
 from __future__ import annotations
@@ -43,18 +43,17 @@ from flatout.train.loop_state import LoopState
 from flatout.train.resume import Resume
 from flatout.train.signals import Interrupted
 
-# Before the end a Profile is written after so many seconds, and then again and again.
+# Seconds between successive writes of the Profile: _FIRST_S: the first ones. _EVERY_S: later ones.
 _FIRST_S, _EVERY_S = (2.0, 8.0, 30.0, 120.0), 300.0
 _MOST_EPOCHS = 1_000
 
 
 class RunRecording:
-    """Records a Loop that was prepared, until its end.
+    """Records a prepared Loop, until its end.
 
     Attributes:
-        due: on `perf_counter_ns`' clock; call `look` at the end of a step after that.
-        notes: what the user was told while training.
-        step_times, ranks_on_host: as of the Profile, once they are measured.
+        notes: lines that the user got during training.
+        step_times, ranks_on_host: parts of the Profile, once they are measured.
     """
 
     def __init__(self, loop: LoopState, model: dict[str, Any], sample_bytes: float | None) -> None:
@@ -82,11 +81,11 @@ class RunRecording:
 
     @property
     def due(self) -> int:
-        """When `look` is to be called, at the end of a step."""
+        """Time on `perf_counter_ns`' clock after which `look` is to be called after a step."""
         return min(self._use.due, self._write_at)
 
     def look(self) -> None:
-        """Note what is used; write what is known so far, where that is due."""
+        """Sample the resources in use, and write the Profile if that is due."""
         self._use.look()
         if clock() < self._write_at:
             return
@@ -94,7 +93,7 @@ class RunRecording:
         wait = _FIRST_S[self._writes] if self._writes < len(_FIRST_S) else _EVERY_S
         self._write_at = clock() + int(wait * 1e9)
         if self._folder is not None and self._loop.checkpointing.holds:
-            with suppress(Exception):  # whatever it is, the job is worth more
+            with suppress(Exception):  # no failure here may end the job
                 self._profile("running", None).write(self._folder)
 
     def end_epoch(self, figures: Mapping[str, float]) -> None:
@@ -113,7 +112,7 @@ class RunRecording:
         del self._epochs[:-_MOST_EPOCHS]
 
     def meet(self) -> None:
-        """Have all ranks tell; all call it."""
+        """Gather the records of all ranks; all ranks call it."""
         world = self._loop.world
         if world.size > 1:
             steady = profiled.steady_steps(self._loop)
@@ -122,9 +121,7 @@ class RunRecording:
             self._rank_profiles = [RankProfile(**item) for item in gathered]
 
     def close(self, error: BaseException | None) -> None:
-        """Write the Profile and how the run ended; a run without a step leaves the Profile
-        alone.
-        """
+        """Write the Profile and how the run ended; without a step, keep the earlier Profile."""
         if self._folder is None or not self._loop.checkpointing.holds:
             return
         try:
@@ -180,7 +177,7 @@ class RunRecording:
 
     def _append_to_history(self, event: str, profile: Profile | None = None) -> None:
         if self._folder is None:
-            return  # another rank does
+            return  # another rank writes
         line: dict[str, Any] = {
             "event": event,
             "id": f"{self._began:.3f}-{os.getpid()}",
@@ -207,7 +204,7 @@ class RunRecording:
                 "figures": profile.epochs[-1] if profile.epochs else {},
             }
         with suppress(OSError):
-            # One write, so that lines stay whole where others write, too.
+            # A single write keeps the line whole while other processes append too.
             file = os.open(self._folder / RUNS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:
                 os.write(file, json.dumps(json_safe(line)).encode() + b"\n")
@@ -224,7 +221,7 @@ def _gpu_of(device: torch.device) -> Any:
 
     def read() -> tuple[float | None, int | None]:
         busy, used = meter.read()
-        if used is None:  # CUDA tells that where NVML does not
+        if used is None:  # NVML cannot report it, but CUDA can
             free, total = torch.cuda.mem_get_info(device)
             used = total - free
         return busy, used

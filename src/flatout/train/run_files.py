@@ -1,8 +1,8 @@
-"""What a fit writes into its run folder beside checkpoints and the Profile.
+"""Files that a fit writes into its run folder in addition to checkpoints and the Profile.
 
-recipe.toml     how the steps run
-log.jsonl       a line for each epoch
-history.json    the History, at the end
+recipe.toml     settings of the steps.
+log.jsonl       a line for each epoch.
+history.json    the History, at the end.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from flatout.unfinished import remove_abandoned
 
 
 class RunFiles:
-    """Writes into the folder of a Loop that was prepared; of several ranks the first does."""
+    """Writes into the run folder of a prepared Loop; only the first rank writes."""
 
     def __init__(self, loop: LoopState) -> None:
         self._loop = loop
 
     @property
     def path(self) -> Path | None:
-        """Where this rank writes; None where it does not."""
+        """Folder that this rank writes to; None where it does not write."""
         run = self._loop.run
         return Path(run) if run and "://" not in run and self._loop.world.is_first else None
 
     def begin(self) -> list[JsonLines]:
-        """Write down what runs; returns what keeps the log."""
+        """Write the Recipe, and return the callbacks that write the log."""
         if self.path is None:
             return []
-        remove_abandoned(self.path)  # of a fit that was killed while it wrote here
+        remove_abandoned(self.path)  # temporary files of a fit that was killed
         self.write_recipe()
         return [JsonLines(self.path / "log.jsonl")]
 
     def write_recipe(self) -> None:
-        """Write down how the steps run, as it is known now."""
+        """Write the present settings of the steps."""
         if self.path is not None:
             assert self._loop.resolved is not None
             dump(self._loop.resolved, self.path / "recipe.toml")
 
     def restore_folder(self, history: History) -> None:
-        """Make the folder again if it was removed while the job runs, and say so."""
+        """Create the folder again if it was removed while the job runs, and report it."""
         loop = self._loop
         if loop.run is not None and loop.checkpointing.restore_folder():
             assert loop.resolved is not None
@@ -54,10 +54,10 @@ class RunFiles:
             loop.say(note)
 
     def end(self, history: History) -> None:
-        """Leave the figures for a report."""
+        """Write the History for a report."""
         if self.path is None:
             return
         try:
             history.save(self.path / "history.json")
-        except FlatoutError as error:  # no reason to lose what was trained
+        except FlatoutError as error:  # must not end a finished training
             self._loop.say(str(error))

@@ -1,4 +1,4 @@
-"""The loss of each sample alone, and what a model takes it for."""
+"""The loss of each sample alone, and the class that a model predicts for it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ Kind = Literal["classes", "binary", ""]
 
 
 class SampleLoss(NamedTuple):
-    """What tells samples that a model gets right from others.
+    """Computes losses by sample, to find the samples that a model gets most wrong.
 
     Attributes:
-        values: gives the loss of each sample of an output and its batch, of shape (samples,).
-        kind: "classes" where the output has a score for each, "binary" where it has one number,
-            "" where nothing is known of it.
-        is_logits: whether scores are no probabilities yet.
+        values: function of an output and its batch that returns a loss per sample, of shape
+            (samples,).
+        kind: "classes" if the output has a score for each class, "binary" if it has one number; ""
+            if that is unknown.
+        is_logits: whether scores are logits, and not yet probabilities.
     """
 
     values: Callable[[Any, Batch], torch.Tensor]
@@ -31,9 +32,9 @@ class SampleLoss(NamedTuple):
     is_logits: bool = True
 
     def compared(self, output: torch.Tensor, target: torch.Tensor) -> tuple[Any, Any, Any]:
-        """Target and prediction as plain values, and how sure the model is of a class."""
+        """Return target and prediction as plain values, and the predicted class's probability."""
         if self.kind == "classes" and output.dim() == 1:
-            # Of log-probabilities, too, softmax gives the probabilities.
+            # softmax turns log-probabilities into probabilities too.
             shares = output.softmax(0) if self.is_logits else output
             predicted = int(shares.argmax())
             true = int(target.argmax()) if target.numel() > 1 else int(target)
@@ -46,14 +47,14 @@ class SampleLoss(NamedTuple):
 
 
 def of_loss(loss: Loss) -> SampleLoss:
-    """That of a Trainer's one loss."""
+    """Return the sample loss for a Trainer's single loss."""
     binary = loss.name == "binary_cross_entropy"
     kind: Kind = "classes" if loss.ignore_index is not None else "binary" if binary else ""
     return SampleLoss(partial(_values, loss), kind)
 
 
 def of_compiled(model: Any) -> SampleLoss:
-    """That of a Keras model's one compiled loss."""
+    """Return the sample loss for a Keras model's single compiled loss."""
     values, name, is_logits = sample_losses(model)
     kind: Kind = "binary" if "binary" in name else "classes" if "categorical" in name else ""
 

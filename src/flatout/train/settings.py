@@ -48,9 +48,9 @@ FIELDS = {f.partition(".")[2]: f for f, setting in SETTINGS.items() if setting.l
 LIVE: dict[str, Live] = {
     name: live for name, field in FIELDS.items() if (live := SETTINGS[field].live) is not None
 }
-"""How a live model is switched to each of them."""
-# The lowest first: rewriting leaves alone what is recomputed, and both must be there before the
-# model is compiled.
+"""Functions that switch a live model to each setting, by the setting's name."""
+# Settings that change the model's code, the lowest first: rewriting skips recomputed modules, and
+# both must be applied before the model is compiled.
 _LAYERS = sorted(filter(lambda name: LIVE[name].layer, LIVE), key=lambda name: LIVE[name].layer)
 _VALUES = [(name, Any, SETTINGS[field].plain) for name, field in FIELDS.items()]
 
@@ -60,24 +60,23 @@ class Settings(make_dataclass("Values", _VALUES, frozen=True)):  # type: ignore[
 
     @classmethod
     def of(cls, recipe: ResolvedRecipe) -> Settings:
-        """The settings that a resolved Recipe asks for."""
+        """Return the settings of a resolved Recipe."""
         return cls(**{name: recipe.get(field) for name, field in FIELDS.items()})
 
     def but(self, **changes: Any) -> Settings:
-        """These settings with some changed."""
+        """Return a copy with some settings changed."""
         return replace(self, **changes)
 
     def other_than(self, plain: Settings) -> dict[str, Any]:
-        """The fields of the Recipe in which these differ from others, and their values."""
+        """Return the Recipe's fields in which these settings differ from others, with values."""
         values = {field: getattr(self, name) for name, field in FIELDS.items()}
         return {f: v for f, v in values.items() if v != getattr(plain, f.partition(".")[2])}
 
 
 class Switch:
-    """Holds a model and its optimizers at some Settings; `use` brings them to others.
+    """Holds a model and its optimizers at some Settings; `use` switches to other Settings.
 
-    Everything is done in place: the user's objects, their parameters and their state dict keys
-    stay.
+    All changes are in place: the user's objects, their parameters and their state dict keys stay.
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, device: torch.device) -> None:
@@ -96,14 +95,14 @@ class Switch:
         self.now = Settings(**asked)
         self._undo: dict[str, list[Undo]] = {}
         self.rows: dict[torch.optim.Optimizer, TouchedRows] = {}
-        self.tables: Tables | None = None  # where some are stepped by rows
-        self.shards: RowShards | None = None  # where rows are to lie on several ranks
+        self.tables: Tables | None = None  # tables of the model, if some are stepped by rows
+        self.shards: RowShards | None = None  # set if rows are to be sharded over ranks
         self.splits_tables = False  # whether tables of bf16 have lower halves
-        # Tables that steps have shown to be read whole, and why.
+        # Tables that steps have read whole, with reasons.
         self._read_whole: dict[torch.Tensor, str] = {}
 
     def use(self, wanted: Settings) -> None:
-        """Bring model, optimizer and process from what they are to `wanted`."""
+        """Switch model, optimizer and process to the `wanted` settings."""
         now = self.now
         # In the order of the Recipe: the optimizer's state follows its parameters into a memory
         # format before a fused kernel sees both.
@@ -111,12 +110,12 @@ class Switch:
             value = getattr(wanted, name)
             if live.apply and not live.layer and (live.may_change or value != getattr(now, name)):
                 live.apply(self, value)
-        # What has been done stays known if changing the code fails.
+        # Record the settings applied so far, in case changing the code fails.
         self.now = wanted.but(**{name: getattr(now, name) for name in _LAYERS})
         self._change_code(wanted)
 
     def _change_code(self, wanted: Settings) -> None:
-        """Take layers off down to the lowest that changes, and put on those that are wanted."""
+        """Undo code changes down to the lowest that differs, and apply those that are wanted."""
         changing = [n for n in _LAYERS if getattr(wanted, n) != getattr(self.now, n)]
         if not changing:
             return
@@ -135,13 +134,13 @@ class Switch:
 
     @property
     def guards_group_norms(self) -> bool:
-        """Whether a GroupNorm may meet images in channels_last: code may call its function."""
+        """Whether a GroupNorm may get images in channels_last, also by its function."""
         may_meet = self._has_group_norms or self.now.memory_format == "channels_last"
         return self._is_cpu and may_meet
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context in which forward runs."""
-        # An autocast that is open around the fit still holds cast weights of an earlier step.
+        """Return the context in which forward runs."""
+        # An autocast context open around the fit may still cache cast weights of an earlier step.
         torch.clear_autocast_cache()
         dtype = _DTYPES.get(self.now.precision)
         within: AbstractContextManager[Any] = nullcontext()
@@ -150,12 +149,12 @@ class Switch:
         return guarding_group_norms(within) if self.guards_group_norms else within
 
     def release(self) -> None:
-        """Take the code changes off the model again; weights, layout and optimizer stay."""
+        """Undo the code changes of the model; weights, layout and optimizer stay."""
         self.use(self.now.but(**dict.fromkeys(_LAYERS, "off")))
         if self.shards is not None:
             self.shards.keep_from_reads()
 
-    # -- what settings ask for ---------------------------------------------------------------
+    # -- interface for settings --------------------------------------------------------------
 
     torch = torch
     allocator = allocator
@@ -163,62 +162,62 @@ class Switch:
     matmul_precision = staticmethod(matmul_precision)
 
     def benchmark_cudnn(self, wanted: bool) -> None:
-        """Whether cuDNN tries its algorithms out."""
+        """Set whether cuDNN measures its algorithms."""
         torch.backends.cudnn.benchmark = wanted
 
     @property
     def memory_format(self) -> str:
-        """In which the weights lie."""
+        """Memory format of the weights."""
         return format_of(self.model)
 
     def lay_out(self, memory_format: str) -> None:
-        """Weights and the optimizers' state."""
+        """Convert weights and the optimizers' state to a memory format."""
         lay_out(self.model, FORMATS[memory_format])
         for optimizer in self.optimizers:
             align_state(optimizer)
 
     @property
     def is_fused(self) -> bool:
-        """Whether an optimizer is."""
+        """Whether an optimizer is fused."""
         return any(map(is_fused, self.optimizers))
 
     def fuse(self, wanted: bool) -> None:
-        """Asks the optimizers themselves: a state that was loaded brings its own options."""
+        """Fuse or unfuse optimizers; a loaded state may have changed the option."""
         for optimizer in self.optimizers:
             if wanted != is_fused(optimizer) and (self.can_fuse(optimizer) or not wanted):
                 (fuse if wanted else unfuse)(optimizer)
 
     def can_fuse(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether fusing is ours to switch: torch can, and the user did not choose.
+        """Return whether fusing is possible, and not the user's own choice.
 
-        Fused kernels take no sparse gradients, as some of an `nn.Embedding` are.
+        Fused kernels take no sparse gradients, which some `nn.Embedding` layers have.
         """
         own = (parameter for group in optimizer.param_groups for parameter in group["params"])
         can = can_fuse(optimizer) or is_fused(optimizer)
         return can and self._sparse.isdisjoint(map(id, own))
 
     def set_allocator(self, value: str) -> None:
-        """Once `keep`, glibc's own adaptive limits do not come back."""
+        """Set the allocator; after `keep`, glibc's own adaptive limits do not return."""
         (allocator.keep_memory if value == "keep" else allocator.default_memory)()
 
     def recompute_activations(self) -> list[Undo]:
-        """In the backward pass."""
+        """Recompute activations in the backward pass."""
         return [recompute_activations(self.model)]
 
     def rewrite(self) -> list[Undo]:
-        """The model, by all exact rewrites that are found."""
+        """Apply all exact rewrites that are found in the model."""
         return [rewrite.apply() for rewrite in find_rewrites(self.model)]
 
     def fuse_norms(self) -> list[Undo]:
-        """The model's BatchNorms, with the activations behind them."""
+        """Fuse the model's BatchNorms with the activations that follow."""
         return [rewrite.apply() for rewrite in fused_norms_of(self.model)]
 
     def keep_in_fp32(self) -> list[Undo]:
-        """The operators of the model that may be slower in bf16."""
+        """Keep operators of the model in fp32 that may be slower in bf16."""
         return keep_in_fp32(self.model)
 
     def touch_rows(self) -> list[Undo]:
-        """Tables are stepped by the rows that a batch has used."""
+        """Step tables by the rows that a batch has used."""
         result = Tables.of(self.model, self.optimizers, split=self.splits_tables)
         self.tables = result.without(self._read_whole, self.model)
         for optimizer, own in self.tables.by_rows.items():
@@ -229,7 +228,7 @@ class Switch:
         return [self._leave_rows, *look_at_ids(self.model, self.tables.names)]
 
     def shard(self, shards: RowShards | None) -> None:
-        """Let rows of tables lie on several ranks, those of tables stepped by rows now as well."""
+        """Shard rows of tables over ranks; tables stepped by rows now are switched off first."""
         if shards is not None and self.rows:
             self.use(self.now.but(touched_rows="off"))
         self.shards = shards
@@ -241,14 +240,14 @@ class Switch:
         self.tables = None
 
     def leave_read_whole(self) -> bool:
-        """Whether the last step has shown that tables are read whole; that is kept in mind."""
+        """Exclude tables that the last step has read whole; return whether there is a new one."""
         if not self.rows:
             return False
         left = [pair for rows in self.rows.values() for pair in rows.left.items()]
         return self.leave(dict(left))
 
     def leave(self, whole: Mapping[torch.Tensor, str]) -> bool:
-        """Never step these tables by rows, for what is said of each; whether any of them is new."""
+        """Never step these tables by rows, for the given reasons; return whether one is new."""
         new = {weight: why for weight, why in whole.items() if weight not in self._read_whole}
         self._read_whole |= new
         if new and self.tables is not None:
@@ -256,23 +255,23 @@ class Switch:
         return bool(new)
 
     def settle_rows(self) -> None:
-        """Bring all rows of tables up to date, for someone who reads them whole."""
+        """Bring all rows of tables up to date, before code that reads tables whole."""
         for rows in self.rows.values():
             rows.settle()
 
     def spread_rows(self) -> None:
-        """Each rank has nothing but its own rows of tables that are sharded, from here on."""
+        """Keep only this rank's own rows of sharded tables from here on."""
         for rows in self.rows.values():
             rows.spread()
 
     def gather_rows(self) -> None:
-        """All ranks, which all call it, have all rows of their tables again."""
+        """Restore all rows of the tables on all ranks; all ranks call it."""
         for rows in self.rows.values():
             rows.gather_rows()
 
     @contextmanager
     def rows_as_they_lie(self) -> Iterator[None]:
-        """Within, lookups give what is here, for someone who wants to know only of their ids."""
+        """Let lookups in this context use local rows, for code that only needs their ids."""
         if self.shards is not None:
             self.shards.lies = True
         try:
@@ -282,7 +281,7 @@ class Switch:
                 self.shards.lies = False
 
     def compile(self) -> list[Undo]:
-        """The model, as model.compile does."""
+        """Compile the model, as `model.compile` does."""
         before = self.model._compiled_call_impl
         self.model.compile()
         return [lambda: setattr(self.model, "_compiled_call_impl", before)]

@@ -1,4 +1,4 @@
-"""Whether tables of a job are sharded over its ranks, and what hinders that."""
+"""Sharding of a job's tables over its ranks, and reasons against it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from flatout.train.snapshot import untouched
 from flatout.world import World
 
 SHARDED = {"compute.touched_rows": "on", "compute.compile": "off"}
-"""What sharded tables need of settings that are left open."""
+"""Values that sharded tables require of open settings."""
 
 
 def shards_tables(recipe: Recipe | ResolvedRecipe, world: World) -> bool:
-    """Whether that is asked for; one rank has all rows."""
+    """Return whether sharding is requested; a single rank has all rows."""
     return recipe.world.tables == "sharded" and world.size > 1
 
 
 def shards_of(loop: LoopState, resolved: ResolvedRecipe) -> RowShards | None:
-    """What shards the tables of a job that is decided, where that is asked for."""
+    """Return the shards of a job whose settings are decided; None if they are not requested."""
     if not shards_tables(resolved, loop.world):
         return None
     why = _why_not(loop, resolved)
@@ -70,9 +70,10 @@ def _why_not(loop: LoopState, resolved: ResolvedRecipe) -> str:
 def read_whole(
     loop: LoopState, compute: Compute | None, first: Sequence[Batch]
 ) -> dict[torch.Tensor, str]:
-    """Tables that forward and loss read whole, and why: all ranks call it, before they are sharded.
+    """Find tables that forward and loss read whole, with reasons, before tables are sharded.
 
-    A table of which no rank has all rows cannot be read so. It stays on every rank, stepped whole.
+    Such a table cannot be sharded. It stays on every rank and is stepped whole. All ranks call this
+    function.
     """
     result: dict[torch.Tensor, str] = {}
     if compute is not None and first:
@@ -101,7 +102,7 @@ def _read_by(loop: LoopState, compute: Compute, batch: Batch) -> dict[torch.Tens
 
 
 class _Reads:
-    """How a table is read."""
+    """Records how a table is read."""
 
     def __init__(self) -> None:
         self.is_whole = False

@@ -1,4 +1,4 @@
-"""Everything that a training step changes, taken and put back bit for bit."""
+"""Saves and restores bit for bit everything that a training step changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatout.train.held_state import HeldState, has_few_bytes
 
 
 def random_state() -> dict[str, Any]:
-    """The states of all random generators that a step may draw from, devices included."""
+    """Return the states of all random generators that a step may use, devices included."""
     state = randomness.random_state()
     # Asking whether CUDA is available may create a context; a job that uses it has one.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -26,10 +26,10 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` gave."""
+    """Restore the states from `random_state`."""
     randomness.set_random_state(state)
     if "cuda" in state and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        # Where there were other GPUs, those that both have.
+        # If the number of GPUs has changed, restore those that exist in both cases.
         for device, item in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(item, device)
 
@@ -38,7 +38,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 def untouched(
     model: nn.Module, compute: Any = None, *, only_on_error: bool = False
 ) -> Iterator[HeldState]:
-    """For a trial forward: afterwards buffers, modes and random states are as before."""
+    """Restore buffers, modes and random states after a trial forward in this context."""
     before = random_state()
     held = _held(model, compute)
     try:
@@ -53,10 +53,11 @@ def untouched(
 
 
 class Moving:
-    """What a model's forward changes in place of its buffers, to be put back after it has failed.
+    """Restores buffers that a model's forward has changed in place, after the forward has failed.
 
-    At first all buffers are kept, then the small ones, as BatchNorm's, which changes them without
-    a trace, and those whose version was seen to change: most large ones never do.
+    At first all buffers are saved. Later only small buffers and those whose version counter has
+    changed are saved: most large buffers never change. BatchNorm changes its small buffers without
+    a new version.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Moving:
         self._seen: list[int] | None = None
 
     def keep(self) -> None:
-        """Before each forward that may fail."""
+        """Save the state before a forward that may fail."""
         if self._draws:
             self._random = random_state()
         if not self._watched:
@@ -89,7 +90,7 @@ class Moving:
         self._kept = [(tensor, tensor.detach().clone()) for tensor in self._moving]
 
     def put_back(self) -> None:
-        """After one has."""
+        """Restore the state after a failed forward."""
         if self._random is not None:
             set_random_state(self._random)
         for tensor, value in self._kept:
@@ -100,7 +101,7 @@ class Snapshot:
     """Weights, buffers, gradients, modes, optimizer state and random states at one moment."""
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, compute: Any = None) -> None:
-        # First, since it brings tables up to date that are stepped by rows.
+        # First, because it updates pending rows of tables that are stepped by rows.
         self._states = [(o, copy.deepcopy(o.state_dict())) for o in as_tuple(optimizers)]
         self._weights = [
             (p, p.detach().clone(), None if p.grad is None else p.grad.detach().clone())
@@ -111,14 +112,14 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Bring everything back; parameters keep their identity and their present strides."""
+        """Restore everything; parameters keep their identity and their present strides."""
         for optimizer, state in self._states:
-            # Copied again, because the optimizer goes on to write into what it is given.
+            # Copied again, because the optimizer will write into the loaded state.
             optimizer.load_state_dict(copy.deepcopy(state))
         for parameter, value, gradient in self._weights:
-            # .data: no graph of the caller may notice that the value came and went.
+            # .data hides the change from autograd graphs of the caller.
             parameter.data.copy_(value)
-            # A gradient of other strides would mislead fused kernels.
+            # A gradient with other strides would mislead fused kernels.
             parameter.grad = None if gradient is None else _like(parameter, gradient)
         self._held.restore()
         for optimizer, _ in self._states:

@@ -1,4 +1,4 @@
-"""How old gradients were when parameter servers stepped with them."""
+"""Staleness of the gradients that parameter servers stepped with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.words import counted, rounded
 
 
 def staleness_facts(by_rank: Sequence[Counter[int]]) -> dict[str, Any]:
-    """As a History keeps it."""
+    """Return the staleness in the form that History stores."""
     together = sum(by_rank, Counter[int]())
     count = together.total()
     return {
@@ -21,7 +21,7 @@ def staleness_facts(by_rank: Sequence[Counter[int]]) -> dict[str, Any]:
 
 
 def late_words(late: Sequence[int]) -> str:
-    """What the user should know of gradients that were dropped."""
+    """Report gradients that were dropped."""
     each = ", ".join(f"{count} of rank {rank}" for rank, count in enumerate(late) if count)
     return f"{counted(sum(late), 'gradient')} came too late for a step and were dropped" + (
         f": {each}" if each else ""
@@ -29,7 +29,7 @@ def late_words(late: Sequence[int]) -> str:
 
 
 def staleness_words(facts: dict[str, Any], rate: float) -> str:
-    """What the user should know of it: another learning rate is offered, never taken.
+    """Report the staleness; suggest another learning rate, without setting it.
 
     Zhang et al., "Staleness-aware Async-SGD for Distributed Deep Learning", 2016, divide the rate
     by the staleness.

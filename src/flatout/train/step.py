@@ -1,13 +1,13 @@
 """One optimizer step.
 
-    begin        gradients that others left are forgotten         (optim/update.py)
+    begin        drop gradients that other code has left          (optim/update.py)
     forward      compute(batch) under autocast, a mean or (sum, weight)
     backward     of the loss; of each micro-batch where the batch is split
     sums         of gradients and losses over all ranks              (strategies/)
     update       clip, check, optimizer, gradients to None        (optim/update.py)
 
-A batch that does not fit in memory is taken again in smaller pieces. Where a job has several
-optimizers, a step is that of one of them or of several together: its turn.
+A batch that does not fit in memory is tried again in smaller pieces. Where a job has several
+optimizers, a step is made by one of them or by several together, which is called a turn.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from flatout.train.snapshot import Moving
 from flatout.train.turn import Turns
 from flatout.world import ONE, World
 
-# Mean loss, its weight, and the times of forward, backward and sync in ns; the gradients are in
-# place.
+# Mean loss, its weight, and the times of forward, backward and sync in ns. The gradients are in
+# `grad`.
 _Computed = tuple[torch.Tensor, torch.Tensor | float, int, int, int]
 _T = TypeVar("_T")
 _NO_OTHERS = nullcontext()
@@ -78,21 +78,21 @@ class Stepper:
 
     Attributes:
         world: the ranks that train together, each on its part of the batch.
-        wants_to_stop: whether this rank asks all to stop after the next step.
-        stopping: whether any rank has asked so; the same on all ranks.
-        lr_scale: what the user's learning-rate rule does, or None.
-        strategy: how steps of this rank become steps of all.
-        samples: about how many samples of all ranks make a step: only a scale, the same on all;
-            0 before steps are those of all ranks.
+        wants_to_stop: whether this rank asks all ranks to stop after the next step.
+        stopping: whether any rank has asked to stop; the same on all ranks.
+        lr_scale: factors of the user's learning-rate rule, or None.
+        strategy: combines the steps of all ranks.
+        samples: approximate number of samples, over all ranks, in a step. It only scales the loss
+            and is the same on all ranks; 0 before ranks step together.
         takes_gradients: whether the loss takes gradients itself, as a gradient penalty does.
-        own_buffers: averages over ranks the buffers that modules compute from their part; or None.
-        may_split: whether a batch is taken again in smaller pieces where memory runs out.
+        own_buffers: averages the buffers that modules compute from a rank's part; or None.
+        may_split: whether a batch is tried again in smaller pieces where memory runs out.
         frees_memory: functions that free memory of the device; they return 0 if there was none.
         lanes: puts events between the phases of a step, on a device that runs asynchronously.
         chain: the Parts that act around a step.
-        turns: of the job's optimizers.
-        joint: the turn of all of them together.
-        turn: that of the present step, or the latest.
+        turns: turns of the job's optimizers.
+        joint: the turn of all optimizers together.
+        turn: the turn of the present step, or of the latest.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Stepper:
         self.may_split = True
         self.strategy = Strategy()
         self._norms: SyncBatchNorm | None = None
-        # Where an attempt is taken again, what the forward pass has changed is put back before.
+        # Restores the effects of a forward pass before the step is tried again.
         self._moves: Moving | Literal[False] | None = None
         self.turns = Turns(switch, clip_norm, clip_value)
         self.joint = self.turn = self.turns.joint
@@ -130,7 +130,7 @@ class Stepper:
         now = self.switch.now
         rows = settings.touched_rows != now.touched_rows
         if rows or settings.memory_format != now.memory_format:
-            self.switch.gather_rows()  # ranks switch together
+            self.switch.gather_rows()  # a collective: all ranks switch together
         self.switch.use(settings)
         if rows:
             self.strategy.renew()
@@ -140,7 +140,7 @@ class Stepper:
 
     @property
     def is_alone(self) -> bool:
-        """Whether steps are this rank's only, and not yet those of all ranks."""
+        """Whether this rank steps alone, before ranks step together."""
         return self.world is ONE
 
     @property
@@ -150,12 +150,12 @@ class Stepper:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of the present turn where fp16 needs one."""
+        """The loss scaler of the present turn, for fp16 only."""
         return self.turn.scaler
 
     @property
     def pieces(self) -> int:
-        """Into how many micro-batches the present turn splits a batch."""
+        """Number of micro-batches into which the present turn splits a batch."""
         return self.turn.pieces
 
     @pieces.setter
@@ -168,7 +168,7 @@ class Stepper:
         return self.chain.run(step)
 
     def make(self, step: Step) -> Done:
-        """Make an optimizer step as no Part changes it."""
+        """Make an optimizer step without the Parts around it."""
         self.turn = step.turn
         self.update.begin()
         computed = self._gradients(step)
@@ -177,13 +177,13 @@ class Stepper:
         return self.finish(computed, step.number)
 
     def at_rates_of(self, number: int) -> AbstractContextManager[None]:
-        """Within, optimizers have the learning rates that a rule gives a step."""
+        """Return a context in which optimizers have the learning rates of a rule for a step."""
         if self.lr_scale is None:
             return _NO_OTHERS
         return scaled(self.turn.optimizers, self.lr_scale.at(number - 1))
 
     def finish(self, computed: _Computed, number: int) -> Done:
-        """Let the optimizers step: weights change, and the step is no longer taken again."""
+        """Let the optimizers step; after this the step cannot be tried again."""
         start = clock()
         with self.at_rates_of(number):
             self._update()
@@ -192,7 +192,7 @@ class Stepper:
         return Done(*computed, clock() - start)
 
     def mark(self, lane: str) -> None:
-        """What the device has been asked since the mark before is of this lane."""
+        """Assign the device's work since the previous mark to this lane."""
         if self.lanes is not None:
             self.lanes.mark(lane)
 
@@ -231,7 +231,7 @@ class Stepper:
         weights: torch.Tensor | None = None
         while True:
             pieces = self._pieces_of(batches)
-            # One piece of one rank is the whole step: its loss is the mean, and nothing is divided.
+            # A single piece on a single rank is the whole step: its loss is the mean already.
             samples = None if self.is_alone and len(pieces) == 1 else self._samples_of(batches)
             moving = None if samples is None else self._moving()
             try:
@@ -275,7 +275,7 @@ class Stepper:
                 and not is_batch_coupled(model)
                 and not self.strategy.meets_in_compute
             )
-            # Of several ranks each draws from a generator that a step begins.
+            # On several ranks each step seeds the generator, so its state is not restored.
             self._moves = Moving(model, draws=self.is_alone) if is_retried else False
         if not self._moves:
             return None
@@ -304,7 +304,7 @@ class Stepper:
                 part.add(mean.detach(), weight)
                 return mean
             total, weight = sum_of_value(value, piece.size)
-            # What several ranks have computed counts once; of stages one computes it.
+            # If several ranks compute the same sample, it counts once; of stages one computes it.
             copies = 1 if strategy.takes_whole_batches else piece.copies
             part.add(total.detach() / copies, weight / copies)
             return total / (samples * copies)
@@ -341,11 +341,11 @@ class Stepper:
         if self._in_context:
             with self.switch.autocast():
                 value = forward(piece)
-        else:  # entering one that does nothing takes time, too
+        else:  # entering a context without effect would take time, too
             torch.clear_autocast_cache()
             value = forward(piece)
         if not piece.samples and not isinstance(value, tuple):
-            return value * 0.0, 0.0  # a mean over rows that only fill a batch up
+            return value * 0.0, 0.0  # all rows are padding
         return value
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -357,7 +357,7 @@ class Stepper:
             raise
 
     def pieces_on_all_ranks(self, batch: Batch) -> int:
-        """Into how many: equally many on each where what they compute has collectives in it."""
+        """Return the number of pieces, equal on all ranks if their computation has collectives."""
         wanted = self.wanted_pieces(batch)
         may_differ = isinstance(self.micro_batch, int) or wanted > 1
         if not may_differ or not self._meets_in_compute:
@@ -369,14 +369,14 @@ class Stepper:
         return min(int(table[0].max()), int(table[1].min()))
 
     def wanted_pieces(self, batch: Batch) -> int:
-        """Into how many this rank alone would split a batch."""
+        """Return the number of pieces into which this rank alone would split a batch."""
         if batch.is_jagged:
             check_not_jagged(batch, pieces_for(batch.size, self.micro_batch), self.micro_batch)
             return 1
         return pieces_for(batch.size, self.micro_batch) * self.pieces
 
     def _all_together(self) -> AbstractContextManager[None]:
-        # Before steps are those of all ranks, each tries settings alone.
+        # Before ranks step together, each rank tries settings alone.
         return _NO_OTHERS if self.is_alone else self._of_all_ranks()
 
     @contextmanager
@@ -386,22 +386,22 @@ class Stepper:
             yield
 
     def meet(self, world: World) -> None:
-        """Let BatchNorm layers take any part of a batch, before steps are those of all ranks."""
+        """Let BatchNorm layers work on parts of a batch, before ranks step together."""
         self._norms = SyncBatchNorm(self.switch.model, world)
 
     def train_with(self, world: World, samples: float, strategy: Strategy) -> None:
-        """From now on steps are those of all ranks."""
+        """Make steps together with all ranks from now on."""
         self.world, self.samples = world, max(1.0, samples)
         self._moves = None
         self.strategy = strategy
 
     def begin(self) -> None:
-        """All that is looked at before the first step is done: let the strategy lay things out."""
+        """Let the strategy shard the model, once all checks before the first step are done."""
         self.strategy.begin()
         self.turns.sum_across(self.strategy.across)
 
     def meet_others(self) -> None:
-        """Make the ranks alike, where they step alone or have parts of tables; all call it."""
+        """Synchronize ranks that step alone or hold parts of tables; all ranks call it."""
         self.switch.gather_rows()
         if not self.strategy.steps_apart:
             return
@@ -420,18 +420,18 @@ class Stepper:
 
     @property
     def together(self) -> World:
-        """The ranks that run the same code right now: all within a step, else this one alone."""
+        """The ranks that run the same code now: all ranks within a step, else this rank alone."""
         return ONE if self._norms is None else self._norms.world
 
     def close(self, error: BaseException | None = None) -> None:
-        """Take off what was put on the model's parameters."""
+        """Remove hooks and other additions from the model's parameters."""
         self.strategy.close(error)
         if self._norms is not None:
             self._norms.close()
             self._norms = None
 
     def _divide(self, samples: float, weight: torch.Tensor | float) -> None:
-        # Where reading costs nothing. Elsewhere a pass over the gradients is cheaper than waiting.
+        # Checked only if reading costs nothing. Elsewhere the division is cheaper than waiting.
         is_known = not torch.is_tensor(weight) or weight.device.type == "cpu"
         if is_known and float(weight) == samples:
             return
@@ -445,13 +445,13 @@ class Stepper:
             torch._foreach_mul_(own, factor.to(device) if torch.is_tensor(factor) else factor)
 
     def forward_alone(self) -> AbstractContextManager[Any]:
-        """For a forward without its backward: no gradients, unless the loss takes some itself."""
+        """Return the context of a forward without backward: no_grad, unless the loss needs grad."""
         return nullcontext() if self.takes_gradients else torch.no_grad()
 
     def look(self, batch: Batch, at: Callable[[list[Batch]], _T]) -> _T:
-        """What `at` gives for the pieces in which a step would run the batch, before any step.
+        """Call `at` with the pieces in which a step would run the batch, before any step.
 
-        Where memory runs out they become smaller, for the steps too.
+        If memory runs out, the pieces become smaller, for later steps too.
         """
         while True:
             try:
@@ -470,7 +470,7 @@ class Stepper:
             if is_freed:
                 return
         largest = max(batch.size for batch in batches)
-        # Before the first step the ranks do not compute together, but those of them will.
+        # Before the first step the ranks do not compute together yet, but messages count them.
         world = self.world if self._norms is None else self._norms.ranks
         on_rank = f" on rank {world.rank}" if world.size > 1 else ""
         when = f"step {step}" if step else "before the first step"
@@ -498,7 +498,7 @@ class Stepper:
 
 
 def placed(batches: Sequence[Batch]) -> list[Batch]:
-    """The batches of one step, each with its place among the samples of the whole step."""
+    """Return the batches of one step, each with its offset among the step's samples."""
     result: list[Batch] = []
     before = 0
     for batch in batches:

@@ -1,10 +1,10 @@
-"""What a step takes by its size, and beside other ranks of its host: for `flatout run
---profile-batches`, when a fit has trained.
+"""Step times by batch size, and with several ranks on this host: `flatout run --profile-batches`.
 
-A step of this rank alone, with nothing to add up, on samples of the first batch: at the job's local
-batch and at a half, a quarter and an eighth of it, in turn and back. On a CPU that runs in children
-of the process (contained.py), of which nothing comes back but times, and so do several ranks beside
-each other; on a GPU in the process, and all that the steps have changed is put back.
+They are measured after a fit, on steps of this rank alone without communication. The steps use
+samples of the first batch, at the job's local batch size, a half, a quarter and an eighth of it, in
+turn and back. On a CPU the steps run in child processes (contained.py) that return only times;
+several simultaneous ranks are measured in the same way. On a GPU the steps run in this process, and
+their effects are undone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flatout.train.step import Stepper
 from flatout.world import ONE, own_cpus
 
 ASKED = "FLATOUT_PROFILE_BATCHES"
-"""Set where a user has asked for them."""
+"""Environment variable that requests the measurement."""
 
 _PARTS = (1, 2, 4, 8)
 # The fewest steps in each visit of a batch size.
@@ -47,12 +47,12 @@ _MOST_SECONDS = 200
 
 
 def is_asked() -> bool:
-    """Whether step times are to be measured."""
+    """Return whether step times are to be measured."""
     return bool(os.environ.get(ASKED))
 
 
 def step_times(loop: Loop, compute: Compute, source: Source) -> tuple[Any, Any, list[str]]:
-    """Measure when the training is over; all ranks call it, and all measure at once."""
+    """Measure after training; all ranks call it, and measure at the same time."""
     if why := why_not(loop):
         return [], [], [f"step times by batch are not measured: {why}"]
     before = random_state()
@@ -81,7 +81,7 @@ def step_times(loop: Loop, compute: Compute, source: Source) -> tuple[Any, Any, 
 
 
 def why_not(loop: Loop) -> str:
-    """Why steps cannot be tried after a fit; "" where they can."""
+    """Return the reason why steps cannot be measured after a fit; "" without one."""
     if loop.lays_out or loop.has_servers or loop.stepper.switch.shards is not None:
         return "a rank has a part of the model alone"
     kept = None if loop.features is None else loop.features.facts
@@ -115,7 +115,7 @@ class _Steps:
         cpus = sorted(affinity())
         ranks_on_hosts: list[RanksOnHost] = []
         for ranks in counts:
-            # By then all have warmed up.
+            # All children have warmed up by then.
             begin = time.monotonic() + _STARTS_S + (_WARM + 2) * ranks * seconds
             room = self._room(ranks)
             children = [
@@ -169,7 +169,7 @@ class _Steps:
         return [_thinned(seconds) for seconds in result]
 
     def _visit(self, stepper: Stepper, batch: Batch) -> list[float]:
-        self._step(stepper, batch)  # another size was in the caches
+        self._step(stepper, batch)  # the caches held data of another size
         result: list[float] = []
         while len(result) < _FEWEST or sum(result) < self._loop.terms.visit_s:
             result.append(self._step(stepper, batch))

@@ -1,7 +1,7 @@
-"""Which rank the others wait for, and what makes it slow.
+"""Finds the rank that other ranks wait for, and the lane that makes it slow.
 
-A rank's own time is what it needs without waiting in collectives, whatever it does meanwhile: where
-all wait for one another in each step, step times are equal and say nothing.
+A rank's own time is its time without waiting in collectives. Where all ranks wait for one another
+in each step, total step times are equal and show no difference.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from flatout.train.part import Done, Part, Step
 from flatout.words import rounded
 from flatout.world import CollectiveLog, World
 
-# Named is a rank that needs so much longer than the others at the median, and whose excess is that
-# many standard errors.
+# A rank is named if both limits are exceeded. _RATIO: its own time relative to the median of the
+# other ranks. _ERRORS: its excess in standard errors.
 _RATIO, _ERRORS = 1.2, 4.0
-# Own times are means over stretches of steps: at least and at most so many.
+# Fewest and most stretches of steps over which own times are averaged.
 _FEWEST, _MOST = 8, 64
-# Lanes that do not make a rank's own step slow, and words for those whose names say too little.
+# Lanes that are no part of a rank's own step; and words for lanes whose names are unclear.
 _NOT_OWN = ("sync", "evaluation")
 _GOES_ON = "their steps do not wait for it"
 _WORDS = {
@@ -35,14 +35,14 @@ _WORDS = {
 
 
 class Pace(Part):
-    """Marks after steps, from which a rank's own time per step is known."""
+    """Records marks after steps, which show a rank's own time per step."""
 
     def __init__(self, log: CollectiveLog) -> None:
         self._log = log
         self.reset()
 
     def reset(self) -> None:
-        """Begin again."""
+        """Delete all marks."""
         self._marks: list[tuple[int, int]] = []
         self._steps, self._every = 0, 1
 
@@ -56,20 +56,20 @@ class Pace(Part):
         self._steps += 1
 
     def own_ms(self) -> list[float]:
-        """This rank's own time per step in ms, in each stretch between two marks."""
+        """Return this rank's own time per step in ms, in each stretch between two marks."""
         spans = np.diff(np.array(self._marks, dtype=np.int64).reshape(-1, 2), axis=0)
         own: list[float] = ((spans[:, 0] - spans[:, 1]) / self._every / 1e6).tolist()
         return own
 
 
 class Times(NamedTuple):
-    """What one rank tells the others at the end of an epoch.
+    """Times that one rank sends to the other ranks at the end of an epoch.
 
     Attributes:
-        host: of the rank.
-        lanes: ms per step by lane, of this epoch.
+        host: host of the rank.
+        lanes: ms per step by lane, in this epoch.
         own_ms: own time per step in each stretch of the epoch.
-        notes: what the user should know.
+        notes: notes for the user.
     """
 
     host: str
@@ -97,7 +97,7 @@ class RankTimes:
         self._named: set[tuple[tuple[int, ...], str]] = set()
 
     def end_epoch(self, notes: list[str]) -> list[str]:
-        """Tell the others this rank's times and notes; all ranks call it."""
+        """Exchange times and notes with all ranks, and return the notes; all ranks call it."""
         steps = self._timeline.steps
         totals = {lane: ms * steps for lane, ms in self._timeline.lanes().items()}
         new = max(1, steps - self._steps_before)
@@ -116,12 +116,12 @@ class RankTimes:
 
 
 class Straggler(NamedTuple):
-    """Ranks that the others wait for.
+    """Ranks that other ranks wait for.
 
     Attributes:
         ranks: the slowest first.
-        lane: in which the slowest needs most beyond the others.
-        words: for people.
+        lane: the lane with the slowest rank's largest excess.
+        words: a line for the user.
     """
 
     ranks: tuple[int, ...]
@@ -130,7 +130,7 @@ class Straggler(NamedTuple):
 
 
 def straggler(times: Sequence[Times], waits: bool = True) -> Straggler | None:
-    """The ranks that are clearly slower than the others, if there are any."""
+    """Return the ranks that are clearly slower than the others, or None."""
     stretches = min(len(of_rank.own_ms) for of_rank in times)
     if stretches < _FEWEST or len(times) == 1:
         return None

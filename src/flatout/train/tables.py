@@ -1,4 +1,4 @@
-"""Ids that an embedding table has no row for, by table, id, column, sample, file and line."""
+"""Checks for ids without a row in an embedding table; errors name table, column and sample."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.snapshot import untouched
 
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
-# What CUDA says where a kernel has found an index that is outside.
+# Part of CUDA's message after a kernel has used an index that is out of range.
 _ASSERT = "device-side assert"
 
 
 @contextmanager
 def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterator[None]:
-    """Within, ids are looked at before an embedding table is read by them; waits for the device.
+    """Check ids in this context before an embedding table is read; waits for the device.
 
-    A table is a module, what F.embedding is given, or a parameter or buffer that is indexed.
+    A table is a module, the weight given to F.embedding, or a parameter or buffer that is indexed.
     """
     handles = []
     errors: list[DataError] = []
     names: dict[int, str] = {}
     for name, table, size in adapter_of(model).tables():
-        if isinstance(table, _KINDS):  # read by F.embedding, as any other
+        if isinstance(table, _KINDS):  # the mode below checks its call of F.embedding
             names[id(table.weight)] = name
             continue
 
@@ -51,7 +51,7 @@ def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterat
         with uncompiled(), _Look(model, names, batch, source):
             yield
     except Exception:
-        if errors:  # Keras would wrap it into its own words
+        if errors:  # without Keras' own message around it
             raise errors[0] from None
         raise
     finally:
@@ -66,9 +66,9 @@ def explain_ids(
     compute: Callable[[Batch], object],
     source: Source | None,
 ) -> None:
-    """Raise where an id outside of a table made this error.
+    """Raise a DataError if an id outside of a table caused this error.
 
-    Computes the batches once more, without a trace.
+    Computes the batches once more, and undoes all effects.
     """
     if isinstance(error, FlatoutError) or is_out_of_memory(error):
         return
@@ -87,10 +87,10 @@ def explain_ids(
 def ids_checked_where_unsaid(
     model: nn.Module, batch: Batch, source: Source | None
 ) -> AbstractContextManager[None]:
-    """`ids_checked` where an id outside of a table would end the use of the device, or be taken.
+    """Return `ids_checked` if an id out of range would break the device or pass unnoticed.
 
-    Keras counts negative ids from the end, and cuts them to 32 bits. Others are refused on a CPU,
-    and `explain_ids` names them.
+    Keras counts negative ids from the end, and cuts them to 32 bits. On a CPU, torch's own tables
+    refuse such ids, and `explain_ids` names them.
     """
     on_device = ends_the_device(batch)
     if not on_device and not _has_odd_numbers(batch):
@@ -104,9 +104,9 @@ def ids_checked_where_unsaid(
 def ids_checked_in_evaluation(
     model: nn.Module, source: Source | None
 ) -> Callable[[Batch], AbstractContextManager[None]]:
-    """What makes `ids_checked_where_unsaid` of each batch of an evaluation.
+    """Return a function that applies `ids_checked_where_unsaid` to each batch of an evaluation.
 
-    What the model is made of is asked once.
+    The kinds of the model's tables are found once.
     """
     takes_odd_ids = not calls_hooks(model)  # on a CPU torch's own tables refuse them
 
@@ -121,7 +121,7 @@ def ids_checked_in_evaluation(
 def ids_checked_in_step(
     model: nn.Module, batches: Sequence[Batch], source: Source | None
 ) -> AbstractContextManager[None]:
-    """`ids_checked_where_unsaid` of the first batch of a step that may have such an id."""
+    """Return `ids_checked_where_unsaid` for a step's first batch that may have such an id."""
     odd = next((batch for batch in batches if _has_odd_numbers(batch)), None)
     return nullcontext() if odd is None else ids_checked_where_unsaid(model, odd, source)
 
@@ -133,7 +133,7 @@ def _has_odd_numbers(batch: Batch) -> bool:
 
 
 def ends_the_device(batch: Batch) -> bool:
-    """Whether a kernel that reads by an id outside of a table leaves the device of no more use."""
+    """Return whether an id out of range makes the device unusable for this process."""
     return any(tensor.device.type != "cpu" for tensor in tensors_in(batch.inputs))
 
 
@@ -159,7 +159,7 @@ def device_asserts_explained(model: nn.Module) -> Iterator[None]:
 
 
 class _Look(TorchFunctionMode):
-    """Looks at the ids that functions and operators read tables by."""
+    """Checks the ids by which functions and operators read tables."""
 
     def __init__(
         self, model: nn.Module, tables: Mapping[int, str], batch: Batch, source: Source | None

@@ -1,4 +1,4 @@
-"""What steps of the same optimizers leave to the next: a job with several may step them in turn."""
+"""State that steps of the same optimizers share; a job may step several optimizers in turn."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Turn:
     """The steps of one optimizer, or of several that step together.
 
     Attributes:
-        mean_loss: of these steps.
-        gathered: batches that wait for others, to make a step together.
-        gathered_from: number in its epoch of the first of these.
+        mean_loss: mean loss of these steps.
+        gathered: batches that wait for more batches, to make one step together.
+        gathered_from: number in its epoch of the first gathered batch.
         has_stepped: whether one of these steps was made in this process.
     """
 
@@ -42,16 +42,16 @@ class Turn:
 
     @property
     def number(self) -> int:
-        """A number that no other turn of the job has, the same on every rank and in each run."""
+        """Number that no other turn of the job has, the same on every rank and in each run."""
         return sum(1 << place for place in self.places)
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Those that step."""
+        """The optimizers that step together."""
         return tuple(part.optimizer for part in self.update.parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs of it."""
+        """Return the state that a checkpoint needs."""
         return {
             "optimizers": list(self.places),
             "pieces": self.pieces,
@@ -60,7 +60,7 @@ class Turn:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, same_machine: bool) -> None:
-        """Go on from there; how far a batch must be split is another machine's own."""
+        """Restore the state; the number of pieces is restored on the same machine only."""
         if same_machine:
             self.pieces = state["pieces"]
         if self.scaler is not None and state["scaler"] is not None:
@@ -69,7 +69,7 @@ class Turn:
 
 
 def check_gathered(turns: Iterable[Turn], step: int, batch: int) -> None:
-    """Refuse to save where batches are gathered: a resume goes on behind the last step's batch."""
+    """Refuse to save where a resume, which continues after the last step, would lose batches."""
     for turn in turns:
         if turn.gathered and 0 < turn.gathered_from <= batch:
             names = ", ".join(type(optimizer).__name__ for optimizer in turn.optimizers)
@@ -83,7 +83,7 @@ def check_gathered(turns: Iterable[Turn], step: int, batch: int) -> None:
 
 
 class Turns:
-    """All turns of a job: that of its optimizers together, and those of the sets that step apart.
+    """All turns of a job: one of all optimizers together, and one of each set that steps apart.
 
     Args:
         switch: holds the optimizers.
@@ -107,10 +107,10 @@ class Turns:
         return iter(self._by_places.values())
 
     def of(self, optimizers: Optimizers | None) -> Turn:
-        """The turn of some of the job's optimizers; None for all together.
+        """Return the turn of some of the job's optimizers; None stands for all together.
 
         Raises:
-            FlatoutError: one of them is not among them.
+            FlatoutError: an optimizer is not among the job's.
         """
         if optimizers is None:
             return self.joint
@@ -128,7 +128,7 @@ class Turns:
         return self.at(tuple(sorted({known[id(optimizer)] for optimizer in asked})))
 
     def at(self, places: tuple[int, ...]) -> Turn:
-        """The turn of the optimizers at these places of the job's."""
+        """Return the turn of the optimizers at these places in the job's list."""
         turn = self._by_places.get(places)
         if turn is None:
             update = Update(
@@ -145,14 +145,14 @@ class Turns:
         return turn
 
     def sum_across(self, across: Callable[[torch.Tensor], None] | None) -> None:
-        """Parameters are laid out: `across` is as of `Strategy`."""
+        """Set `across`, as from `Strategy`, once parameters are sharded over ranks."""
         self._across = across
         for turn in self:
             turn.update.across = across
             turn.update.refresh()
 
     def refresh(self) -> None:
-        """The settings are others: look at the optimizers again."""
+        """Update all turns after a change of settings."""
         for turn in self:
             turn.update.refresh()
             scaler = self._scaler(turn.places)

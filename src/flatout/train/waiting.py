@@ -1,4 +1,4 @@
-"""What a fit waited for where its input was slower than its steps, and what would help."""
+"""Reports how long a fit waited for its input, and suggests a remedy."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from flatout.data import (
 )
 from flatout.words import counted
 
-# From this share of waiting for batches on, and of this many seconds, the user is told.
+# A wait is reported from these limits on. _TOLD: share of the time. _TOLD_S: seconds.
 _TOLD, _TOLD_S = 0.1, 1.0
 
 
 def waiting_words(source: Any, lanes: Mapping[str, float], steps: int, epochs: int) -> str | None:
-    """What held a fit back if its input did, and what to do; None where it did not."""
+    """Return a line about the wait for input and a remedy; None if the wait was short."""
     if lanes.get("input", 0.0) * steps < 1e3 * _TOLD_S:
         return None
     share = lanes["input"] / sum(lanes.values())

@@ -1,4 +1,4 @@
-"""What is seen of a Loop from outside: its Timeline, the live file, and the Profile of a run."""
+"""Outputs of a Loop for observers: its Timeline, the live file, and the Profile of a run."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from flatout.train.recording import RunRecording
 
 
 class Monitor(Part):
-    """Notes each step in the Timeline, and from time to time writes down what is known.
+    """Records each step in the Timeline, and writes the measurements now and then.
 
     Args:
-        loop: whose steps these are; its `timeline` gets them.
+        loop: the Loop whose steps are recorded in its `timeline`.
 
     Attributes:
-        recording: writes the Profile of a run folder; None where there is none.
+        recording: writes the Profile of a run folder; None without a run folder.
     """
 
     def __init__(self, loop: LoopState) -> None:
         self._loop = loop
         self._live: Live | None = None
         self.recording: RunRecording | None = None
-        # When the next of these two is due, on the clock of steps.
+        # Time at which the live file or the recording is next due, on the clock of steps.
         self._due = sys.maxsize
-        self._stepped = 0  # when the latest step had ended
+        self._stepped = 0  # end of the latest step
 
     def begin(self, facts: tuple[dict[str, Any], float | None] | None) -> None:
-        """The Loop was prepared: `flatout top` sees its steps from now on.
+        """Start after `prepare`: from now on `flatout top` shows the steps.
 
         Args:
             facts: `model_facts` and `bytes_per_sample`, for a Profile; None for no Profile.
@@ -49,7 +49,7 @@ class Monitor(Part):
         self._due = 0
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
-        """Make the step, and note when it has ended."""
+        """Make the step, and record when it has ended."""
         done = run(step)
         self._stepped = clock()
         return done
@@ -89,7 +89,7 @@ class Monitor(Part):
             lanes: times of its batches, as `Feed.lanes`.
             took: time of the step, in ns.
             stepped: clock when the step had ended, in ns.
-            samples: of all ranks.
+            samples: number of samples, over all ranks.
         """
         start, fetch, copy, others = lanes
         now = clock()
@@ -98,7 +98,7 @@ class Monitor(Part):
             self._look(now)
 
     def _look(self, now: int) -> None:
-        """Show what steps take and record what they use, where that is due."""
+        """Write the live file and sample the resources in use, if that is due."""
         assert self._live is not None
         if now >= self._live.due:
             self._live.write()
@@ -109,23 +109,23 @@ class Monitor(Part):
             self._due = min(self._due, self.recording.due)
 
     def keep_notes(self, notes: list[str]) -> None:
-        """Keep what the user was told, for the Profile."""
+        """Keep lines that the user got, for the Profile."""
         if self.recording is not None:
             self.recording.notes += notes
 
     def keep_step_times(self, times: list[StepTimes], beside: list[RanksOnHost]) -> None:
-        """Keep what was measured of steps, for the Profile."""
+        """Keep measured step times for the Profile."""
         if self.recording is not None:
             self.recording.step_times = times
             self.recording.ranks_on_host = beside
 
     def meet(self) -> None:
-        """Have all ranks tell what they record, for the Profile; all call it."""
+        """Gather the records of all ranks for the Profile; all ranks call it."""
         if self.recording is not None:
             self.recording.meet()
 
     def end(self, error: BaseException | None) -> None:
-        """Write how the run ended: with an error, or without."""
+        """Write how the run ended, with an error or without."""
         recording, self.recording = self.recording, None
         if recording is not None:
             recording.close(error)

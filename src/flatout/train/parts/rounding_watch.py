@@ -1,9 +1,9 @@
-"""Whether bf16 that `auto` chose still is rounding, once gradients have become small.
+"""Watches whether bf16, chosen by `auto`, still changes gradients by rounding only.
 
-Beside the gradients of the first steps, 8 bits are enough. Where a loss has little noise of its
-own, as of a smooth function that is fitted closely, gradients shrink until they are mostly
-rounding, and training gets no further. So those of a part of a batch are compared again now and
-then; where they differ by more than rounding, the run goes on in fp32.
+In the first steps gradients are large, and 8 bits are enough. If a loss has little noise, as when a
+smooth function is fitted closely, gradients shrink until they are mostly rounding. Training then
+stops improving. So gradients of a part of a batch are compared now and then. If they differ by more
+than rounding, the run continues in fp32.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from flatout.train.part import Done, Part, Step
 from flatout.train.settings import Settings
 from flatout.train.turn import Turn
 
-# It looks before these steps: the first, each twice as far, and from then on so many apart.
+# Step numbers of comparisons. _FIRST: the first one; each next number is twice as large until the
+# distance reaches _APART steps.
 _FIRST, _APART = 64, 1024
-# At this part of a batch, and at no fewer samples, whose statistics would be mostly rounding.
+# _PART: a comparison uses this fraction (1/4) of a batch. _FEWEST: fewest samples, since statistics
+# of fewer samples would be mostly rounding.
 _PART, _FEWEST = 4, 16
-# Gradients are mostly rounding where they differ by more than this share of their norm; one batch
-# may be an odd one.
+# bf16 is given up after _LOOKS successive comparisons, since a single batch may be unusual.
+# _MOSTLY: difference of gradients, as a share of their norm, above which they are mostly rounding.
 _MOSTLY, _LOOKS = 0.7, 2
-# What steps no longer run under then, where it was not asked for: a graph was compiled in bf16.
+# Settings that return to plain, unless they were requested: a graph was compiled in bf16.
 _LEFT = ("compute.precision", "compute.fp32_operators", "compute.capture")
 
 
@@ -39,19 +41,19 @@ class RoundingWatch(Part):
     """Compares gradients in bf16 with those in fp32 before some of a Loop's steps.
 
     Attributes:
-        next_step: the number of the step before which it looks next.
+        next_step: number of the step before which the next comparison is made.
     """
 
     def __init__(self, loop: LoopState) -> None:
         self._loop, self._looks = loop, 0
         is_open = loop.requested.compute.precision == "auto"
-        # What is compiled would be compiled for a part of a batch, too.
+        # A compiled model would be compiled again for a part of a batch.
         is_own = loop.stepper.switch.now.compile == "off" and has_compiled(loop.model)
         may_look = is_open and not is_own and not loop.has_servers
         self.next_step = _behind(loop.step_count) if may_look else sys.maxsize
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
-        """Make the step; before some steps gradients are compared, on all ranks."""
+        """Make the step; compare gradients before some steps, on all ranks."""
         if step.number >= self.next_step:
             self._compare(step)
         return run(step)
@@ -62,7 +64,7 @@ class RoundingWatch(Part):
         if loop.is_tuning() or not self._applies():
             return
         began = clock()
-        # Rows of features may be kept on some of the ranks alone.
+        # Some ranks may have kept features where others have not.
         is_kept = isinstance(batches[0].inputs, Features)
         own = 0.0 if is_kept else self._share(step.compute, batches[0], step.turn)
         share = max(loop.world.gather(own))
