@@ -64,9 +64,7 @@ def has_hooks_of_others(*hooks: Mapping[int, Any] | None) -> bool:
 
 
 def is_hooked(weight: torch.Tensor) -> bool:
-    """Return whether a hook of other code reads a weight's gradient, and expects one of all
-    rows.
-    """
+    """Return whether a hook of other code reads a weight's gradient, expected to have all rows."""
     after = getattr(weight, "_post_accumulate_grad_hooks", None)
     return has_hooks_of_others(weight._backward_hooks, after)
 

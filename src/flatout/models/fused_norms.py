@@ -98,9 +98,7 @@ def _rewrite(name: str, module: nn.Module, traced: Traced, count: int) -> Rewrit
 
 
 def _fuse(graph: fx.Graph, module: nn.Module) -> list[nn.Module]:
-    """Join each BatchNorm with the activation that is its only reader, and return these
-    BatchNorms.
-    """
+    """Join each BatchNorm with the activation that is its only reader; return the BatchNorms."""
     fused = []
     for node in list(graph.nodes):
         if node.op != "call_module" or len(node.args) != 1 or node.kwargs or len(node.users) != 1:

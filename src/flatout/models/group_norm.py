@@ -29,9 +29,7 @@ def has_group_norms(model: nn.Module) -> bool:
 
 @contextmanager
 def guarding_group_norms(inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter another context, and make inputs of group normalization need a gradient in the
-    block.
-    """
+    """Enter another context, and give inputs of group normalization a gradient in the block."""
     global _within
     with _lock:
         _within += 1

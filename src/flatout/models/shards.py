@@ -25,9 +25,7 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a shard's whole tensor in new memory (all ranks call this), or another tensor
-    unchanged.
-    """
+    """Return a shard's whole tensor (all ranks call this), or another tensor unchanged."""
     parts: Any = tensor
     return parts.full_tensor() if is_shard(tensor) else tensor
 

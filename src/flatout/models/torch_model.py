@@ -82,16 +82,12 @@ class TorchModel:
         return forward(**inputs) if isinstance(inputs, Mapping) else forward(*inputs)
 
     def parts(self) -> dict[str, Any]:
-        """Return each part whose calls can be distinguished, by its name, without the model
-        itself.
-        """
+        """Return each part whose calls can be distinguished by name, without the model itself."""
         named = self.module.named_modules()
         return {name: part for name, part in named if part is not self.module}
 
     def scales_images(self) -> bool | None:
-        """Return whether a layer scales or normalizes images, or None if only a trial would show
-        it.
-        """
+        """Return whether a layer scales or normalizes images; None if only a trial shows it."""
 
     def takes_channels_last(self) -> bool:
         """Return whether its images are of shape (size, height, width, channels)."""

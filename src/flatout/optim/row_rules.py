@@ -53,9 +53,7 @@ class RowRule(Protocol):
         ...
 
     def state(self) -> State:
-        """Return the two state tensors of a `table_rows.Table`, made as the optimizer makes
-        them.
-        """
+        """Return the two state tensors of a `table_rows.Table`, made as by the optimizer."""
         ...
 
     def lower(self) -> LowerBits | None:

@@ -336,9 +336,7 @@ class RowShards:
         return asked if is_same else None
 
     def last_asked(self, weight: torch.Tensor) -> RowRequest:
-        """Return the last request for a table, after another rank found that its gradient matches
-        it.
-        """
+        """Return the last request for a table, when another rank's gradient matches it."""
         return self._asked[self._tables[weight].number]
 
     def is_stepped(self, weight: torch.Tensor, local: torch.Tensor) -> None:
@@ -395,9 +393,7 @@ class RowShards:
         )
 
     def keep_from_reads(self) -> None:
-        """Refuse reads of tables whose rows no longer arrive, after the ranks ended with an
-        error.
-        """
+        """Refuse reads of tables whose rows no longer arrive, after an error of the ranks."""
         for weight in self.spread:
             assert isinstance(weight, nn.Parameter)
             watch_table(weight, _Elsewhere(self, weight))

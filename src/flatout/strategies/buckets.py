@@ -1,4 +1,4 @@
-"""Gradients of some parameters in one piece of memory, in which ranks add them up."""
+"""Gradients of some parameters in one piece of memory, in which ranks sum them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from flatout.strategies.reductions import Flat, ThreadedReduction
 from flatout.world import PendingCollective, World
 
-# As in torch's DistributedDataParallel: the first bucket is small, so that sending begins early.
+# _FIRST_BYTES, _BUCKET_BYTES: bytes of the first and of later buckets, as in torch's
+# DistributedDataParallel. The first one is small, so that sending begins early.
 _FIRST_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
-# How a parameter was used on a rank: not, or with a gradient, which may have only some rows.
+# Use of a parameter on a rank. UNUSED: no gradient. DENSE, SPARSE: a gradient with all rows, or
+# with some rows.
 UNUSED, DENSE, SPARSE = 0.0, 1.0, float(1 << 20)  # of fewer ranks, so that sums tell them apart
 
 
 class Bucket:
-    """Gradients of some parameters in one piece of memory."""
-
     def __init__(
         self,
         number: int,
@@ -36,7 +36,7 @@ class Bucket:
         self.views: list[torch.Tensor] = []
         start = 0
         for parameter, size in zip(self.parameters, sizes, strict=True):
-            # In the parameter's own memory order, so that copies run through memory in one go.
+            # In the parameter's own memory order, so that copies are sequential in memory.
             own = torch.empty_like(parameter, memory_format=torch.preserve_format)
             self.views.append(self.flat.as_strided(own.size(), own.stride(), start))
             start += size
@@ -48,11 +48,11 @@ class Bucket:
         self.ready_ns = 0
 
     def note_used(self) -> None:
-        """Which parameters have a gradient on this rank."""
+        """Note how this rank uses each parameter."""
         self.used = [_use_of(parameter) for parameter in self.parameters]
 
     def fill(self) -> None:
-        """Copy this rank's gradients here; what has none counts as zero."""
+        """Copy this rank's gradients into the bucket; a missing gradient counts as zero."""
         self.note_used()
         views, gradients = [], []
         for parameter, view in zip(self.parameters, self.views, strict=True):
@@ -65,7 +65,7 @@ class Bucket:
             torch._foreach_copy_(views, gradients)
 
     def send(self, world: World, reduction: ThreadedReduction) -> None:
-        """Begin to add up."""
+        """Begin the sum."""
         self.fill()
         self.sending = world.begun(reduction.begin(self.whole), self.name)
 
@@ -86,8 +86,8 @@ def bucket_groups(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]
         if not fits or room <= 0:
             room = _BUCKET_BYTES if groups else _FIRST_BYTES
             groups.append([])
-        # The one that fills a bucket still goes into it: where one were left for a bucket of its
-        # own, more would have to wait for the end of backward.
+        # The parameter that fills a bucket still goes into it. In a bucket of its own, more bytes
+        # would have to wait for the end of backward.
         groups[-1].append(parameter)
         room -= parameter.numel() * parameter.element_size()
     return groups
@@ -97,7 +97,7 @@ def _matrix(view: torch.Tensor) -> tuple[int, int]:
     if not view.numel():
         return 0, 0
     real = view.numel() * (2 if view.is_complex() else 1)
-    # The dimension with the longest stride; those of one element say nothing.
+    # The dimension with the longest stride. Dimensions of one element do not count.
     strides = [(s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n > 1]
     rows = max(strides)[1] if strides else 1
     return rows, real // rows

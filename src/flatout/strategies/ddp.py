@@ -1,14 +1,16 @@
 """Data parallel training: every rank has the whole model and its part of each batch.
 
-Each rank has the gradient of its part's loss *sum*. The sums are added up in buckets, while
+Each rank has the gradient of its part's loss *sum*. The gradients are summed in buckets, while
 backward still computes the gradients of earlier layers (Li et al., "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training", 2020). The losses' sums and weights travel
-behind the last bucket's gradients, so that the division by the weight comes after, exactly as on
-one rank, without its own collective. With them goes which parameters any rank has used, and
-whether any rank wants to stop. Where gradients are compressed, or have few digits, these numbers
-are added up exactly in their own small bucket. Sparse gradients are no part of a bucket, and
-follow when backward is done (sparse.py). Which these are is known of layers that say so; of others
-it is told, in the first step that has one, behind which parameters were used.
+Experiences on Accelerating Data Parallel Training", 2020). The sums of losses and weights are
+appended to the last bucket, so they need no collective of their own. The division by the weight
+comes afterwards, exactly as on one rank. Two more numbers are appended: the parameters that any
+rank has used, and whether any rank wants to stop. If gradients are compressed, or have few digits,
+these numbers are summed exactly in a small bucket of their own.
+
+Sparse gradients are in no bucket, and are summed after backward (sparse.py). Some layers declare
+that their gradients are sparse. For other layers, ranks learn it in the first step with a sparse
+gradient, from the numbers appended to the bucket.
 """
 
 from __future__ import annotations
@@ -27,20 +29,20 @@ from flatout.strategies.sparse import sparse_weights, sum_own_rows, sum_rows
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
 
-# Of one set of optimizers, so that a bucket's number says whose it is.
+# Most buckets of one set of optimizers, so that a bucket's number identifies the set.
 _MOST_BUCKETS = 1 << 20
-# Of the numbers that travel with gradients, behind the sums: how many gradients are sparse that are
-# in buckets, and how each parameter was used.
+# Positions after the sums in the numbers that are summed with the gradients. _ARE_SPARSE: number of
+# sparse gradients that are in buckets. _USED: begin of the parameters' uses (see `Bucket.used`).
 _ARE_SPARSE, _USED = 3, 4
 
 
 class _Summed:
-    """Adds up the gradients of all ranks, for some of the job's optimizers.
+    """Sums the gradients of all ranks, for some of the job's optimizers.
 
     Attributes:
-        sparse: as given, and those of which a rank had a sparse gradient since.
-        steps: how many were summed.
-        sparse_bytes: that this rank has sent of tables' rows.
+        sparse: the given tables, and tables for which a rank had a sparse gradient later.
+        steps: number of summed steps.
+        sparse_bytes: bytes of tables' rows that this rank has sent.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class _Summed:
         self._device = trained[0].device
         groups = bucket_groups(self.parameters)
         count = _USED + len(self.parameters)
-        # In the last bucket the numbers cost no further collective.
+        # Numbers in the last bucket need no further collective.
         self._rides = _has_room_for_numbers(groups, reduction)
         names = [
             f"sum of gradients, bucket {n} of {len(groups)}" for n in range(1, len(groups) + 1)
@@ -88,7 +90,7 @@ class _Summed:
         self._armed = self._is_weighed = False
         self._armed_at = 0
         self.steps = self.sparse_bytes = 0
-        self._are_some_sparse = False  # of those in buckets
+        self._are_some_sparse = False  # whether gradients in buckets are sparse
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_ready(bucket))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
@@ -142,7 +144,7 @@ class _Summed:
     @torch.no_grad()
     def finish(self) -> Sums:
         if self._device.type == "cuda":
-            # So that what is waited for from here on is other ranks, and not this one's backward.
+            # From here on this rank waits only for other ranks, not for its own backward.
             torch.cuda.current_stream(self._device).synchronize()
         self._armed = self._is_weighed = False
         while self._next < len(self._buckets):
@@ -154,7 +156,7 @@ class _Summed:
         assert last is not None
         shards = self._shards or ()
         if self._shards and (sharded := [table for table in self._sparse if table in shards]):
-            # Meanwhile the buckets are added up.
+            # The buckets are summed at the same time.
             self.sparse_bytes += sum_own_rows(self.world, sharded, self._shards)
         for bucket in self._buckets:
             assert bucket.sending is not None
@@ -164,7 +166,8 @@ class _Summed:
         self._next = 0
         used = [item for bucket in self._buckets for item in bucket.used]
         with self.world.within(last):
-            # What this rank has used is used. Only where something is missing must it know more.
+            # A parameter that this rank has used is used. Other ranks' uses are read only if one is
+            # missing.
             if not all(used) or self._numbers[_ARE_SPARSE] > 0:
                 used = self._numbers[_USED:].tolist()
             own = self._give_out(used)
@@ -176,7 +179,7 @@ class _Summed:
         if whole := [table for table in tables if table not in shards]:
             self.sparse_bytes += sum_rows(self.world, whole)
         self.steps += 1
-        # A copy, for the next step writes here again.
+        # A copy, because the next step overwrites these numbers.
         total, weight, votes = self._numbers[:3].to(torch.float64, copy=True)
         return Sums(total, weight, votes)
 
@@ -207,7 +210,7 @@ class _Summed:
                 use = next(each)
                 if use >= SPARSE:
                     own.append((parameter, parameter.grad))
-                # Unused now, but an error of earlier steps may have come for it.
+                # It is unused in this step, but an error of earlier steps may belong to it.
                 has_one = use or (self.reduction.carries and bool(view.any()))
                 parameter.grad = view if has_one else None
         return own
@@ -217,7 +220,7 @@ class _Summed:
             if not self._armed:
                 return
             bucket.missing -= 1
-            # In one order on all ranks, whatever order their backwards come in.
+            # All ranks send buckets in the same order, whatever the order of their backward passes.
             while self._next < len(self._buckets) and not self._buckets[self._next].missing:
                 with torch.no_grad():
                     self._send_next()
@@ -226,13 +229,13 @@ class _Summed:
 
 
 class Ddp(Strategy):
-    """Adds up the gradients of all ranks, so that all make the same step.
+    """Sums the gradients of all ranks, so that all ranks make the same step.
 
     Args:
-        world: of this rank.
-        model: of this rank.
-        reduction: how gradients are added up.
-        shards: whose tables each rank steps in the rows that it owns; None without such.
+        world: the world of this rank.
+        model: the model of this rank.
+        reduction: the way in which gradients are summed.
+        shards: the tables of which each rank steps only its own rows, or None.
     """
 
     def __init__(
@@ -245,11 +248,11 @@ class Ddp(Strategy):
         super().__init__()
         self._world, self._model, self.reduction = world, model, reduction
         self._shards = shards
-        # Of each turn that there was: several optimizers may step in turn.
+        # By turn: several optimizers may step in turn.
         self._turns: dict[int, _Summed] = {}
 
     def before_step(self, turn: int, parameters: Tensors) -> None:
-        """A step begins: its buckets are made where there are none for its parameters."""
+        """Begin a step, and make buckets for its parameters if there are none."""
         now = self._turns.get(turn)
         if now is None or not now.is_of(parameters):
             sparse = sparse_weights(self._model)
@@ -268,19 +271,19 @@ class Ddp(Strategy):
         self._now = now
 
     def arm(self, own: Sums, samples: float, scaler: torch.amp.GradScaler | None = None) -> None:
-        """The next backward completes the gradients: each bucket is sent as soon as it is full."""
+        """Send each bucket once it is full in the next backward, which completes the gradients."""
         self._now.arm(own, samples, scaler)
 
     def disarm(self) -> None:
-        """Stop waiting for gradients: the backward has failed."""
+        """Stop waiting for gradients, because the backward has failed."""
         self._now.disarm()
 
     def finish(self) -> Sums:
-        """Wait for all sums, which become the gradients."""
+        """Wait for all sums, and set them as gradients."""
         return self._now.finish()
 
     def traffic(self) -> dict[str, Any]:
-        """Buckets of the gradients, and the bytes of tables' rows in a step."""
+        """Return the buckets of the gradients, and the bytes of tables' rows in a step."""
         turns = list(self._turns.values())
         steps = max((turn.steps for turn in turns), default=0)
         return {
@@ -289,21 +292,21 @@ class Ddp(Strategy):
         }
 
     def own_state(self) -> dict[str, Any] | None:
-        """The errors of compression, which this rank adds to later gradients."""
+        """Return the errors of compression, which this rank adds to later gradients."""
         return self.reduction.state_dict() if self.reduction.carries else None
 
     def load_own_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from the errors of all ranks."""
+        """Load the errors of all ranks."""
         self.reduction.load_state_dicts(states)
 
     def renew(self) -> None:
-        """Gradients may be sparse from now on, or no longer."""
+        """Drop the buckets, because gradients may become sparse or dense."""
         for turn in self._turns.values():
             turn.close()
         self._turns.clear()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Take the hooks off the parameters, and end the reduction."""
+        """Remove the hooks from the parameters, and end the reduction."""
         self.renew()
         self.reduction.close()
 

@@ -31,7 +31,7 @@ ELEMENTWISE = (
 
 
 def check_one_device(strategy: str, named: Mapping[str, nn.Parameter]) -> None:
-    """Refuse a model that a rank has on several devices."""
+    """Refuse a model that has parameters on several devices of a rank."""
     places = {str(parameter.device): name for name, parameter in named.items()}
     if len(places) > 1:
         words = ", ".join(f"{name} is on {device}" for device, name in places.items())
@@ -42,7 +42,7 @@ def check_one_device(strategy: str, named: Mapping[str, nn.Parameter]) -> None:
 
 
 def refusal_of(parameter: nn.Parameter) -> str:
-    """Why its gradient and state cannot be taken apart; nothing where they can."""
+    """Return the reason why a parameter's gradient and state cannot be divided, or ""."""
     if is_lazy(parameter):
         return "has no shape before the first batch"
     if isinstance(parameter, TableParameter):
@@ -61,7 +61,7 @@ def _after_accumulating(parameter: Any) -> Any:
 
 
 def check_elementwise(strategy: str, optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
-    """Refuse an optimizer whose step of a part is not that part of its step."""
+    """Refuse an optimizer that steps a part otherwise than within the whole."""
     if type(optimizer) not in ELEMENTWISE:
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ModelError(
@@ -73,7 +73,7 @@ def check_elementwise(strategy: str, optimizer: torch.optim.Optimizer, known: se
 
 
 def check_known(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
-    """Refuse an optimizer that trains something else than the model's parameters."""
+    """Refuse an optimizer that trains other parameters than the model's."""
     if not known.issuperset(p for group in optimizer.param_groups for p in group["params"]):
         raise ModelError(
             f"{type(optimizer).__name__} trains parameters that are not the model's",
@@ -84,7 +84,7 @@ def check_known(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
 def check_laid_out(
     strategy: str, parameters: Iterable[torch.Tensor], laid_out: Collection[torch.Tensor]
 ) -> None:
-    """Refuse parameters that an optimizer was given after its weights were laid over the ranks."""
+    """Refuse parameters that an optimizer got after its weights were distributed over the ranks."""
     if not all(parameter in laid_out for parameter in parameters):
         raise ModelError(
             f"{strategy} lays out what the optimizers train before the first step, and parameters "

@@ -1,12 +1,12 @@
-"""Ranks that step alone on their parts of the batches, and meet every so many steps.
+"""Ranks that step independently on their parts of the batches, and meet every few steps.
 
-When they meet, weights become those of the last meeting plus the mean change of all ranks: local
-SGD (Stich, "Local SGD Converges Fast and Communicates Little", 2019). With an outer optimizer that
-mean change is a gradient, for SGD with Nesterov momentum: DiLoCo (Douillard et al., "DiLoCo:
+When they meet, weights become those of the last meeting plus the mean change over all ranks: local
+SGD (Stich, "Local SGD Converges Fast and Communicates Little", 2019). With an outer optimizer the
+mean change is used as a gradient for SGD with Nesterov momentum: DiLoCo (Douillard et al., "DiLoCo:
 Distributed Low-Communication Training of Language Models", 2023).
 
-The states of optimizers and the statistics of BatchNorm are averaged, too, so that after a meeting
-all ranks are alike, and a checkpoint of one holds all. A mean leaves out each rank that had no
+The states of optimizers and the statistics of BatchNorm are averaged too. So all ranks are equal
+after a meeting, and a checkpoint of one rank holds all. A mean leaves out each rank that had no
 sample since the last mean; all ranks that had samples have the same weight in it.
 """
 
@@ -25,26 +25,27 @@ from flatout.strategies.reductions import Flat, ThreadedReduction
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
 
-# Numbers that travel at a time, at most and at least, in their own buckets.
+# _LENGTH, _LEAST: most and fewest values that are sent at a time, in buckets of their own. _NUMBER:
+# number of the first of these buckets.
 _LENGTH, _LEAST, _NUMBER = 1 << 22, 1 << 10, 1 << 30
 
-# Those of the paper.
+# Rate and momentum of the outer optimizer in the DiLoCo paper.
 _OUTER_RATE, _OUTER_MOMENTUM = 0.7, 0.9
 
 
 class LocalSgd(Strategy):
-    """Lets ranks step alone, and makes them alike now and then.
+    """Lets ranks step independently, and makes them equal every few steps.
 
     Args:
-        world: of this rank.
-        model: of this rank.
-        optimizers: what trains it; the same on every rank.
-        reduction: how what has changed is added up.
-        every: how many steps are made between meetings.
+        world: the world of this rank.
+        model: the model of this rank.
+        optimizers: the optimizers of the model, the same on every rank.
+        reduction: the way in which changes are summed.
+        every: number of steps between meetings.
         outer: whether the mean change is a gradient for an outer optimizer.
 
     Attributes:
-        since: steps since all weights have met.
+        since: steps since the last meeting.
 
     Raises:
         ModelError: an optimizer is Keras'.
@@ -75,7 +76,8 @@ class LocalSgd(Strategy):
         self._stepped: Tensors = ()
         self._vote = 0.0
         self.since = 0
-        # Whether this rank had a sample since the last meeting, and how many ranks had one.
+        # Whether this rank had a sample since the last meeting, and the number of ranks that had
+        # one.
         self._had_samples, self._counting = False, 0
         # The weights of the last meeting, and the outer momentum by weight.
         self._anchors: list[torch.Tensor] = []
@@ -83,33 +85,33 @@ class LocalSgd(Strategy):
         self._flats: dict[tuple[torch.dtype, int], Flat] = {}
 
     def before_step(self, turn: int, parameters: Tensors) -> None:
-        """A step begins, before anything changes."""
+        """Begin a step, before anything changes."""
         self._stepped = parameters
         if self.since:
             return
         weights = _trained(self._optimizers)
         self._anchors = [weight.detach().clone() for weight in weights]
-        if self._outer:  # there may be more weights than there were
+        if self._outer:  # there may be more weights than before
             self._velocities += map(torch.zeros_like, self._anchors[len(self._velocities) :])
 
     def finish(self) -> Sums:
-        """This rank's own sums: votes are counted when the ranks meet."""
+        """Return this rank's own sums. Votes are counted when the ranks meet."""
         self._vote = max(self._vote, float(self._own.votes))
         if self._own.weight:
             self._had_samples = True
-        else:  # no sample of this rank's counts
+        else:  # no sample of this rank counts
             for parameter in self._stepped:
                 parameter.grad = None
         return self._own._replace(votes=0.0)
 
     def after_step(self) -> bool:
-        """A step was made; returns whether a rank wants to stop, where they meet now."""
+        """Count a step, meet if it is due, and return whether a rank wants to stop."""
         self.since += 1
         return self.meet() if self.since >= self._every else False
 
     @torch.no_grad()
     def meet(self) -> bool:
-        """Make all ranks alike; returns whether one wants to stop. All of them call it."""
+        """Make all ranks equal, and return whether one wants to stop. All ranks call this."""
         if not self.since:
             return False
         self.since = 0
@@ -161,15 +163,15 @@ class LocalSgd(Strategy):
             part.copy_(piece)
 
     def traffic(self) -> dict[str, Any]:
-        """The bytes that are averaged at a time."""
+        """Return the bytes that one average sends."""
         return {"bytes_per_average": bytes_per_average(self._model, self._optimizers)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next meeting needs besides the weights; the ranks have met."""
+        """Return what the next meeting needs in addition to weights. The ranks have met."""
         return {"velocities": self._velocities}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave, of this strategy or another one."""
+        """Load the output of `state_dict`, of this strategy or another one."""
         self._velocities = [value.clone() for value in state.get("velocities", ())]
 
     def close(self, error: BaseException | None = None) -> None:
@@ -181,8 +183,8 @@ def bytes_per_average(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
     """Return the bytes that a rank sends when all weights are averaged.
 
     Args:
-        model: that is trained.
-        optimizers: that train it, with the states that they have by now.
+        model: the model.
+        optimizers: the optimizers of the model, with their present states.
     """
     sent = [*_messages(_trained(optimizers)), *_messages(_kept_beside(model, optimizers))]
     return sum(dtype.itemsize * _length_of(parts) for dtype, parts in sent)
@@ -215,7 +217,7 @@ def _messages(tensors: Tensors) -> Iterator[tuple[torch.dtype, Tensors]]:
 def _parts_in(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     travels = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     if tensor.is_floating_point() and tensor.dim() and travels is dtype:
-        # As it lies in memory, in whatever format.
+        # In memory order, whatever the memory format.
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))
         yield from torch.split(flat, _LENGTH)
 

@@ -33,7 +33,7 @@ class OwnBuffers:
 
     @torch.no_grad()
     def after_step(self, samples: float) -> None:
-        """Set these buffers to the mean over the samples of all ranks; all ranks call it.
+        """Set these buffers to the mean over the samples of all ranks. All ranks call this.
 
         Args:
             samples: number of samples in this rank's part of the step.

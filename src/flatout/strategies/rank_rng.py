@@ -1,11 +1,11 @@
-"""Random draws of a rank's own, in a step on several ranks.
+"""Random draws that differ between ranks, in a step on several ranks.
 
-All ranks begin with the same seeds, so that they begin with the same model. Left alone they would
-then put the same dropout mask on each part of the batch. Within a step a rank draws from seeds that
-are made of the common ones and its number. What is compared, saved and resumed stays the same on
-all ranks: torch's generator goes on by one draw a step, from which all ranks' own follow, and the
-states of Keras' seed generators go on as in Keras. So a DataLoader that shuffles by torch's
-generator also shuffles alike on all ranks.
+All ranks begin with the same seeds, so that they begin with the same model. But then they would put
+the same dropout mask on each part of the batch. So in a step, a rank draws from seeds that are made
+of the common seeds and its rank number. The state that is compared, saved and resumed stays the
+same on all ranks. torch's generator advances by one draw a step, from which all ranks' own seeds
+follow, and the states of Keras' seed generators advance as in Keras. So a DataLoader that shuffles
+by torch's generator also shuffles equally on all ranks.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from flatout.models import keras_seeds_moved
 from flatout.world import World
 
-# 2^32 divided by the golden ratio: seeds of two ranks do not meet by counting up.
+# 2^32 divided by the golden ratio: the consecutive seeds of two ranks do not meet.
 _APART = 0x9E3779B1
 
 
 @contextmanager
 def rank_rng(world: World) -> Iterator[None]:
-    """Within, this thread draws this rank's own numbers, from torch and through Keras.
+    """Let this thread draw this rank's own numbers, from torch and Keras, in the block.
 
-    What Keras draws by a whole number as its seed is the same on all ranks, as the user says.
+    Draws of Keras with an integer as seed are the same on all ranks, as the user asked.
     """
     common = int(torch.randint(2**62, (), dtype=torch.int64))
     after = torch.get_rng_state()

@@ -13,15 +13,15 @@ from flatout.world import World
 
 
 def check_replicas(model: nn.Module, world: World, when: str, *, every: int = 1) -> None:
-    """Compare the weights and buffers that ranks have alike, bit for bit.
+    """Compare the weights and buffers that ranks have in common, bit for bit.
 
-    Of a Keras model these are its weights, statistics and the states of its seed generators.
+    For a Keras model these are its weights, statistics and the states of its seed generators.
 
     Args:
-        model: of this rank.
-        world: of this rank.
-        when: for the message, such as "at the start".
-        every: ranks so many apart have the same; 1 where all do.
+        model: the model of this rank.
+        world: the world of this rank.
+        when: a time for the message, such as "at the start".
+        every: distance of ranks with the same tensors; 1 if all ranks have the same.
 
     Raises:
         WorldError: on every rank, naming the first tensor that differs and the ranks.
@@ -56,7 +56,7 @@ def check_replicas(model: nn.Module, world: World, when: str, *, every: int = 1)
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """24 hex digits over the dtype, shape and bits of a tensor."""
+    """Return 24 hex digits over the dtype, shape and bits of a tensor."""
     kept = tensor.detach().cpu().contiguous()
     words = f"{kept.dtype} {tuple(kept.shape)}".encode()
     flat = kept.reshape(-1).view(torch.uint8) if kept.numel() else kept.reshape(-1)

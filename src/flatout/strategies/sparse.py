@@ -1,7 +1,7 @@
-"""Sums of gradients that have few of a table's rows: ranks tell each other the rows they have.
+"""Sums of gradients with few rows of a table: ranks exchange the rows that they have.
 
-A table's gradient in full would be as large as the table, which is what `Embedding(sparse=True)`
-is there to avoid. Rows are put together in the order of ranks, so that all have the same bits.
+A table's full gradient would be as large as the table; `Embedding(sparse=True)` exists to avoid it.
+Rows are joined in the order of ranks, so that all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from flatout.optim import RowShards
 from flatout.world import World, to_eight
 
 _ID_BYTES = 8
-# In the place of how many rows a gradient has: there is none; they are those that were asked for;
-# it has all of them.
+# Sent in place of the number of a gradient's rows. _NONE: there is no gradient. _AS_ASKED: its rows
+# are the requested rows. _WHOLE: it has all rows.
 _NONE, _AS_ASKED, _WHOLE = -1, -2, -3
 
 
 def sparse_weights(model: nn.Module) -> set[torch.Tensor]:
-    """Tables of the model whose gradients have only the rows that a batch has used."""
+    """Return the model's tables whose gradients have only the rows that a batch has used."""
     weights: set[torch.Tensor] = set()
     for layer in modules_of(model):
         # Keras keeps the weights of a layer in their own module.
@@ -36,13 +36,13 @@ def sparse_weights(model: nn.Module) -> set[torch.Tensor]:
 
 
 def sum_rows(world: World, tables: Sequence[torch.Tensor]) -> int:
-    """Make the gradient of each table that of all ranks; where no rank has one, there is none.
+    """Set the gradient of each table to the sum over all ranks, or None if no rank has one.
 
-    How many rows each rank has goes first, then the rows of all tables together. Where a rank's
-    gradient is dense, since something has read the table whole, it is so on all of them.
+    The number of rows of each rank is exchanged first, then the rows of all tables together. If a
+    rank's gradient is dense, because code has read the table whole, it becomes dense on all ranks.
     """
     own = [_rows_of(table) for table in tables]
-    # Of a gradient that is there but has no rows, the optimizer still takes note.
+    # The optimizer also needs to know of a gradient without rows.
     lengths = [_count(rows) for rows in own]
     counts = torch.tensor(lengths, dtype=torch.int64, device=tables[0].device)
     each = torch.stack(world.gather_tensors(counts, "number of rows in sparse gradients"))
@@ -70,7 +70,7 @@ def _sum_by_rows(
     own: Sequence[torch.Tensor | None],
     counts: Sequence[Sequence[int]],
 ) -> None:
-    """Make gradients those of all ranks."""
+    """Set gradients to the sums over all ranks."""
     sizes = [sum(map(_bytes, tables, of_rank)) for of_rank in counts]
     message = torch.zeros(max(sizes), dtype=torch.uint8, device=tables[0].device)
     at = 0
@@ -84,10 +84,10 @@ def _sum_by_rows(
 
 
 def sum_own_rows(world: World, tables: Sequence[torch.Tensor], shards: RowShards) -> int:
-    """Make the gradient of each table that of all ranks in the rows that this rank owns.
+    """Set the gradients of tables, in the rows that this rank owns, to the sums over all ranks.
 
-    Where no rank has one, there is none. The rows of all tables go together. Of rows that a rank
-    has asked for, their owners know which these are.
+    If no rank has a gradient, it becomes None. The rows of all tables are sent together. Row ids
+    are not sent for rows that a rank has requested, because their owners know them.
     """
     counts: list[int] = []
     parts: list[list[torch.Tensor]] = [[] for _ in range(world.size)]
@@ -126,7 +126,7 @@ def _for_owners(table: torch.Tensor, shards: RowShards) -> list[tuple[int, list[
         return [(_AS_ASKED, [own]) for own in torch.split(values, asked.dealt.counts)]
     dealt = shards.dealt(table, table_rows.group(ids, len(table)))
     each = torch.split(dealt.local, dealt.counts)
-    values = values[dealt.groups.places]  # of each row there is one
+    values = values[dealt.groups.places]  # each row occurs once
     pairs = zip(each, torch.split(values, dealt.counts), strict=True)
     return [(len(local), [local, own]) for local, own in pairs]
 
@@ -138,7 +138,7 @@ def _set_own(
     ids: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
 ) -> None:
-    """Make a table's gradient that of all ranks."""
+    """Set a table's gradient to the sum over all ranks."""
     if all(count == _NONE for count in counts):
         table.grad = None
         return
@@ -168,7 +168,7 @@ def _set_gradients(
     messages: Sequence[torch.Tensor],
     counts: Sequence[Sequence[int]],
 ) -> None:
-    """Make the gradient of each table that of its rows in all messages."""
+    """Set the gradient of each table to the sum of its rows in all messages."""
     starts = [0] * len(counts)
     for place, table in enumerate(tables):
         parts = []

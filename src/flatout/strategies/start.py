@@ -1,7 +1,7 @@
 """Runs a script as a rank, or serves: `python -m flatout.strategies.start script.py args`.
 
-`flatout run --servers` starts all processes of a job so. The last of them are parameter servers,
-which never run the script.
+`flatout run --servers` starts all processes of a job in this way. The last of them are parameter
+servers, which never run the script.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from contextlib import suppress
 
 from flatout.world import place, servers, start
 
-# How long the store may take to answer when all is over.
+# Most seconds that the store may take to answer at the end.
 _STORE_S = 10.0
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script, or after -m a module, as `python` would; as a server, serve until it ends."""
+    """Run a script, or after -m a module, as `python` would; or serve until the job ends."""
     here = place()
     number = servers.number_of(here)
     if number is not None:

@@ -1,4 +1,4 @@
-"""The interface of a strategy around each step; by itself it does nothing."""
+"""The interface of a strategy around each step. The base class is for a single rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Sums(NamedTuple):
-    """Numbers that travel with the gradients, of one rank or of all ranks together.
+    """Numbers that are summed with the gradients, of one rank or of all ranks.
 
     Attributes:
         total: sum of the losses.
-        weight: sum of their weights.
-        votes: how many ranks want to stop.
+        weight: sum of the losses' weights.
+        votes: number of ranks that want to stop.
     """
 
     total: torch.Tensor | float
@@ -33,24 +33,26 @@ class Sums(NamedTuple):
 
 
 class Strategy:
-    """Makes a step one of all ranks; this one is for a single rank, with nothing to add up.
+    """Makes a step common to all ranks. The base class is for a single rank, with nothing to sum.
 
-    Around a step: `before_step`, `arm` before the backward that completes the gradients, `finish`
-    behind it, and `after_step` when the weights have changed.
+    Calls around a step: `before_step`, `arm` before the backward that completes the gradients,
+    `finish` after it, and `after_step` when the weights have changed.
 
     Attributes:
-        steps_apart: whether ranks step alone and are alike only where they meet: then losses are
-            a rank's own, and all call `meet` before they compare, evaluate or save.
-        meets_in_compute: whether ranks wait for each other within forward and backward: then all
-            run as many, an evaluation's included.
-        parts: into how many a batch is cut, where a rank claims parts as it comes to them, so that
-            one that is slow takes fewer; 0 where each has its own part of each batch.
-        takes_whole_batches: whether every rank is given each batch whole, of which the last counts.
-        layout: what is on which rank, in words; "" where all have the same.
-        micro_batches: into how many a batch is to be split, where it passes through stages; 0 for
-            four for each.
-        across: adds up numbers of what this rank holds of the gradients, in place, over all ranks
-            that hold the rest; None where it holds them whole.
+        steps_apart: whether ranks step independently and are equal only where they meet. Then
+            losses are a rank's own, and all ranks call `meet` before they compare, evaluate or
+            save.
+        meets_in_compute: whether ranks wait for each other within forward and backward. Then all
+            ranks run the same number of them, also in an evaluation.
+        parts: number of parts of a batch that ranks claim one by one, so that a slow rank takes
+            fewer; 0 if each rank has its own part of each batch.
+        takes_whole_batches: whether every rank gets each batch whole, of which the last rank
+            counts.
+        layout: description of the parts on each rank, or "" if all ranks have the same.
+        micro_batches: number of micro-batches of a batch that passes through stages; 0 for four for
+            each stage.
+        across: sums numbers of this rank's part of the gradients, in place, over all ranks that
+            hold the other parts; None if this rank holds them whole.
     """
 
     steps_apart = False
@@ -65,15 +67,15 @@ class Strategy:
         self._own = Sums(0.0, 0.0, 0.0)
 
     def begin(self) -> None:
-        """The settings of the first step are there, and what is looked at before it is done."""
+        """Begin, when the settings of the first step, and what is checked before it, are known."""
 
     def before_step(self, turn: int, parameters: Tensors) -> None:
-        """A step begins, before anything changes.
+        """Begin a step, before anything changes.
 
         Args:
-            turn: which of the job's optimizers step, from 1.
-            parameters: what they train, in the same order on every rank; the same object while it
-                is the same.
+            turn: the number, from 1, of the set of the job's optimizers that steps.
+            parameters: the parameters of these optimizers, in the same order on every rank; the
+                same object while they are the same.
         """
 
     def pass_on(
@@ -82,69 +84,70 @@ class Strategy:
         batch: Batch,
         loss: Callable[[Batch], torch.Tensor],
     ) -> tuple[int, int]:
-        """Forward and backward of a whole batch, by all ranks; for those that take whole batches.
+        """Run forward and backward of a whole batch, on all ranks (see `takes_whole_batches`).
 
         Args:
             compute: forward and loss of a batch.
-            batch: the same on every rank.
-            loss: what a micro-batch adds to the loss, by `compute`; one rank calls it.
+            batch: the batch, the same on every rank.
+            loss: returns a micro-batch's part of the loss, by `compute`; one rank calls it.
 
         Returns:
-            how long this rank's forward and backward have computed, in ns.
+            nanoseconds that this rank's forward and backward have computed.
         """
         raise NotImplementedError
 
     def arm(self, own: Sums, samples: float, scaler: torch.amp.GradScaler | None = None) -> None:
-        """The next backward completes the gradients.
+        """Note that the next backward completes the gradients.
 
         Args:
             own: this rank's part of the sums.
-            samples: what the loss was divided by.
-            scaler: what the loss was scaled by, if it was.
+            samples: the divisor of the loss.
+            scaler: the scaler of the loss, if any.
         """
         self._own = own
 
     def disarm(self) -> None:
-        """Forget that backward: it has failed, and the gradients are computed again."""
+        """Forget that backward, which has failed; the gradients are computed again."""
 
     def finish(self) -> Sums:
-        """Wait until the gradients are those of the step; what travelled with them."""
+        """Wait until the gradients are those of the step, and return the sums."""
         return self._own
 
     def after_step(self) -> bool:
-        """The weights have changed; returns whether a rank wants to stop, where ranks meet now."""
+        """Note that weights have changed, meet if due, and return whether a rank wants to stop."""
         return False
 
     def meet(self) -> bool:
-        """Make all ranks alike; returns whether one wants to stop. All of them call it."""
+        """Make all ranks equal, and return whether one wants to stop. All ranks call this."""
         return False
 
     def open_section(self, steps: int) -> None:
-        """Parts of so many steps may be claimed, numbered from 0; all ranks call it."""
+        """Allow claims of the parts of `steps` steps, numbered from 0. All ranks call this."""
         raise NotImplementedError
 
     def claim(self) -> tuple[int, int]:
-        """The number of the next part, which no other rank gets, and how many are left then.
+        """Return the number of the next part, which no other rank gets, and the count of parts
+        left.
 
-        In place of both, where none is left: -1, and before which the section has ended. Another
-        thread may ask.
+        If no part is left, return -1 and the number before which the section has ended. Other
+        threads may call this.
         """
         raise NotImplementedError
 
     def dropped(self) -> list[int]:
-        """Ranks that were killed and without which the others go on, as the first one knows."""
+        """Return the ranks that were killed and dropped, as the first rank knows them."""
         return []
 
     def used(self, number: int) -> None:
-        """The next step is of this part."""
+        """Set the part of the next step."""
 
     def close_section(self) -> None:
-        """End the section with the step of which parts were claimed."""
+        """End the section after the last step of which a part was claimed."""
 
     def staleness(self) -> list[Counter[int]] | None:
-        """Return each rank's numbers of gradients by age, in steps; None where none is old.
+        """Return each rank's numbers of gradients by age, in steps, or None if none is old.
 
-        All ranks call it.
+        All ranks call this.
         """
         return None
 
@@ -153,27 +156,27 @@ class Strategy:
         return {}
 
     def late(self) -> list[int] | None:
-        """Return for each rank the gradients that came too late; None where all wait for all.
+        """Return for each rank the number of late gradients, or None if ranks wait for each other.
 
-        All ranks call it.
+        All ranks call this.
         """
         return None
 
     def whole_weights(self) -> AbstractContextManager[None]:
-        """Within, a Keras model has its weights whole, to be read or changed; all ranks call it."""
+        """Give a Keras model whole weights in the block, to read or change. All ranks call this."""
         return nullcontext()
 
     def weights(self, model: nn.Module, *, kept: bool) -> dict[str, torch.Tensor]:
-        """Everything that is saved of a model, by name, whole; all ranks call it.
+        """Return all tensors that are saved of a model, by name, whole. All ranks call this.
 
         Args:
-            model: of this rank.
-            kept: whether this rank wants them; where not, tensors may be empty.
+            model: the model of this rank.
+            kept: whether this rank needs them; if not, tensors may be empty.
         """
         return weights_of(model)
 
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
-        """An optimizer's state, whole, likewise."""
+        """Return an optimizer's whole state; the arguments are those of `weights`."""
         return optimizer.state_dict()
 
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -181,29 +184,29 @@ class Strategy:
         return state
 
     def renew(self) -> None:
-        """Gradients may be of another kind from the next step on."""
+        """Note that gradients may be of another kind from the next step on."""
 
     def check_alike(self, model: nn.Module, world: World, when: str) -> None:
-        """Compare the weights that ranks have alike, as `check_replicas` does; all call it."""
+        """Compare the weights that ranks have in common (`check_replicas`). All ranks call this."""
         check_replicas(model, world, when)
 
     def own_state(self) -> dict[str, Any] | None:
-        """Return what later steps need and a rank has for itself; None where there is nothing."""
+        """Return the state that later steps need and that differs between ranks, or None."""
         return None
 
     def load_own_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from what `own_state` gave on each rank; there may have been other ranks."""
+        """Load the output of `own_state` of each rank; the number of ranks may have changed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what later steps need besides weights and optimizers; the ranks have met."""
+        """Return what later steps need besides weights and optimizers. The ranks have met."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave, of this strategy or another one."""
+        """Load the output of `state_dict`, of this strategy or another one."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Take off what was put on the model's parameters.
+        """Undo the changes on the model's parameters.
 
         Args:
-            error: what has ended the training, where it has failed.
+            error: the error that has ended the training, if any.
         """

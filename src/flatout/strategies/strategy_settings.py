@@ -1,4 +1,4 @@
-"""Settings that do not go with a strategy."""
+"""Settings that do not work with a strategy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LEFT_OUT: dict[str, dict[str, str]] = {
 }
 """By strategy, settings that stay plain with it, and why."""
 
-# Likewise, where what is not asked for is plain anyway.
+# The same for settings whose default is plain anyway.
 _REFUSED: dict[str, dict[str, str]] = {
     "fsdp": {"world.reduction": _IN_PARTS, "world.compression": _IN_PARTS},
     "staged": {
@@ -60,22 +60,22 @@ _REFUSED: dict[str, dict[str, str]] = {
     },
 }
 
-# Settings that go with one strategy alone, and what they are about.
+# Settings that work with only one strategy, and their subject for the message.
 _ONLY_WITH = (
     ("world.staleness", "parameter_server", "parameter servers"),
     ("world.servers", "parameter_server", "parameter servers"),
     ("world.stages", "staged", "ranks that have some layers each"),
 )
 
-# What else than that goes with the strategy.
+# A value of a refused setting that works with the strategy.
 _FITS = {("fsdp", "world.reduction"): "shared"}
 
 
 def check_settings(requested: Recipe) -> None:
-    """Refuse settings that were asked for by name and do not go with the strategy.
+    """Refuse settings that were asked for by name and do not work with the strategy.
 
     Raises:
-        RecipeError: naming one.
+        RecipeError: naming one of them.
     """
     strategy = requested.world.strategy
     there = servers.apart()
@@ -118,7 +118,7 @@ def check_settings(requested: Recipe) -> None:
 
 
 def _check_apart(requested: Recipe, count: int) -> None:
-    """Refuse servers that compute nothing where no one wants them."""
+    """Refuse separate server processes that the strategy does not use."""
     asked = requested.world
     if asked.strategy != "parameter_server":
         raise RecipeError(

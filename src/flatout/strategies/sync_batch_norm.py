@@ -1,10 +1,10 @@
-"""BatchNorm over the whole batch, whatever number of ranks it is spread over. On CPUs too.
+"""BatchNorm over the whole batch, on any number of ranks, also on CPUs.
 
-Each rank tells the others mean, squared deviations and count of its part of the batch in one
-collective, and they are put together by the formulas of Chan, Golub and LeVeque ("Updating Formulae
-and a Pairwise Algorithm for Computing Sample Variances", 1979). Backward needs one collective more,
-for the two sums over the batch in the gradient (Ioffe and Szegedy, "Batch Normalization", 2015).
-Keras' layers are in models/keras/batch_norm.py.
+The ranks exchange mean, squared deviations and count of their parts of the batch in one collective.
+They are combined by the formulas of Chan, Golub and LeVeque ("Updating Formulae and a Pairwise
+Algorithm for Computing Sample Variances", 1979). Backward needs one more collective, for the two
+sums over the batch in the gradient (Ioffe and Szegedy, "Batch Normalization", 2015). The code for
+Keras' layers is in models/keras/batch_norm.py.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from flatout.world import ONE, World
 
 
 class SyncBatchNorm:
-    """Makes a model's BatchNorm layers take their statistics over all ranks, until `close`.
+    """Makes a model's BatchNorm layers compute their statistics over all ranks, until `close`.
 
-    They do so within `together`. Elsewhere, as where one rank tries something out, they take them
-    over what this rank has, without a collective; a single sample will do.
+    They do so only within `together`. Elsewhere, as when one rank tries something, they use the
+    rank's own samples, without a collective. A single sample is then allowed.
 
-    Modules, parameters and the keys of the state dict stay.
+    Modules, parameters and the keys of the state dict stay the same.
 
     Args:
-        model: of this rank; the same on all.
-        world: of this rank.
+        model: the model of this rank; the same on all ranks.
+        world: the world of this rank.
 
     Attributes:
-        ranks: those that train together.
+        ranks: the ranks that train together.
         world: the ranks whose parts make the present batch.
-        copies: how many ranks compute the present batch; 1 where each has its own part.
-        is_filling: whether no row of this rank's part is a sample, so that none counts.
+        copies: number of ranks that compute the whole present batch; 1 if each has its own part.
+        is_filling: whether this rank's part has only padding rows, so that none counts.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -62,7 +62,7 @@ class SyncBatchNorm:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Within, all ranks run the same forward and backward, each on its part of a batch."""
+        """Let all ranks run the same forward and backward, each on its part, in the block."""
         self.world = self.ranks
         try:
             yield
@@ -70,7 +70,7 @@ class SyncBatchNorm:
             self.world, self.copies, self.is_filling = ONE, 1, False
 
     def close(self) -> None:
-        """Give the layers their own code back."""
+        """Restore the layers' own code."""
         for layer in self.layers:
             del layer.forward
         own_moments(self.of_keras)
@@ -78,7 +78,7 @@ class SyncBatchNorm:
 
 def _forward(sync: SyncBatchNorm, layer: _BatchNorm) -> Any:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        # With running statistics there is nothing to share.
+        # With running statistics nothing is computed over ranks.
         if not layer.training and layer.running_mean is not None:
             return type(layer).forward(layer, x)
         layer._check_input_dim(x)  # type: ignore[no-untyped-call]
@@ -104,7 +104,7 @@ class _Normalized(torch.autograd.Function):
         own = -count if sync.is_filling else count
         mean, variance, total = _over_all(sync.world, mean, variance, own)
         if sync.world.size > 1 and total <= sync.copies:
-            # As torch says it of a whole batch on one rank.
+            # The message of torch for a whole batch on one rank.
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {x.size()}"
             )
@@ -130,9 +130,9 @@ class _Normalized(torch.autograd.Function):
         sums = both.view(2, -1) / ctx.total
         factor = scale if weight is None else scale * weight
         inner = gradient - _spread(sums[0], x) - normal * _spread(sums[1], x)
-        if ctx.is_filling:  # the statistics do not depend on it
+        if ctx.is_filling:  # the statistics do not depend on padding
             inner = torch.zeros_like(inner)
-        # The parameters' own gradients are this rank's part, and are added up with all others.
+        # Gradients of the parameters are this rank's part, and are summed with all others.
         return (
             (inner * _spread(factor, x)).to(x.dtype),
             None if weight is None else of_weight.to(weight.dtype),

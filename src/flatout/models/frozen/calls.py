@@ -1,6 +1,4 @@
-"""Identification of the calls in a run of a model's forward, and redirection of calls to the
-run.
-"""
+"""Identification of the calls in runs of a model's forward, and their redirection to the run."""
 
 from __future__ import annotations
 

@@ -60,9 +60,7 @@ def autocast_now(device: str) -> tuple[bool, torch.dtype]:
 
 
 class _Enough(BaseException):
-    """Ends a forward when all kept values exist. No error, so the user's code should not catch
-    it.
-    """
+    """Ends a forward when all kept values exist. No error, so user code should not catch it."""
 
 
 class _Part:

@@ -1,6 +1,4 @@
-"""The places where a cut of a forward saves time: its frozen calls as a graph with times and
-bytes.
-"""
+"""The useful places to cut a forward: its frozen calls as a graph with times and bytes."""
 
 from __future__ import annotations
 

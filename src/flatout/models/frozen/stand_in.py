@@ -55,9 +55,7 @@ class Run(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run in place of a module's forward: `call` runs it whole, `written` allows to look into
-        it.
-        """
+        """Run in place of a module's forward: `call` runs it whole, `written` step by step."""
 
 
 class StandIn(torch.Tensor):
@@ -170,9 +168,7 @@ def name_of(function: Any) -> str:
 
 
 def about(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of a function that reads only the form of its arguments, or
-    NotImplemented.
-    """
+    """Return the result of a function that reads only its arguments' form, or NotImplemented."""
     if name in _ABOUT:
         known = [stand_in.value is not None for stand_in in stand_ins((args, kwargs))]
         if all(known):

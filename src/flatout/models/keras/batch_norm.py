@@ -26,9 +26,7 @@ def _is_norm(layer: nn.Module) -> bool:
 
 
 def has_own_moments(layer: nn.Module) -> bool:
-    """Return whether a custom BatchNormalization computes its moments where they cannot be
-    replaced.
-    """
+    """Return whether a custom BatchNormalization's moments cannot be replaced."""
     kind: Any = _kind()
     cls: Any = type(layer)
     return _is_norm(layer) and (cls.call, cls._moments) != (kind.call, kind._moments)

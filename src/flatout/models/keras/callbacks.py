@@ -34,9 +34,7 @@ def on_rank(given: list[Any], world: World) -> list[Any]:
 
 
 def reads_batches(callback: Any) -> bool:
-    """Return whether a callback may read a batch's logs on only some ranks; reading needs all
-    ranks.
-    """
+    """Return whether a callback may read a batch's logs on only some ranks, which would hang."""
     from keras import callbacks
 
     if not watches_batches(callback):
@@ -96,9 +94,7 @@ def keeps_best_weights(callback: Any) -> bool:
 
 
 def saves_model(callback: Any) -> bool:
-    """Return whether a callback is one of Keras' own that reads or changes weights and optimizer
-    state.
-    """
+    """Return whether a Keras callback reads or changes weights and optimizer state."""
     from keras import callbacks
 
     names = ("BackupAndRestore", "ModelCheckpoint", "OrbaxCheckpoint", "SwapEMAWeights")

@@ -176,9 +176,7 @@ class KerasJob:
         return [variable for variable in self._variables() if id(variable) not in fed]
 
     def results(self, world: World = ONE) -> dict[str, float]:
-        """Return the metrics over all ranks' batches since `reset`, by Keras' names, without the
-        loss.
-        """
+        """Return the metrics over all ranks since `reset`, by Keras' names, without the loss."""
         if self._slow is not None:
             self._slow.flush()
         if self._computes_own:

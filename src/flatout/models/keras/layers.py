@@ -16,9 +16,7 @@ def has_layers(layer: Any) -> bool:
 
 
 def modules_of(model: Any) -> list[Any]:
-    """Return all modules of a model, each once, including layers that only Keras' own lists
-    hold.
-    """
+    """Return all modules of a model, each once, including layers in Keras' own lists."""
     result: dict[int, Any] = {}
     waiting = [model]
     while waiting:

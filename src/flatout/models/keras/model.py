@@ -100,9 +100,7 @@ class KerasModel(TorchModel):
         return parts
 
     def scales_images(self) -> bool:
-        """Return whether a layer of the model scales or normalizes its input, as `Rescaling`
-        does.
-        """
+        """Return whether a layer scales or normalizes its input, as `Rescaling` does."""
         keras: Any = sys.modules["keras"]
         kinds = (keras.layers.Rescaling, keras.layers.Normalization)
         return any(isinstance(layer, kinds) for layer in self.module._flatten_layers())
@@ -126,9 +124,7 @@ class KerasModel(TorchModel):
         return any(layer._seed_generators for layer in self.module._flatten_layers())
 
     def rewrites(self) -> list[Rewrite]:
-        """Return a rewrite of layers that could call torch's operators directly, equal to
-        rounding.
-        """
+        """Return a rewrite of layers to direct calls of torch's operators, equal to rounding."""
         calls = keras_calls(self.module)
         words = f"{len(calls)} Keras layers call torch's operators directly"
         return [Rewrite(words, lambda: put_on(self.module, calls))] if calls else []
@@ -156,15 +152,11 @@ class KerasModel(TorchModel):
         return [variable._value for variable in _all_variables(self.module)]
 
     def untrained(self) -> list[torch.Tensor]:
-        """Return buffers, and Keras' statistics, seeds and states: parameters that are not
-        trained.
-        """
+        """Return buffers and parameters that do not train: Keras' statistics, seeds and states."""
         return [*super().untrained(), *(p for p in self.parameters() if not p.requires_grad)]
 
     def is_partly_frozen(self) -> bool:
-        """Return whether some layers do not train. Statistics and states, which never train, do not
-        count.
-        """
+        """Return whether some layers do not train, besides statistics and states."""
         layers = self.module._flatten_layers()
         return any(layer.weights and not layer.trainable for layer in layers)
 
@@ -196,9 +188,7 @@ class KerasModel(TorchModel):
         return [variable._value for variable in result]
 
     def watch(self, look: Look, watches: ExitStack) -> None:
-        """Call `look` after each call of a layer. Keras layers are torch modules, but skip torch's
-        hooks.
-        """
+        """Call `look` after each call of a layer. Keras layers run no torch hooks."""
         for layer in self.module._flatten_layers(include_self=False):
             watches.enter_context(_watching(layer, look))
 
@@ -210,8 +200,8 @@ class KerasModel(TorchModel):
                 yield layer.name, layer, layer.input_dim
 
     def first_layer(self) -> str:
-        """Return the first layer with weights, in words; names of Keras' torch modules say
-        nothing.
+        """Return the first layer with weights, in words. Names of inner torch modules say
+        little.
         """
         for layer in self.module._flatten_layers(include_self=False):
             if layer.weights:
@@ -228,9 +218,7 @@ class KerasModel(TorchModel):
             return " ".join([type(self.module).__qualname__, *kinds])
 
     def lines(self, parts: Iterable[Any] | None = None) -> dict[str, str]:
-        """Return for each layer, in Keras' order, its class, configuration, and the user's code in
-        it.
-        """
+        """Return the class, configuration and user code of each layer, in Keras' order."""
         return layer_lines(self.module, parts)
 
 

@@ -113,8 +113,8 @@ class KerasOptimizer(torch.optim.Optimizer):
         return _Scaler(self.keras, device) if scales else None
 
     def drives(self, optimizer: Any, variables: Sequence[Any]) -> bool:
-        """Return whether this wraps that optimizer over these variables, also after a new
-        `compile`.
+        """Return whether this wraps that optimizer over these variables (`compile` may change
+        both).
         """
         driven = {*map(id, self._variables)}
         return optimizer is self.keras and {*map(id, variables)} == driven and not self._late
@@ -423,9 +423,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         return ()
 
     def state_places(self) -> dict[int, int]:
-        """Return the index of the variable for each entry of `state_dict` with a value per
-        element.
-        """
+        """Return for each `state_dict` entry with a value per element its variable's index."""
         inner = self._inner
         places: dict[int, int] = {}
         for place, variable in enumerate(self._variables):
@@ -471,9 +469,7 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def own_rate(self) -> Iterator[None]:
-        """Restore the present rate after the block, or start a schedule, whatever state was
-        loaded.
-        """
+        """Restore the present rate after the block, or start a schedule, whatever was loaded."""
         keras, rate = self.keras, float(self.keras._get_current_learning_rate())
         yield
         if hasattr(keras._learning_rate, "assign"):

@@ -24,9 +24,7 @@ from flatout.world import World
 
 @contextmanager
 def shared_losses(world: World, batch: Batch) -> Iterator[None]:
-    """Turn the Keras loss of this rank's part into its share of the whole batch's loss, in the
-    block.
-    """
+    """Turn Keras losses of this rank's part into its share of the batch's loss, in the block."""
     if world.size == 1 or batch.copies > 1:  # a copy is the whole batch
         yield
         return

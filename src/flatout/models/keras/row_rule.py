@@ -124,9 +124,7 @@ class KerasRule:
         """Do nothing: Keras counts in the step of all other variables."""
 
     def attach(self, reader: Reader) -> None:
-        """Keep Keras from stepping the table, and call the reader before other reads of its
-        state.
-        """
+        """Keep Keras from stepping the table; other reads of its state call the reader first."""
         self._reader = reader
         self._optimizer.by_rows.add(self._weight)
 

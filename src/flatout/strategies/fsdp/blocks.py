@@ -1,8 +1,8 @@
-"""Which parts of a model are gathered as one where ranks share its parameters: by size and use.
+"""Selection of the modules that are gathered as one block under fsdp, by size and use.
 
-A part's parameters are whole only while its forward or backward runs. So whatever reads one from
-outside of that, as tied layers do, or attention that computes with the weights of a layer it never
-calls, leaves them no part: they are gathered with the whole model.
+A block's parameters are whole only while its forward or backward runs. If a module reads a
+parameter from outside (tied layers, or attention that uses the weights of a layer it never calls),
+that module is no block: its parameters are gathered with the whole model.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.overrides import TorchFunctionMode
 from flatout.errors import ModelError
 from flatout.models import own_names
 
-# A part has at least this share of the model's bytes: each costs collectives of its own.
+# Smallest block, as a share of the model's bytes: each block costs collectives.
 _LEAST = 1 / 32
-# One that has more is cut further, where that is possible.
+# Largest block, as a share of the model's bytes. Larger ones are divided further if possible.
 _MOST = 1 / 4
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def blocks_of(model: nn.Module, run: Callable[[], object] | None) -> list[nn.Module]:
-    """Parts of a model that are to be gathered each by itself, inner ones first."""
+    """Return the modules that are gathered as blocks, inner ones first."""
     reads = _Reads(model)
     if run is not None:
         reads.watch(run)
@@ -54,7 +54,7 @@ def _bytes_in(module: nn.Module) -> int:
 
 
 class _Reads:
-    """Reads of a model's parameters: modules that are called, and reads from outside of them."""
+    """Reads of a model's parameters: the called modules, and reads from outside of them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -64,7 +64,7 @@ class _Reads:
                 if parameter is not None:
                     self._owners.setdefault(parameter, []).append(module)
         self._called: set[nn.Module] | None = None
-        # Of each parameter, the modules that were running whenever it was read.
+        # By parameter, the modules that were running at every read of it.
         self._readers: dict[nn.Parameter, set[nn.Module]] = {}
 
     def watch(self, run: Callable[[], object]) -> None:
@@ -115,7 +115,7 @@ class _Reads:
 
 
 class _Watch(TorchFunctionMode):
-    """Tells of each parameter that a function of torch is given."""
+    """Reports each parameter that a torch function gets."""
 
     def __init__(self, tell: Callable[[nn.Parameter], None], of: Any) -> None:
         super().__init__()
@@ -123,7 +123,8 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor | tuple | list):  # else it asks for the form alone
+        # other results mean that only the form was read
+        if isinstance(result, torch.Tensor | tuple | list):
             for value in (*args, *(kwargs or {}).values()):
                 for item in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(item, nn.Parameter) and item in self._of:

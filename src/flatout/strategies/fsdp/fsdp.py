@@ -1,13 +1,14 @@
 """Each rank holds a part of every parameter, of its gradient and of the optimizer's state.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
-torch's `fully_shard` does the work: it gathers the parameters of a block when its forward and its
-backward begin, forgets them behind each, and leaves every rank the sum of its part of the
-gradients. As in ddp.py they are gradients of loss sums, and what they are divided by travels behind
-them, with which parameters any rank has used.
+torch's `fully_shard` does the work. It gathers the parameters of a block before its forward and its
+backward, and frees them after each. Each rank gets the sum of its part of the gradients. As in
+ddp.py the gradients are those of loss sums. Their divisor is summed after them, together with the
+parameters that any rank has used.
 
-The user's optimizers step the parts as ordinary tensors: each element by itself, so that parts are
-stepped as the whole would be. At the end of a fit the model has its own parameters again.
+The user's optimizers step the parts as ordinary tensors. They must step each element independently,
+so that a part is stepped as in the whole. At the end of a fit the model has its own parameters
+again.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from flatout.strategies.replicas import check_replicas
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import Mailbox, World, mailbox_of
 
-# Of the numbers that travel, behind the sums: whether a rank has used each parameter.
+# Index after the sums of the first number that says whether a rank has used a parameter.
 _USED = 3
 
 
 class ParameterPart(NamedTuple):
-    """A parameter of the model, and what this rank has of it.
+    """A parameter of the model, and this rank's part of it.
 
     Attributes:
-        own: the user's parameter, without memory meanwhile.
-        shard: what stands in its place in the model.
-        part: this rank's part of that, which the optimizer steps.
-        places: where in the model it is: modules and names.
-        block: that gathers it.
+        own: the user's parameter, which has no memory while it is sharded.
+        shard: the DTensor in its place in the model.
+        part: this rank's part of the shard, which the optimizer steps.
+        places: modules and names under which the model holds it.
+        block: the module that gathers it.
     """
 
     own: nn.Parameter
@@ -64,24 +65,24 @@ class ParameterPart(NamedTuple):
 
 
 class Fsdp(Strategy):
-    """Lays a model, its gradients and its optimizers' states over the ranks.
+    """Shards a model, its gradients and its optimizers' states over the ranks.
 
     Args:
-        world: of this rank.
-        model: of this rank; the same on all. Until `begin` it stays as it is.
-        optimizers: what trains it.
-        run: a forward and loss of a few samples, for all ranks to call; None where there are none.
-        say: gets a line about memory.
-        shares: whether ranks of one node may send by memory that they share.
-        exact: whether gradients are added up in the order of torch's own library.
+        world: the world of this rank.
+        model: the model of this rank, the same on all ranks. Until `begin` it stays as it is.
+        optimizers: the optimizers of the model.
+        run: a forward and loss of a few samples that all ranks can call, or None.
+        say: prints a line about memory.
+        shares: whether ranks of one node may send through shared memory.
+        exact: whether gradients are summed in the order of torch's own library.
 
     Attributes:
         held: bytes that this rank holds; None before the first step.
 
     Raises:
-        ModelError: something of the model or the optimizers cannot be laid out; what, and what to
-            do instead.
-        WorldError: the ranks' models are not the same.
+        ModelError: a part of the model or the optimizers cannot be sharded; the message names an
+            alternative.
+        WorldError: the ranks' models differ.
     """
 
     meets_in_compute = True
@@ -102,7 +103,7 @@ class Fsdp(Strategy):
         self._world, self._model, self._optimizers = world, self._modules_of(model), optimizers
         self._run, self._say = run, say
         self._shares = shares
-        # Of two numbers every order has the same sum.
+        # A sum of two numbers is the same in every order.
         self._adds_up = world.size == 2 or not exact
         self._mailbox: Mailbox | None = None
         self.across = self._sum_over_parts
@@ -128,7 +129,7 @@ class Fsdp(Strategy):
     # -- laying out --------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Lay the model and the states out, and say what memory that takes."""
+        """Shard the model and the states, and print the expected memory."""
         blocks = self._blocks()
         places = _places(self._model)
         owners = self._shard([*blocks, self._model])
@@ -141,7 +142,7 @@ class Fsdp(Strategy):
             self._parts.append(ParameterPart(own, shard, part, where, owners[shard]))
         for block in {part.block: None for part in self._parts}:
             self._note_use_within(block)
-        # The root's parameters stay whole behind its forward, for a backward that begins at once.
+        # The root's parameters stay whole after its forward, because backward begins at once.
         self._hooks.append(self._model.register_forward_hook(_forget_without_gradients))
         self._step_parts()
         for one in self._parts:
@@ -159,7 +160,7 @@ class Fsdp(Strategy):
         return blocks_of(self._model, None) if block is None else [modules[n] for n in block]
 
     def _shard(self, blocks: Sequence[nn.Module]) -> dict[torch.Tensor, nn.Module]:
-        """Let each block be gathered by itself; which one gathers each shard."""
+        """Apply `fully_shard` to each block, and return the block of each shard."""
         channel = self._world.among(range(self._world.size))
         assert channel is not None
         device = next(self._model.parameters()).device
@@ -171,7 +172,7 @@ class Fsdp(Strategy):
         for block in blocks:
             fully_shard(block, mesh=mesh)
             assert isinstance(block, FSDPModule)
-            # Sums, which are divided by the weight of all losses.
+            # Gradients are sums; they are divided later by the weight of all losses.
             block.set_gradient_divide_factor(1.0)
             block.set_force_sum_reduction_for_comms(True)
             add_up_unused(block)
@@ -182,7 +183,7 @@ class Fsdp(Strategy):
         return owners
 
     def _set_comms(self, block: FSDPModule, weights: str, gradients: str) -> None:
-        """Let a block send by memory that the ranks share, where they do, or as torch does."""
+        """Set the collectives of a block: through shared memory if ranks have it, else torch's."""
         world, mailbox = self._world, self._mailbox
         if mailbox is None:
             block.set_custom_all_gather(AllGatherOf(world, weights))
@@ -194,13 +195,13 @@ class Fsdp(Strategy):
             block.set_custom_reduce_scatter(SharedReduceScatter(world, mailbox, gradients))
 
     def _reserve(self) -> int:
-        """Let memory that ranks share have the size of what is sent at once; its bytes."""
+        """Give shared memory the size of the largest single message, and return its bytes."""
         if self._mailbox is None:
             return 0
         size, blocks = self._world.size, defaultdict[nn.Module, int](int)
         for part in self._parts:
             rows, nbytes = part.shard.shape[0], part.shard.numel() * part.shard.element_size()
-            # torch fills parts up to the same number of rows.
+            # torch pads parts to the same number of rows.
             blocks[part.block] += -(-rows // size) * (nbytes // max(1, rows))
         largest = max(blocks.values(), default=0)
         return self._mailbox.reserve(largest * size if self._adds_up else largest)
@@ -239,10 +240,10 @@ class Fsdp(Strategy):
     # -- around a step -----------------------------------------------------------------------
 
     def before_step(self, turn: int, parameters: Tensors) -> None:
-        """A step begins: no gradients of other losses count.
+        """Begin a step, and forget the gradients of other losses.
 
         Raises:
-            ModelError: an optimizer was given parameters since.
+            ModelError: an optimizer got parameters after sharding.
         """
         if parameters is not self._seen:
             check_laid_out("world.strategy=fsdp", parameters, self._known)
@@ -253,7 +254,7 @@ class Fsdp(Strategy):
 
     @torch.no_grad()
     def finish(self) -> Sums:
-        """Add up the losses; the sums of gradients are there."""
+        """Sum the losses over ranks. The gradients are summed already."""
         numbers = torch.zeros(
             _USED + len(self._parts), dtype=torch.float64, device=self._parts[0].part.device
         )
@@ -262,12 +263,13 @@ class Fsdp(Strategy):
         used = [float(place in self._used) for place in range(len(self._parts))]
         numbers[_USED:] = torch.tensor(used, dtype=numbers.dtype)
         self._sum(numbers, "sum of the losses")
-        # What this rank has used is used. Only where something is missing must it know more.
+        # A parameter that this rank has used is used. Other ranks' uses are read only if one is
+        # missing.
         if not all(used):
             used = numbers[_USED:].tolist()
         for item, is_used in zip(self._parts, used, strict=True):
             gradient, item.shard.grad = item.shard.grad, None
-            # Where no rank has a gradient, there is none: torch has filled it up with zeros.
+            # If no rank has a gradient, remove the zeros with which torch filled it.
             item.part.grad = gradient.to_local() if gradient is not None and is_used else None
         if self.held is None:
             grads = (part.part.nbytes for part in self._parts if part.part.grad is not None)
@@ -290,7 +292,7 @@ class Fsdp(Strategy):
         add_in_order(each, numbers)
 
     def after_step(self) -> bool:
-        """The weights have changed; the first time, say what memory all takes."""
+        """Note that weights have changed; after the first step, print the memory that is used."""
         if self.held is None:
             self.held = self._measured()
             shared = 0 if self._mailbox is None else self._mailbox.nbytes
@@ -300,17 +302,17 @@ class Fsdp(Strategy):
     # -- whole again -------------------------------------------------------------------------
 
     def weights(self, model: nn.Module, *, kept: bool) -> dict[str, torch.Tensor]:
-        """Everything that is saved of the model, whole; all ranks call it."""
+        """Return all tensors that are saved of the model, whole. All ranks call this."""
         state = model.state_dict()
         own = own_names(model, state)
-        result: dict[int, torch.Tensor] = {}  # a parameter of two names is one tensor
+        result: dict[int, torch.Tensor] = {}  # a parameter with two names is one tensor
         for value in state.values():
             if id(value) not in result:
                 result[id(value)] = self._gathered(value, kept=kept)
         return {own[name]: result[id(value)] for name, value in state.items()}
 
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
-        """An optimizer's state, whole; all ranks call it."""
+        """Return an optimizer's whole state. All ranks call this."""
         state, owners = optimizer.state_dict(), self._owners(optimizer)
         return {
             **state,
@@ -347,9 +349,10 @@ class Fsdp(Strategy):
         return result if kept else torch.empty(0, dtype=result.dtype)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Give the model its own parameters back, whole; the optimizers keep this rank's states.
+        """Restore the model's own parameters, whole. The optimizers keep this rank's states.
 
-        After an error there may be no ranks to gather them from: then all stays as it is.
+        After an error other ranks may be gone, so that nothing can be gathered: the model then
+        stays sharded.
         """
         if not self._parts or error is not None:
             return
@@ -422,12 +425,12 @@ def state_part(value: Any, one: ParameterPart | None) -> Any:
         return value
     if value.shape != one.shard.shape:
         return value
-    # A copy, or it would keep the whole in memory.
+    # A copy, because a view would keep the whole tensor in memory.
     return sharded_like(value, one.shard).to_local().clone()  # type: ignore[attr-defined]
 
 
 def as_shard(value: Any, one: ParameterPart | None) -> Any:
-    """A tensor of a parameter's state as a part of the whole; anything else as it is."""
+    """Return a tensor of a parameter's state as a shard of the whole, or other values unchanged."""
     if one is None or not torch.is_tensor(value) or not value.dim():
         return value
     if value.shape != one.part.shape:

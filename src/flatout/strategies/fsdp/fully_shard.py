@@ -1,9 +1,9 @@
-"""Flatout's own parts of torch's `fully_shard`: what it sends, and how it is taken off again.
+"""Additions to torch's `fully_shard`: other collectives, and its removal from a model.
 
-A rank that does not come to a collective is named, with what it is missing in, and waiting counts
-as such. Ranks of one node send through memory that they share: weights are copied once more than
-within a rank, and gradients are added up where the others have put them. Through sockets the same
-numbers are copied several times more.
+If a rank does not come to a collective, the error names the rank and the collective, and the time
+of waiting is measured. Ranks of one node send through shared memory. There, weights are copied once
+more than within a rank, and gradients are summed directly from other ranks' memory. Sockets would
+copy the same numbers several more times.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from flatout.strategies.reductions.shared import add_in_order
 from flatout.world import Mailbox, World
 
-# What fully_shard writes down on a module, and on all that it manages.
+# Attributes that `fully_shard` sets on a module, and on all modules that it manages.
 _STATE = (STATE_KEY, REGISTRY_KEY)
-# Where a module's own class is behind those that fully_shard puts before it.
+# Index of a module's own class in its MRO, after the classes that `fully_shard` inserts.
 _BEHIND = 2
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
@@ -44,7 +44,7 @@ class AllGatherOf(DefaultAllGather):
 
 
 class ReduceScatterOf(DefaultReduceScatter):
-    """Adds up a block's gradients, of which each rank gets its part."""
+    """Sums a block's gradients; each rank gets its part."""
 
     def __init__(self, world: World, what: str) -> None:
         self._world, self._what = world, what
@@ -56,7 +56,7 @@ class ReduceScatterOf(DefaultReduceScatter):
 
 
 class SharedAllGather(DefaultAllGather):
-    """Gathers a block's weights."""
+    """Gathers a block's weights through shared memory."""
 
     def __init__(self, world: World, mailbox: Mailbox, what: str) -> None:
         self._world, self._mailbox, self._what = world, mailbox, what
@@ -64,7 +64,7 @@ class SharedAllGather(DefaultAllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any
     ) -> None:
-        """Give this rank's part, which stands in the output, and take the others'."""
+        """Publish this rank's part, which is in the output, and copy the parts of other ranks."""
         length = input_tensor.nbytes
         self._mailbox.room(length).copy_(input_tensor.view(torch.uint8))
         with self._world.within(self._world.begun(None, self._what)):
@@ -75,7 +75,7 @@ class SharedAllGather(DefaultAllGather):
 
 
 class SharedReduceScatter(DefaultReduceScatter):
-    """Adds up a block's gradients, of which each rank gets its part."""
+    """Sums a block's gradients in shared memory; each rank gets its part."""
 
     def __init__(self, world: World, mailbox: Mailbox, what: str) -> None:
         self._world, self._mailbox, self._what = world, mailbox, what
@@ -84,7 +84,7 @@ class SharedReduceScatter(DefaultReduceScatter):
     def allocate(
         self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Memory for what is added up, which others see, and in turn for the sum."""
+        """Return shared memory for the input of a sum, and in the next call memory for the sum."""
         self._is_input = not self._is_input
         if not self._is_input:
             return super().allocate(size, dtype=dtype, device=device)
@@ -93,7 +93,7 @@ class SharedReduceScatter(DefaultReduceScatter):
     def __call__(  # type: ignore[override]
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any
     ) -> None:
-        """Add up this rank's part of what all have."""
+        """Sum this rank's part over all ranks."""
         with self._world.within(self._world.begun(None, self._what)):
             boxes = self._mailbox.meet()
         length = output_tensor.nbytes
@@ -104,8 +104,8 @@ class SharedReduceScatter(DefaultReduceScatter):
 def add_up_unused(block: Any) -> None:
     """Let the gradients of a block's unused parameters count as zeros.
 
-    So all ranks add up equally many numbers, though some have not used a parameter that others
-    have. torch before 2.13 leaves such gradients out, each rank by itself.
+    All ranks then sum the same numbers of values, even if some ranks have not used a parameter.
+    torch before 2.13 leaves such gradients out on each rank independently.
     """
     if hasattr(block, "set_reduce_scatter_unused_params"):
         block.set_reduce_scatter_unused_params(True, recurse=False)
@@ -131,13 +131,13 @@ def add_up_unused(block: Any) -> None:
 
 
 def take_off(block: Any) -> None:
-    """Take hooks and marks off a module that `fully_shard` was called on, and all it manages.
+    """Remove the hooks and marks of `fully_shard` from a module and all modules that it manages.
 
-    Its parameters stay those that stand there now.
+    The module keeps its present parameters.
     """
     state = block._get_fsdp_state()
     handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
-    # A module has one group of parameters before torch 2.13.
+    # Before torch 2.13, a module has one group of parameters.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     for group in filter(None, groups):
         handles += group._module_to_pre_save_state_dict_hook_handle.values()

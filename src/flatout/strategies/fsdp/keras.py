@@ -1,8 +1,8 @@
 """`Fsdp` for a Keras model on torch.
 
-Within the call of a layer its variables give whole weights, to the optimizer this rank's parts, and
-otherwise torch's DTensors. Statistics, seeds and states, which Keras does not train, stay whole on
-each rank.
+Within the call of a layer, its variables return whole weights. In the optimizer's step they return
+this rank's parts, and at other times torch's DTensors. Statistics, seeds and states, which Keras
+does not train, stay whole on each rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flatout.strategies.strategy import Sums
 
 
 class FsdpKeras(Fsdp):
-    """Lays a Keras model, its gradients and what its optimizer keeps over the ranks."""
+    """Shards a Keras model, its gradients and its optimizer's state over the ranks."""
 
     def _modules_of(self, model: Any) -> nn.Module:
         self._layers = LayerModules(model)
@@ -37,12 +37,12 @@ class FsdpKeras(Fsdp):
                     do="leave that out, or train with world.strategy=ddp",
                 )
         for optimizer in [item for item in optimizers if item not in self._keras]:
-            # Of the model's parameters statistics are some, too.
+            # The model's parameters also include statistics.
             known = {p for group in optimizer.param_groups for p in group["params"]}
             check_elementwise("world.strategy=fsdp", optimizer, known)
 
     def begin(self) -> None:
-        """Lay the model and the states out, and say what memory that takes."""
+        """Shard the model and the states, and print the expected memory."""
         self._layers.open()
         super().begin()
         self._layers.show()
@@ -57,26 +57,26 @@ class FsdpKeras(Fsdp):
 
     @torch.no_grad()
     def finish(self) -> Sums:
-        """Add up the losses; the variables give what this rank steps."""
+        """Sum the losses over ranks, and let the variables return this rank's parts."""
         sums = super().finish()
         self._layers.show_instead({part.own: part.part for part in self._parts})
         return sums
 
     def after_step(self) -> bool:
-        """The weights have changed."""
+        """Note that weights have changed, and let the variables return them."""
         self._layers.show()
         return super().after_step()
 
     # -- whole again -------------------------------------------------------------------------
 
     def weights(self, model: nn.Module, *, kept: bool) -> dict[str, torch.Tensor]:
-        """Everything that is saved of the model, whole; all ranks call it."""
+        """Return all tensors that are saved of the model, whole. All ranks call this."""
         values = keras_values(model)
         return {name: self._gathered(value, kept=kept) for name, value in values.items()}
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """Within, the model has its weights whole, to be read or changed; all ranks call it."""
+        """Give the model whole weights in the block, to be read or changed. All ranks call this."""
         wholes = {part.own: self._gathered(part.shard, kept=True) for part in self._parts}
         self._layers.show_instead(wholes)
         yield
@@ -93,9 +93,10 @@ class FsdpKeras(Fsdp):
         return {number: owners[place] for number, place in own.state_places().items()}
 
     def close(self, error: BaseException | None = None) -> None:
-        """Give the variables their own parameters and states back, whole.
+        """Restore the variables' own parameters and states, whole.
 
-        After an error there may be no ranks to gather them from: then the variables give shards.
+        After an error other ranks may be gone, so that nothing can be gathered: the variables then
+        return shards.
         """
         parts = [] if error is not None else list(self._parts)
         super().close(error)
@@ -119,7 +120,8 @@ class FsdpKeras(Fsdp):
     def _expected_in(self, optimizer: torch.optim.Optimizer) -> int | None:
         if optimizer not in self._keras:
             return super()._expected_in(optimizer)
-        return sum(value.nbytes for value in self._states_in(optimizer))  # they are there already
+        # these states exist already
+        return sum(value.nbytes for value in self._states_in(optimizer))
 
 
 def _cut(one: ParameterPart) -> Any:

@@ -1,4 +1,4 @@
-"""Memory of a rank for a model that is laid over all ranks, before and after the first step."""
+"""Memory of a rank for a sharded model, expected before the first step and measured after it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 from flatout.words import size_words
 
-# Enough elements that what a state has once, such as its count of steps, does not show.
+# Elements of a trial parameter, enough that tensors with a single element hardly count.
 _TRIED = 1024
 
 
 class Held(NamedTuple):
-    """Bytes that one rank holds all the time."""
+    """Bytes that one rank holds permanently."""
 
     parameters: int
     gradients: int
@@ -23,14 +23,14 @@ class Held(NamedTuple):
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
-    """Bytes that an optimizer keeps of its parameters after a step; None where trying fails.
+    """Return the bytes of an optimizer's state after a step, or None if the trial fails.
 
-    A step on other parameters with the same options shows.
+    The trial is a step on other parameters with the same options.
     """
     total = 0.0
     try:
         for group in optimizer.param_groups:
-            device = group["params"][0].device  # some options hold there alone
+            device = group["params"][0].device  # some options hold only on that device
             parameter = nn.Parameter(torch.zeros(_TRIED, device=device))
             parameter.grad = torch.zeros(_TRIED, device=device)
             options = {**group, "params": [parameter]}
@@ -57,7 +57,7 @@ def expected_words(
     """Return a line about the memory that the first step will take."""
     known = sum(size for size in states if size is not None)
     optimizer = f"optimizer {size_words(known)}" if None not in states else "optimizer not known"
-    # Of the others one is gathered while another one is in use. In backward each has gradients.
+    # While one other block is in use, the next one is gathered. In backward both have gradients.
     passing = 2 * (root + sum(sorted(blocks)[-2:]))
     return (
         f"fsdp: each of {ranks} ranks will hold {size_words(parameters + gradients + known)} = "

@@ -1,4 +1,4 @@
-"""Models that cannot be laid over ranks by parts, refused before any of them trains."""
+"""Refusals of models that cannot be sharded by parts, before any rank trains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule)
 
 
 def check_layout(model: nn.Module) -> None:
-    """Refuse models that cannot be laid out."""
+    """Refuse models that cannot be sharded."""
     if not calls_hooks(model):
         raise ModelError(
             "world.strategy=fsdp gathers weights around the calls of torch's modules, and a Keras "
@@ -49,9 +49,7 @@ def check_layout(model: nn.Module) -> None:
 
 
 def check_gpus(world: World) -> None:
-    """Refuse ranks that share a GPU: all parts would lie there, and gloo cannot scatter its
-    sums.
-    """
+    """Refuse ranks that share a GPU: it would hold all parts, and gloo has no reduce-scatter."""
     if world.shares_gpus:
         raise WorldError(
             "world.strategy=fsdp gives each rank a part of the model, and these ranks share a GPU, "

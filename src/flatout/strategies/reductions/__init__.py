@@ -1,4 +1,4 @@
-"""Reductions: ways to add up the gradients of all ranks."""
+"""Reductions: ways to sum the gradients of all ranks."""
 
 from flatout.strategies.reductions.choose import (
     check_reduction,

@@ -1,4 +1,4 @@
-"""From the words of a Recipe to a reduction."""
+"""Selection of the reduction that a Recipe asks for."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from flatout.world import Group, World, barrier_of
 
 
 def check_reduction(asked: Asked, world: World, say: Callable[[str], None]) -> None:
-    """Before training, say what makes no sense.
+    """Warn before training of choices that make no sense.
 
     Args:
         asked: the Recipe's section.
-        world: of this rank.
-        say: tells the user.
+        world: the world of this rank.
+        say: prints a line for the user.
 
     Raises:
-        WorldError: a compression that does not go with the reduction or the strategy.
+        WorldError: a compression that does not work with the reduction or the strategy.
     """
     if asked.compression != "off" and asked.reduction in ("shared", "ring", "to_one"):
         raise WorldError(
@@ -63,17 +63,17 @@ def check_reduction(asked: Asked, world: World, say: Callable[[str], None]) -> N
 def reduction_of(
     asked: Asked, world: World, device: torch.device, *, exact: bool = False
 ) -> Reduction:
-    """Return the reduction that the Recipe asks for; all ranks call it at once.
+    """Return the reduction that the Recipe asks for. All ranks call this at the same time.
 
     Args:
         asked: the Recipe's section.
-        world: of several ranks.
-        device: where the gradients lie.
-        exact: where it says `auto`, add up in the library's own order.
+        world: a world of several ranks.
+        device: the device of the gradients.
+        exact: for `auto`, sum in the library's own order.
     """
     whole = world.among(range(world.size))
     assert whole is not None
-    # Of two numbers every order has the same sum.
+    # A sum of two numbers is the same in every order.
     wanted = asked.reduction == "shared" or (
         asked.reduction == "auto" and asked.compression == "off" and (world.size == 2 or not exact)
     )
@@ -97,9 +97,10 @@ def reduction_of(
 
 
 def reduction_among(group: Group, world: World) -> Reduction:
-    """The library's own, or memory that the ranks share, among some ranks of one or more nodes.
+    """Return a reduction among some ranks: in shared memory if they have it, else the library's
+    own.
 
-    All ranks call it at once, each for its own group.
+    All ranks call this at the same time, each for its own group.
     """
     barrier = barrier_of(group, world.timeout_s) if world.place.nodes == 1 else None
     return AllReduce(group) if barrier is None else Shared(group, barrier)

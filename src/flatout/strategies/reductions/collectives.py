@@ -1,4 +1,4 @@
-"""Reductions by the library's own collectives, and by ranks that send to one another."""
+"""Reductions by the library's own collectives, and by messages from rank to rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Leg = tuple[torch.Tensor, int]
 
 
 class AllReduce(Reduction):
-    """Leaves it to the library."""
+    """Sums by the library's all-reduce."""
 
     is_exact = True
 
@@ -24,31 +24,31 @@ class AllReduce(Reduction):
         self.group = group
 
     def add_up(self, flat: Flat) -> None:
-        """Add up in one call, which returns when it is done."""
+        """Sum in one call, which returns when it is done."""
         dist.all_reduce(flat.values, group=self.group.channel)
 
     def begin(self, flat: Flat) -> Any:
-        """Add up in the library's own threads; returns something to `wait()` for."""
+        """Sum in the library's own threads, and return an object to `wait()` for."""
         return dist.all_reduce(flat.values, group=self.group.channel, async_op=True)
 
 
 class ToOne(Reduction):
-    """Reduce to the first rank of a group, then broadcast: fewest turns, most work for one."""
+    """Reduce to the first rank of a group, then broadcast: fewest turns, most work for one rank."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
     def add_up(self, flat: Flat) -> None:
-        """Add up in two turns."""
+        """Sum in two turns."""
         first, channel = self.group.ranks[0], self.group.channel
         dist.reduce(flat.values, first, group=channel)
         dist.broadcast(flat.values, first, group=channel)
 
 
 class Hierarchical(Reduction):
-    """Reduce to a node's first rank, add up between these, broadcast within the node.
+    """Reduce to a node's first rank, sum between these ranks, broadcast within the node.
 
-    So the slow link carries each sum once. The first rank of a node stands for it, as in Goyal et
+    The slow link thus carries each sum once. The first rank of a node represents it, as in Goyal et
     al., "Accurate, Large Minibatch SGD", 2017.
     """
 
@@ -56,7 +56,7 @@ class Hierarchical(Reduction):
         self.node, self.between, self.carries = node, between, carries
 
     def add_up(self, flat: Flat) -> None:
-        """Add up in three turns."""
+        """Sum in three turns."""
         shared = len(self.node.ranks) > 1
         if shared:
             dist.reduce(flat.values, self.node.ranks[0], group=self.node.channel)
@@ -71,24 +71,24 @@ class Hierarchical(Reduction):
         return self.between.state_dict() if self.between is not None else {}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Give the reduction between the nodes its states; ranks without one took no part in it."""
+        """Load the states of the reduction between nodes. Ranks without a state took no part."""
         if self.between is not None:
             self.between.load_state_dicts([state for state in states if state])
 
 
 class Ring(Reduction):
-    """Each rank sends to the next one only: every link carries the same, and no more than it must.
+    """Each rank sends only to the next one, so that every link carries the same, minimal load.
 
-    First each piece goes once around and is added up on its way, then each sum goes around. A rank
-    sends 2 (n - 1) / n times the gradients, however many ranks there are (Patarasuk and Yuan,
-    "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009).
+    First each piece goes around once and is summed on its way, then each sum goes around. A rank
+    sends 2 (n - 1) / n times the gradients with n ranks (Patarasuk and Yuan, "Bandwidth Optimal
+    All-reduce Algorithms for Clusters of Workstations", 2009).
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
     def add_up(self, flat: Flat) -> None:
-        """Add up in 2 (n - 1) turns."""
+        """Sum in 2 (n - 1) turns."""
         size, own = len(self.group.ranks), self.group.own
         # With fewer values than ranks some pieces are empty.
         pieces = flat.values.tensor_split(size)
@@ -102,17 +102,17 @@ class Ring(Reduction):
             self._pass_on(pieces[(own - turn + 1) % size], pieces[(own - turn) % size])
 
     def _pass_on(self, piece: torch.Tensor, come: torch.Tensor) -> None:
-        """Send a piece to the next rank while another comes from the one before."""
+        """Send a piece to the next rank while another arrives from the rank before."""
         ranks, own, channel = self.group
         after, before = ranks[(own + 1) % len(ranks)], ranks[own - 1]
         exchange([(come, before)], [(piece, after)], channel)
 
 
 def exchange(come: Iterable[Leg], go: Iterable[Leg], channel: Any) -> None:
-    """Return when everything has come and gone; what is empty is not sent.
+    """Send and receive tensors, and return when all are done. Empty tensors are not sent.
 
-    Both ways at once: gloo tells the sender that it is awaited on the same line on which data go,
-    so what is to come is announced first, or it would wait until all has gone.
+    Receives are started first. gloo announces them to the sender on the connection that also
+    carries data, so otherwise an announcement would wait until all data are sent.
     """
     legs = [dist.P2POp(dist.irecv, tensor, rank, channel) for tensor, rank in come if len(tensor)]
     legs += [dist.P2POp(dist.isend, tensor, rank, channel) for tensor, rank in go if len(tensor)]

@@ -1,14 +1,16 @@
-"""Gradients as 16-bit numbers on the way, added up in 32 bits.
+"""Gradients that are sent as 16-bit numbers and summed in 32 bits.
 
-Each rank owns a piece. It gets that piece from all ranks in 16 bits, adds up in fp32, and sends the
-sum to all in 16 bits: half the bytes of a ring, at one rounding before the sum and one after it, on
-any number of ranks. An all-reduce in 16 bits would round at each addition. What rounding loses is
-not carried into the next step: it is at most 1/256 (bf16) or 1/2048 (fp16) of each gradient, to
-either side, as wherever precision is mixed (Micikevicius et al., "Mixed Precision Training", 2018);
-feedback is for coarser compression (Seide et al., "1-Bit Stochastic Gradient Descent", 2014).
+Each rank owns a piece. It gets that piece from all ranks in 16 bits, sums in fp32, and sends the
+sum to all ranks in 16 bits. This takes half the bytes of a ring, with one rounding before the sum
+and one after it, on any number of ranks. An all-reduce in 16 bits would round at each addition.
 
-fp16 has little range, so each piece is sent times the power of two that brings its largest number
-close to fp16's.
+The rounding error is not carried into the next step. It is at most 1/256 (bf16) or 1/2048 (fp16) of
+each gradient, to either side, as in all mixed precision (Micikevicius et al., "Mixed Precision
+Training", 2018). Error feedback is for coarser compression (Seide et al., "1-Bit Stochastic
+Gradient Descent", 2014).
+
+fp16 has little range, so each piece is multiplied by the power of two that brings its largest
+number near the largest of fp16.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from flatout.strategies.reductions.collectives import exchange
 from flatout.strategies.reductions.reduction import Flat, Reduction
 from flatout.world import Group
 
-# Largest numbers become 2**14 to 2**15, below fp16's end at 65,504.
+# Exponent of the scaled largest number, 2**14 to 2**15, below fp16's largest number 65,504.
 _FP16_EXPONENT = 15
-# Beyond it, a power of two would leave fp32's own range.
+# Largest exponent of the factor. A larger power of two would leave fp32's own range.
 _FARTHEST = 120
 
 
@@ -31,15 +33,15 @@ class Halves(Reduction):
 
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
         self.group, self.dtype = group, dtype
-        # By bucket and length, because fresh memory costs more than filling it.
+        # By bucket and length, because new memory costs more than filling it.
         self._messages: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def add_up(self, flat: Flat) -> None:
-        """Add up in two turns."""
+        """Sum in two turns."""
         if not len(flat.values):
             return
         ranks, own, channel = self.group
-        # Where the gradients have 32 bits already, this is their own memory.
+        # If the gradients have 32 bits already, this is their own memory.
         wide = flat.values.to(torch.promote_types(flat.values.dtype, torch.float32))
         pieces = wide.tensor_split(len(ranks))
         out, come = self._messages_of(flat, len(ranks), len(pieces[0]))
@@ -75,7 +77,7 @@ class Halves(Reduction):
             low, high = torch.aminmax(piece)
             largest = torch.maximum(-low, high).float()
             shift = (_FP16_EXPONENT - torch.frexp(largest).exponent).clamp(-_FARTHEST, _FARTHEST)
-            # Infinity and NaN stay what they are, as they must.
+            # Infinity and NaN must stay as they are.
             row[0] = shift.where(torch.isfinite(largest), 0)
             piece *= 1 / self._scale(row)
         self._numbers(row, piece).copy_(piece)

@@ -1,21 +1,21 @@
-"""PowerSGD: each gradient as the product of two thin matrices, and the rest in the next steps.
+"""PowerSGD: each gradient as the product of two thin matrices, with the error added to later steps.
 
 Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization", 2019. A gradient M of n x m numbers becomes P Q^T of r (n + m):
 
-    M = gradient + error           what earlier steps left
-    P = M Q, added up              Q of the last step: one turn of a power iteration
+    M = gradient + error           the error of earlier steps
+    P = M Q, summed                Q of the last step: one turn of a power iteration
     P = an orthonormal basis of P  on the first rank, for the same bits on all
-    Q = M^T P, added up
+    Q = M^T P, summed
     gradient = P Q^T
-    error = M - P (M^T P)^T        of this rank alone
+    error = M - P (M^T P)^T        of this rank only
 
-The errors of all ranks and the gradient that is applied add up to what was to be applied, so that
-nothing is lost (error feedback; Karimireddy et al., "Error Feedback Fixes SignSGD and other
-Gradient Compression Schemes", 2019). Vectors and small matrices are sent as they are.
+The errors of all ranks and the applied gradient add up to the true gradient, so that nothing is
+lost (error feedback; Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient
+Compression Schemes", 2019). Vectors and small matrices are sent as they are.
 
-Gradients are sums here, divided later by what the step weighs. An error that was kept in a large
-step is made smaller for a small one, so that it counts there as in the other.
+Gradients are sums here, divided later by the weight of the step. So an error is scaled by the ratio
+of the steps' weights before it is added to another step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flatout.world import Group
 
 Shapes = Sequence[tuple[int, int]]
 
-# Compression that saves less than this is not worth its error.
+# Smallest ratio of bytes before and after compression that is worth its error.
 _SAVES = 2
 
 
@@ -46,9 +46,9 @@ class PowerSgd(Reduction):
         self._saved: dict[str, Any] = {}
 
     def add_up(self, flat: Flat) -> None:
-        """Add up in three turns of thin matrices."""
+        """Sum in three turns of thin matrices."""
         kept = self._kept_of(flat)
-        # Where nothing counts in this step, errors wait for the next.
+        # If nothing counts in this step, errors wait for the next.
         if self.weight == 0 or not kept.factors:
             dist.all_reduce(flat.values, group=self.group.channel)
             return
@@ -67,7 +67,7 @@ class PowerSgd(Reduction):
             if torch.isfinite(basis).all():
                 torch.addmm(matrix, basis, own[number].t(), alpha=-1, out=errors[number])
                 kept.factors[number] = summed[number].clone()
-            # A gradient that is not finite makes its basis so, and reaches all ranks as such.
+            # A gradient that is not finite makes its basis not finite, and so reaches all ranks.
             torch.mm(basis, summed[number].t(), out=matrix)
         if wide is not flat.values:
             flat.values.copy_(wide)
@@ -103,11 +103,11 @@ class PowerSgd(Reduction):
         return self._kept[flat.number]
 
     def state_dict(self) -> dict[str, Any]:
-        """Errors and factors by bucket; what was loaded and not used yet stays."""
+        """Return errors and factors by bucket, including loaded ones that are not used yet."""
         return self._saved | {str(number): kept.saved() for number, kept in self._kept.items()}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """To each rank its own; with another number of them no error is lost or counts twice."""
+        """Give each rank its own errors. With other ranks, no error is lost or doubled."""
         own, size = self.group.own, len(self.group.ranks)
         self._kept.clear()
         self._saved = {}
@@ -125,7 +125,7 @@ class _Kept:
         self.error = torch.zeros_like(
             values, dtype=torch.promote_types(values.dtype, torch.float32)
         )
-        # The same start on all ranks, and none of the draws that the user's seed decides.
+        # The same start on all ranks, without draws from the generator that the user has seeded.
         draws = torch.Generator().manual_seed(flat.number)
         self.factors = [
             torch.randn(matrix.shape[1], rank, generator=draws, dtype=self.error.dtype).to(

@@ -12,11 +12,12 @@ class Flat(NamedTuple):
     """Gradients of some parameters in one piece of memory.
 
     Attributes:
-        values: one dimension, real, of any floating dtype, in what `memory` gave for that number;
-            of the same length on every rank.
-        number: of the bucket, from 0.
-        shapes: rows and columns of each parameter's gradient, as they lie in `values`.
-        layout: tells what lies where, for what is kept longer than the training runs.
+        values: one-dimensional, real, of any floating dtype, in memory from `memory` for that
+            number; of the same length on every rank.
+        number: number of the bucket, from 0.
+        shapes: rows and columns of each parameter's gradient, in the order of `values`.
+        layout: identifies the order of the parameters, for state that is kept longer than the
+            training runs.
     """
 
     values: torch.Tensor
@@ -26,16 +27,16 @@ class Flat(NamedTuple):
 
 
 class Reduction:
-    """Makes values the sum of those of all ranks, with the same bits on each.
+    """Sets values to their sum over all ranks, with the same bits on each.
 
     All ranks make the same calls, in the same order.
 
     Attributes:
-        is_exact: whether it adds up in the gradients' own precision, so that other numbers may
-            travel with them.
-        carries: whether a part of the gradients is kept for later steps. It then has a state,
-            which belongs into checkpoints, and is told what each step weighs.
-        weight: of the step, all ranks together, in the unit of the gradients' sums.
+        is_exact: whether it sums in the gradients' own precision, so that other numbers may be
+            appended to them.
+        carries: whether a part of the gradients is kept for later steps. It then has a state, which
+            belongs into checkpoints, and needs the weight of each step.
+        weight: the weight of the step over all ranks, in the unit of the gradients' sums.
     """
 
     is_exact = False
@@ -45,11 +46,11 @@ class Reduction:
     def memory(
         self, number: int, length: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Zeros in one dimension, for a bucket's gradients; no sum may be under way."""
+        """Return zeros in one dimension, for a bucket's gradients; no sum may be running."""
         return torch.zeros(length, dtype=dtype, device=device)
 
     def add_up(self, flat: Flat) -> None:
-        """Return when `flat.values` is the sum."""
+        """Set `flat.values` to the sum, and return when it is done."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,4 +58,4 @@ class Reduction:
         return {}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from what all ranks kept, by rank; then there may have been another number."""
+        """Load the states of all ranks, by rank; the number of ranks may have changed."""

@@ -1,9 +1,9 @@
-"""Ranks of one node add up in memory that all of them see.
+"""Sums over ranks of one node in shared memory.
 
-Each rank adds up its piece of what all have, straight from where they have it, and copies the
-others' sums: reduce-scatter and all-gather (Patarasuk and Yuan, "Bandwidth Optimal All-reduce
-Algorithms for Clusters of Workstations", 2009) without a message. Through sockets the same numbers
-are copied several times more.
+Each rank sums its piece directly from the memory of all ranks, and copies the sums of other ranks.
+This is reduce-scatter and all-gather (Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms
+for Clusters of Workstations", 2009) without a message. Sockets would copy the same numbers several
+more times.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class _BucketPlace(NamedTuple):
     """The memory of one bucket, as real numbers.
 
     Attributes:
-        pieces: this rank's piece of what each rank has.
-        sum: where this rank puts what it has added up.
-        copies: for each rank its piece here, and where that rank's sum of it is.
+        pieces: this rank's piece in the memory of each rank.
+        sum: this rank's memory for the sum of its piece.
+        copies: for each rank its piece in this rank's values, and the memory of that rank's sum.
     """
 
     pieces: list[torch.Tensor]
@@ -33,14 +33,14 @@ class _BucketPlace(NamedTuple):
 
 
 class Shared(Reduction):
-    """Reads the others' gradients in their memory.
+    """Reads other ranks' gradients in their memory.
 
-    A rank's values are read only until all ranks have added up their pieces, which each waits for.
-    Its sums are read until the reader comes to the next addition. So two meetings are enough.
+    A rank's values are read only until all ranks have summed their pieces, and each rank waits for
+    that. Its sums are read until the reader begins the next sum. So two meetings are enough.
 
     Args:
         group: ranks of one node.
-        meet: their barrier.
+        meet: the barrier of these ranks.
     """
 
     is_exact = True
@@ -53,9 +53,9 @@ class Shared(Reduction):
     def memory(
         self, number: int, length: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Zeros in a file without a name, which the other ranks map too."""
+        """Return zeros in a file without a name, which the other ranks map too."""
         ranks, own, size = len(self.group.ranks), self.group.own, length * dtype.itemsize
-        # Behind the values lie the sums, on their own page.
+        # After the values lie the sums, on their own page.
         whole = -(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE
         file = os.memfd_create("flatout-gradients", os.MFD_CLOEXEC)
         try:
@@ -79,7 +79,7 @@ class Shared(Reduction):
         return mapped[own][:size].view(dtype)
 
     def add_up(self, flat: Flat) -> None:
-        """Add up in two meetings."""
+        """Sum with two meetings."""
         laid = self._laid[flat.number]
         self._meet()
         add_in_order(laid.pieces, laid.sum)
@@ -89,7 +89,7 @@ class Shared(Reduction):
 
 
 def add_in_order(pieces: list[torch.Tensor], into: torch.Tensor) -> None:
-    """Add up in the order of ranks, with one rounding where numbers are short."""
+    """Sum in the order of ranks, with only one rounding for short formats."""
     if pieces[0].itemsize >= 4:
         torch.add(pieces[0], pieces[1], out=into)
         for piece in pieces[2:]:

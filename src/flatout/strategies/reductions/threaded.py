@@ -1,7 +1,7 @@
-"""Reductions beside the step: a thread runs one after the other while backward goes on.
+"""Reductions in parallel with the step: a thread runs them in order while backward continues.
 
-So a reduction may be written as what it does, from first to last, and all ranks run theirs in the
-order in which they were begun.
+A reduction may thus be written as sequential code, and all ranks run theirs in the order in which
+they were begun.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ class Pending:
         self._ended = Event()
         self._error: BaseException | None = None
         self._device, self._on_gpu = device, device.type == "cuda"
-        # On a GPU the work waits for what was computed up to here, and who waits for the work does.
+        # On a GPU the work waits for earlier computations, and a waiter's later computations for
+        # the work.
         self._begun = torch.cuda.current_stream(device).record_event() if self._on_gpu else None
         self._done: Any = None
 
     def run(self, stream: Any) -> bool:
-        """Do it, in the thread; returns whether it went well."""
+        """Run the work in the thread, and return whether it succeeded."""
         try:
             if stream is None:
                 self._run()
@@ -51,7 +52,7 @@ class Pending:
         self._ended.set()
 
     def wait(self) -> None:
-        """Until it is done."""
+        """Wait until the work is done."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -63,8 +64,8 @@ class ThreadedReduction:
     """Runs a reduction in a thread; the library's own all-reduce needs none.
 
     Args:
-        reduction: what adds up.
-        device: where the gradients lie.
+        reduction: the reduction.
+        device: the device of the gradients.
     """
 
     def __init__(self, reduction: Reduction, device: torch.device) -> None:
@@ -73,14 +74,15 @@ class ThreadedReduction:
         if isinstance(reduction, AllReduce):
             return
         ready = Event()
-        # A daemon: where a rank fails it must be able to end while the others are waited for.
+        # A daemon thread, because a failed rank must be able to end while threads wait for other
+        # ranks.
         thread = Thread(
             target=_work, args=(self._queue, device, ready), name="flatout-reduction", daemon=True
         )
         threads = torch.get_num_threads()
         thread.start()
         ready.wait()
-        # The thread has set its own number, and with it that of threads to come.
+        # The thread has set its own number of threads, and with it that of later threads.
         torch.set_num_threads(threads)
 
     @property
@@ -96,22 +98,22 @@ class ThreadedReduction:
     def memory(
         self, number: int, length: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> torch.Tensor:
-        """Zeros for a bucket's gradients, where these lie; None: as most do."""
+        """Return zeros for a bucket's gradients, on their device or, for None, the usual device."""
         return self.reduction.memory(number, length, dtype, device or self.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank keeps for later steps; between steps."""
+        """Return the state that this rank keeps for later steps. Call this between steps."""
         return self.reduction.state_dict()
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from what all ranks kept, by rank."""
+        """Load the states of all ranks, by rank."""
         self.reduction.load_state_dicts(states)
 
     def weigh(self, waiting: Any, weight: torch.Tensor) -> None:
-        """Tell what the step weighs, once it is known.
+        """Set the weight of the step once it is known.
 
         Args:
-            waiting: for the sum over all ranks.
+            waiting: the running sum over all ranks.
             weight: one number, which becomes that sum.
         """
 
@@ -122,7 +124,7 @@ class ThreadedReduction:
         self._begin(take)
 
     def begin(self, flat: Flat) -> Any:
-        """Add up in the background; returns something to `wait()` for."""
+        """Begin a sum in the background, and return an object to `wait()` for."""
         if isinstance(self.reduction, AllReduce):
             return self.reduction.begin(flat)
         return self._begin(lambda: self.reduction.add_up(flat))
@@ -133,12 +135,12 @@ class ThreadedReduction:
         return pending
 
     def close(self) -> None:
-        """End the thread after what was begun."""
+        """End the thread after the work that was begun."""
         self._queue.put(None)
 
 
 def _work(queue: SimpleQueue[Pending | None], device: torch.device, ready: Event) -> None:
-    # Backward has the cores; and matrix products have the same bits on ranks with other numbers.
+    # Backward needs the cores. Matrix products then also have the same bits on all ranks.
     torch.set_num_threads(1)
     on_gpu = device.type == "cuda"
     stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]

@@ -31,23 +31,24 @@ from flatout.strategies.servers.server import Server
 from flatout.strategies.servers.share import Push, Share
 from flatout.world import dropped, tell_parts
 
-# How long it may take until a worker's agent knows that it was killed.
+# Most seconds until a worker's agent notices that the worker was killed.
 _NOTICED_S = 20.0
-# How long a worker may send nothing, as while all evaluate; its end is noticed at once.
+# Most seconds in which a worker may send nothing, as during an evaluation. Its end is noticed at
+# once.
 _BETWEEN_S = 30 * 24 * 3600.0
-# How many chunks of gradients are received ahead.
+# Number of chunks of gradients that are received ahead.
 _AHEAD = 2
 
 
 class Answers:
-    """Answers to what both kinds of servers are asked.
+    """Answers to the requests that both kinds of servers get.
 
     The first rank calls methods whose names begin with `call_`, with plain data and tensors.
 
     Args:
-        links: to the workers.
-        shares: of the optimizers.
-        session: what the first rank has described.
+        links: links to the workers.
+        shares: one share for each optimizer.
+        session: the description that the first rank has sent.
     """
 
     def __init__(
@@ -72,16 +73,16 @@ class Answers:
         return list(words[HEAD:rates]), [bool(item) for item in used]
 
     def call_weights(self, place: int, values: torch.Tensor) -> None:
-        """Go on from these weights."""
+        """Set the weights."""
         self._shares[place].values.copy_(values)
 
     def call_take_states(self, place: int, states: list[Any]) -> None:
-        """Go on from these states of an optimizer."""
+        """Set the states of an optimizer."""
         with self._at_rest():
             self._shares[place].take_states(dict(states))
 
     def call_states(self, place: int, workers: list[int]) -> None:
-        """Send the states of an optimizer, to each of these workers a part."""
+        """Send the states of an optimizer, a part to each of these workers."""
         with self._at_rest():
             states = list(self._shares[place].states().items())
         tell_parts([self._links[worker].pair for worker in workers], states)
@@ -92,7 +93,7 @@ class Answers:
 
 
 class SynchronousAnswers(Answers):
-    """Answers of a server that steps once the gradients of all workers are there."""
+    """Answers of a server that steps once it has the gradients of all workers."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -120,7 +121,7 @@ class SynchronousAnswers(Answers):
                 self._whole_step(place, factor, words)
 
     def _add_up(self, place: int, factor: float) -> Iterator[slice]:
-        """Add up the gradients of all ranks, chunk by chunk, in the order of the ranks."""
+        """Sum the gradients of all ranks, chunk by chunk, in the order of the ranks."""
         sums, chunks = self._sums[place], self._chunks[place]
         coming: deque[list[tuple[torch.Tensor, Any]]] = deque()
         for at, chunk in enumerate(chunks):
@@ -149,7 +150,7 @@ class SynchronousAnswers(Answers):
         return result
 
     def _measure(self, place: int, factor: float) -> None:
-        """Add gradients up, and send whether they are finite, and the square of their norm."""
+        """Sum gradients, and send whether they are finite, and the square of their norm."""
         for _ in self._add_up(place, factor):
             pass
         sums = self._sums[place]
@@ -218,7 +219,8 @@ class AsynchronousAnswers(Answers):
     def run(self) -> None:
         """Answer until all workers have ended."""
         dropped.come_to(self._session["times"])
-        # Daemons: where a rank fails it must be able to end while others are waited for.
+        # Daemon threads, because a failed rank must be able to end while threads wait for other
+        # ranks.
         threads = [
             Thread(target=self._answer, args=(worker, link), daemon=True)
             for worker, link in enumerate(self._links)
@@ -233,9 +235,9 @@ class AsynchronousAnswers(Answers):
         return self._server.at_rest()
 
     def _answer(self, worker: int, link: Link) -> None:
-        torch.set_num_threads(1)  # a rank's own step has the cores
+        torch.set_num_threads(1)  # a rank's own step needs the cores
         words: list[float] = []
-        with suppress(RuntimeError):  # it has ended: its rank, or the launcher, says so
+        with suppress(RuntimeError):  # the worker has ended; its rank or the launcher reports why
             while (words := link.words(patience_s=_BETWEEN_S))[0] != END:
                 self._answer_one(worker, link, words)
         self._server.leave(worker)
@@ -280,11 +282,11 @@ class AsynchronousAnswers(Answers):
         )
 
     def call_begin(self, workers: list[int], clock: int) -> None:
-        """Go on with these workers from this step."""
+        """Let these workers continue from step `clock`."""
         self._server.begin(workers, clock)
 
     def call_open(self, steps: int, may_end: list[int]) -> None:
-        """Hand out the parts of an epoch; these ranks may be killed from now on."""
+        """Assign the parts of an epoch; these ranks may be killed from now on."""
         self._server.epoch.open(steps)
         dropped.may_end(may_end)
 
@@ -297,9 +299,9 @@ class AsynchronousAnswers(Answers):
         return self._server.epoch.untaken()
 
     def call_stale(self) -> list[Any]:
-        """Return how many gradients of each worker were how many steps old."""
+        """Return for each worker the number of its gradients by age in steps."""
         return [[[*pair] for pair in item.items()] for item in self._server.stale]
 
     def call_late(self) -> list[int]:
-        """Return how many gradients of each worker were dropped."""
+        """Return for each worker the number of its dropped gradients."""
         return self._server.late if isinstance(self._server, SpareServer) else []

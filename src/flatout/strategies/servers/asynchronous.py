@@ -1,21 +1,21 @@
-"""Parameter servers that do not wait: a worker's gradient is a step as soon as it is there.
+"""Parameter servers that do not wait: each gradient of a worker is a step as soon as it arrives.
 
 Dean et al., "Large Scale Distributed Deep Networks", 2012. Each rank is a worker that computes its
-part of each batch, sends the gradient of its mean loss to the servers and goes on with the weights
-that they answer; they are those of all workers' steps up to then. The number of steps of other
-workers since the weights of a gradient were read is its staleness. All ranks are alike where they
-meet: at the end of an epoch, and before evaluating and saving.
+part of each batch, and sends the gradient of its mean loss to the servers. It continues with the
+weights of their answer, which contain all workers' steps up to then. The staleness of a gradient is
+the number of steps that other workers made since its weights were read. All ranks become equal when
+they meet: at the end of an epoch, and before evaluating and saving.
 
-Between two meetings the first server hands out parts of batches to the workers that ask for them,
-so that one that is slow takes fewer; where the source of the batches does not let it, each has its
-own part of each batch.
+Between two meetings the first server assigns parts of batches to the workers that ask for them, so
+that a slow worker takes fewer. If the source of the batches does not allow this, each worker has
+its own part of each batch.
 
-A worker clips its own gradient, and one with a NaN is not sent.
+A worker clips its own gradient, and does not send a gradient with a NaN.
 
-A worker that is killed meanwhile is dropped: others get the parts that it had claimed, and the
-ranks that are left go on by themselves from where they meet.
+A worker that is killed between meetings is dropped. Other workers get the parts that it had
+claimed, and the remaining ranks continue alone after the meeting.
 
-With spare workers, servers do not wait for that number of the gradients of a step.
+With n spare workers, servers do not wait for n of the gradients of a step.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from flatout.world import dropped
 
 
 class AsynchronousServers(ParameterServer):
-    """Sends this rank's gradients to the servers and goes on with the weights that they answer.
+    """Sends this rank's gradients to the servers and continues with the weights of their answer.
 
     Args:
-        given: as a ParameterServer takes them.
-        staleness: how many steps a worker may be ahead of the slowest; None sets no bound.
-        spare: for how many workers no step waits; 0 where each gradient is a step of its own.
+        given: the arguments of a ParameterServer.
+        staleness: most steps that a worker may be ahead of the slowest worker; None sets no bound.
+        spare: number of workers for which no step waits; 0 if each gradient is a step of its own.
 
     Attributes:
         since: steps since the ranks have met.
-        parts: of a batch: as many as there are ranks at the start.
+        parts: number of parts of a batch, equal to the number of ranks at the start.
 
     Raises:
         WorldError: there are several servers with spare workers, or all ranks are spare.
@@ -63,9 +63,10 @@ class AsynchronousServers(ParameterServer):
         self._steps, self._stop_at = 0, 0
         self.since = 0
         self.parts, self._part = world.size, -1
-        # The ranks are called by their numbers of now also after some have ended.
+        # Servers know the ranks by these numbers even after some ranks have ended.
         self._ids, self._met = world.ids, list(range(world.size))
-        self._before_section: int | None = None  # steps, while parts are handed out
+        # steps at the begin of the section, while parts are assigned
+        self._before_section: int | None = None
 
     def _policy(self) -> dict[str, Any]:
         return {
@@ -80,7 +81,7 @@ class AsynchronousServers(ParameterServer):
         return self._met
 
     def _serve(self) -> None:
-        """Let the servers go on from the weights of now."""
+        """Send the present weights to the servers, and wait for them."""
         self._is_serving = True
         self._send_weights()
         self._world.wait("all servers are there")
@@ -88,14 +89,14 @@ class AsynchronousServers(ParameterServer):
     # -- around a step -----------------------------------------------------------------------
 
     def before_step(self, turn: int, parameters: Tensors) -> None:
-        """A step begins, before anything changes."""
+        """Begin a step, before anything changes."""
         if not self._is_serving:
             self._serve()
 
     def finish(self) -> Sums:
-        """This rank's own sums: it steps alone."""
+        """Return this rank's own sums, because it steps independently."""
         self._vote = float(self._own.votes)
-        if not self._own.weight:  # no sample of this rank's counts
+        if not self._own.weight:  # no sample of this rank counts
             for layout in self._layouts:
                 for parameter in layout.parameters:
                     parameter.grad = None
@@ -104,13 +105,13 @@ class AsynchronousServers(ParameterServer):
     @torch.no_grad()
     def _step(self, place: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         used = self._put_gradients(place)
-        # On a GPU no one has waited for the check.
+        # On a GPU, nothing has waited for the check yet.
         ups = [] if self._is_on_cpu else [route.up for route in self._routes[place]]
         if not all(bool(torch.isfinite(up).all()) for up in ups):
             used = []
         is_apart = self._before_section is None
         self._steps += is_apart
-        # Where parts are handed out, that is closed by the one who wants to stop.
+        # While parts are assigned, a rank that wants to stop closes the section instead.
         vote = float(bool(self._vote) and is_apart)
         numbers = [vote, self._steps, float(self._own.weight), self._part]
         kind = PUSH if any(used) else TICK
@@ -121,7 +122,7 @@ class AsynchronousServers(ParameterServer):
         self.since += 1
 
     def _ask(self, place: int, kind: int, numbers: list[float], more: Sequence[float] = ()) -> int:
-        """Send to all servers, then take the weights of each; after which step all stop."""
+        """Send a request to all servers, take their weights, and return the common last step."""
         for server, link in enumerate(self._links):
             up = self._routes[place][server].up if kind == PUSH else None
             with self._answering(server):
@@ -135,17 +136,18 @@ class AsynchronousServers(ParameterServer):
         return stop_at
 
     def after_step(self) -> bool:
-        """A step was made; returns whether this is the one after which all stop."""
+        """Count a step, and return whether all ranks stop after it."""
         return self._before_section is None and 0 < self._stop_at <= self._steps
 
-    # -- parts of an epoch that come to who asks ----------------------------------------------
+    # -- parts of an epoch that ranks claim ------------------------------------------------------
 
     def open_section(self, steps: int) -> None:
-        """Parts of so many steps may be claimed, numbered from 0; all ranks call it."""
+        """Allow claims of the parts of `steps` steps, numbered from 0. All ranks call this."""
         if not self._is_serving:
             self._serve()
         self._before_section = self._steps
-        # Ranks that wait to come back too; without the first rank, or a server, none goes on.
+        # This includes ranks that wait to come back. Without the first rank or a server, none
+        # continues.
         may_end = [*self._ids[1 if self._apart is not None else self._count :]]
         self._call_all("begin", self._met, self._steps)
         self._call_all("open", steps, may_end)
@@ -153,7 +155,7 @@ class AsynchronousServers(ParameterServer):
         self._world.wait("parts of an epoch")
 
     def claim(self) -> tuple[int, int]:
-        """The number of the next part, and how many are left; -1 and the end where none is.
+        """Return the number of the next part and the count of parts left, or -1 and the end.
 
         Raises:
             LostRank: the first server has ended.
@@ -165,20 +167,20 @@ class AsynchronousServers(ParameterServer):
         return int(number), int(left)
 
     def used(self, number: int) -> None:
-        """The next step is of this part."""
+        """Set the part of the next step."""
         assert self._before_section is not None
         self._part = number
         self._steps = max(self._steps, self._before_section + number // self.parts + 1)
 
     def dropped(self) -> list[int]:
-        """Ranks that were killed and without which the others go on, as the first one knows."""
+        """Return the ranks that were killed and dropped, as the first rank knows them."""
         if not (self._hooks and self._world.is_first):
             return []
         here = {self._ids[item] for item in self._call(0, "living")}
         return sorted({*range(self._world.place.world_size)} - here)
 
     def close_section(self) -> None:
-        """End the section with the step of which parts were claimed."""
+        """End the section after the last step of which a part was claimed."""
         with self._speaking, self._answering(0):
             self._links[0].send(self._links[0].message(CLOSE))
 
@@ -206,7 +208,7 @@ class AsynchronousServers(ParameterServer):
 
     @torch.no_grad()
     def meet(self) -> bool:
-        """Make all ranks alike; returns whether one wants to stop. All of them call it."""
+        """Make all ranks equal, and return whether one wants to stop. All ranks call this."""
         if self._is_serving:
             waiting = self._world.begun(None, "end of the workers' steps")
             with self._world.within(waiting):
@@ -222,7 +224,8 @@ class AsynchronousServers(ParameterServer):
         self._steps, self._before_section = max(steps for *_, steps in result), None
         if self._is_serving and since:
             own, self.since = self.since, 0
-            # All have sent their last gradient, and none sends the next one before all have read.
+            # All ranks have sent their last gradient, and none sends the next before all ranks have
+            # read.
             for place in range(len(self._layouts)):
                 self._ask(place, PULL, [])
                 self._take_weights(place)
@@ -232,7 +235,7 @@ class AsynchronousServers(ParameterServer):
         return bool(votes)
 
     def _mean_of_buffers(self, share: float) -> None:
-        # Counts too, such as of the batches that BatchNorm has seen.
+        # This includes counts, such as of the batches that BatchNorm has processed.
         buffers = [
             b
             for b in self._model.buffers()
@@ -257,7 +260,10 @@ class AsynchronousServers(ParameterServer):
         return [Counter(dict(item)) for item in result]
 
     def late(self) -> list[int] | None:
-        """Return how many gradients of each rank came too late, if any can; all ranks call it."""
+        """Return for each rank the number of its late gradients, or None if none can be late.
+
+        All ranks call this.
+        """
         if not self._spare:
             return None
         own = self._of_first_server("late")

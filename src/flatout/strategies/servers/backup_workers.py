@@ -1,8 +1,8 @@
 """A parameter server that steps without the slowest few of its workers.
 
-Chen et al., "Revisiting Distributed Synchronous SGD", 2016. A step is due once so many gradients of
-the weights of now are there; it takes their mean. One that comes later was computed from weights
-that are no more: it is dropped, and its worker goes on with those of now.
+Chen et al., "Revisiting Distributed Synchronous SGD", 2016. A step is made once enough gradients of
+the present weights have arrived; it takes their mean. A later gradient belongs to old weights: it
+is dropped, and its worker continues with the present weights.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from flatout.strategies.servers.share import Push, Share
 
 
 class _Step:
-    """The gradients that have come for the next step of an optimizer's share.
+    """The gradients that have arrived for the next step of an optimizer's share.
 
     Attributes:
-        came: how many gradients.
+        came: number of these gradients.
     """
 
     def __init__(self, share: Share) -> None:
@@ -49,7 +49,7 @@ class SpareServer(Server):
     """Steps with the mean gradient of all workers but the slowest.
 
     Attributes:
-        late: of each worker, how many of its gradients were dropped.
+        late: for each worker, the number of its dropped gradients.
     """
 
     def __init__(self, shares: Sequence[Share], workers: int, spare: int, timeout_s: float) -> None:
@@ -60,7 +60,7 @@ class SpareServer(Server):
 
     @torch.no_grad()
     def _take(self, worker: int, push: Push, gradient: torch.Tensor) -> None:
-        """Wait for the step that a gradient is part of; one that is late has none."""
+        """Add a gradient to the next step and wait for that step, or drop a late gradient."""
         share, step = self.shares[push.place], self._steps[push.place]
         if not share.is_current(worker):
             self.late[worker] += 1
@@ -80,7 +80,7 @@ class SpareServer(Server):
 
     @torch.no_grad()
     def leave(self, worker: int) -> None:
-        """A worker has ended, or has no step left: no one waits for its gradients any more."""
+        """Note that a worker has ended or has no step left, so no step waits for its gradients."""
         with self._changed:
             super().leave(worker)
             self._step_if_due()

@@ -1,7 +1,7 @@
-"""Ranks of one host that are one for servers on other hosts: a tower.
+"""Ranks of one host that act as one rank (a tower) for servers on other hosts.
 
-Gradients are added up in memory that they share, so that one of them sends the sum, and hands out
-the weights that come back.
+The ranks sum their gradients in shared memory. One rank, the leader, sends the sum, and distributes
+the weights of the answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from flatout.strategies.reductions.shared import add_in_order
 from flatout.world import Mailbox, World, mailbox_of
 
-# Bytes that are handed out at once, at most.
+# Most bytes that are distributed at once.
 _AT_ONCE = 1 << 20
 
 
@@ -21,28 +21,28 @@ class Tower:
     """The ranks of this host.
 
     Attributes:
-        is_leader: as above.
+        is_leader: whether this rank communicates with the servers.
     """
 
     def __init__(self, world: World, mailbox: Mailbox | None, *, is_leader: bool) -> None:
         self._world, self._mailbox, self.is_leader = world, mailbox, is_leader
 
     def add_up(self, parts: Sequence[torch.Tensor]) -> None:
-        """On the leader tensors become the sums of those of all, in the order of the ranks."""
+        """Set the leader's tensors to the sums over all ranks, in the order of the ranks."""
         boxes = self._met(parts, "gradients of the ranks of this host")
         if self.is_leader and boxes:
             for box, part in zip(zip(*boxes, strict=True), parts, strict=True):
                 add_in_order(list(box), part)
 
     def share(self, parts: Sequence[torch.Tensor], what: str) -> None:
-        """Tensors become those of the leader."""
+        """Set tensors to those of the leader."""
         boxes = self._met(parts, what)
         if not self.is_leader:
             for box, part in zip(boxes[0], parts, strict=True):
                 part.copy_(box)
 
     def hand_out(self, parts: Sequence[torch.Tensor], count: int, what: str) -> list[torch.Tensor]:
-        """The leader's bytes, on every rank of the host."""
+        """Return the leader's bytes on every rank of the host."""
         lengths = torch.tensor([len(part) for part in parts] or [0] * count)
         self.share([lengths], what)
         result = list(parts) if self.is_leader else []
@@ -73,9 +73,9 @@ class Tower:
 
 
 def tower_of(world: World) -> tuple[list[int], Tower | None]:
-    """Which ranks speak with servers, one of each host; and the others of this one's host.
+    """Return the ranks that communicate with servers, one of each host, and this host's tower.
 
-    All ranks call it. Where those of some host share no memory, each rank speaks for itself.
+    All ranks call this. If the ranks of a host share no memory, each rank communicates itself.
     """
     nodes = world.gather(world.place.node, "nodes of the ranks")
     by_node = [[r for r, node in enumerate(nodes) if node == own] for own in sorted({*nodes})]

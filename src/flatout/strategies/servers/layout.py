@@ -1,8 +1,8 @@
-"""Which parameter server has what of the parameters: as many numbers of each parameter group.
+"""Assignment of parameters to servers: each server has an equal share of each parameter group.
 
 A group's parameters, end to end, are cut into ranges of equal length, one for each server. So no
-server is slower than the others for a large tensor, or a group whose update takes longer. Of a
-parameter each server has at most one piece.
+server becomes slower by a large tensor, or by a group whose update takes longer. Each server has at
+most one piece of a parameter.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import Any
 
 import torch
 
-# Numbers of a chunk, and of how many chunks a small share has.
+# _SMALLEST, _LARGEST: values of a chunk. _CHUNKS: number of chunks of a share between these limits.
 _SMALLEST, _LARGEST, _CHUNKS = 1 << 14, 1 << 18, 16
 
 
 class Layout:
-    """The parameters of an optimizer, and what each server has of them.
+    """The parameters of an optimizer, and the pieces of each server.
 
     Args:
-        parameters: in the same order on every rank; each fills its memory without gaps.
-        servers: how many.
-        kinds: of each parameter; those of one kind take as long to step, for each number. None is
+        parameters: the parameters, in the same order on every rank; each fills its memory without
+            gaps.
+        servers: number of servers.
+        kinds: for each parameter, its kind; all values of a kind take equally long to step. None is
             one kind for all.
 
     Attributes:
-        length: numbers in all.
+        length: number of all values.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Layout:
     ) -> None:
         self.parameters = list(parameters)
         self.length = sum(p.numel() for p in self.parameters)
-        # By parameter, then by server.
+        # Indexed by parameter, then by server.
         self._pieces: dict[int, list[slice]] = {}
         for numbers in self._alike(kinds or [None] * len(self.parameters)):
             self._pieces |= self._cut(numbers, servers)
@@ -67,15 +68,15 @@ class Layout:
         return result
 
     def range(self, server: int) -> slice:
-        """Return a server's range in memory that has the ranges of all servers."""
+        """Return a server's range in memory that holds the ranges of all servers."""
         return slice(self._bounds[server], self._bounds[server + 1])
 
     def piece(self, number: int, server: int) -> slice:
-        """Return a server's slice of a parameter's own numbers; empty where it has none."""
+        """Return a server's slice of a parameter's values; empty if the server has none."""
         return self._pieces[number][server]
 
     def lengths(self, server: int) -> list[int]:
-        """Return how many numbers of each parameter a server has."""
+        """Return the number of values of each parameter that a server has."""
         pieces = [self.piece(number, server) for number in range(len(self.parameters))]
         return [piece.stop - piece.start for piece in pieces]
 
@@ -99,7 +100,7 @@ class Layout:
         return result
 
     def pieces(self, flat: torch.Tensor, server: int) -> list[torch.Tensor]:
-        """A server's pieces of the parameters, where its range alone lies in memory."""
+        """Return a server's pieces of the parameters, in memory that holds only its range."""
         result, at = [], 0
         for number in range(len(self.parameters)):
             piece = self.piece(number, server)
@@ -110,19 +111,19 @@ class Layout:
 
 
 def layout_of(optimizer: torch.optim.Optimizer, servers: int) -> Layout:
-    """The layout of an optimizer's parameters over so many servers."""
+    """Return the layout of an optimizer's parameters over this number of servers."""
     groups = list(enumerate(optimizer.param_groups))
     own = [(p, (place, p.requires_grad)) for place, group in groups for p in group["params"]]
     return Layout([p for p, _ in own], servers, [kind for _, kind in own])
 
 
 def place_of(optimizer: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """The place of an optimizer among those of the job."""
+    """Return the index of an optimizer among those of the job."""
     return next(place for place, item in enumerate(optimizers) if item is optimizer)
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's numbers as they lie in memory."""
+    """Return a tensor's values in memory order."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
@@ -146,7 +147,7 @@ def part_of_state(value: Any, whole: torch.Tensor, piece: slice) -> Any:
 def whole_state(
     whole: torch.Tensor, pieces: Sequence[tuple[slice, dict[str, Any]]]
 ) -> dict[str, Any]:
-    """A parameter's state from what the servers have of it."""
+    """Return a parameter's whole state, joined from the servers' pieces."""
     result: dict[str, Any] = {}
     for piece, state in pieces:
         for name, value in state.items():
@@ -162,7 +163,7 @@ def whole_state(
 def whole_states(
     layout: Layout, by_server: Iterable[Iterable[tuple[int, dict[str, Any]]]]
 ) -> list[tuple[int, dict[str, Any]]]:
-    """States of whole parameters, by their number, from what each server has of them."""
+    """Return the whole states of parameters, by their number, joined from all servers."""
     pieces: dict[int, list[tuple[slice, dict[str, Any]]]] = {}
     for server, states in enumerate(by_server):
         for number, state in states:
@@ -173,9 +174,9 @@ def whole_states(
 def state_beside(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """A parameter's state where its optimizer wants it: beside the parameter.
+    """Return a parameter's state on the device that its optimizer needs: the parameter's device.
 
-    Counts of steps stay on the CPU, but for kernels that read them on a GPU.
+    Step counts stay on the CPU, except for kernels that read them on a GPU.
     """
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     reads_there = group.get("fused") or group.get("capturable")
@@ -197,7 +198,7 @@ def chunk_of(length: int) -> int:
 
 
 def chunks_of(length: int) -> list[slice]:
-    """A share, cut evenly."""
+    """Return the even chunks of a share."""
     count = -(-length // chunk_of(length))
     bounds = [length * n // count for n in range(count + 1)] if count else [0]
     return [slice(start, stop) for start, stop in pairwise(bounds)]

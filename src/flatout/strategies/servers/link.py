@@ -1,7 +1,7 @@
 """Messages between a worker and a parameter server.
 
-Words go through a channel of the two. Gradients and weights go through memory that both see where
-they share a node, else after the words.
+Words are sent through a channel between the two. Gradients and weights pass through shared memory
+if both are on one node, else they follow the words.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 
 from flatout.world import LostRank, Pair, barrier
 
-# What a worker wants of a server, the first number of its message. Of one that does not wait: a
-# step, a step without a gradient, the weights, a part of an epoch, the end of an epoch, the end of
-# its own steps, the same and who has come to it.
+# The first number of a worker's message, its request. To a server that does not wait: PUSH a step,
+# TICK a step without a gradient, PULL the weights, CLAIM a part of an epoch, CLOSE the epoch, REST:
+# the worker has no step left, MEET: the same, and asks for the workers that have none left.
 PUSH, TICK, PULL, CLAIM, CLOSE, REST, MEET = range(7)
-# Of one that waits: the sum of gradients is to be measured; the step; the sum and the step at once.
+# To a server that waits: GRADIENTS measures the sum of gradients, STEP makes the step, WHOLE_STEP
+# does both at once.
 GRADIENTS, STEP, WHOLE_STEP = range(7, 10)
-# Of each: a method is to be called, as a value says that follows; the end.
+# To each server: CALL calls a method, named by a value that follows; END ends the server.
 CALL, END = 10, 11
 
 HEAD = 6
@@ -32,7 +33,7 @@ four numbers."""
 
 
 class Link:
-    """One end of it.
+    """One end of a connection between a worker and a server.
 
     Attributes:
         up: memory for gradients on their way to the server.
@@ -59,7 +60,7 @@ class Link:
         self.pair.send(words).wait(timedelta(seconds=patience_s))
 
     def words(self, count: int | None = None, patience_s: float | None = None) -> list[float]:
-        """Receive words; by themselves as many as a message has."""
+        """Receive words, by default the words of one message."""
         words = torch.zeros(self._words if count is None else count, dtype=torch.float64)
         work = self.pair.receive(words)
         work.wait(*([] if patience_s is None else [timedelta(seconds=patience_s)]))
@@ -67,7 +68,7 @@ class Link:
         return result
 
     def data(self, into: torch.Tensor) -> None:
-        """Receive what follows words into a part of `up` or `down`."""
+        """Receive the data after words into a part of `up` or `down`."""
         if len(into) and not self.is_shared:
             self.pair.receive(into).wait()
 
@@ -77,9 +78,9 @@ class Link:
         """Return the words of a message.
 
         Args:
-            kind: what is wanted.
-            place: of the optimizer among those of the job.
-            numbers: up to four, which depend on the kind.
+            kind: the request.
+            place: index of the optimizer among those of the job.
+            numbers: up to four numbers, which depend on the kind.
             more: the rates of parameter groups, and which parameters are used.
         """
         words = torch.zeros(self._words, dtype=torch.float64)
@@ -126,7 +127,7 @@ def _offer(file: int) -> list[int]:
 
 @contextmanager
 def answering(who: str) -> Iterator[None]:
-    """Within, a server is waited for; the error that it has failed names it."""
+    """Name the server in the error if it fails in the block."""
     try:
         yield
     except RuntimeError as error:

@@ -36,7 +36,7 @@ from flatout.strategies.strategy import Strategy
 from flatout.words import rounded, size_words
 from flatout.world import Group, World, barrier, servers, unpack
 
-# How long a rank waits for servers that may have failed.
+# Most seconds that a rank waits at the end for servers that may have failed.
 _END_S = 5.0
 
 
@@ -44,16 +44,16 @@ class ParameterServer(Strategy):
     """Lets servers step the weights; a subclass decides when they do.
 
     Args:
-        world: of this rank.
-        model: of this rank; the same on all when they begin.
-        optimizers: train the model.
-        count: of ranks that are servers too, from the first on; servers that are processes of
-            their own are found by themselves.
-        say: gets a line about the shares.
+        world: the world of this rank.
+        model: the model of this rank; the same on all ranks at the begin.
+        optimizers: the optimizers of the model.
+        count: number of ranks, from the first on, that are servers too. Servers that are processes
+            of their own are found automatically.
+        say: prints a line about the shares.
 
     Raises:
-        ModelError: something of the model or the optimizers cannot be served; what, and what to do
-            instead.
+        ModelError: servers cannot step a part of the model or the optimizers; the message names an
+            alternative.
         WorldError: there are more servers than ranks.
     """
 
@@ -72,22 +72,22 @@ class ParameterServer(Strategy):
         check_served(model, optimizers, self._count, ranks)
         self._world, self._model, self._optimizers, self._say = world, model, optimizers, say
         self._layouts: list[Layout] = []
-        # The ranks that have links, and those for which this one sends.
+        # _speakers: the ranks that have links. _tower: the ranks for which this rank sends.
         self._speakers: Sequence[int] = range(world.size)
         self._tower: Tower | None = None
         self._links: list[Link] = []
-        self._routes: list[list[Route]] = []  # by optimizer, then by server
-        self._thread: Thread | None = None  # in which this rank is a server
+        self._routes: list[list[Route]] = []  # indexed by optimizer, then by server
+        self._thread: Thread | None = None  # the thread in which this rank is a server
         self._hooks: list[Any] = []
-        # Threads that read batches claim them while the rank's own sends gradients.
+        # Threads that read batches claim parts while the rank's own thread sends gradients.
         self._speaking = Lock()
 
     def begin(self) -> None:
-        """Share the weights out, and find the servers."""
+        """Distribute the weights, and find the servers."""
         self._layouts = [layout_of(optimizer, self._count) for optimizer in self._optimizers]
         self._open_links()
         for place, optimizer in enumerate(self._optimizers):
-            optimizer.state.clear()  # the servers have it
+            optimizer.state.clear()  # the servers have the state
             self._hooks.append(optimizer.register_step_pre_hook(partial(self._step, place)))
         words = share_words(self._layouts, self._count)
         if self._apart is not None:
@@ -99,7 +99,7 @@ class ParameterServer(Strategy):
         raise NotImplementedError
 
     def _policy(self) -> dict[str, Any]:
-        """Return what servers have to know of when they step."""
+        """Return the information for servers about when they step."""
         raise NotImplementedError
 
     def _store(self) -> Any:
@@ -183,13 +183,13 @@ class ParameterServer(Strategy):
         return [self._call(server, name, *arguments) for server in each]
 
     def _send_weights(self) -> None:
-        """Let the servers go on from the weights of the first rank."""
+        """Set the servers' weights to those of the first rank."""
         for place, layout in enumerate(self._layouts):
             for server in range(len(self._links_of_first)):
                 self._call(server, "weights", place, layout.weights(server).cpu())
 
     def _put_gradients(self, place: int) -> list[bool]:
-        """Lay an optimizer's gradients on their routes; returns which parameters have one."""
+        """Copy an optimizer's gradients to its routes, and return which parameters have one."""
         gradients = [gradient_of(p) for p in self._layouts[place].parameters]
         for route in self._routes[place]:
             route.put(gradients)
@@ -207,9 +207,9 @@ class ParameterServer(Strategy):
     # -- whole again -------------------------------------------------------------------------
 
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
-        """An optimizer's state, from the servers; all ranks call it.
+        """Return an optimizer's state from the servers. All ranks call this.
 
-        Where the first rank alone keeps it, the others get none.
+        If only the first rank keeps it, the other ranks get none.
         """
         place, world = place_of(optimizer, self._optimizers), self._world
         to_all = any(world.gather(kept, "who keeps the servers' states")[1:])
@@ -229,14 +229,14 @@ class ParameterServer(Strategy):
         return {**optimizer.state_dict(), "state": dict(whole)}
 
     def _workers(self) -> list[int]:
-        """Return the numbers by which servers know the ranks that have links."""
+        """Return the servers' numbers for the ranks that have links."""
         return [*range(len(self._speakers))]
 
     def _receive_states(self, links: Sequence[Link], group: Group | None) -> list[torch.Tensor]:
-        """Return the bytes that each server sends; all ranks call it.
+        """Return the bytes that each server sends. All ranks call this.
 
-        Of several ranks each gets a part from every server, before they gather all: so no link
-        carries it more than twice.
+        If several ranks need them, each rank gets a part from every server, and then all parts are
+        gathered. So each link carries the bytes at most twice.
         """
         by, own = (1, 0) if group is None else (len(group.ranks), group.own)
         with self._world.within(self._world.begun(None, "the servers' states")):
@@ -261,7 +261,7 @@ class ParameterServer(Strategy):
                 work.wait()
 
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state without its tensors, which the servers take."""
+        """Return an optimizer's state without its tensors, which are sent to the servers."""
         place = place_of(optimizer, self._optimizers)
         for server in range(len(self._links_of_first)):
             own = self._layouts[place].states(server, state["state"])
@@ -294,7 +294,7 @@ class ParameterServer(Strategy):
 
 
 def share_words(layouts: Sequence[Layout], servers: int) -> str:
-    """A line about what each server has."""
+    """Return a line about the share of each server."""
     each = [0] * servers
     for layout in layouts:
         size = layout.parameters[0].element_size()
@@ -308,7 +308,7 @@ def share_words(layouts: Sequence[Layout], servers: int) -> str:
 
 
 def times_words(update_ms: Sequence[float]) -> str:
-    """A line about how long each server's update takes; "" where that is not known."""
+    """Return a line about the duration of each server's update, or "" if unknown."""
     known = [ms for ms in update_ms if ms]
     if not known:
         return ""

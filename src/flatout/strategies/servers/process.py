@@ -1,7 +1,7 @@
 """A server's side: a process that runs no script, or a thread of a rank.
 
-It knows neither the script nor the model: the first rank describes the optimizers to it, and how
-many numbers of each parameter it has.
+It knows neither the script nor the model. The first rank describes the optimizers to it, and the
+number of values of each parameter that it has.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from flatout.world import POLITE_S, LostRank, place, servers
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _LOOK_EVERY_S = 0.05
-# How long to wait for the job's store.
+# Most seconds to wait for the job's store.
 _STORE_S = 600.0
 
 
 def serve(number: int) -> int:
     """Serve the ranks of this job as a process, one fit after the other, until the script ends."""
-    # Ranks agree on their last step after a signal, for which they need the servers.
+    # After a signal, ranks agree on their last step, for which they still need the servers.
     stopped: list[int] = []
     for signum in not_ignored(*_STOPS):
         signal.signal(signum, lambda signum, _: stopped.append(signum))
     here = place()
     if here.nodes == 1:
-        torch.set_num_threads(1)  # the ranks have the cores
+        torch.set_num_threads(1)  # the ranks need the cores
     try:
         store, session = servers.open_store(_STORE_S), 0
         while (announced := _announced(store, session + 1, stopped)) is not None:
@@ -46,7 +46,7 @@ def serve(number: int) -> int:
             ranks, timeout_s = announced
             _serve_fit(store, session, number, [here.nodes == 1] * ranks, timeout_s)
     except RuntimeError as error:
-        # A rank that has failed says so itself, and the agent then ends this process.
+        # A failed rank reports its error itself, and the agent then ends this process.
         until = time.monotonic() + POLITE_S
         while not stopped and time.monotonic() < until:
             time.sleep(_LOOK_EVERY_S)
@@ -75,18 +75,18 @@ def serve_in_thread(
     """Serve the ranks of one fit in a thread of this rank.
 
     Args:
-        store: by which the server and the ranks meet, on a connection of its own.
+        store: the store through which the server and the ranks meet, with a connection of its own.
         session: the number of the fit.
-        number: of the server.
+        number: the number of the server.
         are_here: whether each rank shares this node.
-        timeout_s: how long a rank may take to come.
+        timeout_s: most seconds that a rank may take to come.
     """
 
     def run() -> None:
-        with suppress(RuntimeError):  # a rank has ended, which others say
+        with suppress(RuntimeError):  # a rank has ended; other ranks report it
             _serve_fit(store, session, number, are_here, timeout_s)
 
-    # Where the rank fails it must be able to end while others are waited for.
+    # A daemon thread, because a failed rank must be able to end while threads wait for other ranks.
     thread = Thread(target=run, name="flatout-server", daemon=True)
     thread.start()
     return thread
@@ -103,7 +103,7 @@ def _serve_fit(
             described = pair.hear()
             waits, dtype = described["waits"], described["dtype"]
             lengths = [sum(own["lengths"]) for own in described["optimizers"]]
-        # What comes through the network to a server that waits is added up chunk by chunk.
+        # A server that waits sums data from the network chunk by chunk, so needs no memory for all.
         length = sum(lengths) if is_here or not waits else 0
         links.append(
             Link(pair, same_node=is_here, words=described["words"], length=length, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Models and optimizers that parameter servers cannot step, refused before any rank trains."""
+"""Refusals of models and optimizers that parameter servers cannot step, before any rank trains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = "world.strategy=parameter_server"
 def check_served(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], servers: int, ranks: int
 ) -> None:
-    """Refuse models and optimizers whose weights cannot be shared out among servers."""
+    """Refuse models and optimizers whose weights cannot be divided among servers."""
     check_one_device(_NAME, dict(model.named_parameters()))
     names = {parameter: name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
@@ -60,7 +60,7 @@ def check_served(
 
 
 def check_spare(spare: int, servers: int, ranks: int) -> None:
-    """Refuse spare workers where they cannot be told."""
+    """Refuse spare workers if several servers could disagree about the late gradients."""
     if spare and servers > 1:
         raise WorldError(
             f"world.spare_workers={spare} with world.servers={servers}: each server might find "

@@ -11,16 +11,16 @@ from flatout.strategies.servers.layout import Layout, numbers_of
 
 
 class Route(NamedTuple):
-    """Between a rank and a server, for an optimizer's parameters.
+    """The memory between a rank and a server, for an optimizer's parameters.
 
     Attributes:
         up: gradients of the server's share.
-        down: its weights.
-        up_here: the same gradients beside the parameters; `up` itself where these are on the CPU.
-        down_here: and the weights.
-        cuts: of each parameter of which it has some, the number, and which of its numbers.
-        ups: where these lie in `up_here`.
-        downs: and in `down_here`.
+        down: weights of the server's share.
+        up_here: the same gradients on the parameters' device; `up` itself if that is the CPU.
+        down_here: the same weights on the parameters' device.
+        cuts: for each parameter in the share, its number, and the slice of its values.
+        ups: the gradients of these slices in `up_here`.
+        downs: the weights of these slices in `down_here`.
     """
 
     up: torch.Tensor
@@ -32,7 +32,7 @@ class Route(NamedTuple):
     downs: list[torch.Tensor]
 
     def put(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Lay gradients on it, of each parameter its numbers; what has none counts as zero."""
+        """Copy gradients, given as values of each parameter; a missing gradient counts as zero."""
         each = list(zip(self.cuts, self.ups, strict=True))
         parts = [(up, own[cut]) for (n, cut), up in each if (own := gradients[n]) is not None]
         if parts:
@@ -43,7 +43,7 @@ class Route(NamedTuple):
             self.up.copy_(self.up_here)
 
     def take(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Copy the weights that came into each parameter's numbers."""
+        """Copy the arrived weights into the parameters' values."""
         if self.down_here is not self.down:
             self.down_here.copy_(self.down)
         torch._foreach_copy_([parameters[n][cut] for n, cut in self.cuts], self.downs)
@@ -52,7 +52,7 @@ class Route(NamedTuple):
 def route_of(layout: Layout, server: int, up: torch.Tensor, down: torch.Tensor) -> Route:
     """Return the route to a server."""
     device = layout.parameters[0].device
-    # To and from a GPU in one piece.
+    # Data move to and from a GPU in one piece.
     up_here, down_here = up.to(device), down.to(device)
     numbers = range(len(layout.parameters))
     cuts = [(n, cut) for n in numbers if (cut := layout.piece(n, server)).stop > cut.start]
@@ -62,7 +62,7 @@ def route_of(layout: Layout, server: int, up: torch.Tensor, down: torch.Tensor) 
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """A parameter's gradient as numbers in the parameter's memory order; it has none any more."""
+    """Return a parameter's gradient as values in the parameter's memory order, and remove it."""
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None and gradient.stride() != parameter.stride():
         gradient = torch.empty_like(parameter).copy_(gradient)
@@ -70,6 +70,6 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def length_of(layout: Layout, server: int) -> int:
-    """Return how many numbers a server has."""
+    """Return the number of values that a server has."""
     own = layout.range(server)
     return int(own.stop - own.start)

@@ -1,9 +1,9 @@
-"""Steps a server's share in pieces of one size, whatever the tensors are that it has parts of.
+"""Steps a server's share in pieces of one size, independent of its tensors.
 
-An optimizer spends some time on each tensor, however small it is, and passes over a large one
-several times, which is slow once it is no longer in the processor's cache. Servers with as many
-bytes would take unlike times where some have a few large tensors, and others many small ones. So
-parts that are neighbors are stepped as one tensor, and what is long is cut.
+An optimizer spends a fixed time on each tensor, however small. It passes over a large one several
+times, which is slow if the tensor exceeds the processor's cache. So servers with equal bytes would
+take different times if some have a few large tensors, and others many small ones. Therefore
+neighboring parts are stepped as one tensor, and long ones are cut.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-# What is stepped as one tensor at most.
+# Most values that are stepped as one tensor.
 _MOST_NUMBERS = 1 << 18
-# Where it changes more often which parameters have gradients, each part is stepped by itself.
+# Most changes of the set of parameters with gradients. After more, each part is stepped by itself.
 _MOST_CHANGES = 8
 
 
 class _Run(NamedTuple):
-    """Parts that lie end to end and are stepped alike.
+    """Neighboring parts that are stepped as one.
 
     Attributes:
-        parts: of one parameter group.
-        pieces: of their memory, as the optimizer has them; the part itself where it is one.
-        places: where these lie in the share.
+        parts: parts of one parameter group.
+        pieces: pieces of their memory, which the optimizer steps; a single part is its own piece.
+        places: the slices of the pieces in the share.
     """
 
     parts: list[nn.Parameter]
@@ -76,7 +76,7 @@ class Runs:
         return result
 
     def step_piece(self, piece: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Step one of these alone."""
+        """Step one of these pieces alone."""
         piece.grad = gradient
         self._optimizer.step()
         piece.grad = None
@@ -90,7 +90,7 @@ class Runs:
             self._join()
 
     def split(self) -> None:
-        """Let each part have its own state again, until the next step."""
+        """Give each part its own state again, until the next step."""
         state = self._optimizer.state
         for run in self._runs:
             for piece in run.pieces:

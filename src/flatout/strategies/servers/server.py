@@ -1,6 +1,6 @@
-"""A parameter server that steps its share of the weights with each gradient that comes.
+"""A parameter server that steps its share of the weights with each gradient that arrives.
 
-Where staleness is bounded, a worker that is too many steps ahead of the slowest waits for its
+With bounded staleness, a worker that is too many steps ahead of the slowest worker waits for its
 answer: stale synchronous parallel (Ho et al., "More Effective Distributed ML via a Stale
 Synchronous Parallel Parameter Server", 2013).
 """
@@ -21,8 +21,8 @@ class Server:
     """Takes the workers' gradients, one after the other.
 
     Attributes:
-        stale: of each worker, how many of its gradients were how many steps old.
-        epoch: hands out parts of the batches of an epoch.
+        stale: for each worker, the number of its gradients by age in steps.
+        epoch: assigns parts of the batches of an epoch.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Server:
         self.shares = list(shares)
         self._timeout_s = timeout_s
         self._staleness = staleness
-        # To which step the workers have come that are there and have steps to make.
+        # The present workers that have steps left, and the step that each has reached.
         self._living = set(range(workers))
         self._clocks = dict.fromkeys(self._living, 0)
         self._resting: set[int] = set()
@@ -43,12 +43,12 @@ class Server:
 
     @torch.no_grad()
     def push(self, worker: int, push: Push, gradient: torch.Tensor, into: torch.Tensor) -> int:
-        """Step with a worker's gradient and give the weights; waits where it is too far ahead."""
+        """Step with a worker's gradient and copy the weights; wait if it is too far ahead."""
         share = self.shares[push.place]
         with self._changed:
             self._clocks[worker] = push.clock
             if push.wants_to_stop and not self._stop_at:
-                # Each hears of it with the answer to a step that is not behind this one.
+                # Every worker gets this number with the answer to a step at or before it.
                 self._stop_at = max(self._clocks.values()) + 1
             if push.used:
                 self._take(worker, push, gradient)
@@ -71,37 +71,37 @@ class Server:
         return bound is None or self._clocks[worker] - min(self._clocks.values()) <= bound
 
     def begin(self, workers: Collection[int], clock: int) -> None:
-        """These workers go on from this step."""
+        """Let these workers continue from step `clock`."""
         with self._changed:
             self._living, self._is_over = set(workers), False
             self._clocks = dict.fromkeys(workers, clock)
 
     def leave(self, worker: int) -> None:
-        """A worker has ended, or has no step left: no one waits for its steps any more."""
+        """Note that a worker has ended or has no step left, so no worker waits for it."""
         with self._changed:
             self._clocks.pop(worker, None)
             self._changed.notify_all()
 
     def drop(self, worker: int) -> None:
-        """A worker was killed, and the others go on without it; they get its parts."""
+        """Drop a killed worker, give its parts to other workers, and let these continue."""
         self.epoch.give_back(worker)
         with self._changed:
             self._living.discard(worker)
             self._meet_if_all_rest()
 
     def living(self) -> list[int]:
-        """Workers that were not dropped."""
+        """Numbers of the workers that were not dropped."""
         with self._changed:
             return sorted(self._living)
 
     def lose(self) -> None:
-        """A worker has ended, without which the others cannot go on from where they meet."""
+        """Note the end of a worker without which the others cannot continue after they meet."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
     def rest(self, worker: int, patience_s: float) -> list[int]:
-        """A worker has no step left: wait until that is so of all that were not dropped."""
+        """Note that a worker has no step left, and wait for all remaining workers."""
         self.leave(worker)
         with self._changed:
             before = self._meetings
@@ -118,44 +118,45 @@ class Server:
             self._changed.notify_all()
 
     def pull(self, worker: int, place: int, into: torch.Tensor) -> None:
-        """Give a worker the weights; no one steps meanwhile."""
+        """Copy the weights for a worker while no worker steps."""
         with self._changed:
             self.shares[place].read(worker, into)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Within, no one steps."""
+        """Keep workers from stepping in the block."""
         with self._changed:
             yield
 
 
 class EpochParts:
-    """Hands out parts of an epoch's batches to the workers that ask, each part once.
+    """Assigns parts of an epoch's batches to the workers that ask, each part once.
 
-    So a worker that is slow takes fewer of them, and no one waits for its share of the epoch. Other
-    workers get the parts that a worker has claimed and not used when it ends.
+    A slow worker thus takes fewer parts, and no worker waits for another one's share of the epoch.
+    If a worker ends, other workers get the parts that it has claimed and not used.
 
     Attributes:
-        parts: of each batch.
+        parts: number of parts of each batch.
     """
 
     def __init__(self, parts: int) -> None:
         self.parts = parts
         self._next = self._last = 0
-        # Of each worker what it has claimed and not used, in that order; and what others get.
+        # _held: by worker, parts that it has claimed and not used, in that order. _back: parts of
+        # workers that have ended, for other workers.
         self._held: defaultdict[int, deque[int]] = defaultdict(deque)
         self._back: deque[int] = deque()
         self._lock = Lock()
 
     def open(self, steps: int) -> None:
-        """The parts of so many steps may be claimed."""
+        """Allow claims of the parts of `steps` steps."""
         with self._lock:
             self._next, self._last = 0, steps * self.parts
             self._held.clear()
             self._back.clear()
 
     def claim(self, worker: int) -> tuple[int, int]:
-        """The number of the next part, and how many are left; -1 and the end where none is."""
+        """Return the number of the next part and the count of parts left, or -1 and the end."""
         with self._lock:
             if self._back:
                 number = self._back.popleft()
@@ -167,23 +168,23 @@ class EpochParts:
             return number, self._last - self._next + len(self._back)
 
     def used(self, worker: int, number: int) -> None:
-        """A worker's gradient of a part has come: it and those claimed before are done with."""
+        """Note a worker's gradient of a part: that part and those claimed before it are done."""
         with self._lock:
             held = self._held[worker]
             while number in held:
                 held.popleft()
 
     def give_back(self, worker: int) -> None:
-        """A worker has ended: what it had claimed and not used is there for others."""
+        """Return the unused parts of a worker that has ended, for other workers."""
         with self._lock:
             self._back.extend(self._held.pop(worker, ()))
 
     def close(self) -> None:
-        """End with the step of which parts were claimed: its other parts may still be."""
+        """End after the last step of which a part was claimed; the rest of it may be claimed."""
         with self._lock:
             self._last = min(self._last, -(-self._next // self.parts) * self.parts)
 
     def untaken(self) -> int:
-        """Return how many parts of workers that have ended no other worker has taken."""
+        """Return the number of parts of ended workers that no other worker has taken."""
         with self._lock:
             return len(self._back)

@@ -16,23 +16,23 @@ from flatout.strategies.elementwise import ELEMENTWISE
 from flatout.strategies.servers.layout import Layout
 from flatout.strategies.servers.runs import Runs
 
-# The times of this many updates are kept.
+# Number of latest updates whose times are kept.
 _TIMED = 1000
 _KINDS = {kind.__name__: kind for kind in ELEMENTWISE}
 
 
 class Push(NamedTuple):
-    """The words that come with a gradient.
+    """The words that are sent with a gradient.
 
     Attributes:
-        place: of the optimizer among those of the job.
-        clock: how many steps the worker has come to with it.
-        weight: of the samples that the gradient is a mean over.
-        wants_to_stop: whether the worker asks all to stop.
-        rates: of each parameter group the learning rate, and the momentum or first beta; NaN where
-            it has none.
-        used: which parameters have a gradient; empty where none has, and none comes.
-        part: the number of the part of an epoch that it is of; -1 where none was claimed.
+        place: index of the optimizer among those of the job.
+        clock: number of steps of the worker, including this one.
+        weight: weight of the samples whose mean gradient this is.
+        wants_to_stop: whether the worker asks all workers to stop.
+        rates: for each parameter group the learning rate, and the momentum or first beta; NaN if it
+            has none.
+        used: which parameters have a gradient; empty if none has, and no gradient follows.
+        part: the number of the gradient's part of an epoch; -1 if no part was claimed.
     """
 
     place: int
@@ -64,7 +64,7 @@ class Share:
         self.values = torch.zeros(sum(lengths), dtype=dtype)
         self._parts = [nn.Parameter(piece) for piece in torch.split(self.values, list(lengths))]
         own = [
-            # What "capturable" wants is for GPUs alone.
+            # Option "capturable" needs a GPU.
             {**group, "params": [self._parts[n] for n in group["params"]]}
             | ({"capturable": False} if group.get("capturable") else {})
             for group in groups
@@ -77,13 +77,13 @@ class Share:
         self._seen: dict[int, int] = {}
 
     def take_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Begin with states of its parts, by the number of the parameter."""
+        """Set the states of its parts, by the number of the parameter."""
         self._runs.split()
         for number, state in states.items():
             self._optimizer.state[self._parts[number]] = dict(state)
 
     def states(self) -> dict[int, dict[str, Any]]:
-        """Copies of the states of its parts, by the number of the parameter."""
+        """Return copies of the states of its parts, by the number of the parameter."""
         self._runs.split()
         return {
             number: {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()}
@@ -92,7 +92,7 @@ class Share:
         }
 
     def step(self, worker: int, push: Push, gradient: torch.Tensor) -> int:
-        """Step with a worker's gradient; of how many steps ago its weights were."""
+        """Step with a worker's gradient, and return the age of its weights in steps."""
         stale = self.version - self._seen.get(worker, 0)
         began = perf_counter()
         self._set_rates(push.rates)
@@ -102,7 +102,7 @@ class Share:
         return stale
 
     def pieces(self, rates: Sequence[float], used: list[bool]) -> list[tuple[slice, nn.Parameter]]:
-        """Begin a step at these rates: what it changes of `values`, in order."""
+        """Begin a step at these rates, and return the pieces of `values` that it changes."""
         began = perf_counter()
         self._set_rates(rates)
         result = self._runs.pieces(used)
@@ -110,7 +110,7 @@ class Share:
         return result
 
     def step_piece(self, piece: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Step one of these."""
+        """Step one of these pieces."""
         began = perf_counter()
         self._runs.step_piece(piece, gradient)
         self._update_ms[-1] += (perf_counter() - began) * 1e3
@@ -125,7 +125,7 @@ class Share:
             _set_rates(group, next(each), next(each))
 
     def is_current(self, worker: int) -> bool:
-        """Return True if a worker has read the weights of now."""
+        """Return True if a worker has read the present weights."""
         return self._seen.get(worker, 0) == self.version
 
     def read(self, worker: int, into: torch.Tensor) -> None:
@@ -135,7 +135,7 @@ class Share:
 
 
 def describe(optimizer: torch.optim.Optimizer, layout: Layout, server: int) -> dict[str, Any]:
-    """Return what a server has to know of an optimizer, as plain data and tensors."""
+    """Return the description of an optimizer for a server, as plain data and tensors."""
     number_of = {parameter: number for number, parameter in enumerate(layout.parameters)}
     groups = [
         {**group, "params": [number_of[p] for p in group["params"]]}
@@ -152,12 +152,12 @@ def describe(optimizer: torch.optim.Optimizer, layout: Layout, server: int) -> d
 
 
 def share_of(described: Mapping[str, Any], dtype: torch.dtype, most: int | None = None) -> Share:
-    """Return the share that `describe` describes, with zeros for weights.
+    """Return the share of a description by `describe`, with zeros for weights.
 
     Args:
-        described: the optimizer, on a rank.
-        dtype: of the weights.
-        most: numbers that are stepped as one tensor, at most; None for a usual number.
+        described: the description of the optimizer.
+        dtype: dtype of the weights.
+        most: most values that are stepped as one tensor; None for the default.
     """
     kind = _KINDS[described["kind"]]
     share = Share(kind, described["groups"], described["lengths"], dtype, most)

@@ -1,12 +1,12 @@
 """Parameter servers that wait for the gradients of all ranks.
 
-The gradients are those of loss sums, as in ddp.py, and the divisor travels with them, so the result
-is that of one rank. Each server alone adds its gradients up, in the order of the ranks: a rank's
-link carries the gradients once and the weights once. Where servers have hosts of their own, one of
-the ranks of a host sends for all (`host_leader.py`).
+The gradients are those of loss sums, as in ddp.py, and their divisor is sent with them, so the
+result is that of one rank. Each server sums its gradients alone, in the order of the ranks, so that
+a rank's link carries the gradients once and the weights once. If servers have hosts of their own,
+one of the ranks of a host sends for all (`host_leader.py`).
 
-Where nothing of a step depends on all gradients together, a server sends the first weights back
-while the last gradients still come. Two things may: clipping by norm, and gradients so large that
+If a step does not depend on all gradients together, a server sends the first weights back while the
+last gradients still arrive. Two things prevent this: clipping by norm, and gradients so large that
 their sum might be infinite.
 """
 
@@ -25,10 +25,10 @@ from flatout.strategies.servers.link import GRADIENTS, STEP, WHOLE_STEP
 from flatout.strategies.servers.parameter_server import ParameterServer
 from flatout.strategies.strategy import Sums, Tensors
 
-# Of the numbers that ranks add up, after the sums: how many have gradients that are too large, and
-# how many have used each parameter.
+# Positions after the sums in the numbers that ranks sum. _TOO_LARGE: number of ranks whose
+# gradients are too large. _USED: begin of the number of ranks that have used each parameter.
 _TOO_LARGE, _USED = 3, 4
-# How far below infinity gradients have to be, and by how much they are multiplied at most.
+# Factor below infinity that gradients must stay, and the largest factor by which they are scaled.
 _ROOM = 1e6
 
 
@@ -36,11 +36,11 @@ class SynchronousServers(ParameterServer):
     """Sends this rank's gradients to the servers and takes the weights that they send back.
 
     Args:
-        given: as a ParameterServer takes them.
+        given: the arguments of a ParameterServer.
         clip: largest norm of all gradients, and largest element, or None.
 
     Raises:
-        WorldError: the ranks' models are not the same.
+        WorldError: the ranks' models differ.
     """
 
     def __init__(self, *given: Any, clip: tuple[float | None, float | None]) -> None:
@@ -58,7 +58,7 @@ class SynchronousServers(ParameterServer):
         self._versions: list[int] = []
 
     def begin(self) -> None:
-        """Find the servers, and share the weights out."""
+        """Find the servers, and distribute the weights."""
         apart = self._apart
         if apart is not None and not apart.are_here and self._world.size > self._world.place.nodes:
             self._speakers, self._tower = tower_of(self._world)
@@ -71,16 +71,16 @@ class SynchronousServers(ParameterServer):
     # -- around a step -----------------------------------------------------------------------
 
     def before_step(self, turn: int, parameters: Tensors) -> None:
-        """A step begins: the servers go on with the weights of now.
+        """Begin a step, and give changed weights to the servers.
 
         Raises:
-            ModelError: an optimizer was given parameters since.
+            ModelError: an optimizer got parameters since `begin`.
         """
         if parameters is not self._seen:
             check_laid_out("world.strategy=parameter_server", parameters, self._known)
         self._seen = parameters
         self._turn = [place for place in range(len(self._layouts)) if turn >> place & 1]
-        # Someone may have loaded other weights, on all ranks.
+        # Other weights may have been loaded, on all ranks.
         if self._world.is_first and self._versions != self._versions_now():
             self._send_weights()
 
@@ -88,13 +88,13 @@ class SynchronousServers(ParameterServer):
         return [p._version for layout in self._layouts for p in layout.parameters]
 
     def arm(self, own: Sums, samples: float, scaler: torch.amp.GradScaler | None = None) -> None:
-        """The next backward completes the gradients."""
+        """Note that the next backward completes the gradients."""
         super().arm(own, samples, scaler)
         self._samples = samples
 
     @torch.no_grad()
     def finish(self) -> Sums:
-        """Add up the losses; the servers get the gradients now where they must measure them."""
+        """Sum the losses, and send the servers gradients that they must measure now."""
         trained = [p for place in self._turn for p in self._layouts[place].parameters]
         numbers = torch.zeros(_USED + len(trained), dtype=torch.float64)
         for at, number in enumerate(self._own):
@@ -125,7 +125,7 @@ class SynchronousServers(ParameterServer):
         return all(float(torch.linalg.vector_norm(route.up, torch.inf)) <= most for route in routes)
 
     def _measured_by_servers(self, numbers: torch.Tensor) -> None:
-        """Add whether gradients are not finite, and the square of their norm."""
+        """Add the servers' results: whether gradients are finite, and their squared norm."""
         if not self._is_whole:
             measured = sum(self._answers, torch.zeros(2, dtype=torch.float64))
             if self._tower is not None:
@@ -152,7 +152,7 @@ class SynchronousServers(ParameterServer):
         self._versions = self._versions_now()
 
     def _exchange(self, what: list[tuple[int, int]], why: str, more: Sequence[float] = ()) -> None:
-        """Send messages, with gradients where these belong to them, and take what is answered."""
+        """Send messages, with the gradients that belong to them, and take the answers."""
         with self._world.within(self._world.begun(None, why)):
             works: list[tuple[int, Any]] = []
             for place, kind in what:

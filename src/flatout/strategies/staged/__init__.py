@@ -1,1 +1,1 @@
-"""Each rank has some layers of the model, and micro-batches pass from rank to rank."""
+"""Pipeline parallelism: each rank has some layers of the model, and passes micro-batches on."""

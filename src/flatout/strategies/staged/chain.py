@@ -1,8 +1,8 @@
-"""A model's forward as one row of calls, which can be cut between any two that allow it.
+"""A model's forward as one sequence of calls, which can be cut between two calls.
 
-The graph is `models/trace.py`'s, which is sure to be the same program. Modules of one's own whose
-forward is a straight line are looked into, torch's layers are called as they are: so modes, hooks
-and in-place code of theirs stay what they were.
+The graph comes from `models/trace.py`, which makes one only if it is certain to be the same
+program. It contains the calls within the user's modules whose forward is a straight line. torch's
+layers are called as they are, so that their modes, hooks and in-place code stay the same.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Chain:
     """The calls of a model's forward, in order.
 
     Attributes:
-        model: the same.
-        graph: of the whole forward.
-        inputs: what the forward is given, in order.
-        calls: of layers and functions.
+        model: the model.
+        graph: the graph of the whole forward.
+        inputs: the arguments of the forward, in order.
+        calls: the calls of layers and functions.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        # Plain attributes that the graph has as constants, by the module that they are of.
+        # By module, the plain attributes that the graph holds as constants.
         self._constants: list[tuple[nn.Module, dict[str, Any]]] = []
         self.graph = fx.Graph()
         traced = None if is_watched(model) else trace(model)
@@ -95,7 +95,7 @@ class Chain:
         return list(result)
 
     def check_constants(self) -> None:
-        """Refuse to go on where an attribute of a module is another one than the graph has."""
+        """Refuse to continue if an attribute of a module differs from the graph's constant."""
         for module, constants in self._constants:
             for name, value in constants.items():
                 if vars(module).get(name) != value:
@@ -105,15 +105,15 @@ class Chain:
                         do="keep what changes in a buffer, or train with world.strategy=ddp",
                     )
 
-    # -- what lies where -----------------------------------------------------------------------
+    # -- values and weights by place -------------------------------------------------------------
 
     def crossing(self, cut: int) -> list[fx.Node]:
-        """Values made before a cut that are read behind it; weights are where they are read."""
+        """Return values made before a cut and read after it. Weights belong to their readers."""
         made = [*self.inputs, *self.calls[:cut]]
         return [value for value in made if self._last.get(value, -1) >= cut]
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
-        """Each weight with the first and the last call that reads it."""
+        """Yield each weight with the first and the last call that reads it."""
         spans: dict[int, tuple[str, int, int]] = {}
         for place, call in enumerate(self.calls):
             for name, tensor in self.weights_read(call):
@@ -122,7 +122,7 @@ class Chain:
         yield from spans.values()
 
     def weights_read(self, call: fx.Node) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters, and buffers of layers, that a call reads, with their names."""
+        """Yield the names and tensors of the parameters and layers' buffers that a call reads."""
         if call.op == "call_module":
             module = self.model.get_submodule(str(call.target))
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -135,13 +135,13 @@ class Chain:
                     yield str(node.target), tensor
 
     def between(self, value: fx.Node, by: fx.Node) -> range:
-        """The cuts between what has made a value and a call."""
+        """Return the cuts between the call that made a value and a later call."""
         return range(self._place.get(value, -1) + 1, self._place[by] + 1)
 
     # -- stages --------------------------------------------------------------------------------
 
     def stage(self, stage: Stage) -> fx.Graph:
-        """The graph of a stage: it takes and gives tuples of what crosses."""
+        """Return the graph of a stage, which takes and returns tuples of the values at its cuts."""
         first, stop = stage
         graph, known = fx.Graph(), {}
         for value in self.inputs if first == 0 else self.crossing(first):
@@ -160,12 +160,12 @@ class Chain:
         return graph
 
     def put_together(self, values: Sequence[torch.Tensor]) -> Any:
-        """Return the model's output, made of the tensors that the last stage has given."""
+        """Return the model's output, made of the tensors that the last stage has returned."""
         known = dict(zip(self._given_out(), values, strict=True))
         return map_arg(self._output, known.__getitem__)
 
     def words(self, stage: Stage) -> str:
-        """Its layers, such as "features.0-6"."""
+        """Return the names of a stage's layers, such as "features.0-6"."""
         paths = [str(c.target) for c in self.calls[slice(*stage)] if c.op == "call_module"]
         if not paths:
             return str(self.calls[stage[0]].name)

@@ -1,7 +1,7 @@
-"""Stages times copies: which ranks have a stage, and how the copies of one add up their gradients.
+"""Copies of a pipeline: the ranks that have each stage, and the sum of gradients over copies.
 
-Each copy of the model lies on ranks that follow one another, a stage on each, and takes its own
-samples of every batch.
+Each copy of the model is on consecutive ranks, one stage on each, and takes its own samples of
+every batch.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from flatout.strategies.reductions import ThreadedReduction, reduction_among
 from flatout.strategies.strategy import Tensors
 from flatout.world import Group, World
 
-# Of one set of optimizers, so that a bucket's number says whose it is.
+# Most buckets of one set of optimizers, so that a bucket's number identifies the set.
 _MOST_BUCKETS = 1 << 20
-# If no one says: the ranks then idle a fifth of the time at most.
+# Default number of micro-batches per stage: ranks are then idle for at most a fifth of the time.
 _FOR_EACH_STAGE = 4
 
 
 class Copies:
-    """The ranks of a job as copies of a model in stages; all ranks make it.
+    """The ranks of a job as copies of a model in stages. All ranks create this.
 
     Attributes:
-        stages, count: how many stages, and how many copies of each.
-        stage, number: which stage and copy are this rank's, from 0. The first copy's ranks have
-            the numbers of their stages.
+        stages, count: number of stages, and number of copies of each.
+        stage, number: this rank's stage and copy, from 0. In the first copy, ranks and stages have
+            the same numbers.
         pipeline: the ranks of this copy, one for each stage.
     """
 
@@ -56,15 +56,15 @@ class Copies:
 
     @property
     def words(self) -> str:
-        """Such as "in 2 x 2 copies"; empty for one copy."""
+        """Describe the copies, such as "in 2 x 2 copies"; "" for one copy."""
         return f" in {self.stages} x {self.count} copies" if self.count > 1 else ""
 
     def last_rank(self, copy: int) -> int:
-        """The rank of the World that has a copy's last stage."""
+        """Return the rank of the World that has a copy's last stage."""
         return (copy + 1) * self.stages - 1
 
     def ranks_of(self, stage: int) -> range:
-        """The ranks of the World that have a stage, one for each copy."""
+        """Return the ranks of the World that have a stage, one for each copy."""
         return range(stage, self.stages * self.count, self.stages)
 
     def shares(self, rows: int) -> list[tuple[int, int]]:
@@ -74,8 +74,9 @@ class Copies:
 
     @torch.no_grad()
     def sum_gradients(self, turn: int, parameters: Tensors) -> None:
-        """Make gradients the sums of those of all copies; None stays where no copy has one."""
-        # One collective of all ranks, however much a stage has to send.
+        """Set gradients to the sums over all copies, or None if no copy has one."""
+        # A single collective for the log, in which all ranks take part, whatever the size of a
+        # stage.
         with self._world.within(self._world.begun(None, "sum of each stage's gradients")):
             buckets = self._buckets_of(turn, [p for p in parameters if p.requires_grad])
             sending = []
@@ -109,7 +110,7 @@ class Copies:
 
     @torch.no_grad()
     def average_statistics(self, modules: Iterable[nn.Module]) -> None:
-        """Make the moving statistics of BatchNorm in training the mean of all copies'."""
+        """Set the running statistics of BatchNorm in training to the mean over all copies."""
         result: list[torch.Tensor] = [
             statistic
             for module in modules
@@ -129,7 +130,7 @@ class Copies:
                 _write(flat / self.count, result)
 
     def close(self) -> None:
-        """End what adds up."""
+        """End the reduction."""
         self._buckets.clear()
         if self._reduction is not None:
             self._reduction.close()
@@ -148,15 +149,15 @@ def _write(flat: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
 
 
 def micro_batches(asked: int, stages: int, rows: int, least: int = 1) -> int:
-    """Into how many a copy's rows of a batch are split."""
+    """Return the number of micro-batches for a copy's rows of a batch."""
     return max(1, min(asked or _FOR_EACH_STAGE * stages, rows // least))
 
 
 def others_to_try(stages: int, rows: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Numbers beside the usual one: larger ones, and smaller ones, the nearest first.
+    """Return other numbers of micro-batches to try: larger ones, and smaller ones, nearest first.
 
-    Micro-batches become so large at most that no stage keeps the activations of more than half a
-    batch (with 1F1B).
+    The smallest number is chosen so that no stage keeps the activations of more than half a batch
+    (with 1F1B).
     """
     usual = micro_batches(0, stages, rows)
     larger = [n for n in (2 * usual, 4 * usual) if n <= rows]

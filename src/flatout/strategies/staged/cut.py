@@ -1,4 +1,4 @@
-"""Cuts of a model into stages, so that the slowest stage takes least, by times and bytes."""
+"""Cuts of a model into stages, so that the slowest stage takes least time to compute and send."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from flatout.errors import ModelError
 from flatout.strategies.staged.chain import Chain
 
-# The fastest of so many counts: the first one allocates.
+# Runs of each call, of which the fastest counts: the first one allocates memory.
 _TIMES = 5
-# Times a stage's share of the time that a single layer may take unsaid.
+# A call gets no message up to this multiple of a stage's share of the time.
 _TOO_LARGE = 1.5
 
 
@@ -24,9 +24,9 @@ class LayerTimes(NamedTuple):
     """Times and bytes of a forward and backward of a micro-batch.
 
     Attributes:
-        spent: time of each call, in ns.
-        sizes: bytes of each value; None where it is no tensor.
-        torn: cuts that would part a value from a call that writes into it.
+        spent: nanoseconds of each call.
+        sizes: bytes of each value; None if the value is no tensor.
+        torn: cuts that would separate a value from a call that writes into it.
     """
 
     spent: list[int]
@@ -38,9 +38,9 @@ class Cut(NamedTuple):
     """The places where a model is cut.
 
     Attributes:
-        places: before which calls.
-        shares: of the stages, of the time of all.
-        too_large: the call that takes far more of it than a stage should, and its share; or None.
+        places: the indices of the calls after each cut.
+        shares: for each stage, its share of the whole time.
+        too_large: the call that takes far more time than a stage should, and its share; or None.
     """
 
     places: list[int]
@@ -49,7 +49,7 @@ class Cut(NamedTuple):
 
 
 def measure(chain: Chain, inputs: Sequence[torch.Tensor]) -> LayerTimes:
-    """Time each call of a forward, with its backward. Gradients of weights are thrown away.
+    """Time each call of a forward, with its backward. Gradients of weights are discarded.
 
     Args:
         chain: the forward.
@@ -61,7 +61,7 @@ def measure(chain: Chain, inputs: Sequence[torch.Tensor]) -> LayerTimes:
 
 
 class _Timed(fx.Interpreter):
-    """Runs calls one by one, each several times on copies of what it is given."""
+    """Runs calls one by one, each several times on copies of its inputs."""
 
     def __init__(self, chain: Chain) -> None:
         super().__init__(chain.model, graph=chain.graph)
@@ -80,7 +80,7 @@ class _Timed(fx.Interpreter):
                 best = took if best is None else min(best, took)
             assert best is not None
             self.spent[n] = best
-            for value in n.all_input_nodes:  # later calls read what this one has written
+            for value in n.all_input_nodes:  # later calls read the values that this one has written
                 copy = copies.get(id(self.env[value]))
                 if copy is not None and copy._version:
                     self.torn.update(self._chain.between(value, n))
@@ -98,7 +98,7 @@ class _Timed(fx.Interpreter):
                 return value
             if id(value) not in copies:
                 leaves[id(value)] = _leaf(value)
-                copies[id(value)] = leaves[id(value)].clone()  # which may be written into
+                copies[id(value)] = leaves[id(value)].clone()  # a call may write into its inputs
             return copies[id(value)]
 
         args, kwargs = tree_map(fresh, self.fetch_args_kwargs_from_env(n))
@@ -121,7 +121,7 @@ def _leaf(value: Any) -> Any:
 
 
 def cut(chain: Chain, measured: LayerTimes, stages: int, ns_per_byte: float) -> Cut:
-    """Return the cut whose slowest stage takes least, with the time to send and receive."""
+    """Return the cut whose slowest stage takes least time, including sending and receiving."""
     calls = len(chain.calls)
     sent = {
         place: [measured.sizes.get(value) for value in chain.crossing(place)]
@@ -133,7 +133,7 @@ def cut(chain: Chain, measured: LayerTimes, stages: int, ns_per_byte: float) -> 
     until = [0]
     for spent in measured.spent:
         until.append(until[-1] + spent)
-    # A gradient goes back for each value.
+    # For each value, its gradient is sent back.
     ways = {place: 2 * size * ns_per_byte for place, size in untied.items()}
     places = _best(until, ways, stages)
     ends = [0, *places, calls]
@@ -180,7 +180,8 @@ def _best(until: Sequence[int], ways: Mapping[int, float], stages: int) -> list[
     def cost(a: int, b: int) -> float:
         return until[b] - until[a] + ways.get(a, 0.0) + ways.get(b, 0.0)
 
-    # For each place, the least largest cost of so many stages up to there, and where they began.
+    # For each place: the smallest possible cost of the slowest stage, if `stage` stages end there,
+    # and the places where these stages begin.
     least: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stage in range(1, stages + 1):
         ends = [calls] if stage == stages else places[stage:-1]

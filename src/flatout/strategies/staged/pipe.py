@@ -1,8 +1,8 @@
-"""One rank's stage in torch.distributed.pipelining: schedules, and what torch's stages lack here.
+"""One rank's stage in torch.distributed.pipelining: schedules, and additions to torch's stages.
 
-torch's stages want micro-batches of one size; here the receiving ends are made for each micro-batch
-by itself, so that a ragged batch is what it is. What waits is noted as a collective of the World,
-and what computes is not, so that a rank that hangs is named and waiting is counted as such.
+torch's stages need micro-batches of one size. Here receive buffers are made for each micro-batch,
+so that the last one of a batch may be smaller. Waiting is logged as a collective of the World, and
+computing is not. So a rank that hangs is named, and the time of waiting is measured.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Within = Callable[[], AbstractContextManager[Any]]
 
 
 class Failed(BaseException):
-    """The rank's own code has failed within a schedule, which takes no other error for that.
+    """Raised when the rank's own code fails within a schedule, which catches other errors.
 
     Attributes:
-        error: its own.
+        error: the original error.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -48,10 +48,10 @@ class Clock:
     """A clock of the time that a rank computes within a schedule.
 
     Args:
-        world: of this rank.
+        world: the world of this rank.
 
     Attributes:
-        forward, backward: ns so far.
+        forward, backward: nanoseconds so far.
     """
 
     def __init__(self, world: World) -> None:
@@ -60,7 +60,7 @@ class Clock:
 
     @contextmanager
     def computing(self, lane: str) -> Iterator[None]:
-        """Within, the rank does not wait for others."""
+        """Count the time of the block as computing, not as waiting for other ranks."""
         log = self._log
         waiting, log.waiting = log.waiting, None
         start = clock()
@@ -69,7 +69,7 @@ class Clock:
         except Failed:
             raise
         except BaseException as error:
-            # Of a backward torch tells what was computed, in place of why it failed.
+            # In backward, torch's own error names the computation; its cause is the real error.
             own = error.__cause__ if lane == "backward" else None
             raise Failed(own or error) from error
         finally:
@@ -135,7 +135,7 @@ class OwnStage(PipelineStage):
         return list(super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a micro-batch."""
+        """Run the forward of a micro-batch."""
         with self._clock.computing("forward"), self._within(), no_fast_attention():
             result = self.submod(*args, **kwargs)
             return tuple(value.contiguous() for value in result)
@@ -143,7 +143,7 @@ class OwnStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """The backward of a micro-batch; where nothing of it trains there is none."""
+        """Run the backward of a micro-batch, if any part of it trains."""
         given = bwd_kwargs["stage_output"]
         outputs = given if isinstance(given, tuple) else (given,)
         if not any(value.requires_grad for value in outputs):
@@ -196,7 +196,7 @@ class ScheduleRun:
             return self._loss(output, int(number))
 
     def __call__(self, inputs: Sequence[torch.Tensor], loss: Loss | None, what: str) -> Any:
-        """Run it; returns the output of an evaluation, on the last rank."""
+        """Run the schedule, and return an evaluation's output on the last rank."""
         self._loss = loss
         args = tuple(inputs) if self._stage.is_first else ()
         target = torch.arange(self._count) if self._stage.is_last and self._trains else None

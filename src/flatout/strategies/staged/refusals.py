@@ -1,4 +1,4 @@
-"""Models that cannot be laid over ranks by layers, refused before any of them trains."""
+"""Refusals of models that cannot be cut into stages, before any rank trains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DDP = "train with world.strategy=ddp"
 
 
 def check_stage_count(stages: int, ranks: int) -> None:
-    """Refuse stages that ranks cannot have in whole copies."""
+    """Refuse numbers of stages that do not divide the ranks into whole copies."""
     if stages == 0 or (stages > 1 and ranks % stages == 0):
         return
     may = [number for number in range(2, ranks + 1) if ranks % number == 0]
@@ -39,7 +39,7 @@ def check_stage_count(stages: int, ranks: int) -> None:
 def check_stages(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, per_micro_batch: bool
 ) -> None:
-    """Refuse models and optimizers that cannot be laid out."""
+    """Refuse models and optimizers that cannot be cut into stages."""
     if not calls_hooks(model):
         raise ModelError(
             "world.strategy=staged cuts the forward of torch modules, and this is Keras'", do=_DDP
@@ -88,7 +88,7 @@ def _refusal(parameter: Any) -> str:
         return "is stepped by the rows that a batch has used"
     if parameter.device.type != "cpu":
         return f"is on {parameter.device}: it runs on CPUs alone so far"
-    # They would see the gradient of each micro-batch.
+    # Hooks would get the gradient of each micro-batch.
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         return "has hooks"
     return ""

@@ -1,7 +1,7 @@
-"""Tensors that cross between stages, found on tensors without memory.
+"""The forms of tensors that cross between stages, computed on tensors without memory.
 
-So each rank knows by itself what it will be sent, and torch.distributed.pipelining need not send
-that as pickle.
+So each rank knows what it will receive, and torch.distributed.pipelining need not send the forms as
+pickle.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ _KNOWN = (RuntimeError, TypeError, ValueError, NotImplementedError)
 
 
 class Shape(NamedTuple):
-    """The form of a tensor that crosses."""
+    """The form of a tensor that crosses between stages."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
     def like(self, device: str) -> torch.Tensor:
-        """A tensor of this form with anything in it."""
+        """Return an uninitialized tensor of this form."""
         made = torch.empty(self.size, dtype=self.dtype, device=device)
         return made.requires_grad_(self.requires_grad)
 
 
 def shape_of(tensor: torch.Tensor) -> Shape:
-    """The form of a tensor."""
     return Shape(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
@@ -50,7 +49,7 @@ def shapes(stages: Sequence[fx.GraphModule], inputs: Sequence[Shape]) -> list[li
                     given = list(functional_call(stage, _weights(stage), tuple(given)))
             except _KNOWN as error:
                 if str(error).startswith("Expected more than 1 value per channel"):
-                    raise  # torch's own words on BatchNorm and one sample
+                    raise  # torch's message about BatchNorm and one sample is clear
                 raise ModelError(
                     "what passes from stage to stage has no form that is known before: "
                     f"{type(error).__name__}: {str(error).splitlines()[0]}",

@@ -1,19 +1,19 @@
-"""Each rank has some layers of the model, and micro-batches pass from rank to rank.
+"""Pipeline parallelism: each rank has some layers of the model, and passes micro-batches on.
 
 Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019;
 Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019 (1F1B).
-torch.distributed.pipelining does the work. Every rank is given each batch whole: the first one's
-stage takes the inputs, the last one has the outputs and computes the loss, as a sum that is divided
-by the weight of the whole batch. So the result is that of one rank, to rounding. Where there are
-more ranks than stages, the model lies on them in several copies, each of which takes its share of
-every batch; the copies of a stage add up their gradients.
+torch.distributed.pipelining does the work. Every rank gets each batch whole. The first rank's stage
+takes the inputs. The last rank has the outputs and computes the loss, as a sum that is divided by
+the weight of the whole batch. So the result is that of one rank, to rounding. If there are more
+ranks than stages, the model is on them in several copies, each of which takes its share of every
+batch. The gradients of a stage are summed over its copies.
 
-    chain.py    the forward as a row of calls;  cut.py: where it is cut
-    shapes.py   what crosses;  pipe.py: torch's stages and schedules
-    copies.py   which rank has which stage of which copy
+    chain.py    the forward as a sequence of calls;  cut.py: the places of cuts
+    shapes.py   values that cross;  pipe.py: torch's stages and schedules
+    copies.py   the ranks of each stage and copy
 
-A rank keeps the weights of its own stage; those of others have no memory here until the fit ends.
-The optimizers step what is there, each parameter as a whole.
+A rank keeps the weights of its own stage. Other weights have no memory on it until the fit ends.
+The optimizers step the rank's weights, each parameter as a whole.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ from flatout.strategies.staged.shapes import Shape, shape_of, shapes, unlike_for
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
 
-# What is sent to find out what a byte takes, and how often.
+# _PROBE: values of a message that is sent to measure the time of a byte. _PROBES: number of these
+# messages.
 _PROBE, _PROBES = 1 << 18, 3
-# Forms of batches that are kept ready.
+# Most forms of batches whose schedules are kept.
 _READY = 16
 
 Compute = Callable[[Batch], Any]
@@ -56,9 +57,9 @@ class StagedOptions(NamedTuple):
     """The settings of the strategy.
 
     Attributes:
-        stages: of the model; 0 for as many as there are ranks.
+        stages: number of stages; 0 for one stage on each rank.
         schedule: "gpipe" or "1f1b".
-        per_micro_batch: whether layers may take statistics over a micro-batch.
+        per_micro_batch: whether layers may compute statistics over a micro-batch.
     """
 
     stages: int
@@ -75,10 +76,10 @@ class _Taken(BaseException):
 
 
 class Staged(Strategy):
-    """Lays the layers of a model over the ranks.
+    """Distributes the layers of a model over the ranks.
 
     Attributes:
-        shares: of the stages, of the time of all; after `begin`.
+        shares: for each stage, its share of the whole time; set by `begin`.
     """
 
     meets_in_compute = takes_whole_batches = True
@@ -110,23 +111,23 @@ class Staged(Strategy):
         self.across = self._sum_over_stages
         self.shares: list[float] = []
         self._stages: list[fx.GraphModule] = []
-        # Which stage has each weight, by name and, of parameters, by the user's own object. In the
-        # first copy its number is the rank's.
+        # The stage of each weight, by name, and of parameters by the user's own object. In the
+        # first copy it is also the rank's number.
         self._owners: dict[str, int] = {}
         self._owner_of: dict[torch.Tensor, int] = {}
         # The user's parameters whose memory is on another rank.
         self._elsewhere: dict[str, nn.Parameter] = {}
-        # The optimizers' parameters by group, all of them.
+        # All parameters of each optimizer, by group.
         self._orders: list[list[list[nn.Parameter]]] = []
         self._seen: Tensors = ()
         self._runs: dict[Any, tuple[ScheduleRun, list[Shape]]] = {}
-        # What the model gives to the loss of a micro-batch; while that is computed.
+        # The model's output for the loss of a micro-batch, while the loss is computed.
         self._output: list[Any] | None = None
 
-    # -- laying out --------------------------------------------------------------------------
+    # -- distributing the layers -------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Cut the model where it is measured to be best, and leave each rank its stage."""
+        """Cut the model at the places that measure best, and leave each rank its stage."""
         rate = self._rate()
         places, self.shares, too_large = self._world.by_first(
             partial(self._find_cut, rate), "cut of the model into stages"
@@ -350,11 +351,11 @@ class Staged(Strategy):
     def pass_on(
         self, compute: Compute, batch: Batch, loss: Callable[[Batch], torch.Tensor]
     ) -> tuple[int, int]:
-        """Forward and backward of a batch; the last rank calls the loss."""
+        """Run forward and backward of a batch; the last rank calls the loss."""
         self._chain.check_constants()
         clock, copies, what = self._clock, self._copies, "micro-batches of a step"
         clock.forward = clock.backward = 0
-        # Of the samples whose outputs a rank has, the metrics are its own.
+        # Metrics of a rank count the samples whose outputs it has.
         own = batch.rows(*copies.shares(batch.size)[copies.number])
         own = own._replace(is_copy=not copies.is_last_stage)
         if not own.size:
@@ -392,7 +393,8 @@ class Staged(Strategy):
         differentiates = torch.is_grad_enabled()
         with torch.no_grad():
             values = self._evaluated(inputs)
-        if differentiates:  # who looks for a NaN, which the rank tells that has it first
+        # for a caller that searches for a NaN; the rank that has it first reports it
+        if differentiates:
             is_last = self._world.rank == self._world.size - 1
             values = [v if is_last else v.nan_to_num() for v in values]
             values = [v.requires_grad_(v.is_floating_point()) for v in values]
@@ -434,14 +436,14 @@ class Staged(Strategy):
     # -- around a step -----------------------------------------------------------------------
 
     def before_step(self, turn: int, parameters: Tensors) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._turn = turn
         if parameters is not self._seen:
             check_laid_out("world.strategy=staged", parameters, self._owner_of.keys())
             self._seen = parameters
 
     def finish(self) -> Sums:
-        """Add up losses, votes and what the copies of this stage have; its gradients are there."""
+        """Sum losses and votes over ranks, and gradients over the copies of this stage."""
         if self._copies.count > 1:
             self._copies.sum_gradients(self._turn, self._seen)
             if self._asked.per_micro_batch:
@@ -453,14 +455,14 @@ class Staged(Strategy):
 
     def _sum_over_stages(self, numbers: torch.Tensor) -> None:
         self._world.sum(numbers, "size of the gradients, and whether they are finite")
-        numbers /= self._copies.count  # which have the same
+        numbers /= self._copies.count  # all copies have added the same number
 
     # -- whole again -------------------------------------------------------------------------
 
     def weights(self, model: nn.Module, *, kept: bool) -> dict[str, torch.Tensor]:
-        """Everything that is saved of the model, whole; all ranks call it."""
+        """Return all tensors that are saved of the model, whole. All ranks call this."""
         state = model.state_dict()
-        result: dict[int, torch.Tensor] = {}  # a weight of two names is one tensor
+        result: dict[int, torch.Tensor] = {}  # a weight with two names is one tensor
         for name, value in state.items():
             if id(value) not in result:
                 result[id(value)] = self._fetched(value, self._owners[name], kept=kept)
@@ -480,7 +482,7 @@ class Staged(Strategy):
             check_replicas(model, world, when, every=self._copies.stages)
 
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
-        """An optimizer's state, whole; all ranks call it."""
+        """Return an optimizer's whole state. All ranks call this."""
         order, states, groups, numbers = self._order_of(optimizer), {}, [], count()
         own = optimizer.state_dict()
         for group, parameters in zip(own["param_groups"], order, strict=True):
@@ -517,9 +519,10 @@ class Staged(Strategy):
         )
 
     def close(self, error: BaseException | None = None) -> None:
-        """Give the model its weights back, whole; the optimizers keep this rank's states.
+        """Restore the model's weights, whole. The optimizers keep this rank's states.
 
-        After an error there may be no ranks to get them from: then all stays as it is.
+        After an error other ranks may be gone, so that no weights can be restored: the model then
+        stays as it is.
         """
         self._copies.close()
         if not self._stages or error is not None:
