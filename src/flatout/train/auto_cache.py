@@ -1,4 +1,4 @@
-"""What `auto` decided, kept by model, shapes, machine and request."""
+"""Cache of the settings that `auto` decided, by model, shapes, machine and request."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from flatout.train.step import Stepper
 from flatout.world import place
 
 _KIND = "auto"
-# What a file beside a Recipe ends in, where settings depend on the length of a step's batches.
+# Ending of a second file next to a Recipe, if settings depend on the length of a step's batches.
 _LENGTHS = ".lengths.json"
-# Jobs that tell in which order settings are tried.
+# Number of latest jobs on this machine that decide the order in which settings are tried.
 _LATEST = 16
 
 
 def key(
     requested: Recipe, stepper: Stepper, batches: list[Batch], allow: Parity, steps: int | None
 ) -> str:
-    """24 hex digits that differ where the answer may."""
+    """Return 24 hex digits that differ where the decision may differ."""
     model, optimizers = stepper.switch.model, stepper.switch.optimizers
     parts: dict[str, Any] = {
         "version": flatout.__version__,
@@ -45,14 +45,14 @@ def key(
         "batches": [_shapes(batch) for batch in batches],
         "allow": allow.words,
         "requested": dumps(requested),
-        # Whether compiling pays depends on the length of the run, to its order of magnitude.
+        # Compiling pays in long runs, so the key includes the run's order of magnitude.
         "steps": 0 if steps is None else len(str(steps)),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _options(group: dict[str, Any]) -> dict[str, str]:
-    # The rate changes from step to step and decides nothing.
+    # The learning rate changes from step to step and does not affect the decision.
     return {k: str(v) for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
 
 
@@ -72,12 +72,12 @@ def _shape(tensor: torch.Tensor, *, is_jagged: bool) -> list[int]:
 
 
 class KeptSettings(NamedTuple):
-    """A kept decision.
+    """A cached decision.
 
     Attributes:
-        recipe: for batches of all lengths.
-        by_length: the settings for short and for long ones; None where they are the same.
-        when: it was made.
+        recipe: settings for batches of all lengths.
+        by_length: settings for short and for long batches; None where they are the same.
+        when: time of the decision.
     """
 
     recipe: ResolvedRecipe
@@ -86,7 +86,7 @@ class KeptSettings(NamedTuple):
 
 
 def read(name: str) -> KeptSettings | None:
-    """A kept decision; None where there is none, or it is damaged."""
+    """Return a cached decision; None if there is none, or if it is damaged."""
     text, lengths = kept_text(_KIND, f"{name}.toml"), kept_text(_KIND, f"{name}{_LENGTHS}")
     path = cache_folder() / _KIND / f"{name}.toml"
     if text is None or (lengths is None and path.with_suffix(_LENGTHS).exists()):
@@ -96,12 +96,12 @@ def read(name: str) -> KeptSettings | None:
         by_length = None if lengths is None else ByLength.of(json.loads(lengths))
         when = datetime.fromtimestamp(path.stat().st_mtime)
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # measured again
+        return None  # settings are measured again
     return KeptSettings(recipe, by_length, when) if isinstance(recipe, ResolvedRecipe) else None
 
 
 def chosen_here() -> Counter[str]:
-    """How many of the latest jobs of this machine had a setting that is not plain, by field."""
+    """Return, by field, the number of latest jobs on this machine with a setting not plain."""
     votes: Counter[str] = Counter()
     try:
         kept = sorted((cache_folder() / _KIND).glob("*.toml"), key=lambda p: -p.stat().st_mtime)
@@ -109,7 +109,7 @@ def chosen_here() -> Counter[str]:
             recipe = tomllib.loads(kept_text(_KIND, path.name) or "")
             votes.update(f for f, plain in PLAIN.items() if _differs(recipe, f, plain))
     except (OSError, ValueError):
-        pass  # other orders find the same
+        pass  # the order affects only the time of the search
     return votes
 
 
@@ -119,7 +119,7 @@ def _differs(recipe: dict[str, Any], field: str, plain: Any) -> bool:
 
 
 def write(name: str, resolved: ResolvedRecipe, by_length: ByLength | None = None) -> None:
-    """Keep a decision; a cache that cannot be written costs the next run a few seconds."""
+    """Store a decision; a failure to write costs the next run a few seconds."""
     with suppress(OSError):
         lengths = f"{name}{_LENGTHS}"
         if by_length is None:

@@ -1,10 +1,11 @@
 """Compiles a step's graph in its own process: `python -m` this, FOLDER.
 
-The folder holds `graph.pt`; `step.pt2` is there when the process has ended well.
+The folder holds `graph.pt`. `step.pt2` is there once the process has ended successfully.
 
-The process that is started so is a guard. It starts the one that compiles, whose compilers would
-outlive it, in a group; holds this group up and lets it go on as its stdin says; and ends it and
-removes the folder where stdin says so or ends, or the process that reads the package is gone.
+The started process is a guard. It starts a second process that compiles, in a process group of its
+own, because compilers would outlive that process. The guard pauses and continues the group as its
+stdin says. It kills the group and removes the folder if stdin says so or ends, or if the process
+that reads the package is gone.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from typing import Any
 from flatout.cache_folder import remove
 from flatout.processes import die_with_parent
 
-# What the guard is told.
+# Commands to the guard: pause, continue, end.
 HOLD, GO_ON, END = b"h", b"g", b"e"
-# Of Inductor. What a step computes on its way lies in one allocation, not in one each: of a small
-# step these take a tenth.
+# Options of Inductor. With memory planning, a step's intermediate results share one allocation;
+# separate allocations would take a tenth of a small step's time.
 OPTIONS = {"memory_planning": True}
 
 
 def main() -> None:
-    """Guard, or compile what lies in the folder that the command line names."""
+    """Run as the guard, or compile the graph in the folder that the command line names."""
     folder, parent = Path(sys.argv[1]), int(sys.argv[2])
     if len(sys.argv) == 3:
         _guard(folder, parent)
@@ -63,7 +64,7 @@ def _guard(folder: Path, parent: int) -> None:
 
 
 def _compile(folder: Path) -> None:
-    with suppress(OSError):  # where memory runs out, this process goes and not the training
+    with suppress(OSError):  # if memory runs out, the kernel kills this process, not the training
         Path("/proc/self/oom_score_adj").write_text("1000")
     import torch
 
@@ -82,7 +83,7 @@ def _compile(folder: Path) -> None:
 
 
 def module_of(code: str, constants: dict[str, Any]) -> Any:
-    """The graph as a module."""
+    """Return the graph as a module."""
     import torch
     from torch.fx import graph as fx_graph
 

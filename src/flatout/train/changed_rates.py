@@ -1,12 +1,12 @@
-"""Other learning rates, other optimizer options, other schedules: what a resume takes over of them.
+"""Changes of learning rates, optimizer options and schedules that a resume takes over.
 
-Numbers are taken over: the optimizer's state goes on, with the new numbers from the next step. What
-would need another state (amsgrad, momentum where there was none) is refused.
+Numbers are taken over: the optimizer's state is kept, and the next step uses the new numbers.
+Changes that would need another state (amsgrad, momentum where there was none) are refused.
 
-A schedule is a function of its step, so a new one, or a new learning rate under it, goes on as if
-it had been there from the start: the schedule of now is brought to the step of the checkpoint.
-ReduceLROnPlateau depends on what it has seen: its rate is multiplied by what the new one is of the
-old, and what it has seen is kept.
+A schedule is a function of its step. A new schedule, or a new learning rate under it, continues as
+if it had been used from the start: the new schedule is stepped to the checkpoint's step.
+ReduceLROnPlateau depends on earlier figures, which are kept; its present rate is scaled by the
+ratio of the new learning rate to the old.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from flatout.data import code_digest, words_of
 from flatout.errors import CheckpointError
 from flatout.optim import optimizer_adapter
 
-# How an optimizer runs, which is this run's own.
+# Fields of a group that are no options of the job, such as the choice of kernels.
 _RUNS = ("params", "param_names", "fused", "foreach", "capturable", "differentiable", "kind")
-# What a schedule writes into a group, and the base values that it writes there for itself.
+# _BASES: base values that a schedule writes into a group. _SCHEDULED: all values that it writes.
 _BASES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 _SCHEDULED = ("lr", "momentum", "betas", *_BASES)
-# Where a schedule stands, and what the optimizer's groups tell too.
+# Entries of a schedule's state that show its progress, or that repeat the groups' values.
 _PROGRESS = (
     "last_epoch", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step", "T_cur",
     "T_i", "best", "num_bad_epochs", "cooldown_counter", "verbose", "base_lrs",
@@ -38,7 +38,7 @@ _CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
 class Difference(NamedTuple):
-    """Something that is not as it was when the checkpoint was written."""
+    """A value that has changed since the checkpoint was written."""
 
     name: str
     then: str
@@ -47,13 +47,13 @@ class Difference(NamedTuple):
 
 @dataclass
 class RateChanges:
-    """What a resumed job has changed of its optimizers and schedules.
+    """Changes of a resumed job's optimizers and schedules.
 
     Attributes:
-        taken: what is taken over.
-        refused: what cannot be.
+        taken: changes that are taken over.
+        refused: changes that cannot be taken over.
         values: new options, as (optimizer, group, name).
-        replayed: optimizers whose schedules are brought to the checkpoint's step.
+        replayed: optimizers whose schedules are stepped to the checkpoint's step.
     """
 
     taken: list[Difference] = field(default_factory=list)
@@ -63,7 +63,7 @@ class RateChanges:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of each parameter group, as plain values."""
+    """Return the options of each parameter group, as plain values."""
     return [
         {name: _plain(value) for name, value in group.items() if name not in _RUNS}
         for group in optimizer_adapter(optimizer).options()
@@ -71,7 +71,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def arguments_of_schedule(scheduler: Any) -> dict[str, Any]:
-    """What a schedule was made with, by name, without where it stands."""
+    """Return the arguments of a schedule by name, without its progress."""
     result = dict(_flat(scheduler.state_dict()))
     for at, item in enumerate([scheduler, *getattr(scheduler, "_schedulers", ())]):
         functions = getattr(item, "lr_lambdas", None)
@@ -88,7 +88,7 @@ def rate_changes(
     then: Mapping[str, Any],
     state: Mapping[str, Any],
 ) -> RateChanges:
-    """Compare options and schedules with those of a checkpoint of the same kinds of both."""
+    """Compare options and schedules with those of a checkpoint, whose kinds are the same."""
     changes = RateChanges()
     for number, optimizer in enumerate(optimizers):
         groups = then["options"][number], now["options"][number]
@@ -112,7 +112,7 @@ def take_over(
     job: Mapping[str, Any],
     state: Mapping[str, Any],
 ) -> None:
-    """Bring the new options and schedules into optimizers that have been loaded.
+    """Apply the new options and schedules to optimizers whose state has been loaded.
 
     Schedulers that are not replayed have been loaded too.
     """
@@ -135,7 +135,7 @@ def take_over(
 
 
 def keeps_arguments(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved state of a schedule that is loaded, with the numbers that it is made with now."""
+    """Return a schedule's saved state, with the arguments that it is created with now."""
     if not isinstance(scheduler, ReduceLROnPlateau):
         return dict(saved)
     own = scheduler.state_dict()
@@ -158,10 +158,10 @@ def _compare_options(
         skipped = _left_to_schedule(now) if scheduled else ()
         for name in {**then, **now}:
             was, is_now = then.get(name), now.get(name)
-            # Another fit of the same process finds what the one before has left.
+            # A second fit in one process finds the values that the first fit has left.
             left = saved_groups[at].get("lr" if name in adapter.rate_names else name)
             if was != is_now and left is not None and is_now == _plain(left):
-                now[name] = was  # what this job was given; the next resume compares with that
+                now[name] = was  # the job's original value, which the next resume compares with
             if name in skipped or was == now.get(name):
                 continue
             kind = type(adapter.given).__qualname__
@@ -169,7 +169,7 @@ def _compare_options(
             words = f"{_words_of_option(name)} of {kind}{group}"
             difference = Difference(words, str(was), str(is_now))
             if _is_of_schedule(name, then, now):
-                changes.taken.append(difference)  # Keras asks it in each step
+                changes.taken.append(difference)  # Keras evaluates the schedule in each step
             elif not _may_change(name, was, is_now) or (
                 name == "lr" and _foreign_schedule(schedulers, optimizer)
             ):
@@ -191,7 +191,7 @@ def _compare_schedule(
     changes: RateChanges,
 ) -> None:
     for name in {**then, **now}:
-        # What has moved while the job ran tells where the schedule stands, not how it was made.
+        # A value that moved while the job ran is progress of the schedule, and no argument.
         moved = name in left and left[name] != then.get(name)
         if moved or then.get(name) == now.get(name):
             continue
@@ -222,11 +222,11 @@ def _not_replayable(
 
 def _replay(scheduler: Any, steps: int) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
+        warnings.simplefilter("ignore")  # torch warns that the optimizer has not stepped
         try:
             for _ in range(steps):
                 scheduler.step()
-        except ValueError as error:  # of one that is shorter than what was trained
+        except ValueError as error:  # the schedule is shorter than the training so far
             raise CheckpointError(
                 f"{type(scheduler).__qualname__} as it is made now cannot be brought to step "
                 f"{steps:,} of the checkpoint: {error}",

@@ -1,4 +1,4 @@
-"""The run folder of a job: who writes its checkpoints, and which is the newest."""
+"""The run folder of a job: writing its checkpoints, and finding the newest."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from flatout.save import (
 )
 from flatout.world import LostRank, World
 
-# After an error, how long the first rank waits for the other ranks' parts of a checkpoint.
+# Seconds that the first rank waits for the other ranks' parts of a checkpoint after an error.
 _LAST_PIECES_S = 5.0
 
 
 class Checkpointing:
-    """The checkpoints in a run folder, which the first rank writes, or all of them in pieces."""
+    """The checkpoints in a run folder, which the first rank writes, or all ranks in pieces."""
 
     def __init__(self, run: str, world: World, asked: Save) -> None:
         self.run = run
@@ -44,7 +44,7 @@ class Checkpointing:
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
-        """Writes and reads them."""
+        """Object that writes and reads the checkpoints."""
         return Checkpoints(
             self._folder,
             keep_last=self._asked.keep_last,
@@ -54,7 +54,7 @@ class Checkpointing:
         )
 
     def begin(self) -> None:
-        """Find out now, and not an hour later, whether checkpoints can be written."""
+        """Check at the start that checkpoints can be written, and mark the folder as in use."""
         if self._in_pieces:
             check_shared(Folder(self._folder), self._world)
         else:
@@ -63,7 +63,7 @@ class Checkpointing:
             self._world.by_first(self._take)
 
     def _check_is_free(self) -> None:
-        # A job that still runs here owns the checkpoints: advice to remove them would be wrong.
+        # A job that still runs here owns its checkpoints: they must not be removed.
         if os.path.isdir(self.run):
             InUse(self.run).release()
 
@@ -71,7 +71,7 @@ class Checkpointing:
         self._in_use = InUse(self.run)
 
     def restore_folder(self) -> bool:
-        """Whether the folder was removed while this job runs; it is taken again then."""
+        """Create the folder again if it was removed while this job runs; return whether it was."""
         if self._in_use is None or not self._in_use.is_gone:
             return False
         self._in_use.release()
@@ -81,11 +81,11 @@ class Checkpointing:
 
     @property
     def holds(self) -> bool:
-        """Whether this process has the local folder for itself, as far as can be known."""
+        """Whether this process alone uses the local folder, as far as it can know."""
         return self._in_use is not None and not self._in_use.is_gone
 
     def next_path(self, step: int) -> str:
-        """Where a checkpoint of this step would be written."""
+        """Return the path that a checkpoint of this step would have."""
         folder, name = Folder(self._folder), f"step-{step:09d}"
         names = chain([name], (f"{name}.{again}" for again in count(1)))
         free = self._world.by_first(lambda: next(n for n in names if not folder.exists(n)))
@@ -102,7 +102,7 @@ class Checkpointing:
         score: float | None,
         metadata: dict[str, str],
     ) -> str:
-        """Write a checkpoint on all ranks together; returns its path."""
+        """Write a checkpoint on all ranks together, and return its path."""
         result = (step, weights, state, meta, score)
         if self._in_pieces:
             self._on_all(self.checkpoints.wait)
@@ -116,7 +116,7 @@ class Checkpointing:
         return f"{self._folder}/{name}"
 
     def wait(self) -> None:
-        """Until the last checkpoint is written; all ranks call it."""
+        """Wait until the last checkpoint is written; all ranks call it."""
         if self._in_pieces:
             self._on_all(self.checkpoints.wait)
         else:
@@ -130,7 +130,7 @@ class Checkpointing:
         except LostPiece as error:
             failed = error
         except LostRank:
-            raise  # there is none to tell any more
+            raise  # no rank is left to exchange results with
         except Exception as error:
             failed, words = error, first_line(error)
         outcomes = self._world.gather(
@@ -144,11 +144,11 @@ class Checkpointing:
         return result
 
     def find(self, resume: bool | str) -> LoadedCheckpoint | None:
-        """The checkpoint to go on from; None where there is none."""
+        """Return the checkpoint to resume from; None where there is none."""
         self._world.by_first(self._check_is_free)
         if isinstance(resume, str):
             return self._load(resume)
-        # One rank looks, so that all find the same.
+        # One rank searches, so that all ranks get the same result.
         name = self._world.by_first(self.checkpoints.latest)
         if name is None:
             return None
@@ -168,7 +168,7 @@ class Checkpointing:
         return LoadedCheckpoint(**self._world.from_first(None if loaded is None else vars(loaded)))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Wait for the last checkpoint, as long as that has a chance, and leave the folder."""
+        """Wait for the last checkpoint while it can still be written, and release the folder."""
         try:
             if "checkpoints" in vars(self):
                 if error is not None:
@@ -180,5 +180,5 @@ class Checkpointing:
 
 
 def no_run_folder() -> CheckpointError:
-    """What to say where there is no folder to write checkpoints into."""
+    """Return the error for a missing run folder."""
     return CheckpointError("there is no run folder", do="give Loop or Trainer run='runs/name'")

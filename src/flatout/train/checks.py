@@ -1,4 +1,4 @@
-"""Does the data fit the model and the loss? Asked on the first batch, and when a step fails."""
+"""Checks that the data fit the model and the loss, on the first batch and after a failed step."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from flatout.train.objective_checks import NO_GRAPH, no_backward_within
 from flatout.train.snapshot import untouched
 from flatout.train.tables import ids_checked
 
-# What torch raises where tensors do not fit; anything else is a mistake in the user's code, which
-# its own traceback shows best.
+# Errors that torch raises for tensors that do not fit. Other errors are mistakes in the user's
+# code, which its own traceback shows best.
 MISFITS = (RuntimeError, ValueError, TypeError, IndexError)
 _SHAPES = "compare the shapes with what the model's first layer and the loss expect"
 # The error of oneDNN on a CPU that lacks the instructions.
@@ -37,10 +37,10 @@ def check_first_batch(
     is_own: bool = False,
     parameters: Sequence[torch.Tensor] = (),
 ) -> bool:
-    """Run the forward and loss of one batch without a trace, and explain what does not fit.
+    """Run the forward and loss of one batch, undo all effects, and explain errors.
 
-    Returns whether these take gradients themselves, as a gradient penalty does, so that they run
-    only where gradients are on.
+    Returns whether forward or loss take gradients themselves, as a gradient penalty does, so that
+    they need enabled gradients.
     """
     takes_gradients = False
     with untouched(model, compute):
@@ -62,7 +62,7 @@ def check_first_batch(
 
 @contextmanager
 def explained(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Where the model or the loss does not take this batch, say so with what both are."""
+    """Explain an error of the model or the loss in this context by the shapes of both."""
     try:
         yield
     except FlatoutError:
@@ -76,7 +76,7 @@ def explained(model: nn.Module, batch: Batch) -> Iterator[None]:
 
 
 def explain_kernel(error: Exception, precision: str) -> None:
-    """Explain an error of oneDNN that has no kernel on this CPU for a half precision."""
+    """Explain oneDNN's error for a half precision that this CPU has no kernel for."""
     if precision != "fp32" and _NO_KERNEL in str(error):
         raise DeviceError(
             f"this CPU has no {precision} kernel for an operator of the model: {first_line(error)}",
@@ -87,8 +87,8 @@ def explain_kernel(error: Exception, precision: str) -> None:
 def check_targets(loss: Loss, output: object, batch: Batch) -> None:
     """Raise for targets that the loss cannot compare with this output.
 
-    On a GPU such a label would end the whole process without saying which it was; as a
-    probability, a label 2 would be trained on in silence.
+    On a GPU such a label would end the whole process without naming the label. As a probability, a
+    label 2 would be trained on silently.
     """
     target = batch.targets
     if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
@@ -107,9 +107,7 @@ def check_targets(loss: Loss, output: object, batch: Batch) -> None:
 
 
 def check_all_labels(loss: Loss, output: object, source: Source | None) -> None:
-    """Raise for a label anywhere in arrays in memory that the loss cannot compare with this
-    output.
-    """
+    """Raise for any label of arrays in memory that the loss cannot compare with this output."""
     result = None if source is None or isinstance(source, Pipeline) else source.labels_range()
     if result is None or source is None or not isinstance(output, torch.Tensor):
         return
@@ -139,9 +137,9 @@ def check_labels(
 
 
 def loss_misfit(error: Exception, loss: Loss, output: object, batch: Batch) -> DataError:
-    """What to raise where the loss failed with `error` on this output and batch."""
+    """Return the error to raise where the loss failed with `error` on this output and batch."""
     if "device-side assert" in str(error):
-        # Nothing can be read from the GPU any more, in this process.
+        # This process can no longer read from the GPU.
         return DataError(
             "the GPU stopped in the loss, most likely at a label that the model has no class for",
             where=f"batch: {describe(batch)}",
@@ -160,7 +158,7 @@ def loss_misfit(error: Exception, loss: Loss, output: object, batch: Batch) -> D
 
 
 def describe(batch: Batch) -> str:
-    """Shapes and dtypes of a batch in words."""
+    """Describe the shapes and dtypes of a batch."""
     inputs = ", ".join(_words(t) for t in tensors_in(batch.inputs))
     targets = ", ".join(_words(t) for t in tensors_in(batch.targets))
     return f"inputs {inputs or 'none'}, targets {targets or 'none'}"

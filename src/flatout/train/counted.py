@@ -1,6 +1,6 @@
-"""Counts the operators of a fit's first step, for its History: a step of the run like any other.
+"""Counts the operators of a fit's first step, which is a normal step of the run, for its History.
 
-Where other parameters train than before, the next step is counted in its place.
+If other parameters train later, the next step is counted in its place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flatout.train.loop import Loop
 
 
 def operator_count(loop: Loop) -> OperatorCount | None:
-    """What counts the next step; None where the model is compiled: it would run otherwise.
+    """Return a counter for the next step; None for a compiled model, which would run otherwise.
 
     A rank that runs only a stage gets None, too: most of its step time is outside the operators.
     """
@@ -49,7 +49,7 @@ def counting(count: OperatorCount, loop: Loop) -> Iterator[Callable[[], bool]]:
 
 
 def counted(count: OperatorCount, loop: Loop) -> dict[str, Any]:
-    """The step that was counted as plain data, as `flatout.measure.roofline` takes it."""
+    """Return the counted step as plain data, as `flatout.measure.roofline` takes it."""
     device, threads = loop.device.type, torch.get_num_threads()
     loop.timeline.settle()
     return {

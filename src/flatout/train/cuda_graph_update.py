@@ -1,8 +1,8 @@
 """The update of a small model as part of a CUDA graph: clipping, the check for NaN, fused kernels.
 
-They are those of `optim/update.py`, which wait for nothing. What a graph has recorded of them are
-the optimizer's options, such as its learning rate, and where parameters and states lie: where one
-of these changes, the step is recorded again.
+They are those of `optim/update.py`, which wait for nothing. A graph has recorded the optimizer's
+options, such as its learning rate, and the addresses of parameters and states. If one of these
+changes, the step is recorded again.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from flatout.optim import Update
 from flatout.train.step import Stepper
 
 _OTHERS = ("params", "fused", "foreach")
-# What is copied to compare it. Of larger models the update is little of a step.
+# Largest number of bytes that is copied for comparison. In larger models the update is a small part
+# of a step.
 _MOST_BYTES = 1 << 26
 
 
 def rates_of(stepper: Stepper) -> list[dict[str, Any]]:
-    """The options of each group of the optimizers, but for which kernels it takes."""
+    """Return the options of each parameter group, without the choice of kernels."""
     return [
         {name: value for name, value in group.items() if name not in _OTHERS}
         for part in stepper.joint.update.parts
@@ -49,7 +50,7 @@ class RecordedUpdate:
 
     @classmethod
     def of(cls, update: Update) -> RecordedUpdate | None:
-        """That of an Update which waits for nothing; None of others, and of large models."""
+        """Return the recorded form of an Update; None if it waits, or for a large model."""
         part = update.parts[0]
         is_one = len(update.parts) == 1 and update.across is None and update.flag is not None
         if not is_one or part.direct is None or part.hooked():
@@ -67,7 +68,7 @@ class RecordedUpdate:
     @contextmanager
     @torch.no_grad()
     def put_back(self) -> Iterator[None]:
-        """Afterwards weights and states are as before."""
+        """Restore weights and states at the end of this context."""
         self._before = [tensor.clone() for tensor in self._moved]
         try:
             yield
@@ -81,14 +82,14 @@ class RecordedUpdate:
 
     @torch.no_grad()
     def rehearse(self) -> None:
-        """The same, which is kept to be compared, and taken back."""
+        """Make the update, keep its result for comparison, and undo it."""
         self.make()
         self._wanted = [tensor.clone() for tensor in self._moved]
         torch._foreach_copy_(self._moved, self._before)
 
     @torch.no_grad()
     def share(self) -> float:
-        """By which share of what a step changes this one differs from that which was rehearsed."""
+        """Return the difference from the rehearsed update, as a share of the change in a step."""
         differing = changed = 0.0
         for old, wanted, now in zip(self._before, self._wanted, self._moved, strict=True):
             differing += float((now.double() - wanted.double()).norm()) ** 2
@@ -96,7 +97,7 @@ class RecordedUpdate:
         return (differing / changed) ** 0.5 if changed else float(differing > 0)
 
     def is_current(self) -> bool:
-        """Whether options and states are those that were recorded."""
+        """Return whether options and states are those that were recorded."""
         return (
             not self._part.is_stale()
             and not self._part.hooked()
@@ -105,6 +106,6 @@ class RecordedUpdate:
         )
 
     def tell(self) -> None:
-        """Let others know that a step was made."""
-        # torch's schedulers look here to see that the optimizer stepped before them.
+        """Mark the optimizer as stepped."""
+        # torch's schedulers check this to see that the optimizer stepped before them.
         self._part.optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What `Loop.prepare` decides on the first batches: how steps run here, and with how many ranks."""
+"""Decisions of `Loop.prepare` on the first batches: the settings of steps, and the strategy."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from flatout.train.split_tables import SPLIT, check_split, splits_tables
 from flatout.train.step import Stepper
 from flatout.train.stragglers import Pace
 
-# Samples of a first batch, where a forward of all would show.
+# Number of samples in the first check, if the forward of a whole batch would take long.
 _CHECKED = 4
 
 
@@ -68,10 +68,10 @@ def make_stepper(
     """Return the Stepper of a Loop with the Parts within a step, and the facts of the model.
 
     Args:
-        loop: that is prepared.
+        loop: the Loop that is being prepared.
         compute: forward and loss of a batch; None where they are not known.
         first: the first batches of this rank.
-        order: of all Parts, the outermost first.
+        order: classes of all Parts, the outermost first.
     """
     keyed, facts = sample_dropout(
         loop.requested,
@@ -118,7 +118,7 @@ def decide(
 ) -> tuple[ResolvedRecipe, Decision]:
     """Resolve the Recipe on the first batches and switch the stepper to it.
 
-    Returns it, and what is to be tried while the run goes on.
+    Returns the resolved Recipe, and the decision with the search that runs during training.
     """
     estimated, looked_s = 1, 0.0
     if compute is not None and not loop.is_staged:
@@ -128,12 +128,12 @@ def decide(
     known = KnownStep(looked_s, loop.batch_s, loop.accumulate)
     decision = _decision(loop, facts, compute, first, steps, known)
     if _has_spare_workers(loop):
-        decision.search = None  # ranks compare times in steps that do not wait for all of them
+        decision.search = None  # a search needs steps that wait for all ranks
     resolved = _with_device(loop, _with_reasons(loop, decision.recipe), facts)
     resolved = _with_device_data(loop, resolved, first)
     check_split(loop, resolved)
     if loop.world.size > 1:
-        # Each rank has looked; what the first found holds for all.
+        # Every rank has decided; the first rank's result holds for all ranks.
         result = loads(loop.world.from_first(dumps(resolved)))
         assert isinstance(result, ResolvedRecipe)
         loop.pace = Pace(loop.world.collectives)
@@ -148,11 +148,11 @@ def decide(
         if not (strategy.steps_apart or loop.is_staged):
             loop.stepper.own_buffers = OwnBuffers(loop.model, loop.world, loop.say)
         auto.agree(decision, loop.world)
-    elif decision.search is not None:  # several ranks would hold one another up
+    elif decision.search is not None:  # several ranks would slow one another down
         auto.know_machine(decision.search, loop.device)
     loop.stepper.use(Settings.of(resolved))
     if compute is not None and estimated > 1:
-        _agree_on_pieces(loop, compute, first, estimated)  # the settings chosen may need less
+        _agree_on_pieces(loop, compute, first, estimated)  # the settings may need less memory
         _note_pieces(loop, first)
     loop.stepper.begin()
     if decision.search is not None:
@@ -178,7 +178,7 @@ def _check_first(loop: LoopState, compute: Compute, first: list[Batch]) -> float
 
 
 def samples_of(batches: Sequence[Batch]) -> float:
-    """About how many samples a batch has, as a share of a copy where several ranks have it."""
+    """Return the approximate samples of a batch, divided by the ranks that share it as a copy."""
     return batches[0].size / batches[0].copies if batches else 0.0
 
 
@@ -221,7 +221,7 @@ def _decision(
         loop.say,
         planned,
         known,
-        # A worker that comes back later decides alone.
+        # A worker that rejoins later decides alone.
         None if _has_spare_workers(loop) else loop.world,
         loop.terms,
     )
@@ -263,7 +263,7 @@ def _planned(loop: LoopState, first: list[Batch]) -> PlannedRun | None:
 
 
 def asked_here(loop: LoopState) -> Recipe:
-    """What is asked for; what is said of the device names the one that runs."""
+    """Return the requested Recipe with the real device, and with values that tables require."""
     asked = loop.requested
     needed = SHARDED if shards_tables(asked, loop.world) else {}
     needed = needed | SPLIT if splits_tables(asked) else needed
@@ -367,7 +367,7 @@ def _served(loop: LoopState, resolved: ResolvedRecipe) -> Strategy:
 def _stages(
     loop: LoopState, resolved: ResolvedRecipe, compute: Compute | None, first: list[Batch]
 ) -> Strategy:
-    # With them comes torch's compiler, which takes a second to import.
+    # Imports torch's compiler, which takes a second.
     from flatout.strategies.staged import staged
 
     if compute is None or not first or loop.trainer_facts is None:

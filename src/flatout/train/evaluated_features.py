@@ -1,7 +1,8 @@
-"""Features outside of a fit: `evaluate` and `predict` take what was kept, and keep what pays.
+"""Features outside of a fit: `evaluate` and `predict` use stored features, and store new ones.
 
-What an earlier fit has kept is used where its cut is known: from this Trainer's own fit, or from
-what `ModelRows.remember` has written down. Data that are evaluated again and again are kept, too.
+Features of an earlier fit are used if their cut is known: from this Trainer's own fit, or from the
+file that `ModelRows.remember` has written. Features of data that are evaluated repeatedly are
+stored, too.
 """
 
 from __future__ import annotations
@@ -35,29 +36,29 @@ from flatout.train.named_rows import NamedRows, NamedSamples, samples_of
 from flatout.train.snapshot import untouched
 from flatout.words import counted
 
-# For fewer samples, looking for a cut takes as long as computing them.
+# Fewest samples for which finding a cut takes less time than computing them.
 _WORTH = 32
 
 
 class Chooses(Protocol):
-    """Looks for cuts of a model and chooses among them; features.py says what these are."""
+    """Finds a model's cuts and chooses among them; implemented in features.py."""
 
     rows: ModelRows
 
     @property
     def may_keep(self) -> bool:
-        """Whether there may be anything to keep."""
+        """Whether features may be kept at all."""
 
     def look(self, source: Source, batch: Batch | None) -> tuple[Cuts, str]:
-        """The model's cuts; where there are none, why."""
+        """Return the model's cuts, and the reason if there are none."""
 
     def choose(
         self, source: Source, cuts: Sequence[Cut], batch: Batch, left: int | None, passes: int
     ) -> Choice:
-        """What pays of them."""
+        """Measure the cuts, and return the best choice."""
 
     def opened(self, name: str) -> FeatureRows | NamedRows:
-        """The rows of a cut that was chosen."""
+        """Return the rows of the chosen cut."""
 
 
 class EvaluatedFeatures:
@@ -66,15 +67,15 @@ class EvaluatedFeatures:
     def __init__(self, features: Chooses, loop: LoopState, model: nn.Module) -> None:
         self._features, self._loop, self._model = features, loop, model
         self._looked, self._cuts = Cuts(), list[Cut]()
-        self._forms: list[RowPart] = []  # of the inputs that they are for
-        self._times: Counter[str] = Counter()  # that each data were evaluated
+        self._forms: list[RowPart] = []  # forms of the inputs that the cuts are for
+        self._times: Counter[str] = Counter()  # number of evaluations, by content
         self._named: dict[str, NamedRows] = {}  # by content and cut
-        self._random: set[str] = set()  # contents of which no sample came again
+        self._random: set[str] = set()  # contents whose samples never came again
         self._said: set[str] = set()
 
     @contextmanager
     def batches(self, source: Source, part: Source) -> Iterator[Iterator[Batch]]:
-        """Within, the batches of an evaluation, with features where there are some."""
+        """Yield the batches of an evaluation, with features where they are stored."""
         made, result = part.batches(0, 0), None
         if self._may_have(source):
             first = next(made, None)
@@ -88,7 +89,7 @@ class EvaluatedFeatures:
         undo = cut.apply()
         try:
             if isinstance(rows, NamedRows):
-                # Of what is made already: a loader that is asked again draws again.
+                # Uses the batches read so far: a loader that starts again draws another order.
                 epoch = self._times[content_of(rows.samples)]
                 yield self._features.rows.completed_of(made, rows, cut, epoch)
             else:
@@ -108,7 +109,7 @@ class EvaluatedFeatures:
             return False
         samples = samples_of(source)
         is_random = isinstance(samples, NamedSamples) and content_of(samples) in self._random
-        if is_random and self._loop.world.size == 1:  # ranks notice it apart
+        if is_random and self._loop.world.size == 1:  # several ranks notice it at other times
             return False
         return not isinstance(samples, str) and (samples_of_all(source) or 0) >= _WORTH
 
@@ -130,7 +131,7 @@ class EvaluatedFeatures:
             if content.startswith("only ") or not (known or self._times[content] > 1):
                 return None
             batch = None if first is None else self._loop.ready(first)
-            # All ranks ask, also one that has nothing.
+            # All ranks take part, also a rank without a batch.
             cuts = self._cuts_for(source, batch, known)
             if batch is None or not cuts:
                 return None
@@ -167,9 +168,9 @@ class EvaluatedFeatures:
             self._say(content, f"features: kept {most} of {counted(kept[most], 'sample')}")
             return most
         times = self._times[content]
-        if times < 2 or times & (times - 1):  # with each doubling it may pay
+        if times < 2 or times & (times - 1):  # measured again at each doubling
             return ""
-        # It is taken to be evaluated as many times again.
+        # The data are expected to be evaluated as many times again.
         choice = self._features.choose(source, cuts, batch, times, passes=1)
         if choice.kept is None:
             return ""
@@ -206,7 +207,7 @@ def _is_as_it_was(cut: Cut) -> bool:
 
 
 def content_of(samples: NamedSamples) -> str:
-    """What these samples are counted under."""
+    """Return the key under which these samples are counted."""
     return f"{samples.slots} samples by their bytes"
 
 
@@ -219,7 +220,7 @@ def _kept(rows: FeatureRows | NamedRows, batch: Batch) -> int:
 
 @contextmanager
 def in_training(model: nn.Module) -> Iterator[None]:
-    """In the mode in which a fit looks for cuts; afterwards each module has the mode it had."""
+    """Set training mode, in which a fit finds cuts; restore each module's mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.train()
     try:

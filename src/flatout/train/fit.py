@@ -69,9 +69,9 @@ from flatout.train.stragglers import RankTimes
 from flatout.train.waiting import waiting_words
 from flatout.world import LostRank, are_back
 
-# Replicas are compared at the end of an epoch, but no more often.
+# Seconds between two comparisons of replicas, which are made at the end of an epoch.
 _COMPARE_EVERY_S = 10.0
-# What Flatout adds for showing and logging needs no state.
+# Flatout's own callbacks for display and logs, which have no state in a checkpoint.
 _SHOWS = (Progress, JsonLines, remaining.Remaining, train_job_status.TrainJobStatus)
 
 
@@ -118,7 +118,7 @@ class Fit:
         self.files = RunFiles(self.loop)
         self.signals = StopSignals()
         self._asked: list[float | None] = []
-        # Why a callback of this rank wants to stop, until the others know of it.
+        # Reason of this rank's own callback to stop, until the other ranks know it.
         self._own_reason: str | None = None
         self._path: str | None = None
         self._plateau: Monitor | None = None
@@ -127,8 +127,8 @@ class Fit:
         self._running = False
         self._compare_at = 0.0
         self._reported: set[str] = set()  # figures whose NaN or infinity was reported
-        # Whether ranks that were killed may come back, and whether they do: then all of them begin
-        # again with the checkpoint that was written for it.
+        # `may_take_back`: whether killed ranks may rejoin. `takes_back`: whether they do; then all
+        # ranks begin again from the checkpoint that was written for it.
         self.may_take_back = self.takes_back = False
         self._look_for_them_at = 0.0
 
@@ -137,7 +137,7 @@ class Fit:
         try:
             self._run()
         except (LostRank, WaitStopped):
-            # Noted until now; it comes from the one who started the ranks, and ends this one.
+            # A signal that was noted only. Its sender started the ranks, and ends this one.
             self.signals.pass_on()
             raise
         except RuntimeError as error:
@@ -153,7 +153,7 @@ class Fit:
                 self._prepare()
                 self._train()
             except BaseException as error:
-                # The first error is the one to tell; a failed save has been logged.
+                # Raise the first error; a failed save has been logged.
                 with suppress(CheckpointError):
                     self.loop.close(error)
                 raise
@@ -162,10 +162,10 @@ class Fit:
             self.loop.close()
 
     def save_checkpoint(self, score: float | None) -> str:
-        """Write a checkpoint, while fit runs once all callbacks had their turn; returns its path.
+        """Write a checkpoint and return its path; while a fit runs, after all callbacks have run.
 
-        So it holds the state that all of them have after this step or epoch. Where ranks are only
-        measured nothing is written, and the path is empty.
+        So it holds the state that all callbacks have after this step or epoch. In a trial of ranks
+        nothing is written, and the path is empty.
         """
         if is_trial():
             return ""
@@ -177,7 +177,7 @@ class Fit:
         return path
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs besides the Loop's own state."""
+        """Return the state that a checkpoint needs in addition to the Loop's own."""
         stateful = self._stateful()
         return {
             "history": self.state.history.epochs,
@@ -229,7 +229,7 @@ class Fit:
         state.history.classes = list(self.trainer.classes or ())
         is_told = self.source.batch_size is not None and not loop.has_own_batches
         if not is_told and loop.first_batch_size is not None:
-            # Batches that come ready-made: the first one shows their size.
+            # Batches come ready-made, so the first one shows their size.
             state.batch_size = loop.first_batch_size * loop.accumulate
             state.history.batch_size = state.batch_size
         if loop.restored_extra is None:
@@ -261,7 +261,7 @@ class Fit:
         world, of_ranks = self.loop.world, None
         if source.has_own_rows:
             of_ranks = world.gather(source.notes(), "what ranks say of their data")
-        self.loop.feed.skipped(source, world)  # which the notes say
+        self.loop.feed.skipped(source, world)  # marks rows as reported that the notes name
         if of_ranks is None:
             return source.notes()
         return list(dict.fromkeys(note for notes in of_ranks for note in notes))
@@ -276,7 +276,7 @@ class Fit:
             names += [f"val_{name}" for name in ("loss", *(figures or ()))]
             complete = figures is not None
         adds = any(callback.adds_figures for callback in self.callbacks)
-        # Of several losses the metrics have the total, too.
+        # With several losses, the metrics include the total too.
         return Figures(tuple(dict.fromkeys([*names, "seconds"])), complete and not adds)
 
     def _load_state_dict(self, saved: Any) -> None:
@@ -327,7 +327,7 @@ class Fit:
         loop, state = self.loop, self.state
         try:
             self._call("on_fit_start")
-            # Behind it, so that Progress shows them: those from before are of a resumed run.
+            # After `on_fit_start`, so that Progress shows these notes as new ones.
             state.history.notes.extend(loop.notes())
             self._epochs()
             if self.takes_back:
@@ -335,7 +335,7 @@ class Fit:
                 return
             loop.meet_others()
             self._note_steps_missing()
-            for line in loop.feed.skipped(self.source, loop.world):  # in an epoch that was left
+            for line in loop.feed.skipped(self.source, loop.world):  # of an unfinished epoch
                 self._note(line)
             state.history.stop_reason = state.stop_reason
             self._note_staleness()
@@ -425,7 +425,7 @@ class Fit:
             is_made = self._max_steps is not None and state.step >= self._max_steps
             ends = is_made or self.objective.ends_epochs
             if state.stop_reason is not None and is_part and not ends:
-                break  # in the middle of an epoch: its figures would be of a part only
+                break  # within an epoch: its figures would cover a part only
             self._end_epoch(began)
 
     def _is_over(self) -> bool:
@@ -435,7 +435,7 @@ class Fit:
         return state.stop_reason is not None or self.loop.epoch >= state.epochs
 
     def _steps(self) -> None:
-        """Train on the rest of the epoch, in sections where the ranks claim parts of it."""
+        """Train on the rest of the epoch, in sections if the ranks claim parts of it."""
         loop = self.loop
         self._watching = [c for c in self.callbacks if type(c).on_step is not Callback.on_step]
         self._schedule = self._per_step_scheduler()
@@ -447,7 +447,7 @@ class Fit:
         self._section()
 
     def _section(self) -> None:
-        """Train on what is there for this rank, of the epoch or of a section of it."""
+        """Train on this rank's batches of the epoch, or of a section of it."""
         state, loop = self.state, self.loop
         claims, asks = loop.feed.claims is not None, False
 
@@ -465,7 +465,7 @@ class Fit:
         for _ in self._optimizer_steps(quiet):
             self._count_steps()
             if claims:
-                # Only together can they do what is due now: where the section ends.
+                # Ranks can only act together, at the end of the section.
                 wants = self._asked or state.stop_reason or self.signals.received is not None
                 if (wants or self._are_others_back()) and not asks:
                     loop.stepper.strategy.close_section()
@@ -530,7 +530,7 @@ class Fit:
         return are_back(self.loop.stepper.strategy.dropped())
 
     def _optimizer_steps(self, quiet: Callable[[], int]) -> Iterator[None]:
-        """Train on the rest of the epoch; yields after optimizer steps."""
+        """Train on the rest of the epoch, and yield after optimizer steps."""
         loop, compute, stepper = self.loop, self.compute, self.loop.stepper
         graphs = stepper.chain.find(Graphs)
         batches = loop.batches(self.source)
@@ -560,7 +560,7 @@ class Fit:
         if stepper.strategy.steps_apart:
             return wants and self.loop.world.size > 1
         if stepper.stopping or state.step_in_epoch == state.steps_per_epoch:
-            return False  # all ask one another now
+            return False  # all ranks exchange their reasons now
         return not self.loop.world.all_ask(wants) and wants
 
     def _is_asked_to_stop(self) -> bool:
@@ -583,8 +583,8 @@ class Fit:
         try:
             return next(batches, None)
         except Exception as error:
-            # Ctrl-C on a terminal ends the processes that read data too. No step was begun. Several
-            # ranks that wait for data write no checkpoint: they may have made different steps.
+            # Ctrl-C on a terminal also ends the processes that read data. No step was begun. If
+            # several ranks wait for data, no checkpoint is written: their steps may differ.
             together = isinstance(error, WaitStopped) and self.loop.world.size > 1
             if self.signals.received is not None and not together:
                 self._interrupt(self.signals.received)
@@ -655,10 +655,10 @@ class Fit:
         )
 
     def _validate(self, source: Source, logs: dict[str, float]) -> None:
-        """Add the `val_` figures; a stop signal ends it, and a resume begins it again."""
+        """Add the `val_` figures; a stop signal ends the validation, and a resume repeats it."""
         start = self._now()
         before = random_state()
-        # Of several ranks none may leave the others: they agree after the next step.
+        # With several ranks, no rank may leave alone: they agree after the next step.
         alone = self.loop.world.size == 1
 
         def stopped() -> bool:
@@ -704,7 +704,7 @@ class Fit:
     def _schedule_epoch(self, logs: dict[str, float]) -> None:
         scheduler, figure = self.objective.scheduler, self._plateau
         if figure is not None:
-            # An epoch without validation has no such figure, and none of training may replace it.
+            # An epoch without validation has no such figure; a training figure cannot replace it.
             if not figure.name.startswith("val_") or any(n.startswith("val_") for n in logs):
                 scheduler.step(figure.read(logs))
         elif scheduler is not None and self.objective.schedule_every == "epoch":
@@ -767,7 +767,7 @@ class Fit:
                 loop.run = others.pop(0)
             try:
                 with suppress(CheckpointError):
-                    loop.checkpointing.wait()  # an earlier write failed: try again
+                    loop.checkpointing.wait()  # ignores a failure of an earlier write
                 path = self._path if self._path and loop.is_saved else self._checkpoint()
                 loop.checkpointing.wait()
                 return path
@@ -778,7 +778,7 @@ class Fit:
             self._path = None
             with suppress(CheckpointError):
                 loop.checkpointing.close()
-            del loop.checkpointing  # a new one is made for the next folder
+            del loop.checkpointing  # it is created again for the next folder
             loop.run = None
 
     def _now(self) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""The forward of a model as one graph, traced on tensors without values.
+"""The forward of a model as one graph, traced on fake tensors.
 
-Its inputs are the model's parameters and buffers, which it only reads, and the tensors of a call:
-weights that have changed since are read as they are.
+The graph's inputs are the model's parameters and buffers, which it only reads, and the tensors of a
+call. Later changes of weights therefore take effect.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from flatout.train.capture_graph import (
 )
 from flatout.train.capture_ids import Bounded
 
-# How deep objects are looked into, and the longest containers that are.
+# _DEEP: most levels of nested objects that are compared. _LONG: most items of a container.
 _DEEP, _LONG = 3, 1000
 
 
 def held_by(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers that a forward reads, in the order of the graph's inputs."""
+    """Return the parameters and buffers that a forward reads, in the order of graph inputs."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {name: tensor.detach() for name, tensor in named}
 
 
 def trace_forward(model: nn.Module, leaves: list[Any], spec: Any) -> Graph:
-    """The forward of calls like this one; nothing changes."""
+    """Trace the forward of calls like this one, without changing anything."""
     check_model(model)
     held = held_by(model)
     strays: Tensors = []
-    # What is no tensor of what is returned; an ellipsis stands for a tensor.
+    # The returned values, with an ellipsis in place of each tensor; and their tree structure.
     template: list[Any] = []
 
     def forward(*flat: torch.Tensor) -> Tensors:
@@ -71,22 +71,22 @@ def trace_forward(model: nn.Module, leaves: list[Any], spec: Any) -> Graph:
 
 
 class Attributes:
-    """What the modules of a model keep besides the values of tensors, as it is now.
+    """A record of the state that a model's modules have in addition to the values of tensors.
 
-    These are their attributes, hooks and parts, and what is in the containers and plain objects
+    It covers attributes, hooks and submodules, and the contents of containers and plain objects
     among them, such as a configuration.
 
     Args:
-        model: whose modules are looked at.
+        model: the model whose modules are recorded.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # The objects themselves, so that none of them makes room for another at its address.
+        # Holds the objects themselves, so that no new object can get the same id.
         self._known = list(self._now())
 
     def hold(self) -> bool:
-        """Whether they are still the same."""
+        """Return whether the state is unchanged."""
         return all(
             a is b or (type(a) is type(b) and isinstance(a, PLAIN_TYPES) and a == b)
             for a, b in zip_longest(self._known, self._now(), fillvalue=...)
@@ -101,7 +101,7 @@ class Attributes:
 
 
 def _inside(value: Any, deep: int) -> Iterator[Any]:
-    if isinstance(value, ReferenceType):  # of weights, in a recurrent layer
+    if isinstance(value, ReferenceType):  # recurrent layers hold weak references to weights
         value = value()
     tensors: list[Any] = []
     is_container = isinstance(value, (Mapping, list, tuple, deque, Set))

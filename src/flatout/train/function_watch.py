@@ -1,7 +1,7 @@
-"""Whether a user's function still computes what it did: where its code reads nothing else.
+"""Watches whether a user's function still computes the same, by all values that its code reads.
 
-A recorded step does not run Python again. So the names that the code of a loss reads, and what
-those of its own functions read in turn, are kept, and compared before each step.
+A recorded step does not run Python again. So the values of all names that the code of a loss reads
+are kept, including those read by the functions that it calls. They are compared before each step.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import nn
 
 from flatout.data import is_library
 
-# What a function does with these is seen by others, once for each call.
+# Functions with effects at each call, which a recorded step would not repeat.
 _ACTS = (print, open, input, next, setattr, delattr, exec, eval)
 _WRITES = frozenset(["STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "DELETE_ATTR", "DELETE_SUBSCR"])
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class FunctionWatch:
-    """Watches what a function reads beside its arguments.
+    """Watches the values that a function reads in addition to its arguments.
 
     Attributes:
-        modules: that it calls.
+        modules: modules that the function calls.
     """
 
     def __init__(self, function: Any) -> None:
@@ -37,7 +37,7 @@ class FunctionWatch:
         self._look("itself", function)
 
     def holds(self) -> bool:
-        """Whether all that it reads is what it was."""
+        """Return whether all values that the function reads are unchanged."""
         return all(_read(holder, name) is value for holder, name, value in self._known)
 
     def _look(self, name: str, value: Any) -> None:
@@ -81,7 +81,7 @@ def _stays(value: Any) -> bool:
 
 
 class _Named:
-    """A module as `is_library` asks about it."""
+    """A stand-in for a module, with the attribute that `is_library` reads."""
 
     def __init__(self, name: str) -> None:
         self.__module__ = name
@@ -103,7 +103,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _read(holder: Any, name: str) -> Any:
-    if isinstance(holder, dict):  # attributes stand among the names, too
+    if isinstance(holder, dict):  # co_names includes names of attributes, too
         return holder.get(name, getattr(builtins, name, None))
     try:
         return holder.cell_contents

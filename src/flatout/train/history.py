@@ -1,4 +1,4 @@
-"""History: what a fit leaves behind."""
+"""History: the figures that a fit returns."""
 
 from __future__ import annotations
 
@@ -35,37 +35,34 @@ class History:
     """The figures of a fit, by epoch and by step.
 
     Attributes:
-        batch_size: samples that an optimizer step is to have; a last one may have fewer.
-        timeline: where the time of the steps went.
+        batch_size: samples of a full optimizer step; a last step may have fewer.
+        timeline: times of the steps, by lane.
         epochs: the logs of each epoch, such as `loss`, `val_accuracy`, `seconds`.
-        recipe: how the steps ran; None before it was decided.
-        lr_scale: what a learning-rate rule did, for another batch than the one that the rate was
-            found with; None without a rule.
-        notes: what was said while training, such as a step repeated in smaller parts.
-        stop_reason: why training ended early; None where it did not.
-        world_size: how many ranks trained together.
-        nodes: on how many nodes.
+        recipe: settings of the steps; None before they were decided.
+        lr_scale: factors of the learning-rate rule, for a batch size other than that of the user's
+            rate; None without a rule.
+        notes: lines reported while training, such as a step repeated in smaller parts.
+        stop_reason: the reason for an early end of training; None without one.
+        world_size: number of ranks that trained together.
+        nodes: number of nodes with these ranks.
         startup_s: from the start of this process to its first step, in seconds; None before it.
-        lanes_by_rank: milliseconds per step by lane of each rank, when training has ended.
+        lanes_by_rank: milliseconds per step by lane of each rank, at the end of training.
         classes: names of the classes by number; empty where the data name none.
-        tuning: which settings were measured on which steps, as plain data; None where nothing was
-            to be chosen by measuring.
-        evaluation: how validations ran, as plain data: which sizes of their batches were measured,
-            and what came of running their forward as one compiled graph; None where they were over
-            too soon.
-        features: what was decided about keeping the features of frozen leading layers, as plain
-            data; None where none are frozen.
-        roofline: operators of the first step, or of the first in which the layers that train are
-            those of now, as `flatout.measure.bound` takes them; None before it, and where the model
-            is compiled.
+        tuning: settings that were measured, and on which steps, as plain data; None where no
+            setting was open.
+        evaluation: measurements of validations, as plain data: sizes of batches, and the forward as
+            one compiled graph. None where validations were too short.
+        features: the decision on keeping features of frozen leading layers, as plain data; None
+            without frozen layers.
+        roofline: operators of the first step, as `flatout.measure.bound` takes them; of a later
+            step if other layers train since. None before it, and for a compiled model.
         confusion: samples of the latest validation by true class (row) and predicted class
             (column); None where the metrics have no "confusion".
-        staleness: how many steps old gradients were when parameter servers stepped with them:
-            `mean` and `most`, and `by_rank` how many of each rank's were how old; None where all
-            ranks step together.
-        late: of each rank, how many gradients came too late for their step and were dropped, where
-            `world.spare_workers` lets them; else None.
-        largest_batch: how `batch_size="auto"` was decided, as plain data; None where it was not.
+        staleness: age in steps of gradients that parameter servers stepped with: `mean` and `most`,
+            and `by_rank` the number of gradients by age. None where all ranks step together.
+        late: by rank, the number of gradients that were dropped because they came too late for
+            their step. None unless `world.spare_workers` allows that.
+        largest_batch: the decision of `batch_size="auto"`, as plain data; None without it.
         first_epoch: the number of the first epoch in `epochs`, counted from 0.
         skipped_steps: number of steps that fp16 left out because their gradients overflowed.
     """
@@ -114,10 +111,10 @@ class History:
 
     @property
     def throughput(self) -> float:
-        """Samples per second, each step taking what the median step of its size takes.
+        """Samples per second, if each step took the median time of steps of its size.
 
-        Samples are those that are there: a smaller last batch counts as such, padding does not.
-        0 without a step.
+        A smaller last batch counts with its own samples; padding does not count. The value is 0
+        without a step.
         """
         times, samples = self.step_times, self.timeline.step_samples()
         order = np.argsort(samples, kind="stable")
@@ -207,14 +204,14 @@ class History:
         spans = self.tuning["spans"] if self.tuning else []
         last = spans[-1]["last"] - spans[-1]["first"] + 1 if spans else len(rows)
         rows = rows[-max(1, last) :]
-        rows = rows[len(rows) // 10 :]  # the first ones warm up
+        rows = rows[len(rows) // 10 :]  # without warm-up steps
         if not len(rows):
             return {}
         middle = np.median(rows[:, 1:], axis=0) / 1e9
         return dict(zip(LANES, middle.tolist(), strict=False))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write `as_dict` as JSON, whole or not at all; what is not finite becomes null.
+        """Write `as_dict` as JSON, whole or not at all; numbers that are not finite become null.
 
         Raises:
             FlatoutError: the file cannot be written.
@@ -233,21 +230,21 @@ class History:
         return path
 
     def class_recall(self) -> dict[str, float]:
-        """Return which share of each class the latest validation recognized, by the class's name.
+        """Return the recall of each class in the latest validation, by the class's name.
 
-        Empty without a "confusion" among the metrics; NaN of a class without samples.
+        The result is empty without a "confusion" metric, and NaN for a class without samples.
         """
         matrix = self.confusion or []
         return dict(zip(names_of(matrix, self.classes), recall_of(matrix), strict=True))
 
     def plot_confusion(self, path: str | os.PathLike[str]) -> Figure:
-        """Draw which classes the latest validation took for which into an image file.
+        """Draw the confusion matrix of the latest validation into an image file.
 
         Args:
-            path: by its ending .png, .svg or .pdf.
+            path: an image file with the ending .png, .svg or .pdf.
 
         Raises:
-            FlatoutError: nothing was counted, or matplotlib is missing.
+            FlatoutError: no confusion was counted, or matplotlib is missing.
         """
         if self.confusion is None:
             raise FlatoutError(
@@ -257,9 +254,9 @@ class History:
         return draw_confusion(self.confusion, self.classes, Path(path))
 
     def explain(self) -> str:
-        """Return what was tried on which steps, what was chosen and why, and what limits a step.
+        """Return the trials, the chosen settings with reasons, and the limits of a step.
 
-        The first time on a machine its best rates are measured for that, in a few seconds.
+        The first call on a machine measures its best rates, in a few seconds.
         """
         return "\n".join(Explanation.of(self.as_dict()).lines())
 
@@ -267,7 +264,7 @@ class History:
         """Draw the lanes of a step against this machine's limit into an image file.
 
         Args:
-            path: by its ending .png, .svg or .pdf.
+            path: an image file with the ending .png, .svg or .pdf.
 
         Raises:
             FlatoutError: the operators were not counted, matplotlib is missing, or the file cannot
@@ -279,8 +276,8 @@ class History:
         """Draw losses and metrics by epoch, step times, and lanes.
 
         Args:
-            path: an image file to write, by its ending (.png, .svg, .pdf); without it the figure is
-                one of pyplot's, for notebooks, which show it once, and for `plt.show()`.
+            path: an image file with the ending .png, .svg or .pdf. Without it the figure belongs to
+                pyplot, so that notebooks and `plt.show()` display it once.
 
         Raises:
             FlatoutError: matplotlib is missing.
@@ -325,7 +322,7 @@ class History:
         for q, milliseconds in zip((50, 99), np.percentile(times, (50, 99)), strict=True):
             label = f"{rounded(milliseconds)} ms at {q}%"
             axes.axhline(milliseconds, linestyle=":", color="0.3" if q == 50 else "C3", label=label)
-        # A first step that compiles takes minutes; the others should still be told apart.
+        # A first step that compiles takes minutes; other steps should stay distinguishable.
         top = min(times.max() * 1.05, np.percentile(times, 99) * 3)
         axes.set_ylim(0, top * 1.2)  # the legend stands above
         axes.legend(loc="upper right", ncols=2)

@@ -1,4 +1,4 @@
-"""Images as they are stored, as what the model takes: done on the device, batch by batch."""
+"""Conversion of stored images to a model's input, on the device and batch by batch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flatout.data import Batch, Normalization, holds_bytes, map_tensors
 
 @dataclass(frozen=True)
 class Inputs:
-    """What becomes of a batch's images before the model gets them.
+    """The conversion of a batch's images before the model gets them.
 
     Attributes:
-        pixels: of bytes; None leaves them as they are.
-        channels_last: whether the model takes (size, height, width, channels), as Keras' do.
-        shapes: of one image, channels first, in the sources whose images are to be turned so.
+        pixels: normalization of bytes; None leaves bytes as they are.
+        channels_last: whether the model takes (size, height, width, channels), as Keras models do.
+        shapes: shapes of an image, channels first, that are converted to channels last.
     """
 
     pixels: Normalization | None = None
@@ -27,7 +27,7 @@ class Inputs:
     def __call__(
         self, batch: Batch, memory_format: torch.memory_format = torch.contiguous_format
     ) -> Batch:
-        """The same batch; the same object where there is nothing to do."""
+        """Return the converted batch; the same object if there is nothing to convert."""
         if self.pixels is None and not self.shapes:
             return batch
         inputs = map_tensors(lambda tensor: self._image(tensor, memory_format), batch.inputs)

@@ -1,4 +1,4 @@
-"""What fit and evaluate need of a model with its loss and metrics, whatever framework made it."""
+"""The interface of a model with its loss and metrics for fit and evaluate, for any framework."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flatout.world import ONE, World
 
 
 class TorchJob:
-    """A torch model with a loss and metrics by name, or with those of several outputs."""
+    """A torch model with a loss and metrics by name, or with several losses and outputs."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class TorchJob:
         say: Callable[[str], None] = say,
         source: Source | None = None,
     ) -> None:
-        self._earlier: list[dict[str, Any]] = []  # of ranks that are no more
+        self._earlier: list[dict[str, Any]] = []  # states of ranks that no longer exist
         self._losses: SeveralLosses | None = None
         self._metrics: dict[str, Metric]
         narrow = Narrow(model, say)
@@ -58,20 +58,20 @@ class TorchJob:
                 source=source,
                 prepare=narrow.batch,
             )
-        # Whether loss and metrics do not depend on how samples come in batches.
+        # Whether loss and metrics are independent of the division of samples into batches.
         self.is_of_samples = all(loss.own is None for loss in losses) and all(
             metric.is_of_samples for metric in self._metrics.values()
         )
 
     @property
     def own_parts(self) -> list[Any]:
-        """What of the user's own is called."""
+        """The user's own objects that are called."""
         return [self.compute]
 
     def results(self, world: World = ONE) -> dict[str, float]:
-        """The metrics over all batches of all ranks since `reset`, by name.
+        """Return the metrics over all batches of all ranks since `reset`, by name.
 
-        Of several losses also each of them, and their total as `loss`.
+        With several losses the result also has each loss, and their total as `loss`.
         """
         if world.size == 1 and not self._earlier and self._losses is None:
             return {name: metric.compute() for name, metric in self._metrics.items()}
@@ -86,7 +86,7 @@ class TorchJob:
 
     @property
     def confusion(self) -> Matrix | None:
-        """The counts of `confusion`, as `results` has found them; None without such a metric."""
+        """Confusion counts of the latest `results`; None without such a metric."""
         kept = (m.latest for m in self._metrics.values() if isinstance(m, ConfusionCount))
         return next(kept, None)
 
@@ -97,12 +97,12 @@ class TorchJob:
         self._earlier = []
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """What a checkpoint in the middle of an epoch needs: this rank's, and what it took over."""
+        """Return this rank's state, and states taken over, for a checkpoint within an epoch."""
         own = {name: metric.state_dict() for name, metric in self._metrics.items()}
         return [own, *self._earlier]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Go on from there; a metric that is new begins with nothing."""
+        """Restore the states; a new metric starts empty."""
         for state in states[:1]:
             for name, metric in self._metrics.items():
                 if name in state:
@@ -111,7 +111,7 @@ class TorchJob:
 
 
 def metrics_of(loss: Loss | SeveralLosses, given: Any) -> dict[str, Metric]:
-    """Fresh metrics by their names in the History, without the parts of a loss."""
+    """Return fresh metrics by their names in the History, without the parts of a loss."""
     taken = ["loss", "seconds"]
     if isinstance(loss, SeveralLosses):
         result = OutputMetrics(given, loss.parts).by_name()

@@ -1,4 +1,4 @@
-"""The loss of one batch as `compute` gives it: a mean over its samples, or (sum, weight)."""
+"""The loss of one batch that `compute` returns: a mean over its samples, or (sum, weight)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.train.losses import Value
 
 Compute = Callable[[Batch], Value]
 """Forward and loss of one batch."""
-# Divides what is zero; any smaller and 1 / _TINY would not be finite in float32.
+# Smallest divisor; with a smaller one, 1 / _TINY would not be finite in float32.
 _TINY = 1e-12
 
 
@@ -22,15 +22,15 @@ class Weighing(ABC):
 
     @abstractmethod
     def sums_of_weights(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """What is to be added up over all ranks before the first part of a step."""
+        """Return the values to be summed over all ranks before the first part of a step."""
 
     @abstractmethod
     def of_step(self, sums: torch.Tensor) -> AbstractContextManager[None]:
-        """Within, batches are parts of a step of which these are the sums."""
+        """Treat batches within this context as parts of a step with these sums."""
 
 
 def mean_of_value(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """A loss as (mean, weight)."""
+    """Return a loss as (mean, weight)."""
     if not isinstance(value, tuple):
         return value, size
     total, weight = value
@@ -40,7 +40,7 @@ def mean_of_value(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor |
 
 
 def sum_of_value(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """A loss as (sum, weight)."""
+    """Return a loss as (sum, weight)."""
     if isinstance(value, tuple):
         total, weight = value
         return total, weight.detach() if torch.is_tensor(weight) else weight
@@ -48,5 +48,5 @@ def sum_of_value(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor | 
 
 
 def not_zero(weight: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor | float:
-    """The weight to divide by: nothing counted means no loss and no gradient, not 0/0."""
+    """Return a nonzero divisor: if nothing counts, loss and gradient are zero, not 0/0."""
     return weight.to(dtype).clamp_min(_TINY) if torch.is_tensor(weight) else max(weight, _TINY)

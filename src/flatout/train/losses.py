@@ -1,9 +1,9 @@
-"""Losses as (sum, weight): the division comes after everything is summed.
+"""Losses as (sum, weight): the division comes after all sums are added up.
 
-The weight is what the sum has to be divided by: samples for most losses, tokens that are not
-ignored or summed class weights for others. Micro-batches and ranks then add up to exactly the loss
-of the whole batch. Where the weight is known in advance (it is the number of samples), the mean is
-computed directly: that is the same number with one operation less.
+The weight is the divisor of the sum. It is the number of samples for most losses, and the number of
+tokens that are not ignored, or the sum of class weights, for others. Micro-batches and ranks then
+add up to exactly the loss of the whole batch. If the weight is the number of samples, the mean is
+computed directly, which saves an operation.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Loss:
         ignore_index: class labels with this value carry no weight; None where targets are no
             class labels.
         module: the torch loss whose `weight`, shape (classes,), weighs the classes, or None.
-        own: a user's callable `(output, target)` giving a mean, or (sum, weight); replaces the
-            rest.
+        own: a user's callable `(output, target)` that returns a mean, or (sum, weight); it replaces
+            the other attributes.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Loss:
 
     @property
     def own_parts(self) -> list[Any]:
-        """What of the user's own is called."""
+        """The user's own objects that are called."""
         return [self.module, self.own]
 
     def __call__(self, output: Any, batch: Batch, *, unweighted: bool = False) -> Value:
-        """The batch's loss: a mean over its samples, or (sum, weight)."""
+        """Return the batch's loss: a mean over its samples, or (sum, weight)."""
         if self.own is not None:
             return self._own_value(self.own, output, batch)
         assert self.function is not None
@@ -71,9 +71,9 @@ class Loss:
         return self.function(output, target, "sum"), self._weight_of_each(target).sum()
 
     def weight_of(self, batch: Batch) -> torch.Tensor | float:
-        """What this loss divides its sum over the batch by: known without the output.
+        """Return the divisor of this loss's sum over the batch, which needs no output.
 
-        Of a callable these are the samples, as for one that returns a mean.
+        For a callable it is the number of samples, as for a callable that returns a mean.
         """
         target, weight = batch.targets, batch.weight
         if self.own is not None or not isinstance(target, torch.Tensor):
@@ -117,7 +117,7 @@ class Loss:
     def _own_value_of_samples(
         self, own: Callable[[Any, Any], Value], output: Any, batch: Batch
     ) -> Value:
-        if not batch.samples:  # this rank's part is filling alone, and weighs nothing
+        if not batch.samples:  # this rank's part is padding only, with weight 0
             value = self._own_value(own, output, batch._replace(padding=0, weight=None))
             return (value[0] if isinstance(value, tuple) else value) * 0.0, 0.0
         real = batch.without_padding()
@@ -169,7 +169,7 @@ def _like(function: Callable[..., torch.Tensor]) -> _Function:
 
 
 def in_shape_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """`output` in the shape of `target`, where they differ only in dimensions of length one."""
+    """Return `output` in the shape of `target`; they may differ in dimensions of length one."""
     if output.shape == target.shape:
         return output
     ours, theirs = ([d for d in t.shape[1:] if d != 1] for t in (output, target))
@@ -189,12 +189,12 @@ _STANDARD: dict[str, Loss] = {
     "mae": Loss("mae", _like(F.l1_loss)),
     "huber": Loss("huber", _like(F.huber_loss)),
 }
-# torch's own functions, which as plain callables would weigh micro-batches by their samples.
+# torch's own functions; as plain callables they would weigh micro-batches by number of samples.
 _FUNCTIONS = ((F.cross_entropy, "cross_entropy"), (F.nll_loss, "nll"))
 
 
 def as_loss(loss: Any) -> Loss:
-    """A Loss from a standard name, a torch loss module, or a callable.
+    """Return a Loss for a standard name, a torch loss module, or a callable.
 
     A callable gets `(output, target)` and returns a mean over the samples or (sum, weight).
     `binary_cross_entropy` takes logits.

@@ -1,4 +1,4 @@
-"""Rows of samples that have no numbers, such as those of a DataLoader: known by their bytes."""
+"""Rows of samples without numbers, such as those of a DataLoader: identified by their bytes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from flatout.data import NamedStore, Numbered, Pipeline, Source, numbered
 
-# Where so many samples would have to come again, and none does, they are changed at random: by
-# chance that happens once in e^20 times.
+# Expected number of repeated samples at which, if none repeats, samples count as random. By chance
+# none of them repeats only once in e^20 cases.
 _DUE = 20
 
 
@@ -19,8 +19,8 @@ class NamedSamples:
     """Samples without numbers.
 
     Attributes:
-        slots: how many an epoch has.
-        variants: 1: each that differs counts as another sample.
+        slots: number of samples in an epoch.
+        variants: always 1, since each different sample counts as another sample.
     """
 
     slots: int
@@ -28,7 +28,7 @@ class NamedSamples:
 
 
 def samples_of(source: Source) -> Numbered | NamedSamples | str:
-    """Its samples by number, or else by their bytes; a text where they cannot be kept: why."""
+    """Return a source's samples by number, or else by bytes; or the reason against keeping them."""
     result = numbered(source)
     if not isinstance(result, str) or isinstance(source, Pipeline):
         return result
@@ -38,25 +38,26 @@ def samples_of(source: Source) -> Numbered | NamedSamples | str:
 
 
 class NamedRows:
-    """A store's rows of such samples.
+    """A store's rows of samples without numbers.
 
     Attributes:
-        samples, store, parts: as above.
-        is_random: whether samples of an epoch did not come again in the next one.
+        samples, store: the samples, and the store of their rows.
+        parts: number of tensors in a row.
+        is_random: whether samples of one epoch did not come again in the next one.
     """
 
     def __init__(self, samples: NamedSamples, store: NamedStore, parts: int) -> None:
         self.samples, self.store, self.parts = samples, store, parts
         self.is_random = False
-        self._found = store.kept  # by earlier runs, or of other data
+        self._found = store.kept  # rows of earlier runs, or of other data
         self._first: int | None = None  # the epoch in which rows were kept first
         self._kept = self._new = 0
 
     def count(self, there: npt.NDArray[np.bool_], epoch: int) -> None:
-        """Take note of which samples of a batch had a row."""
+        """Count the samples of a batch that had a row."""
         new, self._first = int((~there).sum()), epoch if self._first is None else self._first
         if there.any():
-            self._kept, self._new = 0, 0  # they come again: asked no more
+            self._kept, self._new = 0, 0  # samples repeat, so counting ends
             self._first = -1
         elif epoch == self._first:
             self._kept += new
@@ -66,7 +67,7 @@ class NamedRows:
             self.is_random = self._new * share >= _DUE
 
     def drop(self) -> None:
-        """Let go of the rows; remove them where no one can ask for them again."""
+        """Release the rows; delete them if no other run can use them."""
         if self._found:
             self.store.close()
         else:

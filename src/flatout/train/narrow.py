@@ -1,4 +1,4 @@
-"""float64 for a model of float32: numpy's and Python's own dtype, which few mean."""
+"""Casts float64 inputs for a float32 model: numpy and Python use float64 by default."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flatout.data import Batch, Tensors, map_tensors, named_tensors
 
 
 class Narrow:
-    """Casts float64 to float32 where a model holds float32 and no float64, and says so once.
+    """Casts float64 to float32 if a model holds float32 and no float64, and reports it once.
 
-    What the first inputs are decides for all: a job whose data fit is not looked at again.
+    The first inputs decide for all later ones: a job whose data fit is not checked again.
     """
 
     def __init__(self, model: nn.Module, say: Callable[[str], None]) -> None:
@@ -22,14 +22,14 @@ class Narrow:
         self._casts: bool | None = None
 
     def batch(self, batch: Batch) -> Batch:
-        """The batch as the model takes it, its targets too; losses take weights of any kind."""
+        """Return the batch with inputs and targets cast; losses take weights of any dtype."""
         if not self._wanted({"inputs": batch.inputs, "targets": batch.targets}):
             return batch
         inputs, targets = map_tensors(_narrowed, (batch.inputs, batch.targets))
         return batch._replace(inputs=inputs, targets=targets)
 
     def inputs(self, inputs: Tensors) -> Tensors:
-        """Inputs alone."""
+        """Return inputs alone, cast if needed."""
         return map_tensors(_narrowed, inputs) if self._wanted({"inputs": inputs}) else inputs
 
     def _wanted(self, parts: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Whether tables of bfloat16 are stepped with lower halves beside them, and what hinders that."""
+"""Tables of bfloat16 that are stepped with separate lower halves, and reasons against it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from flatout.train.loop_state import LoopState
 from flatout.train.row_tables import Tables
 
 SPLIT = {"compute.touched_rows": "on", "compute.compile": "off"}
-"""What lower halves need of settings that are left open."""
+"""Values that lower halves require of open settings."""
 
 
 def splits_tables(recipe: Recipe | ResolvedRecipe) -> bool:
-    """Whether that is asked for."""
+    """Return whether lower halves are requested."""
     return recipe.compute.bf16_tables == "split"
 
 
 def check_split(loop: LoopState, resolved: ResolvedRecipe) -> None:
-    """See that all tables of bfloat16 can be stepped so, where that is asked for."""
+    """Raise if lower halves are requested and a bfloat16 table cannot be stepped with them."""
     if splits_tables(resolved) and (why := _why_not(loop, resolved)):
         raise ModelError(
             f"compute.bf16_tables=split was asked for, and {why}",

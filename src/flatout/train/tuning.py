@@ -1,4 +1,4 @@
-"""Tries the settings of a Loop that are open on its steps, and takes what was found."""
+"""Tries a Loop's open settings on its steps, and applies the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flatout.train.tuner import Tuner
 
 
 def tune(loop: LoopState, decision: Decision, changed: Callable[[], None]) -> Tuner:
-    """Begin to try what was left open, from the next step on."""
+    """Begin to try open settings, from the next step on."""
     assert decision.search is not None
     result = partial(settle, loop, decision)
     tuner = loop.tuner = Tuner(
@@ -38,7 +38,7 @@ def tune(loop: LoopState, decision: Decision, changed: Callable[[], None]) -> Tu
 
 
 def settle(loop: LoopState, decision: Decision, tuner: Tuner) -> None:
-    """What was tried is decided: it holds from the next step on."""
+    """Apply the result of the trials, from the next step on."""
     assert loop.resolved is not None
     loop.resolved, line = auto.settle(
         decision,
@@ -56,13 +56,13 @@ def settle(loop: LoopState, decision: Decision, tuner: Tuner) -> None:
 
 
 def capture_steps(loop: LoopState, compute: Compute | None, search: Search | None) -> None:
-    """Let the steps of this job run as one compiled graph, or have that tried."""
+    """Run the steps of this job as one compiled graph, or let the tuner try that."""
     assert loop.resolved is not None
     stepper, tries = loop.stepper, search is not None and search.captures
     is_asked = not tries and loop.resolved.compute.capture == "on"
     graphs = stepper.chain.find(Graphs)
     assert graphs is not None
-    if graphs.compiled is not None:  # of the job before
+    if graphs.compiled is not None:  # it belongs to the job before
         graphs.compiled.close()
         graphs.compiled = None
     if is_asked or tries:
@@ -75,7 +75,7 @@ def capture_steps(loop: LoopState, compute: Compute | None, search: Search | Non
 
 
 def report_tables(loop: LoopState, first: Sequence[Batch]) -> None:
-    """Say how embedding tables are stepped, where that is by rows, or large ones cannot be."""
+    """Report how embedding tables are stepped, if any step by rows or large ones cannot."""
     switch, tables = loop.stepper.switch, loop.stepper.switch.tables
     if tables is None and first and _may_step_by_rows(loop):
         result = Tables.of(switch.model, switch.optimizers, split=switch.splits_tables)

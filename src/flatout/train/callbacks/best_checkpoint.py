@@ -17,9 +17,9 @@ class BestCheckpoint(Callback):
     """Saves a checkpoint whenever the watched figure is the best so far.
 
     Attributes:
-        best: the best figure seen; None before the first.
+        best: the best value so far; None before the first.
         path: the checkpoint of the best epoch; None before the first.
-        scored_by: what gives the checkpoints of a run their scores, which a resume cannot change.
+        scored_by: the figure by which checkpoints of a run are scored; a resume cannot change it.
     """
 
     def __init__(self, monitor: str = "val_loss", mode: Mode = "auto") -> None:
@@ -30,11 +30,11 @@ class BestCheckpoint(Callback):
 
     @property
     def best(self) -> float | None:
-        """The best figure seen; None before the first."""
+        """The best value so far; None before the first."""
         return self._monitor.best
 
     def check(self, state: FitState, figures: Figures) -> None:
-        """Refuse a figure that there will not be, and a fit without a place for checkpoints."""
+        """Refuse a figure that the logs will not have, and a fit without a run folder."""
         if state.trainer.loop.run is None and not is_trial():
             raise CheckpointError(
                 "there is no run folder, which BestCheckpoint writes into",
@@ -43,7 +43,7 @@ class BestCheckpoint(Callback):
         self._monitor.check(figures)
 
     def on_fit_start(self, state: FitState) -> None:
-        """Forget an earlier fit, unless this one resumes it."""
+        """Delete the state of an earlier fit, unless this fit resumes it."""
         if not self._resumed:
             self._monitor.best, self.path = None, None
 
@@ -51,16 +51,16 @@ class BestCheckpoint(Callback):
         """Save if this epoch is the best."""
         value = self._monitor.read(state.logs)
         if self._monitor.improves(value):
-            # The store keeps the smallest score, so an accuracy is handed over negated.
+            # The checkpoint with the smallest score is kept, so an accuracy is negated.
             score = value if self._monitor.mode == "min" else -value
             self.path = state.trainer.save_checkpoint(score=score)
 
     def on_fit_end(self, state: FitState) -> None:
-        """The next fit begins again."""
+        """Make the next fit start afresh."""
         self._resumed = False
 
     def on_fit_error(self, state: FitState, error: BaseException) -> None:
-        """The next fit begins again."""
+        """Make the next fit start afresh."""
         self._resumed = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class BestCheckpoint(Callback):
         return {"monitor": self._monitor.name, "best": self.best, "path": self.path}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         self._monitor.best = state["best"]
         self.path = state["path"]
         self._resumed = True

@@ -1,4 +1,4 @@
-"""The base of every callback."""
+"""The base class of every callback."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures that the logs of an epoch will have, as far as that is known before.
+    """The figures that the logs of an epoch will have, as far as known before training.
 
     Attributes:
-        names: such as `loss`, `accuracy`, `val_loss`.
-        complete: whether there are no others.
+        names: names of figures, such as `loss`, `accuracy`, `val_loss`.
+        complete: whether there are no further figures.
     """
 
     names: tuple[str, ...]
@@ -28,7 +28,7 @@ class Figures:
 
 
 class Callback:
-    """What is called while a `fit` runs: override what you need, the rest does nothing.
+    """Base class of objects that act during a `fit`: override the methods that you need.
 
         for epoch in epochs:              on_fit_start before, on_fit_end after
             on_epoch_start
@@ -38,8 +38,8 @@ class Callback:
             evaluate, if asked for:       on_evaluate_end
             on_epoch_end
 
-    `on_checkpoint` comes whenever a checkpoint has been asked for. An error that ends the fit comes
-    to `on_fit_error`, in place of `on_fit_end`.
+    `on_checkpoint` is called whenever a checkpoint was requested. An error that ends the fit calls
+    `on_fit_error`, in place of `on_fit_end`.
 
     Attributes:
         every: steps between two calls of `on_step`; it may change while the fit runs.
@@ -49,17 +49,17 @@ class Callback:
 
     @property
     def adds_figures(self) -> bool:
-        """Whether it may add to the logs: Flatout's own callbacks do not."""
+        """Whether the callback may add to the logs; Flatout's own callbacks do not."""
         return not type(self).__module__.startswith("flatout.")
 
     def prepare(self, state: FitState) -> None:
-        """Called before settings are decided, and before a checkpoint is put back."""
+        """Called before settings are decided, and before a checkpoint is loaded."""
 
     def check(self, state: FitState, figures: Figures) -> None:
-        """Called before the first epoch: raise here what would fail only at the end of one."""
+        """Called before the first epoch: raise errors here that an epoch's end would show."""
 
     def watched_batches(self, state: FitState, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Return the batches of an epoch, for a callback that acts before each of them is used."""
+        """Return the batches of an epoch, for a callback that acts before each batch is used."""
         return batches
 
     def on_fit_start(self, state: FitState) -> None:
@@ -81,7 +81,7 @@ class Callback:
         """Called with the path of a checkpoint; it may still be being written."""
 
     def on_fit_end(self, state: FitState) -> None:
-        """Called when training ended, also where it was stopped early."""
+        """Called at the end of training, also after an early stop."""
 
     def on_fit_error(self, state: FitState, error: BaseException) -> None:
         """Called with the error that ends the fit; it is raised to the user afterwards."""
@@ -91,10 +91,10 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
 
-# By the name of an event in another trainer: the name of the same event here.
+# Names of events in other trainers, with the name of the same event here.
 _ELSEWHERE = {
     "on_train_begin": "on_fit_start",
     "on_train_start": "on_fit_start",

@@ -1,4 +1,4 @@
-"""Ending training when a figure no longer improves."""
+"""Early stopping: ends training when a figure no longer improves."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: the figure's name in the logs.
-        patience: how many epochs without improvement end training.
-        mode: whether smaller (`min`) or larger (`max`) is better; `auto` tells by the name.
-        min_delta: how much better than the best a figure must be to count.
-        restore_best: put the best epoch's weights back into the model when training ends.
+        patience: number of epochs without improvement that end training.
+        mode: whether smaller (`min`) or larger (`max`) is better; `auto` decides by the name.
+        min_delta: smallest improvement over the best value that counts.
+        restore_best: load the best epoch's weights into the model when training ends.
 
     Attributes:
-        best: the best figure seen; None before the first.
-        best_epoch: the epoch it came from, counted from 1; 0 before the first.
-        waited: epochs since then.
+        best: the best value so far; None before the first.
+        best_epoch: the epoch of the best value, counted from 1; 0 before the first.
+        waited: epochs since the best one.
 
     Raises:
         ModelError: in a fit, the logs have no such figure, or `auto` cannot tell the mode.
@@ -53,15 +53,15 @@ class EarlyStopping(Callback):
 
     @property
     def best(self) -> float | None:
-        """The best figure seen; None before the first."""
+        """The best value so far; None before the first."""
         return self._monitor.best
 
     def check(self, state: FitState, figures: Figures) -> None:
-        """Refuse a figure that there will not be."""
+        """Refuse a figure that the logs will not have."""
         self._monitor.check(figures)
 
     def on_fit_start(self, state: FitState) -> None:
-        """Forget an earlier fit, unless this one resumes it."""
+        """Delete the state of an earlier fit, unless this fit resumes it."""
         if not self._resumed:
             self._monitor.best, self.best_epoch, self.waited, self._weights = None, 0, 0, {}
         if self._watched_before is not None:
@@ -70,7 +70,7 @@ class EarlyStopping(Callback):
                 f"{self._watched_before}"
             )
             self._watched_before = None
-        self._stop_if_due(state)  # a run that had ended here already is not trained further
+        self._stop_if_due(state)  # a run that had stopped here is not trained further
 
     def on_epoch_end(self, state: FitState) -> None:
         """Compare this epoch with the best one."""
@@ -90,7 +90,7 @@ class EarlyStopping(Callback):
             state.stop(f"{self._monitor.name} did not improve for {self.waited} {epochs}")
 
     def on_fit_end(self, state: FitState) -> None:
-        """Put the best weights back, unless the last epoch was the best."""
+        """Restore the best weights, unless the last epoch was the best."""
         self._resumed = False
         if self._weights and self.waited:
             load_weights(state.model, self._weights)
@@ -114,7 +114,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; the best of another figure is none."""
+        """Restore the state; the best value of another figure is dropped."""
         if (state["monitor"], state["mode"]) != (self._monitor.name, self._monitor.mode):
             self._watched_before = f"{state['monitor']} ({state['mode']})"
             return
@@ -126,7 +126,7 @@ class EarlyStopping(Callback):
 
 
 def _copied(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return copies on the CPU: new ones each time, as a checkpoint may still read the last."""
+    """Return new copies on the CPU, since a checkpoint may still read the earlier ones."""
     return {
         name: value.detach().to("cpu", copy=True)
         if isinstance(value, torch.Tensor)

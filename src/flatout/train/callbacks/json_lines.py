@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class JsonLines(Callback):
-    """Writes one JSON object a line, each of them at once.
+    """Writes one JSON object per line, without delay.
 
     Every `every` steps, with the mean loss of the epoch so far and the time in Unix seconds:
 
         {"kind": "step", "step": 50, "epoch": 1, "loss": 0.7, "lr": 0.001, "samples_per_s": 12000.0,
          "time": 1790000000.0}
 
-    After each epoch its logs, with `"kind": "epoch"`. Epochs count from 1. What is not finite is
-    null. A resumed fit goes on behind the step that it resumes: what an interrupted run wrote
-    beyond it is taken back. A disk that is full is warned of once, and training goes on without the
-    log.
+    After each epoch, a line has its logs, with `"kind": "epoch"`. Epochs count from 1. Numbers that
+    are not finite are null. A resumed fit continues after the resumed step: later lines of an
+    interrupted run are deleted. If the disk is full, one warning is shown, and training continues
+    without the log.
     """
 
     def __init__(self, path: str | os.PathLike[str], every: int = 50) -> None:
@@ -39,19 +39,19 @@ class JsonLines(Callback):
         self._rate = Rate()
 
     def on_fit_start(self, state: FitState) -> None:
-        """Open the file where the fit goes on."""
+        """Open the file at the line where the fit continues."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Without a buffer, so that a line is there as soon as it is written.
+            # Unbuffered, so that each line is in the file at once.
             self._file = self.path.open("ab", buffering=0)
-            # A pipe or a device takes nothing back.
+            # A pipe or a device cannot be truncated.
             if self.path.is_file():
                 self._file.truncate(_end_of_step(self.path.read_bytes(), state.step))
         except OSError as error:
             self._give_up(error)
 
     def on_epoch_start(self, state: FitState) -> None:
-        """Leave what lies between epochs out of the throughput."""
+        """Leave the time between epochs out of the throughput."""
         self._rate.restart(state.samples)
 
     def on_step(self, state: FitState) -> None:
@@ -89,7 +89,7 @@ class JsonLines(Callback):
                 self._file.close()
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file, end = self.path.open("ab", buffering=0), 0
-            # What did not fit is reported only by the next write, so a short one is followed up.
+            # A full disk is reported only by a further write, so a short write is repeated.
             written = self._file.write(data)
             while written < len(data):
                 written += self._file.write(data[written:])

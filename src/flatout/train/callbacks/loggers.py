@@ -1,4 +1,4 @@
-"""Figures for any logger, TensorBoard among them."""
+"""Figures for any logger, such as TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Logger(Protocol):
-    """What `Log` feeds: two methods around the tracker of your choice.
+    """The logger that `Log` writes to: two methods around the tracker of your choice.
 
     class Tracker:
         def log(self, step, values):
@@ -27,18 +27,18 @@ class Logger(Protocol):
     """
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take figures by name, such as `step/loss` or `epoch/val_accuracy`, and their step."""
+        """Log figures by name, such as `step/loss` or `epoch/val_accuracy`, for a step."""
 
     def close(self) -> None:
-        """Finish: the fit ended, well or not."""
+        """Finish after the fit has ended, with or without an error."""
 
 
 class Log(Callback):
-    """Feeds a logger with figures of the steps and of the epochs.
+    """Sends figures of the steps and of the epochs to a logger.
 
     Steps give `step/loss` (mean of the epoch so far), `step/lr` and `step/samples_per_s`; epochs
-    give their logs as `epoch/...`. A logger that fails with an OSError (a full disk, a lost
-    connection) is warned of once, and training goes on without it.
+    give their logs as `epoch/...`. If a logger fails with an OSError (a full disk, a lost
+    connection), one warning is shown, and training continues without it.
     """
 
     def __init__(self, logger: Logger, every: int = 50) -> None:
@@ -48,11 +48,11 @@ class Log(Callback):
         self._rate = Rate()
 
     def on_fit_start(self, state: FitState) -> None:
-        """Give a logger that failed in an earlier fit another chance."""
+        """Enable a logger again that failed in an earlier fit."""
         self._gave_up = False
 
     def on_epoch_start(self, state: FitState) -> None:
-        """Leave what lies between epochs out of the throughput."""
+        """Leave the time between epochs out of the throughput."""
         self._rate.restart(state.samples)
 
     def on_step(self, state: FitState) -> None:
@@ -104,7 +104,7 @@ class Log(Callback):
 class TensorBoard(Log):
     """Writes event files for TensorBoard. Needs `pip install 'flatout[tensorboard]'`.
 
-    A resumed fit hides what an interrupted one wrote beyond the step that it resumes.
+    A resumed fit hides the entries of an interrupted fit after the resumed step.
     """
 
     def __init__(self, folder: str | os.PathLike[str], every: int = 50) -> None:

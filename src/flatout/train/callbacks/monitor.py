@@ -1,4 +1,4 @@
-"""Which of two figures is the better one."""
+"""Comparison of a figure with its best value so far."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LARGER = (
     *("acc", "accuracy", "auc", "auroc", "precision", "recall", "f1", "fbeta", "score", "dice"),
     *("iou", "jaccard", "index", "r2", "psnr", "ssim", "bleu", "kappa", "map", "specificity"),
 )
-# Figures of Trainer and `metrics=`, whose names show which value is better.
+# Figures of Trainer and `metrics=`, whose names show whether smaller or larger is better.
 _OWN = ("loss", "accuracy", "auc", "mse", "mae")
 _BETTER = {"min": "smaller", "max": "larger"}
 
@@ -44,12 +44,12 @@ def check_mode(name: str, mode: str, what: str) -> None:
 
 
 class Monitor:
-    """One figure of the logs, and the best that was seen of it.
+    """One figure of the logs, and its best value so far.
 
     Args:
         name: the figure's name in the logs, such as `val_loss`.
-        mode: whether smaller (`min`) or larger (`max`) is better; `auto` tells by the name.
-        min_delta: how much better than the best a figure must be to count.
+        mode: whether smaller (`min`) or larger (`max`) is better; `auto` decides by the name.
+        min_delta: smallest improvement over the best value that counts.
 
     Raises:
         ModelError: the mode is unknown, or prefers the worse value of one of Flatout's own figures.
@@ -67,7 +67,7 @@ class Monitor:
 
     @property
     def words(self) -> str:
-        """What is watched, for people."""
+        """Description of the figure, for messages."""
         return f"{self.name} ({self.mode}, min_delta={self.min_delta:g})"
 
     def read(self, logs: Mapping[str, float]) -> float:
@@ -87,10 +87,10 @@ class Monitor:
         return float(logs[self.name])
 
     def check(self, figures: Figures) -> None:
-        """Refuse a name that no logs will have, and one that does not tell which is better.
+        """Refuse a name that no logs will have, and a name that `auto` cannot decide on.
 
         Raises:
-            ModelError: with those that there are; or `auto` cannot tell from this name.
+            ModelError: names the figures that exist, or asks for a mode.
         """
         if figures.complete:
             self.read(dict.fromkeys(figures.names, 0.0))
@@ -106,7 +106,7 @@ class Monitor:
             return False
         if self.best is not None:
             gain = self.best - value if self.mode == "min" else value - self.best
-            # Equal is no improvement, and infinity minus infinity is NaN: no improvement either.
+            # Equal values are no improvement, nor is NaN (infinity minus infinity).
             if not gain > self.min_delta:
                 return False
         self.best = value

@@ -1,4 +1,4 @@
-"""What a terminal or a log file shows while a fit runs."""
+"""Display of a running fit on a terminal or in a log file."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class Progress(Callback):
     """A live bar on a terminal, one plain line a minute elsewhere, and a line after each epoch.
 
     The bar shows throughput, time left in the epoch, mean loss, and the share of the time that is
-    spent waiting for input. Time decides when it is drawn: `every` follows the measured steps, so
-    that `on_step` is called about 10 times a second whatever a step takes, and the loss is read
-    only for what is drawn. Of more than 20 epochs, those that end within a second of the last line
-    get none; the final epoch always gets its line. What the History notes meanwhile, such as a step
-    that ran in smaller parts, is said too.
+    spent waiting for input. It is drawn at intervals of time: `every` follows the measured steps,
+    so that `on_step` is called about 10 times a second. The loss is read only when it is drawn.
+
+    With more than 20 epochs, an epoch that ends within a second of the last line gets no line,
+    except the final epoch. New notes in the History, such as a step that ran in smaller parts, are
+    printed too.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class Progress(Callback):
         self._notes_said = 0
 
     def on_fit_start(self, state: FitState) -> None:
-        """Open the bar, or begin to wait for the first line."""
-        # Asked for here, as stderr may have been replaced since this was made.
+        """Open the bar, or start the wait for the first line."""
+        # Created here, because stderr may have been replaced since `__init__`.
         self._out = self._console or Console(stderr=True)
         self._live = self._out.is_interactive and self._shows_bar
         self._smooth = 0.0
         self._unsaid = None
-        # A resumed fit brings the notes of the one before.
+        # The History of a resumed fit has the notes of the fit before.
         self._notes_said = len(state.history.notes)
         self._said_at = -math.inf
         self._draw_at = perf_counter() + (0.0 if self._live else self._line_every)
@@ -68,7 +69,7 @@ class Progress(Callback):
             self._bar, self._task = _open_bar(self._out)
 
     def on_epoch_start(self, state: FitState) -> None:
-        """Begin a new bar and leave what lies between epochs out of the throughput."""
+        """Start a new bar, and leave the time between epochs out of the throughput."""
         self._say_notes(state)
         now = perf_counter()
         self._rate.restart(state.samples)
@@ -79,11 +80,11 @@ class Progress(Callback):
             self._draw(state)
 
     def on_step(self, state: FitState) -> None:
-        """Draw if it is time to."""
+        """Draw if that is due."""
         now = perf_counter()
         steps, elapsed = state.step - self._looked_step, max(now - self._looked_at, 1e-9)
         self._looked_step, self._looked_at = state.step, now
-        # It grows by stages: the first steps say little about the rest.
+        # It grows in stages, since the first steps are no good estimate of later ones.
         self.every = max(1, min(int(steps / elapsed / _LOOKS_PER_S), 4 * self.every))
         if now < self._draw_at:
             return
@@ -95,7 +96,7 @@ class Progress(Callback):
             self._say("  ".join([_epoch_of(state), *self._figures(state)]))
 
     def on_epoch_end(self, state: FitState) -> None:
-        """Say the figures of the epoch."""
+        """Print the figures of the epoch."""
         self._say_notes(state)
         line = _epoch_line(state, self._out.width if self._live else math.inf)
         final = state.epoch + 1 >= state.epochs or state.stop_reason is not None
@@ -106,7 +107,7 @@ class Progress(Callback):
             self._unsaid = line
 
     def on_fit_end(self, state: FitState) -> None:
-        """Close the bar, and say the final epoch and why training ended early."""
+        """Close the bar, and print the final epoch and the reason for an early end."""
         self._close()
         if self._unsaid is not None:
             self._say(self._unsaid)
@@ -130,7 +131,7 @@ class Progress(Callback):
             self._bar.refresh()
 
     def _figures(self, state: FitState) -> list[str]:
-        """Return what is known of the running epoch, in words. Reads the loss."""
+        """Return figures of the running epoch, in words. Reads the loss."""
         done, total = state.step_in_epoch, state.steps_per_epoch
         figures = [f"{done / total:.0%}" if total else f"step {done:,}"]
         rate = self._throughput(state)
@@ -182,7 +183,7 @@ class Progress(Callback):
 
 
 class _Bar(RichProgress):
-    """A bar that leaves room for the `^C` that a terminal shows: else it would begin a new line."""
+    """A bar that leaves room for a terminal's `^C`, which would else start a new line."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield _Narrower(self.make_tasks_table(self.tasks))
@@ -206,9 +207,9 @@ def _open_bar(out: Console) -> tuple[_Bar, TaskID]:
         console=out,
         expand=True,
         transient=True,
-        # Drawn by the loop itself: its own thread would take the interpreter from the steps.
+        # Drawn by the loop itself: a thread of its own would hold the interpreter's lock.
         auto_refresh=False,
-        # What the script prints goes above the bar, but never from a file onto the terminal.
+        # The script's own output goes above the bar; output to a file is not redirected.
         redirect_stdout=sys.stdout.isatty(),
     )
     bar.start()
@@ -233,13 +234,13 @@ def _epoch_line(state: FitState, width: float) -> str:
     logs = dict(state.logs)
     seconds = logs.pop("seconds", None)
     for name, value in logs.items():
-        # A figure of the validation stands behind its like of the training.
+        # A validation figure is shown after the training figure of the same name.
         if name.removeprefix("val_") not in logs or not name.startswith("val_"):
             val = f" val {_figure(logs['val_' + name])}" if f"val_{name}" in logs else ""
             words.append(f"{name} {_figure(value)}{val}")
     if seconds is not None:
         words.append(f"{rounded(seconds, 2)} s" if seconds < 10 else clock(seconds))
-    # What the bar showed all along goes first where a line has no room.
+        # If a line is too long, the seconds are left out: the bar has shown them.
     if seconds is not None and len("  ".join(words)) > width:
         words.pop()
     return "  ".join(words)

@@ -1,4 +1,4 @@
-"""How far a fit is, in a file that a cluster's tools can show."""
+"""Progress of a fit, in a file that a cluster's tools can show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flatout.train.state import FitState
 
 VARIABLE = "FLATOUT_REMAINING"
-"""Names the file; `flatout submit` sets it in the scripts that it writes."""
+"""Environment variable with the file's path; `flatout submit` sets it in its scripts."""
 
 _EVERY_S = 10.0
 _LOOKS_PER_S = 2
@@ -25,7 +25,7 @@ _LOOKS_PER_S = 2
 class Remaining(Callback):
     """Writes `{"progress": 0.31, "remaining_s": 840, "epoch": 2, "epochs": 5}` now and then.
 
-    Nothing here can fail the job. Where the number of steps is not known, the epochs count.
+    Nothing here can fail the job. If the number of steps is unknown, the epochs count.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -33,13 +33,13 @@ class Remaining(Callback):
         self.every = 1
 
     def on_fit_start(self, state: FitState) -> None:
-        """Begin to measure."""
+        """Start the measurement."""
         self._began = self._looked = perf_counter()
         self._from, self._step = done_part(state), state.step
         self._write_at = self._began
 
     def on_step(self, state: FitState) -> None:
-        """Write if it is time to."""
+        """Write the file if that is due."""
         now = perf_counter()
         pace = (state.step - self._step) / max(now - self._looked, 1e-9)
         self._step, self._looked = state.step, now
@@ -49,7 +49,7 @@ class Remaining(Callback):
             self._write(state, now)
 
     def on_fit_end(self, state: FitState) -> None:
-        """Say that it is done."""
+        """Write the final progress."""
         self._write(state, perf_counter(), ended=state.stop_reason is None)
 
     def _write(self, state: FitState, now: float, *, ended: bool = False) -> None:
@@ -67,13 +67,13 @@ class Remaining(Callback):
 
 
 def asked_for() -> list[Callback]:
-    """The callback, where a cluster's script has named a file."""
+    """Return the callback if a cluster's script has named a file."""
     path = os.environ.get(VARIABLE)
     return [Remaining(path)] if path else []
 
 
 def done_part(state: FitState) -> float:
-    """Which part of all epochs is done."""
+    """Return the share of all epochs that is done."""
     steps = state.steps_per_epoch
     inside = min(1.0, state.step_in_epoch / steps) if steps else 0.0
     return min(1.0, (state.epoch + inside) / max(1, state.epochs))

@@ -1,8 +1,8 @@
 """MLflow and Weights & Biases: figures of a fit in an experiment tracker.
 
-Both go to the tracker's run that the script has begun, and leave it open; where there is none they
-begin one, and end it with the fit. Of several ranks the first speaks. Neither library is imported
-before a fit begins.
+Both log to the tracker's run that the script has begun, and leave it open. If there is none, they
+begin a run, and end it with the fit. With several ranks, only the first rank logs. Neither library
+is imported before a fit begins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Tracked(Log):
-    """Feeds the tracker of the first rank."""
+    """Sends figures of the first rank to a tracker."""
 
     logger: _Run
 
@@ -101,13 +101,13 @@ class _Run(Logger):
     """A run of a tracker.
 
     Attributes:
-        failed: whether what it tracks has.
+        failed: whether the fit has failed.
     """
 
     failed = False
 
     def begin(self, settings: Mapping[str, Any]) -> None:
-        """Take the run that the script has begun, or begin one."""
+        """Use the run that the script has begun, or begin one."""
 
 
 class _MLflowRun(_Run):
@@ -131,7 +131,7 @@ class _MLflowRun(_Run):
                     mlflow.set_experiment(self._experiment)
                 active = mlflow.start_run(run_id=self._run_id, run_name=self._run_name)
             self._id = active.info.run_id
-            if self._run_id is None:  # parameters of a run cannot change
+            if self._run_id is None:  # parameters of an existing run cannot change
                 mlflow.log_params(dict(settings))
         except mlflow.exceptions.MlflowException as error:
             raise OSError(str(error)) from error

@@ -1,4 +1,4 @@
-"""Whether the gradients of each step are finite, and which batch made one that is not."""
+"""Checks that the gradients of each step are finite, and finds the batch that made a bad one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from flatout.world import ONE, World
 
 
 class StepFacts(NamedTuple):
-    """What is needed to make a step once more.
+    """The facts that are needed to repeat a step.
 
     Attributes:
-        number: of the step, from 1.
-        epoch: in which it was.
+        number: number of the step, from 1.
+        epoch: number of its epoch.
         first_batch: the number of its first batch within the epoch.
-        batches: how many batches made it.
-        rate: its learning rate.
+        batches: number of batches in the step.
+        rate: learning rate of the step.
     """
 
     number: int
@@ -38,7 +38,7 @@ class StepFacts(NamedTuple):
 
 
 class NumbersGuard(Part):
-    """Looks at the flag that each update leaves: at once on a CPU, elsewhere every few steps."""
+    """Checks the flag of each update: at once on a CPU, elsewhere every few steps."""
 
     def __init__(
         self,
@@ -60,15 +60,14 @@ class NumbersGuard(Part):
         """Make the step.
 
         Raises:
-            NumbersError: gradients were not finite, in this step or, on a GPU, in one of the steps
-                before.
+            NumbersError: gradients were not finite, in this step or, on a GPU, in an earlier step.
         """
         done = run(step)
         self.check_step(step)
         return done
 
     def check_step(self, step: Step) -> None:
-        """Check the gradients of a step that was made: at once if reading their flag is free."""
+        """Check the gradients of a finished step: at once if reading their flag is free."""
         update, facts = step.turn.update, self._latest
         if self._reads_are_free:
             if update.was_bad():
@@ -110,14 +109,14 @@ class NumbersGuard(Part):
 
     def _explain(self, compute: Compute, batches: Sequence[Batch], step: StepFacts) -> NumbersError:
         stepper, batches = self._stepper, placed(batches)
-        stepper.switch.gather_rows()  # here each rank computes alone
+        stepper.switch.gather_rows()  # from here on each rank computes alone
         model, within = stepper.switch.model, stepper.chain.forward(compute)
 
         def forward(batch: Batch) -> Any:
             with stepper.switch.autocast():
                 return within(batch)
 
-        # Others do not come where each rank steps alone.
+        # Where each rank steps alone, other ranks do not take part.
         world = ONE if stepper.strategy.steps_apart else self._world
         together = world if stepper.strategy.meets_in_compute else ONE
 
@@ -127,7 +126,7 @@ class NumbersGuard(Part):
             return stepper.wanted_pieces(batch)
 
         def explain(_: Step) -> Any:
-            # Of several batches the first with a bad loss; where only a gradient is bad, the first.
+            # The culprit is the first batch with a bad loss; if only a gradient is bad, the first.
             culprit = next(iter(batches), None)
             if len(batches) > 1:
                 with untouched(model, compute), stepper.forward_alone():

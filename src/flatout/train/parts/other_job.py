@@ -1,8 +1,8 @@
-"""Settings for a job that has become another one: other parameters train than before.
+"""Settings for a job whose set of training parameters has changed.
 
-The settings are decided as before the first step, for the steps that are left: from the cache, or
-by a search on the steps, under their own key. Where the rest of the run is too short for that,
-those of the job before go on.
+The settings are decided again for the remaining steps, as before the first step: from the cache, or
+by a search on the steps, under a key of their own. If the rest of the run is too short for a
+search, the earlier settings stay.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ OTHER = "other parameters train than before"
 
 
 class OtherJob(Part):
-    """Tells when a Loop's job is another one than its settings were decided for.
+    """Detects that a Loop's job differs from the one that its settings were decided for.
 
-    It notes in the Loop whether settings are to be decided again with the next step
-    (`is_other_job`), and how many times the job has become another one (`job_changes`).
+    It sets the Loop's `is_other_job` if settings are to be decided again at the next step, and
+    counts such changes in `job_changes`.
     """
 
     def __init__(self, loop: LoopState, steps: int | None) -> None:
         self._loop, self._steps = loop, steps
         self._plain = loop.stepper.switch.now
-        # A checkpoint's settings are for the job that it goes on with.
+        # A checkpoint's settings belong to the job as it resumes.
         self._begins = loop.resume is not None and loop.resume.choices(loop.requested) is not None
         self.taken()
 
     def taken(self) -> None:
-        """The present job is the one that the settings are for."""
+        """Record the present job as the one that the settings are for."""
         self._trained = self._trainable()
 
     def _trainable(self) -> list[bool]:
         return [p.requires_grad for p in adapter_of(self._loop.model).parameters()]
 
     def look(self) -> None:
-        """Before an epoch; all ranks ask."""
+        """Check for a change before an epoch; all ranks call it."""
         if self._begins:
             self.taken()
             self._begins = False
@@ -60,10 +60,10 @@ class OtherJob(Part):
             self.notice()
 
     def notice(self) -> None:
-        """It is another job."""
+        """Record that the job has changed."""
         self.taken()
         self._loop.job_changes += 1
-        # What is compiled would be compiled again for each setting.
+        # A compiled model would be compiled again for each setting.
         self._loop.is_other_job = not has_compiled(self._loop.model)
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
@@ -82,7 +82,7 @@ class OtherJob(Part):
             loop.tuner.stop(OTHER)
             loop.tuner.stop_splitting()
         before = stepper.switch.now
-        # As a process begins; what the allocator was told cannot be taken back.
+        # Starts from plain settings; a change of the allocator cannot be undone.
         stepper.use(self._plain.but(allocator=before.allocator, **dict(self._fixed(batch))))
         left = None if self._steps is None else max(0, self._steps - loop.step_count)
         said: list[str] = []
@@ -113,7 +113,7 @@ class OtherJob(Part):
             self._use(Settings.of(loop.resolved))
             loop.note("; ".join([OTHER, *said]))
             if decision.search is None and loop.tuner is not None:
-                # What it holds is of the job before.
+                # The tuner's search belongs to the job before.
                 decision.search = Search(self._plain, [], Budget(left, loop.terms), is_settled=True)
                 decision.search.best = Settings.of(loop.resolved)
             if decision.search is not None:
