@@ -14,7 +14,7 @@ from flatout.observe.watch import Watch
 
 
 def watch_backward(torch: Any, watch: Watch, steps: StepFinder) -> None:
-    """Hooks into torch.autograd.backward, which Tensor.backward calls."""
+    """Hook into torch.autograd.backward, which Tensor.backward calls."""
     is_traced = torch.compiler.is_dynamo_compiling
     hook = wrap(torch.autograd, "backward", "observe", _timed, watch, steps, is_traced)
     watch.quick.hooks.append(hook)
@@ -25,7 +25,7 @@ def _timed(original: Any, watch: Watch, steps: StepFinder, is_traced: Callable[[
     leave = lanes.leave_backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        # Asked first: nothing of ours is traced.
+        # First, so that none of the code below is traced.
         if is_traced() or lanes.current == BACKWARD or (before := enter(BACKWARD)) < 0:
             original(tensors, *args, **kwargs)
             return
@@ -38,7 +38,7 @@ def _timed(original: Any, watch: Watch, steps: StepFinder, is_traced: Callable[[
         try:
             original(tensors, *args, **kwargs)
         finally:
-            # LBFGS calls it within its step.
+            # LBFGS calls backward within its step.
             leave(OPTIMIZER if before == OPTIMIZER else AFTER)
             if steps.backward_site is None:
                 steps.backward_site = here(1)

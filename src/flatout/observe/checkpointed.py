@@ -1,6 +1,6 @@
-"""What `torch.utils.checkpoint` computes again in backward: for how long, and of how many bytes.
+"""Parts of forward that `torch.utils.checkpoint` recomputes in backward: their time and memory.
 
-Computing it again takes about as long as it took in forward.
+The recomputation takes about as long as the part took in forward.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from flatout.observe.lanes import BACKWARD
 from flatout.observe.watch import Watch
 
 KIND = "checkpoint"
-# The bytes are counted in the first of these steps, the time is taken until the last one.
+# Bytes are counted from the first of these steps to the second, and times are taken until the last.
 _COUNTED_FROM, _COUNTED_UNTIL, _TIMED_UNTIL = 2, 6, 20
 
 
 class Checkpointed:
-    """Looks at parts of a forward pass that are checkpointed, in the first steps."""
+    """Measures the checkpointed parts of a forward pass, in the first steps."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -34,8 +34,10 @@ class Checkpointed:
 
     @property
     def mb(self) -> float | None:
-        """What forward would keep of these parts without it, in a step; None where none was
-        counted."""
+        """MiB that forward would keep of these parts without checkpointing, per step.
+
+        None where none were counted.
+        """
         steps = min(self._watch.lanes.steps, _COUNTED_UNTIL) - _COUNTED_FROM
         return self._bytes / 2**20 / steps if self._bytes and steps > 0 else None
 
@@ -124,7 +126,7 @@ class Checkpointed:
                 storage = tensor.untyped_storage()
                 address, size = storage.data_ptr(), storage.nbytes()
             except (RuntimeError, NotImplementedError):
-                return tensor  # of a kind without one
+                return tensor  # a kind of tensor without a storage
             if address not in self._known:
                 self._known.add(address)
                 self._bytes += size

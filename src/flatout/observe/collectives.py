@@ -1,4 +1,4 @@
-"""Collectives that the script calls itself: how many, how large, and in the lane of sync."""
+"""Collectives that the script calls itself: their number and size, timed in the sync lane."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flatout.observe.watch import Watch
 
 KIND = "collective"
 _NAMES = ("all_reduce", "reduce", "broadcast", "all_gather", "barrier")
-# Wrappers of models and optimizers call them too.
+# Lanes in which they are not counted: wrappers of models and optimizers call them there.
 _OTHERS = (BACKWARD, OPTIMIZER, SAVING, SYNC)
 
 
 def watch_collectives(torch: Any, watch: Watch) -> None:
-    """Hooks into those of torch.distributed, in all steps or in some."""
+    """Hook into the collectives of torch.distributed, in all steps or in some."""
     if not torch.distributed.is_available():
         return
     often = FrequentCalls(watch, SYNC)
@@ -33,7 +33,7 @@ def watch_collectives(torch: Any, watch: Watch) -> None:
             size_of=_bytes,
         )
         often.time(torch.distributed, name, KIND, around)
-    # A compiled function calls them by what they are.
+    # torch.compile recognizes collectives by the function object, so the hooks must be removed.
     watch.quick.on_end.append(often.remove)
 
 

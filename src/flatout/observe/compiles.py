@@ -1,4 +1,4 @@
-"""How many graphs torch.compile has made: looked at in a few steps, by its own counters."""
+"""Number of graphs that torch.compile has made, read from its own counters in a few steps."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from flatout.hooks import is_anything_compiled
 from flatout.observe.watch import Watch
 
-# In these steps, and at the end.
+# Steps in which counters are read; they are read at the end, too.
 _LOOKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _WHOLE = "_compile.compile_inner"
 
 
 class Compiles:
-    """Reads Dynamo's counters, where something is compiled."""
+    """Reads Dynamo's counters, if something is compiled."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -27,14 +27,14 @@ class Compiles:
         self._looked += self._now()
 
     def so_far(self) -> list[tuple[int, int, float]]:
-        """[step, graphs, seconds spent on them], of each look and of now."""
+        """Return [step, graphs, seconds spent on them] of each look and of now."""
         return [*self._looked, *self._now()]
 
     def _now(self) -> list[tuple[int, int, float]]:
         if not is_anything_compiled() or self._watch.lanes.steps < _LOOKS[0]:
             return []
         dynamo: Any = sys.modules["torch._dynamo.utils"]
-        # Asking a counter for what it lacks would make it.
+        # Copied, since reading a missing key of a Counter-like dict would add it.
         graphs = dict(dynamo.counters).get("stats", {}).get("unique_graphs", 0)
         times = dict(getattr(dynamo, "compilation_time_metrics", {})).get(_WHOLE, ())
         return [(self._watch.lanes.steps, int(graphs), float(sum(times)))]

@@ -1,8 +1,8 @@
-"""Lists and deques that grow with each step, and lines that copy or read them as a whole in each.
+"""Lists and deques that grow with each step, and lines that copy or read them whole in each step.
 
-What copies a list in Python calls nothing that can be watched. So names of the script's frames are
-looked at in some steps, and then the code: the rounds of the loop that steps, and functions in
-which the step is called.
+A copy of a list in Python calls nothing that can be hooked. Therefore variables of the script's
+frames are inspected in some steps, and then the code: the body of the stepping loop, and functions
+in which the step is called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flatout.observe.origins import parsed
 from flatout.observe.watch import Watch
 
 _LOOKS = range(9, 19)
-# By how much the growth of each step may differ from the mean, and lists that are remembered.
+# _EVEN: largest deviation of a step's growth from the mean, as a share; _LISTS: most lists.
 _EVEN, _LISTS = 0.5, 200
 _COPIES = ("list", "tuple", "deque", "set")
 _READS = ("sum", "sorted", "max", "min", "fmean", "mean", "stdev", "median")
@@ -31,10 +31,10 @@ _EACH_ROUND = (ast.With, ast.AsyncWith, ast.Try)
 
 
 class CopiedLists:
-    """Looks at lists in some steps.
+    """Inspects lists in some steps.
 
     Attributes:
-        histories: lines that take all of one that grows by about as much with each step.
+        histories: lines that copy or read a whole list that grows evenly with each step.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -66,7 +66,7 @@ class CopiedLists:
                 if block is not None and code is frame.f_code and more:
                     self._tell(frame, block, path, counts[-1], more)
             if is_loop:
-                return  # what is around it comes once in an epoch
+                return  # outer loops run once in an epoch
 
     def _tell(
         self, frame: FrameType, block: list[ast.stmt], path: str, size: int, more: int

@@ -12,7 +12,7 @@ from flatout.observe.watch import Watch
 
 
 def watch_copies(watch: Watch) -> None:
-    """Hooks into copy.deepcopy; before the script, which may import the function itself."""
+    """Hook into copy.deepcopy; to be called before the script imports that function."""
     wrap(copy, "deepcopy", "observe", _timed, watch)
 
 
@@ -22,7 +22,7 @@ def _timed(original: Any, watch: Watch) -> Any:
 
     def deepcopy(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_inside
-        # Of a model each tensor asks for the copies of its own parts.
+        # Nested calls, as for each tensor of a model, are not counted.
         if is_inside or not lanes.steps or get_ident() != lanes.thread:
             return original(*args, **kwargs)
         is_inside = True

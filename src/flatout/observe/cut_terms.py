@@ -1,7 +1,7 @@
-"""Terms of a loss that nothing behind them can learn from: new tensors, with requires_grad.
+"""Terms of a loss that give no parameter a gradient: new tensors with requires_grad.
 
-`torch.tensor([...], requires_grad=True)` of numbers that were read with `.item()` takes part in a
-loss without an error, and is the end of the graph: no parameter gets a gradient by it.
+An example is `torch.tensor([...], requires_grad=True)` of numbers that were read with `.item()`. It
+takes part in a loss without an error, but the graph ends there.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from flatout.observe.graph_nodes import children, nearest_nodes
 from flatout.observe.observation import Site
 from flatout.observe.origins import function_at, parsed
 
-# Nodes of a graph that are looked at, and terms of a loss.
+# _NODES: most graph nodes that are searched; _TERMS: most terms of a loss.
 _NODES, _TERMS = 2000, 16
 _LEAF = "torch::autograd::AccumulateGrad"
 _MAKES = ("tensor", "Tensor", "FloatTensor", "Variable", "as_tensor", "zeros", "ones", "full")
 
 
 def cut_terms(torch: Any, root: Any, trained: set[int]) -> Iterator[tuple[Any, list[Any]]]:
-    """Terms of a sum, with the tensors that each is made of, of which none is a parameter."""
+    """Yield the terms of a sum that end in tensors which are no parameters, with these tensors."""
     terms = list(_terms(root))
     made = [_made_of(torch, term, trained) for term, _ in terms]
-    if any(tensors is None for tensors in made):  # else the whole loss is such
+    if any(tensors is None for tensors in made):  # otherwise the whole loss lacks parameters
         for (term, parent), tensors in zip(terms, made, strict=True):
             if tensors:
                 yield (parent if term.name() == _LEAF else term), tensors
@@ -51,7 +51,7 @@ def _made_of(torch: Any, term: Any, trained: set[int]) -> list[Any] | None:
     nodes = list(nearest_nodes(term, _NODES))
     for node in nodes:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return None  # a function of someone's own, which may know others
+            return None  # a custom autograd.Function, which may use further tensors
         if node.name() == _LEAF:
             tensor = node.variable
             if type(tensor) is not torch.Tensor or id(tensor) in trained:
@@ -61,7 +61,7 @@ def _made_of(torch: Any, term: Any, trained: set[int]) -> list[Any] | None:
 
 
 def line_that_makes(site: Site) -> Site:
-    """The one line of the same function that makes a tensor with requires_grad, else `site`."""
+    """Return the only line of the function that makes a tensor with requires_grad, else `site`."""
     function = function_at(site.file, site.line) if parsed(site.file) is not None else None
     lines = {
         node.lineno

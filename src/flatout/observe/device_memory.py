@@ -1,4 +1,4 @@
-"""Memory of the GPU on which the model computes: what stays between steps, and the peak."""
+"""Memory of the GPU on which the model computes: the amount held between steps, and the peak."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from flatout.observe.observation import Observation
 from flatout.observe.watch import Watch
 
-# Steps after which it is looked at: optimizers make their state in the first.
+# Steps after which memory is read: optimizers make their state in the first step.
 _STEPS = (2, 10, 50)
 
 
 class DeviceMemory:
-    """Asks torch's allocator, which counts anyhow: no kernel waits for it."""
+    """Reads the counters of torch's allocator, which needs no wait for a kernel."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -26,7 +26,7 @@ class DeviceMemory:
             self._held.append(self._torch.cuda.memory_allocated())
 
     def fill(self, observation: Observation) -> None:
-        """Puts what was seen into an Observation."""
+        """Add the memory to an Observation."""
         cuda = self._torch.cuda
         if not (observation.device.startswith("cuda") and cuda.is_initialized()):
             return

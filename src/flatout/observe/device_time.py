@@ -1,8 +1,8 @@
-"""What a GPU does in a step, by torch's profiler, for some steps of which no time is kept.
+"""Activity of a GPU per step, measured by torch's profiler in some steps that are not timed.
 
-The host only queues work on a GPU, so that its lanes say where it waited, and not for what. The
-profiler notes when each kernel and each copy ran, and when the host queued it: what ran belongs to
-the lane in which it was queued.
+The host only queues work on a GPU, so its lanes show where it waited, but not for what. The
+profiler records when each kernel and copy ran, and when the host queued it. Work on the GPU belongs
+to the lane in which it was queued.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from flatout.observe.ablation import usual_step_s
 from flatout.observe.observation import DeviceTime, Observation
 from flatout.observe.watch import Watch
 
-# Steps that are profiled: as many as that take this long.
+# _FEWEST, _MOST: limits of the number of profiled steps; _SECONDS: time that they should take.
 _FEWEST, _MOST, _SECONDS = 2, 20, 0.5
-# The first step pays for setting the profiler up.
+# First profiled steps that are dropped, since they set the profiler up.
 _WARM = 1
-# Kernels that are named.
+# Most kernels that are named.
 _NAMED = 5
 _TO_DEVICE, _TO_HOST, _PAGEABLE = "Memcpy HtoD", "Memcpy DtoH", "Pageable"
 _COPY = "Memcpy"
 
 
 class Ran(NamedTuple):
-    """A kernel or a copy: its name, when it ran, and when it was queued, in ns since the epoch."""
+    """A kernel or a copy: name, start and end of its run, and queue time, in ns since the epoch."""
 
     name: str
     began: int
@@ -43,7 +43,7 @@ class Ran(NamedTuple):
 class DeviceSteps:
     """Profiles some steps of a script that trains on a GPU.
 
-    To be made when torch has been loaded: an optimizer's hooks cannot be changed while it steps.
+    To be made when torch is imported: an optimizer's hooks cannot be changed while it steps.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:
@@ -53,12 +53,12 @@ class DeviceSteps:
         self._marks: list[tuple[int, str]] = []
         self._steps = 0
         if torch.backends.cuda.is_built():
-            module = sys.modules["torch.optim.optimizer"]  # torch.optim itself hides it
+            module = sys.modules["torch.optim.optimizer"]  # not an attribute of torch.optim
             unnumbered(module.register_optimizer_step_pre_hook(lambda *_: self._mark("optimizer")))
             unnumbered(module.register_optimizer_step_post_hook(lambda *_: self._mark("forward")))
 
     def begin(self, observation: Observation, then: Callable[[], None]) -> None:
-        """Profiles the next steps, fills them in, and calls `then`; at the end of a step."""
+        """Profile the next steps, add the result, and call `then`; to be called between steps."""
         if not (observation.device.startswith("cuda") and self._torch.cuda.is_initialized()):
             then()
             return
@@ -72,7 +72,7 @@ class DeviceSteps:
     def _try(self, look: Callable[[Observation], None], observation: Observation) -> None:
         try:
             look(observation)
-        except Exception as error:  # of the profiler, which needs more than CUDA does
+        except Exception as error:  # raised by the profiler, which needs more than CUDA does
             self.end()
             observation.notes.append(f"device: torch's profiler has failed: {error!r}")
 
@@ -121,7 +121,7 @@ class DeviceSteps:
             observation.notes.append("device: torch's profiler has seen no kernel of the GPU")
 
     def end(self) -> None:
-        """Profiles and marks no more, wherever the script has ended."""
+        """Stop profiling, wherever the script has ended."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             with suppress(Exception):
@@ -146,7 +146,7 @@ def _is_on_gpu(event: Any) -> bool:
 
 
 def device_time(ran: Sequence[Ran], marks: Sequence[tuple[int, str]], steps: int) -> DeviceTime:
-    """What a GPU did in a step."""
+    """Return the activity of a GPU per step."""
     kernels: Counter[str] = Counter()
     lanes: Counter[str] = Counter(dict.fromkeys(("forward", "backward", "optimizer"), 0))
     copies: Counter[str] = Counter()

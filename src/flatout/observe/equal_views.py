@@ -1,7 +1,7 @@
-"""Whether two views of the same pictures, which are to differ, are bitwise the same.
+"""Views of the same images that should differ by augmentation, but are bitwise equal.
 
-Looked at by hooks on the models that are trained, in four steps of each training: a model that is
-called twice in a step, or once with both halves of a batch.
+Trained models are hooked in four steps of each training. A model is checked if a step calls it
+twice, or once with both views in the halves of a batch.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
-# The steps between which it is looked, and that have to show it.
+# Steps between which models are hooked; each must have equal views.
 _FROM, _UNTIL = AFTER_STEPS, AFTER_STEPS + 4
-# Dimensions of pictures, and how many different numbers the first ones have at least.
+# _PICTURES: dimensions of a batch of images; _VALUES: fewest different numbers of an image.
 _PICTURES, _VALUES = 4, 16
-# Calls of a step that are compared, and how far what they give may be apart, for rounding.
+# _CALLS: most calls of a step that are compared; _NEAR: largest relative difference of the outputs,
+# for rounding.
 _CALLS, _NEAR = 4, 1e-5
 
 
 class Views:
-    """Looks at models that are called with pictures."""
+    """Inspects models that are called with images."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -42,7 +43,7 @@ class Views:
 
     def _open(self) -> None:
         if is_anything_compiled():
-            return  # it would be compiled again
+            return  # hooks would make torch.compile compile again
         for seen in self._watch.models:
             module = seen.ref()
             plain = not (seen.facts.is_told or isinstance(module, self._torch.jit.ScriptModule))
@@ -58,13 +59,13 @@ class Views:
 
 
 class _Look:
-    """A hook on one model, and what it has shown."""
+    """Hook on one model, and its findings."""
 
     def __init__(self, torch: Any, watch: Watch, seen: SeenModel) -> None:
         self._torch, self._watch, self._seen = torch, watch, seen
         self._calls: list[tuple[Any, Any]] = []
         self._step = -1
-        self._equal: set[int] = set()  # steps
+        self._equal: set[int] = set()  # steps with equal views
         self._samples = 0
         self._is_batch = False
         self._site: Any = None

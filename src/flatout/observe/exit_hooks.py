@@ -1,4 +1,4 @@
-"""Ways to leave a script without coming back: os._exit, and becoming another program."""
+"""Exits from a script without a return: os._exit, and replacement by another program."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flatout.hooks import wrap
 
 
 def watch_exits(ends: Callable[[bool], None], becomes: Callable[[str], None]) -> None:
-    """Hooks into them, so that what was seen is written first."""
+    """Hook into these functions, so that the observation is written first."""
     wrap(os, "_exit", "observe", _ending, ends)
-    # The others of their kind call one of these two.
+    # The other functions of the exec family call one of these two.
     wrap(os, "execv", "observe", _becoming, becomes)
     wrap(os, "execve", "observe", _becoming, becomes)
 

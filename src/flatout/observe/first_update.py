@@ -1,4 +1,4 @@
-"""By how much the first step changes the weights, in terms of what they were."""
+"""Relative change of the weights in the first step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from weakref import ref
 from flatout.observe.model_facts import local, some_of
 from flatout.observe.watch import Watch
 
-# Of each matrix so many numbers are looked at.
+# Numbers of each matrix that are compared.
 _SAMPLE = 1024
-# What is as good as zero begins there on purpose, as one half of an adapter does.
+# Smallest root mean square of a matrix. Smaller ones start near zero on purpose, as in an adapter.
 _LEAST = 1e-3
+# Fewest matrices of an optimizer for a median.
 _MATRICES = 3
-# By this step each of several optimizers has stepped, where one steps more often than others.
+# Step by which each of several optimizers has stepped, even if some step more often.
 _LAST = 8
 
 
@@ -38,7 +39,7 @@ class FirstUpdate:
         for watched in self._watch.models:
             model = watched.ref()
             for tensor in () if model is None else model.parameters():
-                # Keras keeps tensors without numbers of layers whose shapes it has asked for.
+                # Keras keeps meta tensors of layers whose shapes it has inferred.
                 has_numbers = tensor.dim() >= 2 and not tensor.is_meta
                 if has_numbers and tensor.requires_grad and id(tensor) not in self._before:
                     self._before[id(tensor)] = ref(tensor), _sample(tensor)

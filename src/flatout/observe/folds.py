@@ -1,8 +1,8 @@
-"""Cross-validation that trains one model on all folds: each but the first begins with weights that
-were trained on what it validates with.
+"""Cross-validation that trains one model on all folds.
 
-It is seen in the first fold. The model that steps is none of those that were made since the loop
-over scikit-learn's splits began, and nothing that the loop calls sets weights back.
+Each fold but the first then begins with weights that were trained on its validation data. This is
+detected in the first fold: the stepped model was made before the loop over scikit-learn's splits
+began, and nothing that the loop calls resets weights.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from flatout.observe.sites import users_frame
 from flatout.observe.unused_calls import last_name
 from flatout.observe.watch import Watch
 
-# After so many steps of each training.
+# Steps of each training after which the model is checked.
 _AT = 3
-# These splits go forward in time: to go on with the weights may be what is wanted.
+# Splits that go forward in time, where continued training may be intended.
 _FORWARD = ("TimeSeriesSplit",)
-# Words in the names of what sets weights back, or puts others in.
+# Words in the names of functions that reset or replace weights.
 _RESETS = (
     "reset", "init", "apply", "restore", "load_state", "load_weights", "load_check", "set_weights",
     "copy_", "fill_", "normal_", "uniform_",
@@ -35,17 +35,17 @@ _RESETS = (
 
 
 class Folds:
-    """Watches the loops over splits of scikit-learn.
+    """Follows the loops over scikit-learn's splits.
 
     Attributes:
-        found: one for each loop.
+        found: a finding for each loop.
     """
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self.found: list[SharedFolds] = []
         self._hooks: list[Hook] = []
-        self._made: set[int] = set()  # an older model's id is no one else's
+        self._made: set[int] = set()  # ids of models made since the loop began
         self._loop: SharedFolds | None = None
         when_imported("sklearn.model_selection._split", self._hook)
         watch.at_each(_AT, self._look)
@@ -80,7 +80,7 @@ class Folds:
         if loop is None or _sets_back(loop, site.file):
             return
         self._loop = SharedFolds(kind, int(splitter.get_n_splits()), "", site)
-        # Copies and models that are loaded whole have their state set, and no __init__.
+        # Copies and unpickled models get their state by __setstate__, without __init__.
         self._hooks = [
             wrap(torch.nn.Module, name, "observe", self._making)
             for name in ("__init__", "__setstate__")
@@ -132,7 +132,7 @@ def _own(loop: ast.For) -> Iterator[ast.AST]:
 
 
 def _sets_back(loop: ast.For, file: str) -> bool:
-    # A notebook's cell is no file that is loaded.
+    # Searched too, since a notebook's cell is no file in `users_code`.
     trees = [*filter(None, [parsed(file)]), *(tree for _, tree in users_code())]
     functions = {
         node.name: node

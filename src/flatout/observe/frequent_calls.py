@@ -1,4 +1,4 @@
-"""Calls that are timed in all steps, or where that costs too much of a step, in some of them."""
+"""Timing of frequent calls: in all steps, or only in some where timing would cost too much."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from flatout.hooks import Hook, is_anything_compiled, wrap
 from flatout.observe.lanes import HOST, Unseen
 from flatout.observe.watch import Watch
 
-# Nanoseconds of a step that timing the calls of a kind may take in any case, and those of a call.
+# _MOST_NS: ns per step that timing a kind of calls may always take; _CALL_NS: ns to time one call.
 _MOST_NS, _CALL_NS = 1_000, 3_000
-# That is weighed after so many steps, and again whenever there were twice as many. Then calls that
-# are no longer timed in each step are timed in so many.
+# _WEIGHED: step of the first check of that cost, repeated at twice the step each time; _WINDOW:
+# number of steps in which an untimed kind is timed again after a check.
 _WEIGHED, _WINDOW = 25, 10
 
 
 class _Place(NamedTuple):
-    """A function whose calls are timed, and what wraps it."""
+    """A function whose calls are timed, and its wrapper."""
 
     owner: Any
     name: str
@@ -29,11 +29,11 @@ class _Place(NamedTuple):
 
 
 class FrequentCalls:
-    """Times calls by kinds: where a kind comes too often some steps stand for all.
+    """Times calls by kind. For kinds that are too frequent, some steps represent all.
 
     Attributes:
-        most_share: the share of the time that timing the calls of a kind may take.
-        shifted: gets the ns that were taken out of another lane, by kind and lane.
+        most_share: largest share of the time that timing a kind of calls may take.
+        shifted: ns that were moved out of another lane, by kind and lane.
     """
 
     def __init__(self, watch: Watch, lane: int = HOST) -> None:
@@ -43,8 +43,8 @@ class FrequentCalls:
         self.shifted: Counter[tuple[str, int]] = Counter()
         self._places: list[_Place] = []
         self._hooks: dict[int, Hook] = {}
-        # By kinds that are not timed in each step: steps in which they were, and what of a lane's
-        # time is another's in the others.
+        # By kind that is not timed in each step: the number of steps in which it was timed, and the
+        # time of other lanes that its calls take in the remaining steps.
         self._watched: dict[str, int] = {}
         self._unseen: dict[str, list[Unseen]] = {}
         watch.on_renewal.append(self._begin)
@@ -53,7 +53,7 @@ class FrequentCalls:
     def time(
         self, owner: Any, name: str, kind: str, around: Callable[..., Any], *given: Any
     ) -> None:
-        """Wrap a function, by `around` and what it is given, as of this kind."""
+        """Wrap a function by `around` with arguments `given`; its calls are of this kind."""
         self._places.append(_Place(owner, name, kind, around, given))
         self._wrap(len(self._places) - 1)
 
@@ -70,10 +70,10 @@ class FrequentCalls:
                 self._wrap(number)
 
     def weigh(self) -> None:
-        """Lets some steps stand for all, of kinds that came too often, and times a few more."""
+        """Stop timing kinds that are too frequent, and time the stopped ones for a few steps."""
         steps = self._watch.lanes.steps
         self._watch.at(2 * steps, self.weigh, is_once=True)
-        if is_anything_compiled():  # it would be compiled again
+        if is_anything_compiled():  # new wrappers would make torch.compile compile again
             return
         for kind in self._watched:
             self._open(kind)
@@ -91,7 +91,7 @@ class FrequentCalls:
         steps = self._watch.lanes.steps
         mine = [number for number, place in enumerate(self._places) if place.kind == kind]
         if self._hooks.keys() >= set(mine):
-            return  # it could not be closed
+            return  # the wrappers could not be removed
         for unseen in self._unseen.pop(kind, ()):
             unseen.until = steps
         for number in mine:
@@ -114,7 +114,7 @@ class FrequentCalls:
                 self._unseen.setdefault(kind, []).append(unseen)
 
     def remove(self) -> None:
-        """Take all wrappers off, for good."""
+        """Remove all wrappers for good."""
         for hook in self._hooks.values():
             hook.remove()
         for of in (self._hooks, self._places, self._watched):

@@ -1,4 +1,4 @@
-"""On which GPUs a process has contexts, and how much of them torch has held there."""
+"""GPUs on which a process has contexts, and torch's peak memory on each."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def memory_mb(torch: Any) -> dict[str, float] | None:
-    """Returns the peak by the GPU's uuid, 0 for a context without any; None without CUDA.
+    """Return the peak MiB by GPU uuid, 0 for a context without memory; None without CUDA.
 
-    It asks only where CUDA is in use, so that asking makes no context.
+    CUDA is asked only if it is initialized, so that this call makes no context.
     """
     cuda = torch.cuda
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)

@@ -1,4 +1,4 @@
-"""Gradients between steps: whether they are forgotten, and which parameters never get one."""
+"""Gradients between steps: whether they are zeroed, and which parameters never get one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from flatout.observe.observation import Site
 from flatout.observe.optimizers import SeenOptimizer
 from flatout.observe.watch import Watch
 
-# After these steps it is seen who has a gradient.
+# Steps after which parameters are checked for a gradient.
 _LOOKS = (1, 2, 3, 5, 8, 11, 15, 20, 30, 50, 100, 200)
-# Layers without a gradient are asked in these steps whether they are called.
+# Steps between which layers without a gradient are hooked, to see whether they are called.
 _FROM, _UNTIL = 5, 8
 _NAMED = 20
 
 
 class _Interval:
-    """From one round of steps to the next, of one optimizer."""
+    """Interval between two steps of one optimizer."""
 
     def __init__(self, probe: Any) -> None:
         self.probe = probe
@@ -29,7 +29,7 @@ class _Interval:
 
 
 class Gradients:
-    """Looks at the gradients of all optimizers' tensors, in a few steps."""
+    """Inspects the gradients of all optimizers' tensors, in a few steps."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -46,10 +46,10 @@ class Gradients:
 
     def _renew(self) -> None:
         self._forget_intervals()
-        self._with: set[int] = set()  # had a gradient in some look
-        self._looks: dict[int, int] = {}  # of each optimizer, in which any tensor had one
-        self._called: set[int] = set()  # parameters of layers that were called with gradients
-        self._off: dict[int, Site | None] = {}  # and without: the line that switches them off
+        self._with: set[int] = set()  # ids of tensors that ever had a gradient
+        self._looks: dict[int, int] = {}  # by optimizer id, looks in which any tensor had one
+        self._called: set[int] = set()  # parameters of layers called with gradients enabled
+        self._off: dict[int, Site | None] = {}  # of layers called without: the line that disables
         self._end_listening()
 
     def _forget_intervals(self) -> None:

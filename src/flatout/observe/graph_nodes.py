@@ -1,4 +1,4 @@
-"""Walks the graph that autograd has made of a loss."""
+"""Traversal of the graph that autograd has made of a loss."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def _behind_sinks(edge: tuple[Any, int]) -> Any:
 def nearest_nodes(
     root: Any, most: int, ends: Callable[[Any], bool] = lambda node: False
 ) -> Iterator[Any]:
-    """Each node once, those nearest to the loss first."""
+    """Yield each node once, those nearest to the root first; `ends` stops below a node.
+
+    At most about `most` nodes are visited.
+    """
     todo, known = deque([root]), {root}
     while todo and len(known) < most:
         node = todo.popleft()

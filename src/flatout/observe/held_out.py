@@ -1,5 +1,7 @@
-"""Training beside validation: samples that both have, classes that training lacks, and
-normalization that was taken of both.
+"""Comparison of training and validation data.
+
+It finds samples that are in both, classes that training lacks, and normalizations whose statistics
+cover both.
 """
 
 from __future__ import annotations
@@ -14,20 +16,20 @@ from flatout.observe.scalers import Scalers
 from flatout.observe.series import joined, place_in, scaled_to_range
 from flatout.observe.spread import has_median, held_ends, missed_end
 
-# Share of the samples of a training that differ from all others, if equal ones are no chance.
+# Smallest share of different samples in a training, for equal ones to be conclusive.
 _DIFFERENT = 0.5
-# Of a training alone the mean is this many times as far from zero as that of all samples.
+# Fewest times that the training's mean is farther from zero than the mean of all samples.
 _FARTHER = 20.0
-# What is computed as a mean of zero and a deviation of one is not farther from it than this.
+# _MEAN_OFF, _DEVIATION_OFF: largest distance from a mean of 0 and a deviation of 1 after scaling.
 _MEAN_OFF, _DEVIATION_OFF = 1e-4, 1e-3
-# Classes that both parts have, where a sorted set was split within one.
+# Most classes that both parts have, where a sorted dataset was split within a class.
 _AT_SPLIT = 1
-# Fewer samples may have any mean.
+# Fewest samples: fewer may have any mean.
 _FEWEST = 50
 
 
 def compare(sets: Sequence[tuple[Any, Samples | None]], scalers: Scalers) -> None:
-    """Fills in `shared_rows`, `shared_windows` and `scaling` of those that are only evaluated."""
+    """Fill in `shared_rows`, `shared_windows` and `scaling` of data used only for evaluation."""
     trained = [samples for facts, samples in sets if facts.in_training]
     known = [samples for samples in trained if samples is not None]
     if not trained or len(known) < len(trained):
@@ -39,9 +41,9 @@ def compare(sets: Sequence[tuple[Any, Samples | None]], scalers: Scalers) -> Non
         facts.shared_files = held_out.is_named
         shared, of = facts.shared_rows or (0, 1)
         if isinstance(facts, Table) and (shared == of or _is_whole(facts, held_out, known)):
-            facts.shared_rows = None  # which of its rows are trained on, or evaluated, is not known
+            facts.shared_rows = None  # which of its rows are for training is unknown
         elif shared < of:
-            if facts.shared_rows is not None:  # else samples are often equal, moved or not
+            if facts.shared_rows is not None:  # otherwise equal windows prove nothing
                 facts.shared_windows = _shared_windows(held_out, known)
             facts.scaling = (
                 scalers.of_both(known, held_out)
@@ -51,17 +53,17 @@ def compare(sets: Sequence[tuple[Any, Samples | None]], scalers: Scalers) -> Non
 
 
 def compare_classes(loaders: Sequence[Any]) -> None:
-    """Fills in `unseen_classes` of loaders that are only evaluated.
+    """Fill in `unseen_classes` of loaders used only for evaluation.
 
-    What was split in the order of its labels has one class in both parts at most. Where more are in
-    both, classes may come one after another because they are to, as tasks that are learned in turn.
+    Data that were split in the order of their labels have at most one class in both parts. With
+    more common classes, the order may be intended, such as tasks that are learned in turn.
     """
     trained = [loader.label_sizes for loader in loaders if loader.facts.in_training]
     held_out = [loader for loader in loaders if not loader.facts.in_training]
     known = {label for sizes in trained for label in sizes}
     is_split = all(len(loader.label_sizes.keys() & known) <= _AT_SPLIT for loader in held_out)
     if not (trained and all(trained) and is_split):
-        return  # or what a part of training has is not known
+        return  # or the classes of a part of training are unknown
     for loader in held_out:
         unseen = sorted(loader.label_sizes.keys() - known)
         samples = sum(loader.label_sizes[label] for label in unseen)
@@ -75,7 +77,7 @@ def _of_series(trained: Sequence[Samples], held_out: Samples) -> Scaling | None:
     if mine.shape[1] != theirs.shape[1]:
         return None
     wholes = [joined(mine, theirs)]
-    # Training and validation may be parts of a series of which a test has the rest.
+    # Training and validation may be parts of a series whose rest is the test set.
     if whole is not None and place_in(theirs, whole) is not None:
         wholes.append(whole)
     alone = moments_of(mine)
@@ -113,7 +115,7 @@ def _is_whole(table: Table, mine: Samples, trained: Sequence[Samples]) -> bool:
 def _shared_windows(held_out: Samples, trained: Sequence[Samples]) -> int:
     windows = [pair for item in trained for pair in item.windows or ()]
     before, after = {first for first, _ in windows}, {last for _, last in windows}
-    # What is the same at each step is equal by chance.
+    # Constant windows are equal by chance.
     mine = [(first, last) for first, last in held_out.windows or () if first != last]
     return sum(first in after or last in before for first, last in mine)
 
@@ -127,7 +129,7 @@ def _by_moments(trained: Sequence[Samples], held_out: Samples) -> Scaling | None
     if alone.mean.shape != other.mean.shape or other.count + alone.count < _FEWEST:
         return None
     wholes = [alone.with_others(other)]
-    # A test that is not yet read may have the rest of what both are picked of.
+    # The rest of the table that both are picked from may be a test set that was not read yet.
     whole = held_out.of_all
     if whole is not None and all(whole.is_of_same(item.of_all) for item in trained):
         wholes.append(whole)
@@ -221,6 +223,6 @@ def _is_one(moments: Moments) -> bool:
 
 
 def sets_of(loaders: Iterable[Any], tables: Iterable[Any]) -> Iterator[tuple[Any, Samples | None]]:
-    """Facts and samples of all that give batches."""
+    """Yield the facts and samples of all loaders and tables."""
     for item in (*loaders, *tables):
         yield item.facts, item.samples

@@ -1,7 +1,7 @@
-"""Nodes of a graph that are held out, and enter the loss: it is taken over all, without a mask.
+"""Held-out nodes of a graph that enter the loss, since no mask is applied to it.
 
-A model of a graph gets all nodes at once, and gives each a score. Which of them are trained on only
-the loss can say, by a mask or the numbers of nodes, which the script has for testing, too.
+A graph model gets all nodes at once, and gives a score for each. Only the loss selects the training
+nodes, by a mask or by node indices. The script has masks or indices for testing, too.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from flatout.observe.sites import here
 from flatout.observe.tables import named_here
 from flatout.observe.watch import Watch
 
-# Steps of each training that are looked at, and nodes of a loss's graph.
+# _STEPS: first steps of each training that are inspected; _NODES: most nodes of a loss's graph.
 _STEPS, _NODES = 2, 64
 _NLL = "NllLossBackward0"
 _TRAINING, _HELD_OUT = "train", ("test", "val", "eval", "held")
-# Attributes of a graph, whatever class it is of.
+# Attributes of a graph object, of any class.
 _MASKS = ("train_mask", "val_mask", "test_mask")
 
 
 class NodeLosses:
-    """Looks at the targets of the first losses.
+    """Inspects the targets of the first losses.
 
     Attributes:
-        found: one for each line.
+        found: a finding for each line.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:
@@ -45,11 +45,11 @@ class NodeLosses:
             return
         root = tensors if self._torch.is_tensor(tensors) else next(iter(tensors))
         for node in nearest_nodes(root.grad_fn, _NODES) if root.grad_fn is not None else ():
-            # What is not added up may be multiplied by a mask.
+            # An unreduced loss may be multiplied by a mask.
             if node.name() == _NLL and node._saved_reduction:
                 try:
                     target = node._saved_target
-                except RuntimeError:  # freed
+                except RuntimeError:  # the saved tensor was freed
                     return
                 self._compare(target, saved_number(node, "ignore_index"))
                 return
@@ -76,7 +76,7 @@ class NodeLosses:
             value = given if torch.is_tensor(given) else torch.tensor(given)
             if value.dtype == torch.bool:
                 is_chosen = len(value) == nodes and 0 < int(value.sum()) < nodes
-            else:  # numbers of nodes: each once, and none that is not there
+            else:  # node indices must be unique and in range
                 is_chosen = value.dtype == torch.int64 and 1 < len(value) < nodes
                 is_chosen = is_chosen and int(value.min()) >= 0 and int(value.max()) < nodes
                 is_chosen = is_chosen and len(torch.unique(value)) == len(value)

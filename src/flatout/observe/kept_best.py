@@ -1,4 +1,4 @@
-"""Weights that a loop of the script's own keeps where a metric is better than the best so far."""
+"""Weights that a loop of the script keeps when a metric is better than the best so far."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from flatout.observe.observation import Call, Monitor, Site
 from flatout.observe.origins import is_at, parsed
 from flatout.observe.plateaus import kind_before, kind_of, words_of
 
-# Other things are copied, too, such as the sample that a search has found hardest.
+# Words of names that mean weights: other objects are copied too, such as a hard sample.
 _WEIGHTS = {"model", "net", "network", "weights", "state", "params", "parameters"}
 _SMALLER, _LARGER = (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)
 
 
 def kept_best(calls: Iterable[Call]) -> list[Monitor]:
-    """What the script compares with its best in the lines in which weights were kept, as it does in
-    `if val_acc > best_acc: best_acc = val_acc; torch.save(...)`."""
+    """Return the comparisons with a best value under which weights are saved or copied.
+
+    An example is `if val_acc > best_acc: best_acc = val_acc; torch.save(...)`.
+    """
     result: dict[Site | None, Monitor] = {}
     for call in calls:
         if call.kind in ("save", "deepcopy"):

@@ -1,6 +1,4 @@
-"""State dicts that a script keeps as those of its best weights so far, to load them later, by its
-source.
-"""
+"""State dicts of the best weights that a script keeps to load later, found by its source."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ from flatout.observe.unused_calls import last_name
 
 
 def loaded_later(site: Site) -> Site | None:
-    """Where a state dict is loaded that is taken in a line, as the best one so far."""
+    """Return where a state dict is loaded that `site` takes as the best one so far; None if not."""
     function, tree = function_at(site.file, site.line), parsed(site.file)
     if function is None or tree is None:
         return None
     conditions = [node for node in ast.walk(function) if isinstance(node, ast.If)]
     guards = [node for node in conditions if _guards(node, site.line)]
     name = next(_assigned(function, site.line), "")
-    # A name is known in its function, an attribute in all of the file.
+    # A name is valid in its function, an attribute in the whole file.
     scope = tree if name.startswith(".") else function
     if not (guards and name) or _is_read_elsewhere(scope, name):
         return None

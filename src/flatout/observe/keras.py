@@ -1,4 +1,4 @@
-"""Keras on torch: its optimizers are none of torch's."""
+"""Hooks for Keras on torch, whose optimizers are not torch's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flatout.observe.optimizers import StepFinder
 
 
 def watch_keras(module: Any, steps: StepFinder) -> None:
-    """Hooks into keras.src.optimizers.base_optimizer."""
+    """Hook into keras.src.optimizers.base_optimizer."""
 
     def around(original: Any) -> Any:
         def apply(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What backward is called on, in steps behind the first ones of a training.
+"""Inspection of backward passes in steps after the first ones of a training.
 
-In those the hook of all backward passes looks (backward.py), and steps aside for one in C.
+In the first steps, the hook of backward.py inspects them, before a hook in C replaces it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flatout.observe.watch import Watch
 
 
 class LaterBackwards:
-    """Looks at backward passes while it is open."""
+    """Inspects the losses of backward passes while it is open."""
 
     def __init__(self, torch: Any, watch: Watch, look: Callable[[Any], None]) -> None:
         self._torch = torch
@@ -23,12 +23,12 @@ class LaterBackwards:
         self._hook: Hook | None = None
 
     def open(self) -> None:
-        """Looks at the backward passes to come, unless something would be compiled again."""
+        """Inspect further backward passes, unless the hook would make something compile again."""
         if self._hook is None and not is_anything_compiled():
             self._hook = wrap(self._torch.autograd, "backward", "observe", self._looking)
 
     def close(self) -> None:
-        """Looks at no more of them."""
+        """Stop the inspection."""
         if self._hook is not None and self._hook.remove():
             self._hook = None
 

@@ -1,4 +1,4 @@
-"""How long each of the user's lines takes, by Python's tracing, which is slow: for moments."""
+"""Time of each of the user's lines, by Python's tracing, which is slow: for short intervals."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from flatout.observe.sites import is_users
 
-# Lines that take longer all together are not timed to their end.
+# Total ns after which the timing ends early.
 _LONGEST_NS = 200_000_000
 
 
 class LineClock:
-    """Times lines of the user's code in one thread; what they call of others' counts as theirs.
+    """Times lines of the user's code in one thread, with the library code that they call.
 
     Attributes:
-        ns: of each line, by file and number, without the user's lines that it calls.
-        whole_ns: from the start to the stop, without what the clock itself takes.
+        ns: time of each line, by file and number, without the user's lines that it calls.
+        whole_ns: time from start to stop, without that of the clock itself.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class LineClock:
         self._last = 0
 
     def start(self) -> None:
-        """Times the lines of every function that is called from now on, in this thread."""
+        """Time the lines of each function that this thread calls from now on."""
         self._last = perf_counter_ns()
         sys.settrace(self._call)
 
     def stop(self) -> None:
-        """Ends that."""
+        """Stop the timing."""
         if not self._is_over:
             self._end()
 
@@ -55,7 +55,7 @@ class LineClock:
 
     def _step(self, frame: FrameType, event: str, arg: Any) -> Any:
         if self._is_over:
-            return None  # a generator that was begun under this clock
+            return None  # a generator that began while the clock ran
         self._spend()
         if event == "return":
             self._lines.pop()

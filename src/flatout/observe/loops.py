@@ -1,7 +1,7 @@
-"""Loops of the user's own that step or evaluate: which are open, and where one ends early.
+"""Loops of the user's code that step or evaluate: which are open, and where to end them early.
 
-`rewriting.py` puts `Loops.around` around what such a loop goes through. A DataLoader ends by
-itself, and is given to the loop as it is.
+`rewriting.py` wraps the iterable of such a loop in `Loops.around`. A DataLoader ends early by its
+own hook, and is given to the loop unchanged.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 from flatout.observe.lanes import Lanes
 
-# A loop whose turns take more steps than this is one of epochs.
+# Most steps in an iteration: a loop with more is a loop over epochs.
 _STEPS_IN_A_TURN = 2
-# Turns of a loop that ends early: those in which it steps, and those in which it evaluates.
+# Iterations after which a loop ends early: of one that steps, and of one that evaluates.
 STEPPING, EVALUATING = 4, 2
-# Steps of a loop that has shown an epoch.
+# Fewest steps of a loop that counts as an epoch.
 _AN_EPOCH = 2
 
 
@@ -28,16 +28,16 @@ class Turns:
     """A loop that is open.
 
     Attributes:
-        number: of the loop in the code.
-        length: how many turns it would have; None where no one knows.
-        steps: that had ended when its latest turn began.
-        first: those when it began.
-        only_steps: whether it ends early only where it steps: what comes after a `while` may rely
-            on its condition, as where it gathers samples.
-        turns: that have ended.
-        short: turns that have ended since loops end early.
-        has_stepped: whether a turn since then has taken a step.
-        holds_epochs: whether another loop within it steps, or a single turn takes many steps.
+        number: number of the loop in the code.
+        length: full number of iterations; None where unknown.
+        steps: number of finished steps when its latest iteration began.
+        first: number of finished steps when the loop began.
+        only_steps: whether it ends early only if it steps. Code after a `while` may rely on its
+            condition, as where the loop gathers samples.
+        turns: number of finished iterations.
+        short: number of iterations that have finished since loops end early.
+        has_stepped: whether an iteration since then has taken a step.
+        holds_epochs: whether an inner loop steps, or one iteration takes many steps.
     """
 
     number: int
@@ -52,16 +52,16 @@ class Turns:
 
 
 class Loops:
-    """The loops of one thread.
+    """Loops of one thread.
 
     Attributes:
-        ends_early: whether loops do now.
-        ends_unsized: whether those that step do, too, over what has no length, such as enumerate();
-            where a DataLoader is behind them it ends by itself.
-        epochs: how many loops that step have ended since.
+        ends_early: whether loops end early now.
+        ends_unsized: whether stepping loops over iterables without a length, such as enumerate(),
+            end early too. Around a DataLoader they end with it.
+        epochs: number of stepping loops that have ended since then.
         has_cut: whether one of these ended early.
-        had_epoch: whether one that steps has ended before.
-        cut: turns that ran and that there would have been, by the number of the loop.
+        had_epoch: whether a stepping loop has ended before.
+        cut: by loop number, iterations that ran and the full number.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -70,20 +70,20 @@ class Loops:
         self.ends_early = self.ends_unsized = self.had_epoch = self.has_cut = False
         self.epochs = 0
         self.cut: dict[int, tuple[int, int | None]] = {}
-        self._epochs: dict[int, int] = {}  # turns of loops of epochs that have ended
+        self._epochs: dict[int, int] = {}  # lengths of loops over epochs that have ended
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a loop is open whose turns are steps."""
+        """Whether a loop is open whose iterations are steps."""
         return any(map(self._steps, self._open))
 
     @property
     def is_counting(self) -> bool:
-        """Whether one is that has a length."""
+        """Whether a loop with a length is open whose iterations are steps."""
         return any(self._steps(item) and item.length is not None for item in self._open)
 
     def epochs_of(self) -> list[tuple[int, int]]:
-        """Loops whose turns are epochs: their numbers, and how many turns each has or had."""
+        """Return the loops over epochs: the number of each, and its number of iterations."""
         now = self._lanes.steps
         is_open = {
             item.number: item.length
@@ -94,8 +94,10 @@ class Loops:
         return [*(self._epochs | is_open).items()]
 
     def steps_of_run(self) -> int | None:
-        """Steps that the open loops take until their ends, if their turns go on as until now; None
-        where that is not known: one has no length, or is in its first turn."""
+        """Return the steps that the open loops would take in total, at the present rate.
+
+        None where that is unknown: a loop has no length, or is in its first iteration.
+        """
         taken: float | None = None
         for item in reversed(self._open):
             if item.turns:
@@ -108,7 +110,7 @@ class Loops:
         return turns.turns >= 2 and taken >= _AN_EPOCH and not turns.holds_epochs
 
     def around(self, number: int, what: Iterable[Any] | None) -> Iterable[Any]:
-        """What a loop goes through; None for one that was a `while`, which ends by itself."""
+        """Return the wrapped iterable of a loop; None is for a `while`, which ends by itself."""
         if what is None:
             return self._turns(number, repeat(None), only_steps=True)
         module: Any = sys.modules.get("torch.utils.data.dataloader")
@@ -146,7 +148,7 @@ class Loops:
         turns.short += 1
         turns.has_stepped |= taken > 0
         if turns.length is not None and turns.turns >= turns.length - 1:
-            return False  # it ends by itself
+            return False  # the loop ends by itself
         if turns.has_stepped:
             may_end = turns.length is not None or self.ends_unsized
             ends = may_end and turns.short >= STEPPING and self._steps(turns)

@@ -1,5 +1,7 @@
-"""What a loss compares with, by the graph that autograd has made of it: torch's losses save it, and
-those that are written by hand save what it can be known from."""
+"""Target of a loss, from the graph that autograd has made of the loss.
+
+torch's losses save the target. Losses written by hand save tensors that it can be computed from.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,25 @@ _OF_CLASSES = (
     "BinaryCrossEntropyWithLogitsBackward0",
 )
 _LOSSES = (*_OF_CLASSES, "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
-# What is done to a difference, as (out - y) ** 2 or (out - y).abs(), and saves it.
+# Operators on a difference that save it, as in (out - y) ** 2 or (out - y).abs().
 _OF_DIFFERENCES = ("PowBackward0", "AbsBackward0", "MulBackward0")
 _TAKEN = ("IndexBackward0", "GatherBackward0")
 _VIEWS = (
     "AliasBackward0", "ReshapeAliasBackward0", "SelectBackward0", "SqueezeBackward0",
     "SqueezeBackward1", "TBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0",
 )  # fmt: skip
-# A difference of numbers that were whole is so far from one, for rounding.
+# Largest distance of a difference of integers from an integer, for rounding.
 _WHOLE = 1e-4
 
 
 class Target(NamedTuple):
-    """What a loss compares with.
+    """Target of a loss.
 
     Attributes:
-        values: one for each sample; known up to rounding where there is a difference.
-        are_classes: whether the loss is one of classes.
-        output, difference: of a loss written by hand: what the model gave, and that less the
-            target, or with `sign` -1 the target less that.
+        values: one for each sample; known up to rounding where they come from a difference.
+        are_classes: whether it is a classification loss.
+        output, difference: for a loss written by hand, the output of the model, and output minus
+            target; target minus output with `sign` -1.
     """
 
     values: Any
@@ -42,7 +44,7 @@ class Target(NamedTuple):
     sign: int = 1
 
     def as_column_of(self, torch: Any, rows: Any) -> Any:
-        """The values; those of a column of these rows that gives the very same differences."""
+        """Return the values, taken from a column of these rows if it gives equal differences."""
         if self.difference is None or rows.dtype != self.output.dtype:
             return self.values
         count = len(rows)
@@ -52,7 +54,7 @@ class Target(NamedTuple):
 
 
 def target_under(torch: Any, root: Any, output: Any) -> Target | None:
-    """The target of the loss, where there is one alone; None elsewhere."""
+    """Return the target of the loss if there is exactly one, else None."""
     found = [
         target
         for node in nearest_nodes(root, _NODES, _has_target)
@@ -107,7 +109,7 @@ def _of_difference(torch: Any, node: Any, output: Any) -> Target | None:
     if output is None or apart is None or apart.numel() != output.numel():
         return None
     if torch.is_tensor(other) and (other.shape != apart.shape or not bool((other == apart).all())):
-        return None  # no square
+        return None  # a product that is not a square
     subtraction, given_by = first_child(node), node_of(output)
     left, right = children(subtraction)
     sign = 1 if right is None else -1

@@ -1,4 +1,4 @@
-"""Metrics: sklearn's functions, torchmetrics' objects, those of a compiled Keras model."""
+"""Metrics: functions of sklearn, objects of torchmetrics, metrics of a compiled Keras model."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from flatout.hooks import when_imported, wrap
 from flatout.observe.frequent_calls import FrequentCalls
 from flatout.observe.watch import Watch
 
-# What sklearn.metrics has beside metrics.
+# Parts of names of functions in sklearn.metrics that are no metrics.
 _NO_METRIC = ("make_", "get_", "check_", "pairwise_", "distance", "kernel")
 
 
 class MetricHooks:
-    """Times metrics, the outermost call of each."""
+    """Times metrics; a metric called within another is not timed itself."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._is_inside = False
-        self._often = FrequentCalls(watch)  # Keras calls its own twice in each step
+        self._often = FrequentCalls(watch)  # Keras calls its metrics twice in each step
         self._names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         when_imported("sklearn.metrics", self._hook_sklearn)
         when_imported("torchmetrics.metric", self._hook_torchmetrics)
@@ -34,7 +34,7 @@ class MetricHooks:
             function = getattr(module, name, None)
             if isinstance(function, FunctionType) and not any(part in name for part in _NO_METRIC):
                 wrap(module, name, "observe", self._timed, name)
-                getattr(module, name).__module__ = module.__name__  # where pickle finds it
+                getattr(module, name).__module__ = module.__name__  # so that pickle finds it
 
     def _hook_torchmetrics(self, module: Any) -> None:
         owner = module.Metric

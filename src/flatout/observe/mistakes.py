@@ -1,4 +1,4 @@
-"""What a training may do wrong without a word: all that looks for it, in a few steps."""
+"""Detectors of silent mistakes in a training, which run in a few steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from flatout.observe.watch import Watch
 
 
 class Mistakes:
-    """Looks at losses, gradients, clipping, schedulers, switches and samples."""
+    """Detectors of mistakes in losses, gradients, clipping, schedulers, switches and samples."""
 
     def __init__(self, torch: Any, watch: Watch, scalers: Scalers, seeds: RepeatedSeeds) -> None:
         self._watch = watch
@@ -53,7 +53,7 @@ class Mistakes:
         self._seeds = seeds
         seeds.hook_torch(torch)
         self._draws = RepeatedDraws(torch, watch)
-        self._switches = Switches(torch, watch)  # first: what the others switch is none of those
+        self._switches = Switches(torch, watch)  # first, before other detectors change switches
         self._graphs = LossGraphs(torch, watch)
         self._labels = Labels(torch, watch)
         Gradients(torch, watch)
@@ -84,9 +84,9 @@ class Mistakes:
         self._skipped = SkippedSteps(torch, watch)
 
     def fill(self, observation: Observation) -> None:
-        """Puts what was seen into an Observation; in the thread that steps.
+        """Add all findings to an Observation; to be called in the stepping thread.
 
-        Each is filled in on its own: one that fails is noted, and the others are there.
+        Each kind is added separately: if one fails, a note is added, and the others are kept.
         """
         if not observation.steps:
             return

@@ -1,4 +1,4 @@
-"""What callbacks of trainers look at, to stop early or to keep the best weights, and which way."""
+"""Metrics that trainers' callbacks monitor to stop early or to keep the best weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from flatout.observe.schedules import Schedules
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
-# Of Keras' callbacks: what each does with what it looks at.
+# Effect of each of Keras' callbacks.
 _KERAS = {"EarlyStopping": "stops", "ModelCheckpoint": "keeps", "ReduceLROnPlateau": "lowers"}
 
 
 class Monitors:
-    """Watches callbacks of Lightning, Keras and transformers from when a training takes them.
+    """Records callbacks of Lightning, Keras and transformers when a training begins to use them.
 
     Attributes:
-        found: one for each.
+        found: a Monitor for each callback.
     """
 
     def __init__(self, watch: Watch, schedules: Schedules) -> None:
@@ -93,7 +93,7 @@ class Monitors:
     def _by_lightning(
         self, callback: Any, acts: str, trainer: Any = None, module: Any = None, stage: str = ""
     ) -> None:
-        # A checkpoint without a metric is the latest one; -1 keeps all.
+        # Without a metric, the latest checkpoint is kept; save_top_k=-1 keeps all.
         if stage == "fit" and getattr(callback, "save_top_k", 1) > 0:
             self._note(callback, callback.monitor, callback.mode, acts, default="min")
 
@@ -106,7 +106,7 @@ class Monitors:
     def _by_keras(self, callback: Any, model: Any = None) -> None:
         names = (kind.__name__ for kind in type(callback).__mro__)
         acts = next((_KERAS[name] for name in names if name in _KERAS), "")
-        # In mode "auto" Keras knows which way.
+        # In mode "auto" Keras chooses the direction itself.
         if acts and callback.mode in ("min", "max") and getattr(callback, "save_best_only", True):
             self._note(callback, callback.monitor, callback.mode, acts)
 

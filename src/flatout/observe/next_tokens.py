@@ -1,8 +1,8 @@
-"""Whether a model that is to tell the next token sees it: its mask is missing, or wrong.
+"""Check whether a model that is to predict the next token sees it: its mask is missing or wrong.
 
-In a step of each training the target of the loss is compared with the tokens that the model got
-(shifted_targets.py). Where it is these, shifted by one, the model is called again behind the step
-(called_again.py), with one token replaced by another: outputs before it are to stay as they are.
+In a step of each training, the target of the loss is compared with the model's input tokens
+(shifted_targets.py). If it equals them, shifted by one, the model is called again after the step
+(called_again.py), with one token replaced. Outputs before that token must not change.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from flatout.observe.shifted_targets import Place, place_in
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
-# The steps between which calls are kept. In the latter no other hooks are there that ask what a
-# call is for.
+# Steps between which calls are recorded. In the latter, hooks for the first steps are already gone.
 _FROM, _UNTIL = 2, 3
-# Backward passes that are looked at.
+# Most backward passes that are inspected.
 _LOOKS = 4
-# A step that takes longer waits until two forwards are a small part of what was watched.
+# Longest step (ns) after which the model is called at once. A longer one waits until two forwards
+# are a small share of the observed time.
 _LONG_NS = 1_500_000_000
 
 
 class _Call(NamedTuple):
-    """A call of a model: with what, and what it gave."""
+    """A call of a model, with its arguments and output."""
 
     seen: SeenModel
     given: dict[str, Any]
@@ -39,10 +39,10 @@ class _Call(NamedTuple):
 
 
 class NextTokens:
-    """Looks at the models that are trained, in a step of each training.
+    """Inspects the trained models in a step of each training.
 
     Attributes:
-        found: those that see what they are to tell.
+        found: models that see the token they are to predict.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:
@@ -62,7 +62,7 @@ class NextTokens:
         self.found.clear()
 
     def _begin(self) -> None:
-        self._calls: list[_Call] = []  # since the last backward pass
+        self._calls: list[_Call] = []  # calls since the last backward pass
         self._looks = 0
         self._chosen: tuple[SeenModel, Place, Site | None] | None = None
 
@@ -99,7 +99,7 @@ class NextTokens:
         try:
             place = place_in(self._torch, module, call.given, call.gave, roots[0].grad_fn)
         except (RuntimeError, NotImplementedError):
-            return  # numbers that were freed, or tensors of a kind without them
+            return  # saved tensors that were freed, or tensors of a kind without them
         if place is not None:
             self._chosen = call.seen, place, call.site
 

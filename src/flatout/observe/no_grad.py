@@ -1,6 +1,7 @@
-"""Where a model's forward calls its layers without gradients for certain: `with torch.no_grad():`.
+"""Lines by which a model's forward always calls its layers without gradients.
 
-One that a condition chooses, as where a backbone is to rest in the first steps, is none of these.
+An example is `with torch.no_grad():`. Lines in a branch of an if/else are left out, such as where a
+backbone is frozen only in the first steps.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from flatout.observe.origins import parsed
 from flatout.observe.sites import is_users
 
 _SWITCHES_OFF = frozenset(("no_grad", "inference_mode"))
-# The user's functions that are asked, from the inside.
+# Most forward functions of the user that are searched, innermost first.
 _LEVELS = 8
-# Who switches gradients off in the loop around a model wants them off, as for a linear probe.
+# Only forward is searched: a loop around the model disables gradients on purpose.
 _FORWARD = "forward"
 
 
 def no_grad_above(frame: FrameType | None) -> Site | None:
-    """The line that switches gradients off for the call in this frame; None where none does so
-    whatever happens."""
+    """Return the line that always disables gradients for this frame's call; None without one."""
     levels = 0
     while frame is not None and levels < _LEVELS:
         if is_users(frame.f_code.co_filename) and frame.f_code.co_name == _FORWARD:

@@ -1,4 +1,4 @@
-"""Observes a live kernel: what its cells train, from now on and only while they run."""
+"""Observation of a live notebook kernel: the training in its cells, only while they run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from flatout.observe.start import Asked, Observer
 class Cells:
     """The cells of a notebook, observed one after the other.
 
-    What is between two cells counts nowhere. Hooks stay where they are once they are set, and do
-    nothing outside of cells; a process has one Cells.
+    Time between two cells is not counted. Hooks stay installed, and do nothing outside of cells. A
+    process has only one Cells.
 
     Args:
-        named: what a file is called: "cell 3" for a cell, itself for any other.
+        named: returns the name of a file: "cell 3" for a cell, the file's own name otherwise.
     """
 
     def __init__(self, named: Callable[[str], str]) -> None:
@@ -33,27 +33,27 @@ class Cells:
         self._seconds = 0.0
 
     def begin(self) -> None:
-        """A cell begins."""
+        """Record the beginning of a cell."""
         if self._began is None:
             self._began = time.monotonic()
             self._observer.watch.lanes.resume()
 
     def end(self, *, failed: bool = False) -> None:
-        """Record the end of the run."""
+        """Record the end of a cell, or its failure."""
         if self._began is not None:
             self._seconds += time.monotonic() - self._began
             self._began = None
             self._observer.watch.lanes.pause(keep=not failed)
 
     def look(self) -> tuple[Observation, float]:
-        """What was seen since the last look, and in how many seconds; it is forgotten then."""
+        """Return the observation since the last call, and its seconds; then forget it."""
         with self._between():
             observation, seconds = self._observer.so_far(), self._seconds
             self._forget()
         return observation, seconds
 
     def forget(self) -> None:
-        """Begins again, as if nothing had been seen."""
+        """Begin again, as if nothing had been observed."""
         with self._between():
             self._forget()
 
@@ -66,13 +66,13 @@ class Cells:
             self.begin()
 
     def rest(self) -> None:
-        """Observes nothing until `wake`."""
+        """Observe nothing until `wake` is called."""
         self.end()
         self._forget()
         self._observer.stop_writing()
 
     def wake(self) -> None:
-        """Observes again."""
+        """Continue the observation."""
         self._observer.begin_writing()
         self.begin()
 

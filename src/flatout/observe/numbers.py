@@ -1,11 +1,12 @@
-"""Numbers that are none, and those too small to be quick: models are read now and then.
+"""Checks of models' numbers for NaN, infinity and subnormal numbers, made at intervals.
 
-Their optimizers' moments are read too: that of a weight whose gradient has become zero shrinks by a
-tenth with each step, down to the smallest numbers that there are, and stays there.
+Subnormal numbers are slow to compute with. The optimizers' moments are checked for them too: if the
+gradient of a weight becomes zero, its moment shrinks by a tenth with each step. It ends at the
+smallest numbers that exist, and stays there.
 
-Reading all numbers of a model takes time, so the next look waits until it is a small share of it.
-Before a save all are read, where saves are that far apart, and an evaluation of a broken model is
-what the look is for.
+Reading all numbers of a model takes time, so the next check waits until that is a small share of
+the time. All numbers are read before a save if saves are rare. They are read before an evaluation
+too, since evaluating a broken model is what the check is for.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from typing import Any
 from flatout.observe.model_facts import local, not_finite, some_of
 from flatout.observe.watch import Watch
 
-# Of the time, and of that in evaluation, and of that from one save to the next.
+# Largest shares of the time that checks may take: of all time, of the time between evaluations, and
+# of the time between saves.
 _SHARE, _SHARE_EVALUATING, _SHARE_SAVING = 0.0005, 0.001, 0.001
 _FIRST_LOOK = 3
-# Before these first saves all numbers are read.
+# Number of first saves before which all numbers are always read.
 _SAVES = 3
 _NAMED = 20
-# Of each tensor so many numbers are looked at for those that are too small.
+# Most numbers of each tensor that are checked for being subnormal.
 _SAMPLE = 2**16
 _LEAST_NUMBERS = 256
 
 
 class Numbers:
-    """Looks at the numbers of the models that are trained."""
+    """Checks the numbers of the models that are trained."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -40,7 +42,7 @@ class Numbers:
         watch.before_saving.append(self._before_saving)
 
     def before_evaluation(self) -> None:
-        """A model is called, perhaps to be evaluated: looks where the last look is long ago."""
+        """Check the numbers before a possible evaluation, if the last check is long ago."""
         if self._watch.lanes.steps and perf_counter_ns() >= self._due:
             self._watch.aside(self.look)
 
@@ -61,7 +63,7 @@ class Numbers:
         self._watch.at(steps + 1 + int(self._took / _SHARE / step_ns), self._look_and_plan)
 
     def look(self) -> None:
-        """Reads all numbers of the models."""
+        """Read all numbers of the models."""
         began = perf_counter_ns()
         is_flushed = flushes_subnormals(self._torch)
         for model in self._watch.models:
@@ -74,7 +76,7 @@ class Numbers:
             model.facts.subnormal_share = max(model.facts.subnormal_share or 0.0, share)
         for optimizer in self._watch.optimizers:
             states = getattr(optimizer.ref(), "state", None)
-            if not isinstance(states, Mapping):  # none of torch's, or gone
+            if not isinstance(states, Mapping):  # not an optimizer of torch, or gone
                 continue
             share = 0.0 if is_flushed else subnormal_share(_moments_in(states))
             optimizer.facts.subnormal_share = max(optimizer.facts.subnormal_share or 0.0, share)
@@ -84,15 +86,15 @@ class Numbers:
 
 
 def flushes_subnormals(torch: Any) -> bool:
-    """Whether this thread computes zero where a result is too small for full precision."""
+    """Whether this thread computes zero where a result is subnormal."""
     smallest = torch.full((1,), torch.finfo(torch.float32).tiny, dtype=torch.float32, device="cpu")
     return float((smallest * 0.5).item()) == 0.0
 
 
 def subnormal_share(tensors: Iterable[Any]) -> float:
-    """The largest share that subnormal numbers have of a tensor on a CPU.
+    """Return the largest share of subnormal numbers in one of the tensors on a CPU.
 
-    Small tensors are left out: what they take is nothing.
+    Small tensors are left out, since they take no measurable time.
     """
     return max(map(_share, tensors), default=0.0)
 
@@ -120,7 +122,7 @@ def _share(numbers: Any) -> float:
         return 0.0
     if numbers.numel() < _LEAST_NUMBERS or numbers.layout != torch.strided:
         return 0.0
-    # As bits: where the units for floats flush subnormals, they compare as zeros too.
+    # Compared as bits: where the CPU flushes subnormals, they compare as zeros.
     bits = some_of(numbers.detach(), _SAMPLE).view(torch.int32) & 0x7FFFFFFF
     is_subnormal = (bits > 0) & (bits < 0x00800000)
     return int(is_subnormal.sum()) / int(bits.numel())

@@ -1,8 +1,8 @@
-"""Which files and folders this process reads, noted in a file as it opens them.
+"""Record of the files and folders that this process reads, written as it opens them.
 
-Python announces what it opens to audit hooks (https://docs.python.org/3/library/audit_events.html),
-also in processes that are forked. Native code does not: what it keeps open or mapped is seen by
-looking, what it opens for a moment is not.
+Python reports opened files to audit hooks (https://docs.python.org/3/library/audit_events.html),
+also in forked processes. Native code does not. Files that it keeps open or mapped are found by
+polling, but not those that it opens only for a moment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ READ, WRITTEN, LISTED = "read", "written", "listed"
 
 def note_opened(file: Path) -> None:
     """Add a line to a file for each path when it is first opened: {"how", "path"}, as JSON."""
-    # Kept open: what is noted here must not be announced in turn, nor closed with a fork's end.
+    # Kept open, since opening it for each line would be reported too. A forked process shares it.
     handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     seen: set[tuple[str, str]] = set()
 

@@ -1,4 +1,4 @@
-"""Which OpenMP library a process has, and what was asked of one."""
+"""OpenMP libraries of a process, and the settings for them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 
 OPENMP = ("KMP_", "GOMP_", "OMP_")
-"""How the names of the variables begin that OpenMP libraries read."""
+"""Prefixes of the environment variables that OpenMP libraries read."""
 
 _LIBRARY = re.compile(r"/(lib(?:gomp|iomp5|omp)\b[^/\n]*)$", re.MULTILINE)
 
 
 def libraries(maps: Path = Path("/proc/self/maps")) -> list[str] | None:
-    """Returns the file names of those that are loaded; None where that cannot be seen."""
+    """Return the file names of the loaded libraries; None if the memory maps are unreadable."""
     try:
         return sorted(set(_LIBRARY.findall(maps.read_text(errors="replace"))))
     except OSError:
@@ -21,5 +21,5 @@ def libraries(maps: Path = Path("/proc/self/maps")) -> list[str] | None:
 
 
 def settings() -> dict[str, str]:
-    """Returns the variables that are meant for one."""
+    """Return the environment variables for OpenMP libraries."""
     return {name: value for name, value in os.environ.items() if name.startswith(OPENMP)}

@@ -1,7 +1,7 @@
-"""Where batches come from in a loop without a DataLoader: the lines that make what a model gets.
+"""Origin of the batches in a loop without a DataLoader: the lines that make the model's input.
 
-The names in a model's call are followed through the source of its function, and of those that
-call it, to the lines that give them their values.
+The names in a model's call are traced through the source of its function, and of the functions that
+call it, to the lines that assign them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from functools import lru_cache
 
 from flatout.observe.sites import is_users
 
-# Functions above the one that calls the model.
+# Most calling functions that are searched above the one that calls the model.
 _LEVELS = 4
 
 Place = tuple[str, int]
 
 
 def origins(call: Place, callers: Sequence[Place]) -> set[Place]:
-    """The lines that make what is handed to a model; none where their source cannot be read."""
+    """Return the lines that make a model's input; none where their source cannot be read."""
     places: set[Place] = set()
     wanted: set[str] | None = None
     for file, line in [call, *callers][: _LEVELS + 1]:
@@ -29,7 +29,7 @@ def origins(call: Place, callers: Sequence[Place]) -> set[Place]:
         if function is None:
             break
         names = _given(function, line)
-        if wanted is not None:  # parameters, whatever they are called by the one who calls
+        if wanted is not None:  # all parameters, since the caller may use other names
             names |= _given_through(function, line)
         lines, left = _slice(function, names, line)
         places |= {(file, line) for line in lines}
@@ -41,15 +41,15 @@ def origins(call: Place, callers: Sequence[Place]) -> set[Place]:
 
 @lru_cache(maxsize=64)
 def parsed(file: str) -> ast.Module | None:
-    """The code of a file; None where it is none of Python's alone."""
+    """Return the syntax tree of a file; None if it is not plain Python."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):  # such as a cell with commands of the notebook's own
+    except (SyntaxError, ValueError):  # such as a cell with notebook commands
         return None
 
 
 def users_code() -> Iterator[tuple[str, ast.Module]]:
-    """The code of each file of the user's that is loaded, with its name, in their order."""
+    """Yield name and syntax tree of each loaded file of the user, sorted by name."""
     files = {str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
     for file in sorted(file for file in files if file.endswith(".py") and is_users(file)):
         tree = parsed(file)
@@ -58,19 +58,19 @@ def users_code() -> Iterator[tuple[str, ast.Module]]:
 
 
 def is_at(node: ast.stmt | ast.expr, line: int) -> bool:
-    """Whether a line is one of those that a node goes over."""
+    """Whether a node spans the line."""
     return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
 def function_at(file: str, line: int) -> ast.AST | None:
-    """The innermost function around a line, else the whole file."""
+    """Return the innermost function around a line, else the whole file; None if not parsable."""
     tree = parsed(file)
     best: ast.AST | None = tree
     for node in ast.walk(tree) if tree is not None else ():
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         if is_at(node, line):
-            best = node  # an inner one is walked over later
+            best = node  # ast.walk visits inner functions later
     return best
 
 

@@ -1,6 +1,6 @@
-"""What the script's other threads do while it steps, such as one that makes its batches.
+"""Activity of the script's other threads while it steps, such as one that makes its batches.
 
-Looked at by a thread of ours, where the script has any in its own code.
+They are sampled by a thread of ours, if the script has threads that run its own code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WAITS = (
 
 @dataclass
 class _Thread:
-    """Looks at one thread."""
+    """Samples of one thread."""
 
     name: str
     looks: int = 0
@@ -67,11 +67,11 @@ class OtherThreads:
             self._looker.start()
 
     def stop(self) -> None:
-        """Ends that; what was seen stays."""
+        """Stop sampling; the samples are kept."""
         self._end.set()
 
     def fill(self, observation: Observation) -> None:
-        """Puts the line that each busy thread is at most often into an Observation."""
+        """Add the most frequent line of each busy thread to an Observation."""
         result = []
         for thread in list(self._seen.values()):
             if thread.looks >= _FEWEST and thread.lines:
@@ -86,7 +86,7 @@ class OtherThreads:
         while not self._end.wait(pause):
             stepping = self._watch.lanes.thread
             if not stepping:
-                continue  # nothing is watched now
+                continue  # nothing is observed now
             began = time.thread_time()
             for thread, frame in self._of_user(stepping):
                 self._note(thread, frame)
@@ -96,7 +96,7 @@ class OtherThreads:
 
     def _of_user(self, stepping: int) -> list[tuple[threading.Thread, FrameType]]:
         frames = sys._current_frames()
-        frames.pop(threading.get_ident(), None)  # would hold itself, and all that is above it
+        frames.pop(threading.get_ident(), None)  # this frame would refer to itself
         result: list[tuple[threading.Thread, FrameType]] = []
         for thread in threading.enumerate():
             if len(result) == _MOST:

@@ -1,4 +1,4 @@
-"""What a script prints or logs, saves and cleans up while it trains."""
+"""Output of a script while it trains: prints, logs, saves; and its garbage collections."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from flatout.observe.replicas import has_peers, number_of
 from flatout.observe.timed_calls import timed
 from flatout.observe.watch import Watch
 
+# Most saves that are recorded.
 _SAVED = 24
-# Of so many of them it is also seen whether ranks save the same.
+# Number of first saves whose tensors are hashed, to compare them between ranks.
 _NUMBERED = 8
-# By a package, where what is told can be left out.
+# Detail of calls of a logging package, whose output can be left out.
 _LOGGED = {"logged": True}
 
 
 def watch_outputs(watch: Watch) -> None:
-    """Hooks into print and logging."""
+    """Hook into print and logging."""
     told = Told(watch)
     told.time(builtins, "print", "print")
     told.time(logging.Logger, "_log", "log", _LOGGED)
     wrap(os, "putenv", "observe", _noting_openmp, watch)
-    # A line that is to survive a crash.
+    # fsync is called for log lines that must survive a crash.
     told.time(os, "fsync", "log", {"fsync": True})
     when_imported("torch.utils.tensorboard.writer", lambda module: _watch_writer(module, told))
 
 
 class Told:
-    """Times what prints or logs: in all steps, or, where that would cost too much of a step, in
-    some, which then stand for all.
+    """Times calls that print or log.
+
+    They are timed in all steps, or only in some that represent all, where timing costs too much.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -47,7 +49,7 @@ class Told:
         self.calls = FrequentCalls(watch)
 
     def time(self, owner: Any, name: str, kind: str, detail: dict[str, Any] | None = None) -> None:
-        """Times the calls of a function, as of this kind."""
+        """Time the calls of a function, as calls of this kind."""
         shifted = self.calls.shifted
         around = partial(
             timed, kind=kind, lane=HOST, watch=self._watch, detail=detail, shifted=shifted
@@ -65,7 +67,7 @@ def _noting_openmp(original: Any, watch: Watch) -> Any:
 
 
 def watch_torch(torch: Any, watch: Watch) -> None:
-    """Hooks into torch.save and torch.cuda.empty_cache."""
+    """Hook into torch.save and torch.cuda.empty_cache."""
     saved = partial(timed, kind="save", lane=SAVING, watch=watch, depth=3)
     wrap(torch, "save", "observe", saved)
     wrap(torch, "save", "observe", _saving, watch)
@@ -103,7 +105,7 @@ def _size(path: str) -> int | None:
 
 
 def contents_of(obj: Any) -> int | None:
-    """A number for the tensors in nested dicts and lists; None where none of them holds floats."""
+    """Return a hash of the tensors in nested dicts and lists; None where none holds floats."""
     tensors = [local(tensor) for tensor in _tensors_in(obj)]
     if not any(tensor.is_floating_point() for tensor in tensors):
         return None
@@ -120,7 +122,7 @@ def _tensors_in(obj: Any, depth: int = 0) -> list[Any]:
 
 
 def keys_of(obj: Any, depth: int = 0) -> list[str]:
-    """The first names of the tensors in nested dicts, such as `model.0.weight`."""
+    """Return the first names of the tensors in nested dicts, such as `model.0.weight`."""
     result: list[str] = []
     if isinstance(obj, dict) and depth < 3:
         for name, value in obj.items():
@@ -136,7 +138,7 @@ def keys_of(obj: Any, depth: int = 0) -> list[str]:
 
 
 def watch_garbage(watch: Watch) -> None:
-    """Times collections that interrupt the thread that steps."""
+    """Time garbage collections that interrupt the stepping thread."""
     lanes, calls = watch.lanes, watch.calls
     before = began = -1
 

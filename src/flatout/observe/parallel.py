@@ -1,4 +1,4 @@
-"""What a script does for several devices and ranks."""
+"""Calls of a script that concern several devices and ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.observe.watch import Watch
 
 
 def watch_parallel(torch: Any, watch: Watch) -> None:
-    """Hooks into torch's wrappers of models, DistributedSampler and the count of devices."""
+    """Hook into torch's wrappers of models, DistributedSampler and the count of devices."""
     parallel = torch.nn.parallel
     sampler = torch.utils.data.distributed.DistributedSampler
     for owner, name, kind in (

@@ -1,4 +1,4 @@
-"""Whether what a ReduceLROnPlateau is given, or a metric, is a loss or a score: by its name."""
+"""Classification of a metric as loss or score by its name, and of ReduceLROnPlateau's argument."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from flatout.observe.observation import Site
 from flatout.observe.origins import function_at, is_at, parsed
 
-# Words of names. What is in neither, such as "metric" or "score", says nothing.
+# Words in names of losses and of scores. Other words, such as "metric" or "score", are ambiguous.
 _LOSSES = {
     "loss", "losses", "error", "mse", "mae", "rmse", "nll", "perplexity", "ppl", "wer", "cer",
     "criterion",
@@ -17,7 +17,7 @@ _SCORES = {
     "acc", "accuracy", "auc", "auroc", "f1", "iou", "miou", "dice", "psnr", "ssim", "precision",
     "recall", "bleu", "reward", "rewards",
 }  # fmt: skip
-# Of what gets better the other way round, or is no measure of how good the model is.
+# Words in names of what improves in the opposite direction, or does not measure the model.
 _TURNED = {
     "neg", "negative", "minus", "inverse", "gap", "drop", "diff", "difference", "delta", "std",
     "var", "variance",
@@ -26,8 +26,11 @@ _WORD = re.compile(r"[A-Z]?[a-z]+\d?|[A-Z]+\d?")
 
 
 def given_at(site: Site) -> tuple[str, str]:
-    """What `step` is called with in a line, as it is written, and "loss" or "score" as far as its
-    name, or what was assigned to it, tells; "" elsewhere."""
+    """Return the source of the argument of `step` in a line, and its kind.
+
+    The kind is "loss" or "score", guessed from its name or from the value assigned to it. Both are
+    "" where no argument is found.
+    """
     tree = parsed(site.file)
     for call in ast.walk(tree) if tree is not None else ():
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
@@ -41,14 +44,14 @@ def given_at(site: Site) -> tuple[str, str]:
 
 
 def kind_of(given: ast.expr) -> str:
-    """By the words in an expression; one that turns its sign says nothing."""
+    """Return "loss" or "score" by the words in an expression; "" if unclear, or with a minus."""
     if any(isinstance(node, (ast.USub, ast.Sub)) for node in ast.walk(given)):
         return ""
     return kind_of_name(ast.unparse(given))
 
 
 def kind_of_name(text: str) -> str:
-    """ "loss" or "score" by the words in a name, as of "val_acc"; "" where they say neither."""
+    """Return "loss" or "score" by the words in a name, such as "val_acc"; "" if unclear."""
     words = _words(text)
     is_loss, is_score = not words.isdisjoint(_LOSSES), not words.isdisjoint(_SCORES)
     if is_loss == is_score or not words.isdisjoint(_TURNED):
@@ -57,7 +60,7 @@ def kind_of_name(text: str) -> str:
 
 
 def words_of(given: ast.AST) -> set[str]:
-    """The words in the names of some code, in small letters."""
+    """Return the words in the names of a piece of code, in lower case."""
     return _words(ast.unparse(given))
 
 
@@ -66,7 +69,7 @@ def _words(text: str) -> set[str]:
 
 
 def kind_before(given: ast.expr, site: Site) -> str:
-    """By what is assigned to a name in the same function, where all such lines agree."""
+    """Return the kind of the values assigned to a name in the function, if all agree, else ""."""
     function = function_at(site.file, site.line)
     if not isinstance(given, ast.Name) or function is None:
         return ""

@@ -1,4 +1,4 @@
-"""Activations that run before max-pooling, and might as well run after it."""
+"""Activations before max-pooling that could run after it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flatout.observe.observation import Model, Site
 
 
 def look_at_pools(module: Any, facts: Model) -> None:
-    """Fills in the pairs that could change places, their modules, and the line of the first one."""
+    """Fill in the pairs that could be swapped, their modules, and the line of the first pair."""
     root = unwrapped(module)[-1]
     if facts.is_compiled or not any(_may_pool(inner) for inner in root.modules()):
         return

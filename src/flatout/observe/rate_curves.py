@@ -1,4 +1,4 @@
-"""The rate of a scheduler as a function of its steps, where it can be asked ahead."""
+"""Learning rate of a scheduler as a function of its steps, where it can be computed ahead."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
-# So far ahead is looked for the end of a rate that is written down by a formula, and by a function.
+# Most steps ahead in which the end of a rate is searched. _AHEAD: for `ends_after`; _FAR_AHEAD: for
+# `made_for`.
 _AHEAD, _FAR_AHEAD = 2000, 20_000
-# Shares of the highest rate that are as good as none, and that are none.
+# Shares of the highest rate. _NOTHING: practically zero; _ZERO: zero.
 _NOTHING, _ZERO = 0.02, 1e-6
 _PURE_MODULES = ("math", "numpy")
 _PURE_PACKAGES = ("transformers", "diffusers", "timm")
@@ -21,8 +22,10 @@ Curve = Callable[[int], float]
 
 
 def ends_after(scheduler: Any) -> int | None:
-    """After how many of its steps the rate is as good as nothing; None where it never is, or where
-    that cannot be asked."""
+    """Return the steps after which the rate is practically zero.
+
+    None where it never is, or cannot be computed ahead.
+    """
     if _is_chain(scheduler):
         last = ends_after(scheduler._schedulers[-1])
         return None if last is None else last + int(scheduler._milestones[-1])
@@ -37,8 +40,10 @@ def ends_after(scheduler: Any) -> int | None:
 
 
 def made_for(scheduler: Any) -> int | None:
-    """How many steps it is made for: as it was told, or until its rate is zero; None where neither
-    is known."""
+    """Return the steps that a scheduler is made for: by its arguments, or until its rate is zero.
+
+    None where neither is known.
+    """
     if _is_chain(scheduler):
         last = made_for(scheduler._schedulers[-1])
         return None if last is None else last + int(scheduler._milestones[-1])
@@ -60,7 +65,7 @@ def _first_below(share: float, curve: Curve, steps: int) -> int | None:
             if highest > 0 and rate <= share * highest:
                 return step
             highest = max(highest, rate)
-    except Exception:  # the script's own function
+    except Exception:  # raised by the script's own function
         return None
     return None
 

@@ -1,4 +1,4 @@
-"""From what the hooks have seen to an Observation."""
+"""Conversion of the hooks' records to an Observation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flatout.world import Place
 
 _PACKAGES = ("torch", "numpy", "torchvision", "keras", "lightning", "accelerate", "transformers")
 NO_LOADER = "input: no DataLoader gave the batches trained on; making them is counted as host"
-# Durations of steps in what is written while the script runs.
+# Most durations of steps in the file that is written while the script runs.
 _LIVE_STEPS = 200
 
 
@@ -37,7 +37,10 @@ def observation(
     *,
     is_live: bool,
 ) -> Observation:
-    """What was seen so far. Reads what hooks write, and never a tensor: any thread may call it."""
+    """Return the Observation so far.
+
+    It is made from the hooks' records without reading any tensor, so any thread may call this.
+    """
     steps = watch.lanes.steps
     result = Observation(
         command,
@@ -83,7 +86,7 @@ def observation(
 
 
 def read_sites(parts: Iterable[Any]) -> None:
-    """Reads the lines that these parts of an Observation name."""
+    """Read the lines of code of all sites in these parts of an Observation."""
     for part in parts:
         for name, value in vars(part).items():
             if isinstance(value, Site):
@@ -96,7 +99,7 @@ def _stepped(models: list[SeenModel]) -> list[SeenModel]:
 
 
 def _backbones(models: list[SeenModel]) -> list[Backbone]:
-    # A target network or an average of the weights is of the same make, and changes now and then.
+    # A target network or an average of the weights is like a trained model, and changes at times.
     trained = {_make(model) for model in models if model.is_stepped}
     return [
         Backbone(model.facts.kind, model.site, model.alone_ms)
@@ -116,7 +119,7 @@ def _saved(saved: dict[str, Any]) -> dict[str, Any]:
 
 def _with_inside(watch: Watch, loader: SeenLoader, folder: Path | None) -> Loader:
     if folder is not None:
-        watch.attempt(loader.compare_with_others)  # it asks the script's own dataset
+        watch.attempt(loader.compare_with_others)  # it calls the script's own dataset
     facts = loader.result()
     if folder is not None:
         result = gather(folder, loader.number) if facts.num_workers else []

@@ -1,4 +1,4 @@
-"""Recurrent cells that a loop in Python calls step by step, though all inputs are there before."""
+"""Recurrent cells that a Python loop calls step by step, although all inputs are known before."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
 _FROM, _UNTIL = 4, 7
-# A shorter loop costs little.
+# Fewest iterations of a loop: a shorter one costs little.
 _LEAST = 4
-# Share of the calls that belong to loops over one tensor.
+# Smallest share of the calls that belong to loops over one tensor.
 _MOST = 0.9
 
 
 class _Cell:
-    """One cell, and the loop that it is called in."""
+    """A cell, and the loops in which it is called."""
 
     def __init__(self) -> None:
         self.ns = self.calls = self.began = 0
@@ -54,7 +54,7 @@ def _is_same(states: Any, last: Any) -> bool:
 
 
 class Recurrent:
-    """Looks at the cells of the models that are trained, in a few steps."""
+    """Inspects the cells of the trained models, in a few steps."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch

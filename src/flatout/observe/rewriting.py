@@ -1,10 +1,10 @@
-"""The user's code as it is compiled where nothing of a run is kept.
+"""Compilation of the user's code with changes, for runs of which nothing is kept.
 
-Loops can end early: `for x in xs:` becomes `for x in LOOPS(7, xs):`, where its body steps or
-evaluates, and a `while` whose body steps becomes such a loop. Calls can be left out whose value is
-not used: `log(x)` becomes `if CALLS[4]: log(x); CALLS[5]`, with the assignments before it that
-nothing else reads. Lines and columns stay as they
-are, and so does what Python keeps of compiled files.
+Loops can then end early: `for x in xs:` becomes `for x in LOOPS(7, xs):` if its body steps or
+evaluates, and a `while` whose body steps becomes such a loop. Calls with an unused value can be
+left out: `log(x)` becomes `if CALLS[4]: log(x); CALLS[5]`. Assignments before it that nothing else
+reads go into the same block. Lines and columns are unchanged, and so are Python's cached bytecode
+files.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from flatout.observe.unused_calls import (
 )
 
 _LOOPS = "__flatout_loops__"
-"""The name in builtins of what stands around loops."""
+"""Name in builtins of the function that wraps the iterables of loops."""
 _TURN = "__flatout_turn__"
-"""What a loop that was a `while` counts by."""
+"""Loop variable of a loop that was a `while`."""
 _STEPS = {"step", "backward", "training_step", "train_on_batch", "minimize"}
-"""Methods whose call makes a function one that steps."""
+"""Methods that make a function which calls them a stepping function."""
 _MOST_FILES = 200
 _COMPILES = re.compile(
     rb"torch\.(compile|jit)\b|\.compile\(\s*\)|\bnumba\b|from torch import .*compile"
@@ -42,7 +42,7 @@ _COMPILES = re.compile(
 
 
 def names_that_step(trees: Iterable[ast.Module]) -> set[str]:
-    """Names of functions in these files that step an optimizer, or call one that does."""
+    """Return the names of functions that step an optimizer, or call a function that does."""
     calls: dict[str, set[str]] = {}
     for tree in trees:
         for node in ast.walk(tree):
@@ -55,7 +55,7 @@ def names_that_step(trees: Iterable[ast.Module]) -> set[str]:
 
 
 def names_in_a_step(trees: Iterable[ast.Module], stepping: set[str]) -> set[str]:
-    """Names of functions in these files that the innermost loops which step call."""
+    """Return the names of functions that the innermost stepping loops call."""
     calls: dict[str, set[str]] = {}
     result: set[str] = set()
     for tree in trees:
@@ -76,7 +76,7 @@ def names_in_a_step(trees: Iterable[ast.Module], stepping: set[str]) -> set[str]
 
 
 def files_of(script: Path, home: Path) -> dict[Path, ast.Module]:
-    """The script and what it imports from its folder, as far as that is written in its code."""
+    """Return the script, and the modules of its folder that its code imports."""
     result = {script: _parsed(script)}
     todo = [script]
     while todo and len(result) < _MOST_FILES:
@@ -107,7 +107,7 @@ def _imported(node: ast.AST, folder: Path, home: Path) -> Iterator[Path]:
 
 
 def steps_schedules(trees: Iterable[ast.Module]) -> bool:
-    """Whether a line in these files steps something that is called like a scheduler."""
+    """Whether a line in these files steps an object with a scheduler's name or class."""
     receivers: set[str] = set()
     schedulers: set[str] = set()
     for tree in trees:
@@ -150,15 +150,15 @@ def _called(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 class Rewriting:
-    """Compiles the user's files so that a function of ours stands around their loops.
+    """Compiles the user's files with a wrapper around their loops, and conditions before calls.
 
     Attributes:
-        loops: file and line of each, by number.
-        steps_schedules: whether a line of theirs steps a schedule.
-        is_compiled: whether they compile functions: then nothing is put into them.
-        calls: those whose value is not used, by number.
-        makes: by twice the number, whether the call is made; what stands behind it is read after
-            the call.
+        loops: file and line of each loop, by its number.
+        steps_schedules: whether a line of the files steps a scheduler.
+        is_compiled: whether the files compile functions; they are then left unchanged.
+        calls: calls with an unused value, by number.
+        makes: at twice a call's number, whether the call is made. The entry after it is read when
+            the call has ended.
     """
 
     def __init__(self, command: list[str]) -> None:
@@ -170,7 +170,7 @@ class Rewriting:
             home = script.parent
         self._home = home.resolve()
         files = files_of(script, self._home)
-        # What is compiled further must find the code as it was written.
+        # Tools that compile functions must find the code as it was written.
         self.is_compiled = any(_COMPILES.search(_text(file)) for file in files)
         trees = files.values()
         self._stepping = names_that_step(trees)
@@ -181,14 +181,14 @@ class Rewriting:
         self.makes: list[Any] = []
 
     def install(self, around: Callable[[int, Iterable[Any]], Iterable[Any]]) -> None:
-        """From now on, for all that is imported."""
+        """Begin to rewrite all modules that are imported."""
         setattr(builtins, _LOOPS, around)
         setattr(builtins, CALLS, self.makes)
         original = SourceFileLoader.get_code
 
         def get_code(loader: SourceFileLoader, fullname: str) -> CodeType | None:
             path = loader.get_filename(fullname)
-            # What is kept of compiled files is neither read nor written here.
+            # Cached bytecode of own modules is neither read nor written.
             is_own = (
                 not self.is_compiled
                 and is_users(path)
@@ -199,7 +199,7 @@ class Rewriting:
         SourceFileLoader.get_code = get_code  # type: ignore[assignment, method-assign]
 
     def code(self, source: bytes, file: str) -> CodeType:
-        """A file's code."""
+        """Return the rewritten code of a file; the plain code where that is not possible."""
         plain = compile(source, file, "exec", dont_inherit=True)
         if self.is_compiled:
             return plain
@@ -210,7 +210,7 @@ class Rewriting:
             self.calls += calls
             self.makes += [True, None] * len(calls)
             return code
-        except (RecursionError, SystemError, ValueError):  # too deep to be looked through
+        except (RecursionError, SystemError, ValueError):  # nested too deeply
             return plain
 
     def _number(self, file: str) -> Callable[[int], int]:
@@ -224,7 +224,7 @@ class Rewriting:
 
 
 class _Loops(ast.NodeTransformer):
-    """Puts a call around what a loop goes through, where its body steps or evaluates."""
+    """Wraps the iterable of a loop whose body steps or evaluates."""
 
     def __init__(self, stepping: set[str], number: Callable[[int], int]) -> None:
         self._stepping = stepping

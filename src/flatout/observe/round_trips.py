@@ -1,4 +1,4 @@
-"""Tensors that leave a device and come back in the same step: followed in a few steps alone."""
+"""Tensors that leave a device and return in the same step, followed in a few steps only."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _FROM, _STEPS = 3, 6
 
 
 class RoundTrips:
-    """Knows again the memory that a tensor was copied to on the host.
+    """Recognizes the host memory that a tensor was copied to.
 
-    What was computed from it there lies elsewhere, and is not known again.
+    Results computed from the copy lie elsewhere, and are not recognized.
 
     Attributes:
         is_open: whether tensors are followed now.
@@ -21,7 +21,7 @@ class RoundTrips:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._step = -1
-        # Held to the end of the step, so that nothing else can lie at the same place.
+        # Kept alive until the end of the step, so that no other tensor gets the same address.
         self._held: dict[int, Any] = {}
         self.is_open = False
         watch.at(_FROM, self._open)
@@ -36,14 +36,14 @@ class RoundTrips:
         self._watch.calls.spread("round_trip", _STEPS)
 
     def to_host(self, on_host: Any) -> None:
-        """A tensor was copied to the host, as this one."""
+        """Record a copy `on_host` of a tensor from a device."""
         if self._step != self._watch.lanes.steps:
             self._held.clear()
             self._step = self._watch.lanes.steps
         self._held[on_host.untyped_storage().data_ptr()] = on_host
 
     def to_device(self, on_host: Any, took_ns: int) -> None:
-        """A tensor of the host was copied to a device."""
+        """Record a copy of the host tensor `on_host` to a device, if it is a round trip."""
         is_this_step = self._step == self._watch.lanes.steps
         if is_this_step and on_host.untyped_storage().data_ptr() in self._held:
             self._watch.calls.note("round_trip", took_ns, depth=3)

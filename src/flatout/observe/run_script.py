@@ -1,4 +1,4 @@
-"""Runs a script as `python` would: arguments, `__main__`, errors."""
+"""Execution of a script as by `python`: arguments, `__main__`, errors."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from types import CodeType, ModuleType, TracebackType
 from flatout.observe.sites import set_home
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Rooms that run scripts: their frames lie above a script's.
+# Folders of Flatout's code that runs scripts: its frames lie above those of a script.
 _OURS = tuple(
     os.path.join(_PACKAGE, room) + os.sep for room in ("observe", "cures", "world", "doctor")
 )
 
 
 def compiled(source: bytes, path: str) -> CodeType:
-    """A script's code as Python compiles it."""
+    """Return a script's code as Python compiles it."""
     return compile(source, path, "exec", dont_inherit=True)
 
 
 def run(arguments: list[str], compiled: Callable[[bytes, str], CodeType] = compiled) -> None:
-    """Runs a script, or after -m a module, as `__main__`, with the rest as its arguments.
+    """Run a script, or after -m a module, as `__main__`, with the rest as its arguments.
 
     Args:
-        arguments: the script or module, and its own.
-        compiled: gives a script's code.
+        arguments: the script or module, and its arguments.
+        compiled: compiles a script's source.
 
     Raises:
-        BaseException: whatever the script raises.
+        BaseException: any exception of the script.
     """
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
@@ -42,7 +42,7 @@ def run(arguments: list[str], compiled: Callable[[bytes, str], CodeType] = compi
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         return
     sys.argv = list(arguments)
-    path = os.path.abspath(arguments[0])  # as Python names it
+    path = os.path.abspath(arguments[0])  # as Python sets __file__
     folder = os.path.dirname(os.path.realpath(path))
     sys.path[0] = folder
     set_home(folder)
@@ -53,8 +53,8 @@ def run(arguments: list[str], compiled: Callable[[bytes, str], CodeType] = compi
 
 
 def _run_file(path: str, compiled: Callable[[bytes, str], CodeType]) -> None:
-    # Its own module, which stays: what is pickled by name for other processes, and what runs
-    # at exit, finds the script's names in it.
+    # The module stays in sys.modules: objects pickled by name for other processes, and exit
+    # handlers, find the script's names in it.
     with io.open_code(path) as file:
         code = compiled(file.read(), path)
     main = ModuleType("__main__")
@@ -67,7 +67,7 @@ def _run_file(path: str, compiled: Callable[[bytes, str], CodeType]) -> None:
 
 
 def show_as_python_does() -> None:
-    """Leaves the frames that are not the script's out of its tracebacks."""
+    """Remove frames that are not the script's from its tracebacks."""
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.__excepthook__(kind, error.with_traceback(of_script(trace)), of_script(trace))
@@ -76,14 +76,14 @@ def show_as_python_does() -> None:
 
 
 def of_script(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that begins in the script; None where nothing of it ran."""
+    """Return the part of a traceback that begins in the script; None without such a part."""
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
 
 
 def traceback_of(error: BaseException) -> str:
-    """The error as Python prints it."""
+    """Return the error as Python prints it, without our frames."""
     return "".join(traceback.format_exception(type(error), error, of_script(error.__traceback__)))
 
 

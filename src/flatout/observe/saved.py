@@ -1,4 +1,4 @@
-"""Whole numbers that autograd's nodes have saved, with the operator's own sign."""
+"""Integers that autograd's nodes have saved, with the operator's own sign."""
 
 from __future__ import annotations
 

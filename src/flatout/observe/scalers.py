@@ -1,4 +1,4 @@
-"""Scalers of scikit-learn: on which samples each was fitted, and what it has made of them."""
+"""Scalers of scikit-learn: the samples that each was fitted on, and the results."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _KINDS = (
     "StandardScaler", "MinMaxScaler", "MaxAbsScaler", "RobustScaler", "QuantileTransformer",
     "PowerTransformer",
 )  # fmt: skip
-# Larger tables are not looked at, and no more scalers.
+# _NUMBERS: most numbers of a table; _SCALERS: most scalers.
 _NUMBERS, _SCALERS = 2**24, 32
-# Share of the samples that a scaler has made which it was fitted on, if that is no chance.
+# Smallest share of the samples that a scaler was fitted on, if samples are not equal by chance.
 _MANY = 0.01
-# Where samples may be equal by chance, it is this share.
+# The same share where samples may be equal by chance.
 _MOST = 0.9
 
 
 class _Fitted:
-    """One scaler that was fitted.
+    """A scaler that was fitted.
 
     Attributes:
-        rows: of what it was fitted on, a number for each sample.
-        made: the numbers of the samples that it has made of those.
+        rows: hashes of the samples that it was fitted on.
+        made: hashes of its outputs for these samples.
         is_rich: whether no two samples are equal by chance.
-        is_used: whether it was used while training went on.
+        is_used: whether it was used during training.
     """
 
     def __init__(self, scaler: Any, site: Site | None, rows: list[int], is_rich: bool) -> None:
@@ -47,7 +47,7 @@ class _Fitted:
 
 
 class Scalers:
-    """Watches fit and transform, before the training begins."""
+    """Records fit and transform, before the training begins."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -81,7 +81,7 @@ class Scalers:
 
     def _transforming(self, original: Any) -> Any:
         def transform(scaler: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-            # It may write over what it is given.
+            # The input is hashed before, since transform may overwrite it.
             fitted = next((item for item in self._fitted if item.ref() is scaler), None)
             before = None if fitted is None or self._watch.lanes.steps else _table(data)
             numbers = [] if before is None else numbers_in(before)
@@ -98,11 +98,11 @@ class Scalers:
         return transform
 
     def of_both(self, trained: Sequence[Samples], held_out: Samples) -> Scaling | None:
-        """The scaler that was fitted on samples of the training and of the validation."""
+        """Return the scaler that was fitted on samples of both training and validation."""
         of_training = {row for part in trained for row in part.rows or ()}
         others = [row for row in held_out.rows or () if row not in of_training]
         for item in self._fitted:
-            # What it has made before training, or what it makes of samples while that goes on.
+            # Outputs made before training, or inputs that are scaled during training.
             for known in (item.made, item.rows if item.is_used else set()):
                 of_others = sum(row in known for row in others)
                 least = _MANY if item.is_rich else _MOST

@@ -10,7 +10,7 @@ from flatout.observe.graph_nodes import nearest_nodes
 from flatout.observe.saved import saved_number
 
 _SOFTMAX = {"SoftmaxBackward0": "softmax", "LogSoftmaxBackward0": "log_softmax"}
-# Before these lies what is inside a model, such as attention to a single token.
+# Nodes of layers: below them lies the inside of a model, such as attention to a single token.
 _LAYERS = (
     "AddmmBackward0", "MmBackward0", "BmmBackward0", "LinearBackward0", "ConvolutionBackward0",
 )  # fmt: skip
@@ -18,7 +18,7 @@ _NODES = 200
 
 
 def single_scores(root: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Nodes behind the last layer that take softmax over a dimension of 1, with what it is."""
+    """Yield nodes after the last layer that take softmax over a dimension of 1, with details."""
     for node in nearest_nodes(root, _NODES, _is_inside):
         softmax = _SOFTMAX.get(node.name())
         if softmax is None:
@@ -30,6 +30,6 @@ def single_scores(root: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 def _is_inside(node: Any) -> bool:
     name = node.name()
-    if name == "MulBackward0":  # by weights that are learned, too: no probabilities of classes
+    if name == "MulBackward0":  # by a tensor with gradient: these are no class probabilities
         return sum(child is not None for child, _ in node.next_functions) > 1
     return name in _SOFTMAX or name in _LAYERS

@@ -1,4 +1,4 @@
-"""Which line of the user's code led to a call."""
+"""Search for the line of the user's code that led to a call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _installed_folders() -> list[str]:
     folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders.update(site.getsitepackages())
     folders.add(site.getusersitepackages())
-    # Those that a file of paths adds, as where one environment extends another.
+    # Folders that a .pth file adds, as where one environment extends another.
     folders.update(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
     folders.add(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # Flatout itself
     return sorted({os.path.realpath(path) + os.sep for path in folders}, key=len, reverse=True)
@@ -32,14 +32,14 @@ _named: Callable[[str], str] = str
 
 
 def set_home(folder: str) -> None:
-    """Names the script's folder: it is the user's, wherever it lies."""
+    """Set the script's folder, whose files are the user's even within an installed package."""
     global _home
     _home = os.path.realpath(folder) + os.sep
     is_users.cache_clear()
 
 
 def name_files(named: Callable[[str], str]) -> None:
-    """Gives what files are called in Sites, such as a notebook's cells."""
+    """Set the function that gives files their names in Sites, such as a notebook's cells."""
     global _named
     _named = named
 
@@ -55,7 +55,7 @@ def is_users(file: str) -> bool:
 
 
 def site_of(frame: FrameType | None, outermost: str = "") -> Site | None:
-    """The user's line in or above this frame, not yet read; None where no code of the user's is."""
+    """Return the user's line in or above this frame, without its code; None without one."""
     while frame is not None and not is_users(frame.f_code.co_filename):
         if outermost and frame.f_globals.get("__name__") == outermost:
             return None
@@ -64,39 +64,41 @@ def site_of(frame: FrameType | None, outermost: str = "") -> Site | None:
 
 
 def line_of(frame: FrameType) -> int:
-    """The line that a frame is at. That of another thread may be at none for a moment, as between
-    two lines: then it is the one in which its function begins.
+    """Return the line that a frame is at.
+
+    A frame of another thread may be between two lines for a moment. Then this is the first line of
+    its function.
     """
     return frame.f_lineno or frame.f_code.co_firstlineno
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
-    """This frame, or the next above it that runs code of the user's."""
+    """Return this frame or the next above it that runs the user's code; None without one."""
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
 def site_of_code(code: CodeType | None) -> Site | None:
-    """The line in which a function of the user's begins; None for anyone else's."""
+    """Return the first line of a user's function; None for other functions."""
     if code is None or not is_users(code.co_filename):
         return None
     return Site(code.co_filename, code.co_firstlineno)
 
 
 def read(site: Site) -> Site:
-    """With the line itself. Hooks leave that to the one who tells of it: files are slow."""
+    """Return the Site with its line of code. Hooks do not read it, since files are slow."""
     code = linecache.getline(site.file, site.line).strip()
     return replace(site, file=_named(site.file), code=code)
 
 
 def here(depth: int = 0) -> Site | None:
-    """The user's line that led to the caller of this function."""
+    """Return the user's line that led to the caller of this function."""
     return site_of(sys._getframe(depth + 1))
 
 
 def packages_above() -> set[str]:
-    """Top-level packages whose code is being run by the calling thread."""
+    """Return the top-level packages whose code the calling thread is running."""
     packages = set()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,9 +1,9 @@
-"""Losses that are no numbers, after which a script goes on without a step.
+"""Losses with NaN or infinity, after which a script goes on without a step.
 
-`torch.isnan`, `isinf` and `isfinite` of single numbers are watched, asked by lines of the user's,
-and `loss != loss`. So are numbers that come to the host, as for `math.isnan(loss.item())`: one that
-is none was left out if the line reads another one after the model was called again, with no
-backward pass in between.
+Hooked are the user's calls of `torch.isnan`, `isinf` and `isfinite` on single numbers, and
+`loss != loss`. Numbers read by the host are checked too, as in `math.isnan(loss.item())`. A step
+was skipped if the number was not finite and the line reads another one after a further call of the
+model, with no backward pass in between.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from flatout.observe.sites import is_users, users_frame
 from flatout.observe.watch import Watch
 
 _GOOD = {"isnan": False, "isinf": False, "isfinite": True}
-# Who asks more often than this in a step asks for more than its loss.
+# _FROM: step after which the functions are hooked; _WEIGHED: step of the check whether they are
+# called too often; _MOST: most calls per step, since more of them are not about the loss alone.
 _FROM, _WEIGHED, _MOST = 2, 20, 4
-# Where all was well so long, no more is asked.
+# Step after which the functions are unhooked if no step was skipped.
 _SETTLED = 500
 
 
 class _Read(NamedTuple):
-    """A number that was none: where and when it came to the host."""
+    """A number that was not finite: where and when the host read it."""
 
     instruction: tuple[int, int]
     site: Site
@@ -34,12 +35,12 @@ class _Read(NamedTuple):
 
 
 class SkippedSteps:
-    """Counts numbers that were none, where no backward pass came before the next one was asked."""
+    """Counts numbers that were not finite and that no backward pass followed."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
         self._watch = watch
-        # Those that other hooks see would count as the script's.
+        # The original method: calls of the hooked one would count as the script's.
         self._is_true = torch._C.TensorBase.__bool__
         self._hooks: list[Hook] = []
         self._renew()
@@ -51,7 +52,7 @@ class SkippedSteps:
 
     @property
     def lines(self) -> list[InLoss]:
-        """One for each line after which steps were skipped."""
+        """Findings, one for each line after which steps were skipped."""
         for line, fact in self._skipped.items():
             fact.detail["of"] = self._watch.calls.count("item", line) or self._asked
         return list(self._skipped.values())
@@ -59,14 +60,14 @@ class SkippedSteps:
     def _renew(self) -> None:
         self._asked = 0
         self._skipped: dict[Site, InLoss] = {}
-        # The latest answer, whether it is a good one where true, by which line, and when.
+        # Latest answer, whether True means a finite number, the line, and when.
         self._latest: tuple[Any, bool, Site, tuple[int, int]] | None = None
         self._read: _Read | None = None
         self._end()
 
     def _open(self) -> None:
         if is_anything_compiled():
-            return  # it would be compiled again
+            return  # hooks would make torch.compile compile again
         for owner in (self._torch, self._torch.Tensor):
             for name, good in _GOOD.items():
                 self._hooks.append(wrap(owner, name, "observe", self._asking, good))
@@ -85,7 +86,7 @@ class SkippedSteps:
         while self._hooks:
             self._hooks.pop().remove()
 
-    # -- asked of tensors -------------------------------------------------------------------------
+    # -- checked on tensors -----------------------------------------------------------------------
 
     def _asking(self, original: Any, good: bool) -> Any:
         lanes, tensor = self._watch.lanes, self._torch.Tensor
@@ -119,7 +120,7 @@ class SkippedSteps:
         self._asked += 1
         if self._latest is not None:
             before, was_good, line, then = self._latest
-            # Read only now: on a GPU it has been computed meanwhile.
+            # The answer is read only now: a GPU has computed it meanwhile.
             if then == now and line == site and self._is_true(before) is not was_good:
                 self._skips(line)
         self._latest = answer, good, site, now

@@ -1,4 +1,4 @@
-"""Stacks that were looked at: the user's lines in them, and what of a library's they had called."""
+"""Stack samples: the user's lines in them, and the library code that these had called."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import TypeAlias
 from flatout.observe.lanes import AFTER, HOST
 from flatout.observe.sites import is_users
 
-# What calls the user's code, and not the other way round: its own time is told by its functions.
+# Packages that call the user's code. Their own time is attributed to their functions.
 TRAINERS = ("lightning", "pytorch_lightning", "accelerate", "transformers", "keras")
 _LOADING = "/torch/utils/data/"
 _LONGEST_WORDS = 40
 
 Places: TypeAlias = tuple[tuple[str, int], ...]
-"""Of lines: file and number of each."""
+"""File and number of each line."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,26 @@ class Place:
 
     @property
     def is_users(self) -> bool:
-        """Whether the code is the user's."""
         return is_users(self.code.co_filename)
 
     @property
     def line(self) -> int:
-        """Its line, from 1."""
+        """Line number, from 1."""
         return _position(self.code, self.instruction)[0] or self.code.co_firstlineno
 
     @property
     def site(self) -> tuple[str, int]:
-        """Its file and line."""
+        """File and line."""
         return self.code.co_filename, self.line
 
     @property
     def package(self) -> str:
-        """The top-level package that it is of; "" for none that is installed."""
+        """Top-level package of the code; "" for code that is not installed."""
         _, _, inside = self.code.co_filename.replace("\\", "/").rpartition("-packages/")
         return inside.partition("/")[0].removesuffix(".py")
 
     def words(self) -> str:
-        """The call that is being made, as it is written, without its arguments."""
+        """Return the source text of the current call, without its arguments."""
         line, end_line, column, end = _position(self.code, self.instruction)
         text = linecache.getline(self.code.co_filename, line or 0)
         if line is None or column is None or end is None or not text:
@@ -97,15 +96,16 @@ def _position(code: CodeType, instruction: int) -> tuple[int | None, ...]:
 
 @dataclass
 class Stack:
-    """Looks that had one stack.
+    """Samples with the same stack.
 
     Attributes:
-        line: the innermost place of the user's.
-        users: the user's lines, that one first, then those above it.
-        within: what of a library's it had called, in words; "" for nothing.
-        trainer: the trainer that ran under that line; "" for none.
-        ns: by lane.
-        bins: ns by steps.
+        line: innermost place in the user's code.
+        users: the user's lines, innermost first.
+        within: the library code that `line` had called, in words; "" for none.
+        trainer: package of the trainer that ran below that line; "" for none.
+        samples: number of samples.
+        ns: time by lane.
+        bins: ns by bin of steps.
     """
 
     line: Place
@@ -118,7 +118,7 @@ class Stack:
 
 
 def codes(others: Iterable[CodeType] = ()) -> dict[int, CodeType]:
-    """The code of all functions that are alive, and of these others, by id."""
+    """Return the code objects of all live functions, and of `others`, by id."""
     result: dict[int, CodeType] = {}
     todo = [item.__code__ for item in gc.get_objects() if type(item) is FunctionType]
     todo += others
@@ -134,7 +134,7 @@ def stacks_in(
     nodes: list[tuple[int, int, int, int, list[float], list[float]]],
     known: dict[int, CodeType],
 ) -> Iterator[Stack]:
-    """The stacks of a tree of places."""
+    """Yield the stacks of a tree of places."""
     for number, node in enumerate(nodes):
         if not node[3]:
             continue
@@ -148,7 +148,7 @@ def stacks_in(
 
 
 NOWHERE = Place(compile("", "<nowhere>", "exec"), 0)
-"""Where no line of the user's is in a stack."""
+"""Place of a stack without a line of the user's."""
 
 
 def _is_module(place: Place) -> bool:

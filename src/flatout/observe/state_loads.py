@@ -1,7 +1,7 @@
-"""Weights that the script means to load, and that stay as they are.
+"""Loads of weights that have no effect.
 
-With `strict=False` a state dict may have no name of the model's. And a state dict that nothing has
-copied holds the model's own tensors: they move with each step, and loading them back changes
+With `strict=False` a state dict may have no name of the model's. And a state dict that was not
+copied holds the model's own tensors: they change with each step, and loading them back changes
 nothing.
 """
 
@@ -25,17 +25,17 @@ from flatout.observe.replicas import number_of
 from flatout.observe.sites import here, is_users
 from flatout.observe.watch import Watch
 
-# Calls of each line that are looked at: some scripts save or copy weights in each step.
+# Most calls of each line that are checked: some scripts save or copy weights in each step.
 _LOOKS = 16
-# By so many tensors it is known whether weights have moved. (Fused optimizers count no version.)
+# Most tensors that are hashed to detect a change. (Fused optimizers do not increase versions.)
 _TENSORS = 8
-# Names that are kept.
+# Most names that are recorded.
 _NAMED = 3
 
 
 @dataclass(frozen=True)
 class _Stamp:
-    """When a state dict was taken: after how many steps and loads, and a number for the weights."""
+    """State of a module: number of its steps and loads, and a hash of the weights."""
 
     steps: int
     loads: int
@@ -51,7 +51,9 @@ class _Taken:
     """A state dict that the script has taken.
 
     Attributes:
-        ref, owner: the dict, and the module it is of.
+        ref, owner: weak references to the dict and to its module.
+        site: where it was taken.
+        stamp: the module's state at that time.
     """
 
     ref: Any
@@ -65,9 +67,9 @@ class StateLoads:
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._watch = watch
-        self._told: list[tuple[StateLoad, Any]] = []  # with the module
+        self._told: list[tuple[StateLoad, Any]] = []  # findings, with the module
         self._taken: dict[int, _Taken] = {}
-        # By the ids of modules, some of which have no hash.
+        # By module id, since some modules are unhashable.
         self._last: dict[int, _Taken] = {}
         self._loads: Counter[int] = Counter()
         self._looks: Counter[tuple[int, int]] = Counter()
@@ -76,7 +78,7 @@ class StateLoads:
 
     @property
     def found(self) -> list[StateLoad]:
-        """One for each line."""
+        """Findings, one for each line."""
         return [replace(item) for item, _ in self._told]
 
     # -- events -----------------------------------------------------------------------------------
@@ -86,12 +88,12 @@ class StateLoads:
 
         def state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
             taken = original(module, *args, **kwargs)
-            is_inner = args or "destination" in kwargs  # of a module within another
+            is_inner = args or "destination" in kwargs  # a recursive call for a submodule
             if not is_inner and get_ident() == lanes.thread:
                 if self._is_looked_at(sys._getframe(1)):
                     self._watch.aside(partial(self._take, module, taken, here(1)))
                 else:
-                    self._last.pop(id(module), None)  # when it was taken last is no longer known
+                    self._last.pop(id(module), None)  # the latest state dict is not recorded
             return taken
 
         return state_dict
@@ -103,7 +105,7 @@ class StateLoads:
             frame = sys._getframe(1)
             if get_ident() != lanes.thread:
                 return original(module, *args, **kwargs)
-            # What libraries load, as parts of a model, is theirs to know.
+            # Loads by libraries, such as of parts of a model, are not checked.
             is_seen = is_users(frame.f_code.co_filename) and self._is_looked_at(frame)
             given: Any = args[0] if args else kwargs.get("state_dict")
             site = here(1) if is_seen and isinstance(given, Mapping) else None
@@ -123,7 +125,7 @@ class StateLoads:
         self._looks[key] += 1
         return self._looks[key] <= _LOOKS
 
-    # -- what is the model's own ------------------------------------------------------------------
+    # -- the model's own tensors ------------------------------------------------------------------
 
     def _now(self, module: Any) -> _Stamp:
         trained = [local(one) for one in module.parameters() if _has_values(one)]
@@ -131,7 +133,7 @@ class StateLoads:
         return _Stamp(self._watch.lanes.steps, loads, number_of(trained[:_TENSORS]))
 
     def _take(self, module: Any, state: Any, site: Site | None) -> None:
-        if site is None or not isinstance(state, OrderedDict):  # a class has its own
+        if site is None or not isinstance(state, OrderedDict):  # a custom class of state dict
             self._last.pop(id(module), None)
             return
         taken = self._last[id(module)] = _Taken(ref(state), ref(module), site, self._now(module))
@@ -158,7 +160,7 @@ class StateLoads:
         if not _is_own(state, module):
             return
         taken = self._taken.get(id(state))
-        # A dict made of another has its tensors: taken by the latest of all at the latest.
+        # A dict made from another one has its tensors: then assume the latest state dict.
         if taken is None or taken.ref() is not state:
             taken = self._last.get(id(module))
         now = self._now(module)
@@ -177,7 +179,7 @@ class StateLoads:
         item = StateLoad(kind, model, many, site, taken.site, steps)
         self._told.append((item, ref(module)))
 
-    # -- what has no name of the model's ----------------------------------------------------------
+    # -- state dicts without a matching name ------------------------------------------------------
 
     def _has_loaded(self, module: Any, given: list[str], result: Any, site: Site) -> None:
         own = [name for name, _ in module.named_parameters()]

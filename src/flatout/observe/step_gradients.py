@@ -1,7 +1,7 @@
-"""What optimizers step with, in the first steps: nothing at all, or the last of several batches.
+"""Gradients that optimizers step with in the first steps: none, or only those of the last batch.
 
-Gradients that are zeroed before any step has used them were computed for nothing. So it is where
-batches are to be accumulated and each zeroes what the one before has left.
+Gradients that are zeroed before any step uses them were computed in vain. That happens where
+batches should be accumulated, but each batch zeroes the gradients of the one before.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
-# Steps in which each optimizer's gradients are looked for.
+# Steps between which each optimizer's gradients are inspected.
 _FROM, _UNTIL = 1, 12
-# The smallest of so many gradients is followed.
+# Number of smallest parameters among which one with a gradient is followed.
 _ASKED = 8
 
 
@@ -29,15 +29,15 @@ class _Followed:
 
     Attributes:
         tensor: the parameter.
-        passes: of each backward pass that has reached it since a step: its batch, and its line.
-        pending: those that a step would use.
-        discarded: those that were zeroed.
-        zeroed_at: where.
+        passes: batch and line of each backward pass since the last step.
+        pending: number of passes whose gradients the next step would use.
+        discarded: number of passes whose gradients were zeroed.
+        zeroed_at: the line that zeroed them.
     """
 
     def __init__(self, torch: Any, tensor: Any) -> None:
         self.tensor = tensor
-        # A hook on the tensor itself would show in the tensor's own lists.
+        # A hook on the tensor itself would be visible in the tensor's attributes.
         self._node = torch.autograd.graph.get_gradient_edge(tensor).node
         self.handle = unnumbered(self._node.register_hook(self._added))
         self.begin()
@@ -76,7 +76,7 @@ class _Followed:
 
 
 class StepGradients:
-    """Looks at the gradients before each step, and where they are zeroed."""
+    """Inspects the gradients before each step, and where they are zeroed."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -116,7 +116,7 @@ class StepGradients:
             self._handle.remove()
             self._handle = None
 
-    # -- each optimizer --------------------------------------------------------------------------
+    # -- each optimizer ---------------------------------------------------------------------------
 
     def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         given = [*args[1:], *kwargs.values()] if args and args[0] is optimizer else [*args]
@@ -135,7 +135,7 @@ class StepGradients:
         if len(self._watch.optimizers) == 1 and self._hooks:
             self._round_ends(optimizer)
 
-    # -- batches of one step ---------------------------------------------------------------------
+    # -- batches of one step ----------------------------------------------------------------------
 
     def _backward_begins(self, tensors: Any) -> None:
         if self._followed is not None:

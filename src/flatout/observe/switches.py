@@ -1,4 +1,4 @@
-"""What a script switches on for all of torch, with its line: for debugging, often, and left so."""
+"""Global switches of torch that a script turns on, often for debugging, with their lines."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from flatout.observe.watch import Watch
 
 
 class Switches:
-    """Watches the calls, and looks at the first backward pass what is on.
+    """Records calls of switches, and the state of all switches at the first backward pass.
 
     Attributes:
-        on: names of what was on.
+        on: names of the switches that were on; None before that pass.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:

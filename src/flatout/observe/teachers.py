@@ -1,7 +1,7 @@
-"""Models that are called in each step but never trained, such as a teacher, and are in train mode.
+"""Models that are called in each step and never trained, such as a teacher, but are in train mode.
 
-Of each: its layers that drop or count, whether the running statistics of its BatchNorms have moved,
-and which share of its numbers a dropout has set to zero.
+For each are recorded: its layers that drop or update statistics, whether the running statistics of
+its BatchNorms have changed, and the share of numbers that a dropout has set to zero.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from flatout.observe.sites import here
 from flatout.observe.unused_gradients import GradientUse
 from flatout.observe.watch import Watch
 
-# In the steps between these it is seen which are called.
+# Steps between which such models are hooked.
 _FROM, _UNTIL = 4, 8
 _MATRICES, _NUMBERS = 8, 1024
-# A model so near one that trains, in terms of its weights, is a copy of it.
+# Largest relative distance of the weights of a copy from those of a trained model.
 _COPY = 0.5
 
 
 class Teachers:
-    """Looks at models that no optimizer steps, in a few steps of each training."""
+    """Inspects models that no optimizer steps, in a few steps of each training."""
 
     def __init__(self, torch: Any, watch: Watch, uses: GradientUse) -> None:
         self._torch = torch
@@ -47,7 +47,7 @@ class Teachers:
         self._seen.clear()
 
     def results(self) -> list[Teacher]:
-        """Those whose weights have stayed until now, and that nothing has stepped."""
+        """Return the models whose weights have not changed, and that no optimizer has stepped."""
         return [look.teacher for look in self._seen if look.is_untouched()]
 
     def _confirm(self) -> None:
@@ -57,7 +57,7 @@ class Teachers:
 
     def _open(self) -> None:
         if is_anything_compiled():
-            return  # it would be compiled again
+            return  # hooks would make torch.compile compile again
         for seen in self._watch.models:
             module = seen.ref()
             plain = not (seen.facts.is_told or isinstance(module, self._torch.jit.ScriptModule))
@@ -99,7 +99,7 @@ class Teachers:
 
 
 class _Look:
-    """Hooks on one model, and then what they have shown."""
+    """Hooks on one model, and their findings."""
 
     def __init__(self, torch: Any, watch: Watch, seen: SeenModel, owners: list[Any]) -> None:
         module: Any = seen.ref()
@@ -109,7 +109,7 @@ class _Look:
         self._weights = number_of(list(module.parameters()))
         self._norms = {name: number_of(values) for name, values in _statistics(module)}
         self._in_steps: set[int] = set()
-        self._tracked = False  # what it gives needs a gradient
+        self._tracked = False  # whether its output requires a gradient
         self._is_confirmed = False
         acting = [inner for inner in module.modules() if _acts(inner)]
         kinds = Counter(type(inner).__name__ for inner in acting)
@@ -124,7 +124,7 @@ class _Look:
 
     def _begins(self, module: Any, args: Any) -> None:
         if not any(map(_acts, module.modules())):
-            return  # it has been put into evaluation
+            return  # the model is in eval mode now
         self._in_steps.add(self._watch.lanes.steps)
         if self.teacher.site is None:
             self.teacher.site = here(1)
@@ -149,7 +149,7 @@ class _Look:
         if self._tracked and (
             self._owned or any(tensor.grad is not None for tensor in module.parameters())
         ):
-            return False  # gradients go through it
+            return False  # gradients pass through it
         moved = [name for name, now in _statistics(module) if self._norms[name] != number_of(now)]
         self.teacher.moved = len(moved)
         return True

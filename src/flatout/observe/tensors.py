@@ -1,4 +1,4 @@
-"""Tensors that come to the host, and those that are copied between devices."""
+"""Tensors that are read by the host, or copied between devices."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flatout.observe.lanes import BACKWARD, COPY, HOST, INPUT, OPTIMIZER
 from flatout.observe.round_trips import RoundTrips
 from flatout.observe.watch import Watch
 
-# Optimizers and loaders read their own numbers.
+# Lanes whose reads are not counted: optimizers and loaders read their own numbers.
 _OTHERS = (OPTIMIZER, INPUT)
-# Steps in which copies are asked from what memory they come.
+# First steps in which the memory of copied tensors is inspected.
 _ASKED = 8
-# Methods that give a number with a fraction.
+# Methods that give a float.
 _NUMBERS = ("item", "__float__")
-# What each method is told as.
+# Kind of call that each method is counted as.
 _SYNCS = {
     "item": "item",
     "__float__": "item",
@@ -35,10 +35,10 @@ _SYNCS = {
 
 
 def watch_tensors(torch: Any, watch: Watch) -> None:
-    """Hooks into the methods of torch.Tensor by which a value comes to the host."""
+    """Hook into the methods of torch.Tensor that bring a value to the host."""
     trips = RoundTrips(watch)
     watch_syncs(torch, watch, trips)
-    # Keras calls `to` seventy times in a step: where there is no other device, no one need look.
+    # Keras calls `to` seventy times in a step: without another device, it need not be hooked.
     if torch.accelerator.current_accelerator(check_available=False) is None:
         return
     for name in ("to", "cuda"):
@@ -46,8 +46,9 @@ def watch_tensors(torch: Any, watch: Watch) -> None:
 
 
 def watch_syncs(torch: Any, watch: Watch, trips: RoundTrips) -> FrequentCalls:
-    """Counts values that come to the host: in all steps, or where that would cost too much of a
-    short step, in some.
+    """Count values that come to the host.
+
+    They are counted in all steps, or only in some where counting costs too much of a short step.
     """
     syncs = FrequentCalls(watch)
     for name, kind in _SYNCS.items():
@@ -64,9 +65,9 @@ def timed(
     trips: RoundTrips | None = None,
     shifted: Counter[tuple[str, int]] | None = None,
 ) -> Any:
-    """A method that brings a value to the host, with its time and the user's line.
+    """Return a method that brings a value to the host, with its time and user's line recorded.
 
-    `shifted` gets the ns that were the host's in another lane, by kind and lane.
+    `shifted` gets the ns that were moved from another lane to the host's, by kind and lane.
     """
     lanes, calls = watch.lanes, watch.calls
     detail = {} if kind == name else {"by": name}
@@ -94,11 +95,11 @@ def timed(
 
 
 def copying(original: Any, watch: Watch, trips: RoundTrips | None = None) -> Any:
-    """A method that may copy to another device, with its time."""
+    """Return a method that may copy to another device, with its time recorded."""
     lanes, calls = watch.lanes, watch.calls
 
     def how(tensor: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if lanes.steps >= _ASKED:  # the driver is asked where memory lies
+        if lanes.steps >= _ASKED:  # is_pinned() asks the driver
             return {}
         is_async = kwargs.get("non_blocking", False) is True or True in args[1:]
         return {"pinned": tensor.is_pinned(), "non_blocking": is_async}
@@ -130,10 +131,10 @@ def copying(original: Any, watch: Watch, trips: RoundTrips | None = None) -> Any
 
 
 class IndexWindow:
-    """Times batches by advanced indexing, in a few steps alone.
+    """Times batches made by advanced indexing, in a few steps only.
 
-    Every use of square brackets passes there, in data sets too: in all steps that were too dear.
-    What was seen in these steps is taken to hold for all.
+    The hook runs for every use of square brackets, in datasets too, so it would cost too much in
+    all steps. The measured steps represent all.
     """
 
     _FROM, _STEPS = 3, 6
@@ -146,10 +147,10 @@ class IndexWindow:
         self._others: set[tuple[object, ...]] = set()
         self._places: dict[tuple[str, int], list[list[int | None]]] = {}
         watch.at(self._FROM, self._open)
-        watch.on_renewal.append(self._known.clear)  # the code that it names may be gone by then
+        watch.on_renewal.append(self._known.clear)  # the code objects may be gone by then
 
     def _open(self) -> None:
-        # What is compiled would be compiled again; and a tensor must not become a sequence.
+        # A hook would make torch.compile compile again, and must not make a tensor a sequence.
         if is_anything_compiled() or not can_clear():
             return
         self._hook = wrap(self._torch.Tensor, "__getitem__", "observe", self._timed)
@@ -200,8 +201,8 @@ class IndexWindow:
         is_list = isinstance(index, torch.Tensor) and index.dim() == 1 and index.numel() > 0
         if not is_list or index.dtype not in (torch.int64, torch.int32) or data.requires_grad:
             return False
-        # On another device, reading it would hold up the host. No number is read by a method that
-        # is watched, as it would be told of the user's line.
+        # On another device, a read would stall the host. No hooked method is used here, since its
+        # call would be counted for the user's line.
         on_host = data.device.type == index.device.type == "cpu"
         return on_host and bool(torch.equal(index, index.abs()))
 

@@ -1,4 +1,4 @@
-"""Calls that the stepping thread makes, timed in a lane of their own."""
+"""Timing of calls by the stepping thread, in a lane of their own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def timed(
     shifted: Counter[tuple[str, int]] | None = None,
     size_of: Callable[[list[Any]], int] | None = None,
 ) -> Any:
-    """A function whose calls are noted as of this kind, their time in this lane."""
+    """Return a function whose calls are counted as `kind`, with their time in `lane`."""
     lanes, note = watch.lanes, watch.calls.note
 
     def call(*args: Any, **kwargs: Any) -> Any:

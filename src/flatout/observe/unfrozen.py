@@ -1,7 +1,7 @@
-"""Parameters that the script means to freeze, and does not: words that torch does not know.
+"""Parameters that the script means to freeze but does not, by attributes that torch ignores.
 
-An attribute that is spelt otherwise, as `require_grad`, is taken by any parameter without a word;
-so is `requires_grad` by a module, whose parameters do not ask for it.
+A parameter silently accepts a misspelt attribute such as `require_grad`. A module accepts
+`requires_grad`, which its parameters do not read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flatout.observe.observation import Site, Unfrozen
 from flatout.observe.origins import users_code
 from flatout.observe.watch import Watch
 
-# After so many steps of each training.
+# Steps of each training after which models are inspected.
 _AT = 3
 _TORCHS = "requires_grad"
 _MISSPELT = frozenset(
@@ -25,15 +25,15 @@ _MISSPELT = frozenset(
         "requiregrad",
     )
 )  # fmt: skip
-# Names of parameters that are kept.
+# Most names of parameters that are recorded.
 _NAMED = 8
 
 
 class NeverFrozen:
-    """Looks at the models that are trained, once in each training.
+    """Inspects the trained models, once in each training.
 
     Attributes:
-        found: one for each attribute of each kind of owner.
+        found: a finding for each attribute and kind of owner.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -87,7 +87,7 @@ def _of_modules(module: Any, stepped: set[int]) -> Iterator[Unfrozen]:
         if vars(inner).get(_TORCHS) is not False or hasattr(type(inner), _TORCHS):
             continue
         own = _own(path, inner)
-        # Where one of them does not train, something else has been frozen by it.
+        # If any of them does not train, the script has frozen it in another way.
         if own and all(id(tensor) in stepped for tensor in own.values()):
             site = _line_that_sets(_TORCHS)
             if site is not None:

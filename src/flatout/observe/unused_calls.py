@@ -1,8 +1,8 @@
-"""Calls in the user's code whose value is not used, by their source: what prints, logs or keeps.
+"""Calls in the user's code whose value is unused, found by source, such as prints and logs.
 
-A statement that is a call alone, or stores a call's value in a list or dict that nothing else in
-its function reads. Assignments right before it go with it where nothing else reads them. Whether a
-call leaves the training alone the source does not tell: `side_effects.py` watches it.
+Such a statement is only a call, or stores its value in a list or dict that nothing else in the
+function reads. Assignments just before it belong to it if nothing else reads them. The source does
+not show whether a call affects training: `side_effects.py` checks that.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 CALLS = "__flatout_calls__"
-"""The name in builtins of what says whether a call is made."""
+"""Name in builtins of the list that says whether each call is made."""
 EVALUATES = {"no_grad", "inference_mode"}
 _WELL_KNOWN = {"staticmethod", "classmethod", "property", "contextmanager", "override", "wraps"}
-"""Decorators that call the function as Python would: what others compile is left as it is."""
+"""Decorators that leave a function as Python code; functions with others are not changed."""
 _TRAINS = {
     *("step", "backward", "zero_grad", "train", "eval", "update_parameters", "load_state_dict"),
     *("manual_seed", "seed", "set_epoch", "scale", "to", "cuda", "compile", "requires_grad"),
@@ -24,18 +24,18 @@ _TRAINS = {
     *("start", "join", "put", "get", "acquire", "release", "close", "set_grad_enabled"),
     *("register_hook", "register_forward_hook", "super", "exit", "_exit", "setattr", "exec"),
 }
-"""What is never left out, whatever it was seen to do."""
+"""Names of functions that are never left out, whatever their side effects."""
 
 
 def last_name(node: ast.expr) -> str:
-    """`c` of `a.b.c` and of its call; "" where it has no name."""
+    """Return `c` for `a.b.c` and for its call; "" for a node without a name."""
     if isinstance(node, ast.Call):
         node = node.func
     return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
 def is_compiled(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a decorator may make something else of the function, as numba and triton do."""
+    """Whether a decorator may replace the function, as those of numba and triton do."""
     decorators = {last_name(decorator) for decorator in node.decorator_list}
     return bool(decorators - _WELL_KNOWN - EVALUATES)
 
@@ -45,11 +45,11 @@ class UnusedCall:
     """A call that can be left out.
 
     Attributes:
-        file: of it.
-        line, end_line: from the first assignment that goes with it to its end.
-        call_line: of the call itself.
-        words: what is called, as it is written.
-        reads: expressions of its receiver and arguments that have names: what it may change.
+        file: its file.
+        line, end_line: lines from the first assignment that belongs to it to its end.
+        call_line: line of the call itself.
+        words: the called expression, as it is written.
+        reads: receiver and arguments that are names or attributes, which the call may change.
     """
 
     file: str
@@ -63,7 +63,7 @@ class UnusedCall:
 def with_conditions(
     tree: ast.Module, file: str, first: int, in_step: Collection[str] = ()
 ) -> tuple[ast.Module, list[UnusedCall]]:
-    """Puts a condition before each of them, in functions and loops."""
+    """Put a condition before each unused call in functions and loops; return tree and calls."""
     conditions = _Conditions(tree, file, first, in_step)
     tree = conditions.visit(tree)
     return tree, conditions.calls
@@ -169,7 +169,7 @@ class _Conditions(ast.NodeTransformer):
         ):
             return None
         receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
-        if isinstance(statement, ast.Assign):  # only that it is stored does not matter
+        if isinstance(statement, ast.Assign):  # storing a value that nothing reads has no effect
             return call
         if receiver is None or _root(receiver) in self._imported or _is_self(receiver):
             return call
@@ -184,7 +184,7 @@ class _Conditions(ast.NodeTransformer):
         where: list[ast.AST] = [part for loop in loops for part in loop.body] or [self._scope]
         if _read_in(where, text):
             return True
-        # An attribute may be read by another method that a step calls.
+        # A method that a step calls may read the attribute.
         methods = [item for item in self._in_step if item is not self._scope]
         return text.startswith("self.") and any(_read_in([method], text) for method in methods)
 
