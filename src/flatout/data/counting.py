@@ -15,13 +15,14 @@ from flatout.errors import DataError
 
 
 def epoch_targets(source: Source) -> npt.NDArray[Any]:
-    """The target of each sample of epoch 0, shape (samples, ...); of this rank's own where each
-    rank has its own.
+    """Return the target of each sample of epoch 0, shape (samples, ...).
 
-    Images of class folders are not decoded for that; samples behind a user's `map` are made.
+    If each rank has its own samples, these are this rank's targets. Images of class folders are not
+    decoded for this; samples of a user's `map` are made.
 
     Raises:
-        DataError: only reading all batches could tell them, or samples have no one target.
+        DataError: targets are not known without reading all batches, or a sample does not have
+            exactly one target.
     """
     if isinstance(source, Pipeline):
         return source.targets()

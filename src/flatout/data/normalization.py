@@ -1,4 +1,4 @@
-"""Stored pixels, which are bytes, as what a model computes with."""
+"""Scaling of stored pixels, which are bytes, to a model's inputs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from flatout.data.batch import Batch, map_tensors
 from flatout.errors import DataError
 
 _BRIGHTEST = 255.0
-# Bytes with fewer dimensions, in a batch, are no images.
+# Fewest dimensions of a batch of images; uint8 tensors with fewer dimensions are no images.
 _IMAGES = 3
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """uint8 as float32: scaled to 0..1, less a mean, divided by a standard deviation.
+    """Conversion of uint8 to float32: scaled to 0..1, less a mean, divided by a standard deviation.
 
-    In one multiplication and one addition, each rounded to float32; scaling alone only multiplies.
+    It takes one multiplication and one addition, each rounded to float32. Scaling alone only
+    multiplies.
 
     Attributes:
-        mean: of each channel, or one number for all; of pixels that are scaled to 0..1.
-        std: the same, of the standard deviation.
+        mean: mean of each channel, or one number for all, of pixels scaled to 0..1.
+        std: the same for the standard deviation.
     """
 
     mean: tuple[float, ...] = (0.0,)
@@ -34,7 +35,7 @@ class Normalization:
 
     @classmethod
     def of(cls, mean: float | Sequence[float], std: float | Sequence[float]) -> Normalization:
-        """What a user asks for.
+        """Check a user's numbers, and make a Normalization of them.
 
         Raises:
             DataError: the numbers make no sense, or are of pixels from 0 to 255.
@@ -56,7 +57,7 @@ class Normalization:
         return result
 
     def words(self) -> str:
-        """Such as "scaled to 0..1, less mean (0.485, 0.456, 0.406), divided by std 0.25"."""
+        """Return a text such as "scaled to 0..1, less mean (0.485, 0.456), divided by std 0.25"."""
         if self == Normalization():
             return "scaled to 0..1"
         return f"scaled to 0..1, less mean {_words(self.mean)}, divided by std {_words(self.std)}"
@@ -68,15 +69,15 @@ class Normalization:
         channels: int = 1,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> Tensor:
-        """The same images as float32, on their device.
+        """Return the same images as float32, on their device.
 
         Args:
             images: uint8 of shape (size, ...).
             channels: the dimension of the channels, where each has its own mean.
-            memory_format: of the result, where there are four dimensions.
+            memory_format: memory format of the result, where it has four dimensions.
 
         Raises:
-            DataError: there are other channels than means.
+            DataError: the numbers of channels and of means differ.
         """
         each = max(len(self.mean), len(self.std))
         if each > 1 and (images.ndim <= channels or images.shape[channels] != each):
@@ -105,7 +106,7 @@ class Normalization:
     def batch(
         self, batch: Batch, memory_format: torch.memory_format = torch.contiguous_format
     ) -> Batch:
-        """The batch with its images normalized; what are no bytes stays as it is."""
+        """Return the batch with its images normalized; tensors that are no images do not change."""
 
         def normalize(tensor: Tensor) -> Tensor:
             return self(tensor, memory_format=memory_format) if holds_bytes(tensor) else tensor
@@ -114,7 +115,7 @@ class Normalization:
 
 
 def holds_bytes(tensor: Tensor) -> bool:
-    """Whether it is a batch of images as they are stored."""
+    """Return whether a tensor is a batch of images as stored."""
     return tensor.dtype == torch.uint8 and tensor.ndim >= _IMAGES
 
 

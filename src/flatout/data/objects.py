@@ -1,4 +1,4 @@
-"""Objects that hold tensors, as loaders of graphs and of packed sequences give them."""
+"""Objects that hold tensors, such as those of loaders of graphs and of packed sequences."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors_of_object(value: Any) -> dict[str, Any] | None:
-    """What an object of a user's holds, by name: tensors, and what they are within.
+    """Return the members of an object that hold tensors, by name; None if it has no tensor.
 
-    Such are a PackedSequence, a dataclass, and an object with `.to(device)`, as PyTorch Geometric's
-    `Data`, whose tensors are found by its `to_dict()` or among its attributes. None where it is
-    none of these, or holds no tensor.
+    Such objects are a PackedSequence, a dataclass, and an object with `.to(device)`, as PyTorch
+    Geometric's `Data`. The tensors of the latter are found by its `to_dict()` or among its
+    attributes. None also for objects of other types.
     """
     if isinstance(value, PackedSequence):
-        # torch wants `batch_sizes` on the CPU, wherever the rest is.
+        # torch needs `batch_sizes` on the CPU, wherever the other tensors are.
         return {"data": value.data, "sorted_indices": value.sorted_indices}
     if isinstance(value, (type, Tensor, nn.Module)):
         return None
@@ -35,7 +35,7 @@ def tensors_of_object(value: Any) -> dict[str, Any] | None:
 
 
 def mapped_object(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A copy of such an object with `function` applied to each tensor of it."""
+    """Return a copy of such an object with `function` applied to each of its tensors."""
     if isinstance(value, PackedSequence):
         order, back = (
             None if part is None else function(part)

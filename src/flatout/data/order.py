@@ -1,4 +1,4 @@
-"""The order of samples and the seeds of batches, as functions of (seed, epoch, step) alone."""
+"""Order of samples and seeds of batches, which depend on (seed, epoch, step) alone."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ _WORD = 2**64
 
 
 def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> npt.NDArray[np.int64]:
-    """In which order the samples 0 to n-1 come in an epoch.
+    """Return the order of the samples 0 to n-1 in an epoch.
 
-    The same on every version of Python, numpy and torch, on every machine, and with any number of
-    workers, so that a run can resume in the middle of an epoch from (seed, epoch, step).
+    It is the same with every version of Python, numpy and torch, on every machine, and with any
+    number of workers. So a run can resume in the middle of an epoch from (seed, epoch, step).
 
     Each sample draws a 64-bit word from Philox4x64-10 (Salmon et al., "Parallel random numbers: as
-    easy as 1, 2, 3", 2011), keyed by (seed, epoch), counter 0. numpy promises that the words of a
-    bit generator stay as they are, which it does not promise for `permutation`. Samples are sorted
-    by their words, of which the lowest bits make room for the sample's number: equal words keep
-    their order, as in a stable sort, and sorting plain words is seven times faster than a stable
-    argsort.
+    easy as 1, 2, 3", 2011), keyed by (seed, epoch), counter 0. numpy guarantees that the words of a
+    bit generator never change; it does not guarantee this for `permutation`. Samples are sorted by
+    their words, whose lowest bits are replaced by the sample's number. So equal words keep their
+    order, as in a stable sort, and sorting plain words is seven times faster than a stable argsort.
     """
     if not shuffle:
         return np.arange(n, dtype=np.int64)
@@ -34,10 +33,10 @@ def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> npt.NDArray[np
 
 
 def batch_seed(seed: int, epoch: int, step: int) -> int:
-    """The 64-bit seed of what is drawn at random while batch `step` of an epoch is made.
+    """Return the 64-bit seed of all random draws while batch `step` of an epoch is made.
 
-    From the same Philox stream family as `order`, at counters that `order` never reaches, so it has
-    the same promise: a function of its arguments on every version, with any number of workers.
+    It comes from the same Philox streams as `order`, at counters that `order` never reaches. So it
+    also depends on its arguments alone, with every version and any number of workers.
     """
     counter = np.array([step % _WORD, 0, 0, 1], dtype=np.uint64)
     key = np.array([seed % _WORD, epoch % _WORD], dtype=np.uint64)

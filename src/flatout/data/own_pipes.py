@@ -1,4 +1,4 @@
-"""Pipes on several ranks: each reads its own, and all end an epoch at the same step."""
+"""Pipes on several ranks: each reads its own pipe, and all end an epoch at the same step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatout.words import counted
 
 
 def is_pipe(source: Source) -> TypeGuard[Pipeline]:
-    """Whether a rank reads rows that no other can read again."""
+    """Return whether a rank reads rows that no other rank can read again."""
     return isinstance(source, Pipeline) and is_stream(source.origin)
 
 
@@ -40,19 +40,19 @@ def samples_of_all(source: Source) -> int | None:
 def own_pipe(
     pipeline: Pipeline, rank: int, world_size: int, gather: Callable[[Any], list[Any]]
 ) -> Pipeline:
-    """The pipeline over this rank's pipe, with batches of this rank's share of the batch size.
+    """Return the pipeline over this rank's pipe, with this rank's part of the batch size.
 
-    Where all ranks know how many rows come, each spreads its own over the same number of steps, so
-    that none is left over. All ranks call it together.
+    If all ranks know the number of rows, each spreads its rows over the same number of steps, so
+    that no row is left over. All ranks call this together.
 
     Args:
-        pipeline: the same on all ranks but for its pipe.
-        rank: of this process.
-        world_size: how many ranks there are.
-        gather: gives what all ranks have said, by rank.
+        pipeline: the same on all ranks except for its pipe.
+        rank: rank of this process.
+        world_size: number of ranks.
+        gather: returns the values of all ranks, by rank, for the value of this rank.
 
     Raises:
-        DataError: on all ranks, that two of them read one pipe; or the stages make no sense.
+        DataError: two ranks read one pipe (raised on all ranks), or the stages make no sense.
     """
     if pipeline.of_rank is not None:
         return pipeline.of_rank
@@ -75,7 +75,7 @@ def own_pipe(
     )
     stages = [stage for stage in pipeline.stages if stage is not pipeline.sharded]
     own = pipeline.with_stages((*stages, replace(shard, presharded=True, steps=steps)))
-    # What was looked at in advance is gone from the pipe: only the same object still has it.
+    # Batches of `peek` are gone from the pipe; only the same Pipeline object still has them.
     own.of_rank = pipeline.of_rank = own
     return own
 
@@ -104,15 +104,16 @@ def _steps(rows: list[int | None], size: int | None, turns: int) -> int | None:
 
 
 class OwnPipe:
-    """Follows `flatout.data.source.Source`: the batches of one rank's pipe, while all have one.
+    """Follows `flatout.data.source.Source`: batches of one rank's pipe, until a rank has no more.
 
     Args:
-        own: as `own_pipe` gives it.
-        dry: gets whether this rank's pipe has run dry, and gives how many ranks' have.
-        gather: gives what all ranks have said, by rank.
-        say: gets a line about what was left over.
-        left_over_s: seconds for which a pipe is read on, to count what is left over and to let
-            its writer end.
+        own: result of `own_pipe`.
+        dry: gets whether this rank's pipe is at its end, and returns the number of ranks whose
+            pipes are.
+        gather: returns the values of all ranks, by rank, for the value of this rank.
+        say: prints a line about rows that were left over.
+        left_over_s: seconds for which a pipe is read after the end of the epoch, to count rows
+            that are left over and to let its writer end.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class OwnPipe:
         return getattr(self._own, name)
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """This rank's batches of an epoch, until the first rank's pipe runs dry."""
+        """Yield this rank's batches of an epoch, until the first rank's pipe ends."""
         made = self._own.batches(epoch, start_step)
         step = start_step
         batch = next(made, None)
@@ -140,7 +141,7 @@ class OwnPipe:
             assert batch is not None
             yield batch
             step += 1
-            del batch  # not held while the next one is made
+            del batch  # not referenced while the next batch is made
             batch = next(made, None)
         self._tell(epoch, step, *((0, False) if batch is None else self._rest(batch, made)))
 
@@ -149,7 +150,7 @@ class OwnPipe:
         for more in made:
             samples += more.size
             if time.monotonic() > until:
-                # The writer is in the middle: its rows must not be taken for those of a next pass.
+                # The writer has not ended: its rows must not be taken for rows of the next pass.
                 getattr(self._own.origin, "leave", lambda: None)()
                 return samples, True
         return samples, False
@@ -168,5 +169,5 @@ class OwnPipe:
             )
 
     def peek(self, count: int) -> list[Batch]:
-        """This rank's first batches."""
+        """Return this rank's first batches."""
         return self._own.peek(count)

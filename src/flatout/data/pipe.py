@@ -1,8 +1,8 @@
-"""Pipes: opened without hanging, kept from a second reader, read in large pieces.
+"""Pipes: opened without blocking, locked against a second reader, read in large pieces.
 
-A FIFO is opened without waiting for its writer, so that it can be said what is waited for. On Linux
-`poll` tells a FIFO that no one has written to yet from one whose writers have gone (pipe(7)); a
-`read` of nothing shows neither.
+A FIFO is opened without waiting for its writer, so that a line can name the FIFO that is waited
+for. On Linux, `poll` shows whether a FIFO has not had a writer yet or whether its writers have gone
+(pipe(7)); a `read` of 0 bytes shows neither.
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ from flatout.data.waiting import Waiting
 from flatout.errors import DataError, as_data_error
 
 STANDARD_INPUT = "-"
-# What a pipe may hold, where Linux allows, so that its writer goes on while rows are decoded.
+# Bytes that a pipe may hold, where Linux allows, so that its writer continues while rows are
+# decoded.
 CAPACITY = 1 << 20
 
 _SLICE_S = 0.1
-# Bytes that came are handed out after so long, however few they are.
+# Seconds after which bytes are returned, however few they are.
 _MOMENT_S = 0.05
 
-# Standard input belongs to the process, and can be read once.
+# Standard input belongs to the process, and can be read only once.
 _standard_input_was_read = threading.Event()
 
 
 class Pipe:
-    """One pass over a FIFO or over standard input. One thread reads; `stop` is for any.
+    """One pass over a FIFO or over standard input. One thread reads; any thread may call `stop`.
 
     Args:
+        path: the FIFO, or "-" for standard input.
+        turn: number of the pass.
+        timeout_s: longest time without a byte; None waits forever.
+        say: prints a line for the user.
         first_word_s: seconds of waiting before the first line about it.
     """
 
@@ -58,7 +63,7 @@ class Pipe:
         self._begun = self._at_end = self._has_writer = False
 
     def open(self) -> None:
-        """Open it and keep other readers away; waits for a FIFO that is not there yet."""
+        """Open the pipe and lock out other readers; wait for a FIFO that does not exist yet."""
         if self._path == STANDARD_INPUT:
             self._number = self._open_standard_input()
         else:
@@ -66,12 +71,12 @@ class Pipe:
         self._poll.register(self._number, select.POLLIN)
         if stat.S_ISFIFO(os.fstat(self._number).st_mode):
             self._lock(self._number)
-            # Beyond what the machine allows a user, the pipe stays as small as it is.
+            # If the system does not allow this size, the pipe keeps its size.
             with suppress(OSError):
                 fcntl.fcntl(self._number, fcntl.F_SETPIPE_SZ, CAPACITY)
 
     def read_into(self, room: memoryview) -> int:
-        """Fill `room`, or less of it where nothing more comes for a moment; 0 is the end."""
+        """Fill `room`, or a part of it if no bytes come for a moment; return 0 at the end."""
         got, until = 0, 0.0
         while got < len(room) and not self._at_end:
             if got == 0:
@@ -83,20 +88,20 @@ class Pipe:
                     break
                 count = come
             if count == 0:
-                # At once, because a writer that follows must find no reader that is about to go.
+                # Closed at once: the next writer must not find a reader that is about to close.
                 self._at_end = True
                 self.close()
             got += count
         return got
 
     def stop(self) -> None:
-        """Make the thread that reads give up, soon."""
+        """Make the reading thread stop soon."""
         self._stopped.set()
 
     def close(self) -> None:
         number, self._number = self._number, None
         if number is not None:
-            # A process that was forked meanwhile holds the lock as well, unless it is given back.
+            # A process that was forked since holds the lock as well, until it is released.
             with suppress(OSError):
                 fcntl.flock(number, fcntl.LOCK_UN)
             os.close(number)
@@ -111,7 +116,7 @@ class Pipe:
             )
         try:
             if stat.S_ISFIFO(os.fstat(0).st_mode):
-                # Its own description: processes that share number 0 would share its lock.
+                # Opened again: processes that share descriptor 0 would share its lock.
                 with suppress(OSError):
                     number = os.open("/proc/self/fd/0", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                     self._never_blocks = True
@@ -162,7 +167,7 @@ class Pipe:
         return None
 
     def _lock(self, number: int) -> None:
-        """Keep other readers away: two would each get some of the bytes, and both nonsense."""
+        """Lock out other readers: two readers would each get a part of the bytes."""
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -175,7 +180,7 @@ class Pipe:
                 where=self.name,
                 do="give each worker its own pipe, or end the other reader",
             ) from None
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             pass
 
     # -- waiting and reading -----------------------------------------------------------------
@@ -205,7 +210,7 @@ class Pipe:
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}", where=self.name) from error
         if count == 0 and not events and not self._begun:
-            return None  # no one has opened it to write yet
+            return None  # no writer has opened it yet
         self._begun = True
         return count
 
@@ -224,7 +229,7 @@ class Pipe:
         return self.name != self._path
 
     def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Return once `ready`, which takes a moment to answer; say what is waited for."""
+        """Return once `ready`, which takes a moment to answer; print what is waited for."""
         waiting = Waiting(what, self._say, self._first_word_s)
         while not ready() or self._stopped.is_set():
             if self._stopped.is_set():

@@ -1,4 +1,4 @@
-"""Protocol Buffers, field by field: https://protobuf.dev/programming-guides/encoding."""
+"""Fields of Protocol Buffers: https://protobuf.dev/programming-guides/encoding."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 
 class WireError(ValueError):
-    """What is wrong with a message."""
+    """An error in a message."""
 
 
 def fields(data: int | bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and content of each field: varints as integers, all others as their bytes."""
+    """Yield number and content of each field: varints as integers, all others as bytes."""
     data, at = message(data), 0
     while at < len(data):
         tag, at = _varint(data, at)
@@ -32,7 +32,7 @@ def fields(data: int | bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def message(content: int | bytes) -> bytes:
-    """The bytes of a field, where it holds text, bytes or a message."""
+    """Return the bytes of a field that holds text, bytes or a message."""
     if isinstance(content, int):
         raise WireError("expected a message, found a number")
     return content

@@ -1,4 +1,4 @@
-"""A part of an image of random area and shape, brought to one size: torchvision's rule."""
+"""A part of an image of random area and shape, resized to one size, by torchvision's rule."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Size: TypeAlias = tuple[int, int]
 Pair: TypeAlias = tuple[float, float]
 
 _TRIES = 10
-# Which numbers of a sample's sequence decide: those of `Augmentation` come before.
+# Indices, in a sample's sequence of random numbers, after those of `Augmentation`.
 _TOP, _LEFT, _FIRST = 16, 17, 18
 
 
 @dataclass(frozen=True, repr=False)
 class ResizedCrop:
-    """Parts of drawn area, shape and place.
+    """Parts of random area, shape and place.
 
     Attributes:
-        size: height and width that all parts are brought to.
+        size: height and width to which all parts are resized.
         scale: least and greatest area of a part, relative to the image's.
         ratio: least and greatest width of a part over its height; its logarithm is uniform.
     """
@@ -50,7 +50,7 @@ class ResizedCrop:
 
     @classmethod
     def of(cls, given: Any) -> ResizedCrop | None:
-        """Of a size, or of a dict with size, scale and ratio; None of None."""
+        """Make it from a size, or from a dict with size, scale and ratio; None for None."""
         if given is None:
             return None
         words = dict(given) if isinstance(given, Mapping) else {"size": given}
@@ -72,7 +72,7 @@ class ResizedCrop:
             )
 
     def places(self, height: int, width: int, draws: Draws) -> Numbers:
-        """Top, left, height and width of each part: int64 of shape (rows, 4)."""
+        """Return top, left, height and width of each part: int64 of shape (rows, 4)."""
         high, wide = self._fallback(height, width)
         sizes = np.tile(np.array([high, wide], np.int64), (draws.rows, 1))
         fits = np.zeros(draws.rows, bool)
@@ -114,7 +114,7 @@ def _is_range(pair: Any, most: float) -> bool:
 
 
 def size_of(name: str, given: Any) -> Size | None:
-    """Height and width, of a pair of them or of one number for both."""
+    """Return height and width from a pair of them, or from one number for both."""
     pair = given if isinstance(given, (tuple, list)) else (given, given)
     if given is not None and not (len(pair) == 2 and all(map(is_count, pair))):
         raise DataError(
@@ -124,5 +124,5 @@ def size_of(name: str, given: Any) -> Size | None:
 
 
 def is_count(value: Any, least: int = 1) -> bool:
-    """Whether it is an int from `least`."""
+    """Return whether a value is an int from `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

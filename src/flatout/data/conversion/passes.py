@@ -1,4 +1,4 @@
-"""All rows once, made by threads, handed out in order."""
+"""One pass over all rows, made by threads and returned in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatout.measure import usable_cpus
 
 T = TypeVar("T")
 
-# Rows of a piece, however small they are.
+# Most rows of a piece.
 _MOST_ROWS = 1 << 16
 
 
@@ -24,8 +24,9 @@ class Piece(NamedTuple):
     """Rows that are made at once.
 
     Attributes:
-        part: of the whole, such as a shard.
-        start: where they begin in the order of all rows.
+        part: number of the part of the whole, such as a shard, that they belong to.
+        start: place of the first row in the order of all rows.
+        stop: place after the last row.
     """
 
     part: int
@@ -34,7 +35,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(sizes: Sequence[int], probe: Block, piece_bytes: int) -> list[Piece]:
-    """Parts of these sizes in pieces, those of one part of about the same size."""
+    """Cut parts of these sizes into pieces; pieces of one part have about the same size."""
     most = int(min(max(piece_bytes / row_bytes(probe), 1), _MOST_ROWS))
     pieces, start = [], 0
     for part, size in enumerate(sizes):
@@ -48,7 +49,7 @@ def pieces_of(sizes: Sequence[int], probe: Block, piece_bytes: int) -> list[Piec
 def made(
     samples: Samples, numbers: Numbers, pieces: Sequence[Piece], use: Callable[[Block], T]
 ) -> Generator[T, None, None]:
-    """What `use` makes of the rows of each piece, in the order of the pieces."""
+    """Yield the result of `use` for the rows of each piece, in the order of the pieces."""
     buffers = Buffers()
 
     def one(at: int) -> T:

@@ -17,13 +17,13 @@ Kind = Literal["mixup", "cutmix"]
 
 @dataclass(frozen=True)
 class Blend:
-    """What becomes of a batch. Its draws are the same for all samples of a global batch.
+    """Blends the samples of a batch. Draws are the same for all samples of a global batch.
 
     Attributes:
-        kind: "mixup" (Zhang et al., 2018) adds up whole samples, "cutmix" (Yun et al., 2019) puts a
-            part of one image into the other.
+        kind: "mixup" (Zhang et al., 2018) blends whole samples, "cutmix" (Yun et al., 2019) copies
+            a part of one image into another.
         alpha: shares are drawn from the Beta distribution (alpha, alpha).
-        classes: how many class numbers there are; None where that is not known.
+        classes: number of classes; None where it is not known.
     """
 
     kind: Kind
@@ -31,7 +31,13 @@ class Blend:
     classes: int | None
 
     def __call__(self, batch: Batch, rng: np.random.Generator, led: bool) -> Batch:
-        """The samples, each with a share of the one before it."""
+        """Return the samples, each with a share of the sample before it.
+
+        Args:
+            batch: the samples.
+            rng: generator of the random numbers.
+            led: whether the first sample only precedes the others.
+        """
         inputs, targets = self._inputs(batch), self._targets(batch)
         share = float(rng.beta(self.alpha, self.alpha))
         if self.kind == "cutmix":

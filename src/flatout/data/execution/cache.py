@@ -1,4 +1,4 @@
-"""Samples that are made once and kept: in memory, or in a folder of rows on the disk."""
+"""Samples that are made once and kept, in memory or in a folder of rows on disk."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from flatout.words import size_words
 
 Where = Literal["auto", "memory", "disk"]
 
-# Of the free memory, what a cache may take where no one said how much.
+# Share of the free memory that a cache may use, where the user sets no budget.
 _SHARE = 0.5
-# Rows that are made to learn how large one is.
+# Rows that are made to measure the size of a row.
 _PROBE = 64
 
 
 class Cached:
-    """Samples as they were when they were first made; the order is never kept, only the samples."""
+    """Samples that are kept after they were first made. Only samples are kept, never an order."""
 
     def __init__(
         self,
@@ -131,7 +131,8 @@ class Cached:
                     target, layout, len(self._numbers), self.inner.digest, private=True
                 )
         except BlockingIOError:
-            # Another process fills it; this one makes its samples as if there were no cache.
+            # Another process fills the folder; this process makes its samples as if there were no
+            # cache.
             self.reason += "; another process is filling it, so this one does without"
             return
         self._store = self._filling.store
@@ -150,7 +151,7 @@ class Cached:
 
     @property
     def filled(self) -> float:
-        """Which part of the samples is kept by now."""
+        """Share of the samples that are kept so far."""
         return 1 - self._missing / max(1, len(self._numbers))
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
@@ -206,13 +207,14 @@ class Cached:
         start = clock()
         own = made.numbers if self._whole else np.searchsorted(self._numbers, made.numbers)
         with self._lock:
-            # A number that comes twice in a batch, or in two threads, is kept once.
+            # A number that comes twice, in a batch or in two threads, is kept once.
             new, first = np.unique(own, return_index=True)
             fresh = ~self._filled[new]
             if fresh.any():
                 self._keep(new[fresh], take(made, first[fresh]))
         kept = np.flatnonzero(there)
-        if len(made) < len(numbers) - len(kept):  # some were skipped: they are not asked for again
+        # some rows were skipped, and are left out of the batch
+        if len(made) < len(numbers) - len(kept):
             back = np.isin(numbers, made.numbers)
             back[kept] = True
             numbers, slots, there = numbers[back], slots[back], there[back]

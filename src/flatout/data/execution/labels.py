@@ -1,4 +1,4 @@
-"""The targets of rows, for what counts classes or shares them out."""
+"""Targets of rows, for stages that count classes or spread them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from flatout.data.execution.samples import Costs, Samples, first_good, known_tar
 from flatout.data.form import Leaf
 from flatout.errors import DataError
 
-# So many samples are made together.
+# Samples that are made together.
 _CHUNK = 4096
 
 
 def targets_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, npt.NDArray[Any]]:
-    """The rows of `numbers` that can be read, and their targets, shape (rows, ...).
+    """Return the rows of `numbers` that can be read, and their targets, shape (rows, ...).
 
     Args:
-        samples: makes them, where their targets are not known otherwise.
+        samples: the samples. They are made if their targets are not known otherwise.
+        numbers: numbers of rows.
+        what: name of the caller, for messages.
 
     Raises:
-        DataError: samples have none, or several that differ in name or length.
+        DataError: samples have no target, or several, or targets of different lengths.
     """
     known = known_targets(samples)
     if known is not None:
@@ -34,7 +36,7 @@ def targets_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, 
     for start in range(0, max(1, len(numbers)), _CHUNK):
         if len(numbers):
             block = samples.make(numbers[start : start + _CHUNK], buffers, 0, costs)
-        else:  # this rank has no row: it takes the form of the targets from another rank
+        else:  # this rank has no row: it takes the form of the targets from a row of another rank
             block = rows_between(first_good(samples, buffers, 0, costs), 0, 0)
         target = samples.form.targets
         values = block.columns[target.column] if isinstance(target, Leaf) else None
@@ -47,7 +49,7 @@ def targets_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, 
 
 
 def labels_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, npt.NDArray[Any]]:
-    """The same, of rows that have one class each; labels of shape (rows,)."""
+    """Return the same for rows with one class each; labels have shape (rows,)."""
     kept, labels = targets_of(samples, numbers, what)
     if labels.size != len(kept):
         raise DataError(f"{what} wants one target a sample; found shape {labels.shape[1:]}")

@@ -1,6 +1,6 @@
-"""Batches made by fresh processes, for a user's Python that threads cannot share.
+"""Batches made by fresh processes, for user's Python code that threads cannot run in parallel.
 
-The processes are replaced between epochs, so that what a user's code leaks does not add up.
+Processes are replaced between epochs, so that memory leaks of a user's code do not add up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from flatout.data.threads import say_fewer
 from flatout.data.waiting import WaitStopped
 from flatout.errors import DataError
 
-# Processes younger than this, or than so many times what their start took, are kept.
+# _OLD_S: seconds of age from which on processes are replaced. _OLD_STARTS: the same age as a
+# multiple of the seconds of their start; the larger of both counts.
 _OLD_S, _OLD_STARTS = 60.0, 20.0
 
 
@@ -51,7 +52,7 @@ class ProcessPool:
         steps: int,
         most: Callable[[], int] | None = None,
     ) -> Generator[Batch, None, None]:
-        """The batches `step` to `steps - 1`, each made of its task by one of the processes."""
+        """Yield the batches `step` to `steps - 1`, each made from its task by a process."""
         idle = self._started()
 
         def make(at: int) -> Batch:
@@ -104,7 +105,7 @@ class ProcessPool:
 
 
 def refusal(maker: Any) -> str:
-    """Why processes cannot make these batches, or ""."""
+    """Return why processes cannot make these batches, or ""."""
     try:
         pickle.dumps(maker)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -112,7 +113,8 @@ def refusal(maker: Any) -> str:
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     if main is not None and Path(main).suffix == ".py":
         with suppress(OSError, UnicodeDecodeError):
-            # A spawned process imports the main script; without the guard it would train as well.
+            # A spawned process imports the main script; without the guard, it would also start to
+            # train.
             if "__name__" not in Path(main).read_text():
                 return 'the script has no `if __name__ == "__main__":`'
     return ""

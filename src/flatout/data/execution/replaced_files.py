@@ -1,4 +1,4 @@
-"""Files that are replaced while features of their samples are taken from a store."""
+"""Checks for files that are replaced while a store has features of their samples."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from flatout.data.features.store import FeatureStore
 from flatout.data.files import File, stamp_of
 from flatout.errors import DataError
 
-# Of files that were replaced, so many are named.
+# Most replaced files that one message names.
 _NAMED = 3
 
 
 class ReplacedFiles:
-    """Looks at the files of samples whose rows are asked for.
+    """Checks the files of samples whose features are about to be used.
 
-    What takes the place of a file is read as it comes, in this run; the next one keeps it by its
-    own name. Several threads may call at once.
+    In this run, features of a file's replacement are computed each time. The next run keeps them
+    under the new file's name. Several threads may call at once.
 
     Args:
         named: the samples.
-        variants: that each of them has.
-        store: has their rows.
+        variants: number of variants of each sample.
+        store: the store that has their features.
     """
 
     def __init__(self, named: NamedSlots, variants: int, store: FeatureStore) -> None:
@@ -38,7 +38,7 @@ class ReplacedFiles:
         self._lock = Lock()
 
     def look(self, numbers: Numbers) -> None:
-        """Let the store leave those of these samples whose files were replaced or have gone."""
+        """Remove samples from the store whose files were replaced or deleted."""
         known, now = self._named.stamps, self._named.stamps_now(numbers)
         pairs = zip(numbers.tolist(), now, strict=True)
         replaced = [number for number, stamp in pairs if stamp != known[number]]
@@ -56,14 +56,14 @@ class ReplacedFiles:
 
 
 class WatchedFiles:
-    """Looks from time to time at files that hold many rows each.
+    """Checks, from time to time, files that hold many rows each.
 
-    Who reads from such a file learns by an error that it is another one. Where features of all its
-    rows are kept no one reads from it any more, and learns it here.
+    A reader of a replaced file gets an error. If features of all rows are kept, there is no reader,
+    and this check raises the error.
 
     Args:
-        files: as they were opened.
-        every_s: seconds between two looks, because there may be thousands of files.
+        files: the files as they were opened.
+        every_s: seconds between two checks, because there may be thousands of files.
     """
 
     def __init__(self, files: Iterable[File], every_s: float = 1.0) -> None:
@@ -71,10 +71,10 @@ class WatchedFiles:
         self._every_s, self._due = every_s, 0.0
 
     def look(self, numbers: Numbers) -> None:
-        """Look at all files, where that is due, whichever rows are asked for.
+        """Check all files if a check is due, for any rows.
 
         Raises:
-            DataError: a file was written, replaced or has gone.
+            DataError: a file was written, replaced or deleted.
         """
         now = monotonic()
         if now < self._due:
@@ -90,7 +90,7 @@ class WatchedFiles:
 
 
 def files_of(samples: Samples) -> list[File]:
-    """Files of many rows that samples are read from in each epoch; none where a cache has them."""
+    """Return the files with many rows from which each epoch reads samples; [] with a cache."""
     while isinstance(samples, (Augmented, Mapped)):
         samples = samples.inner
     if isinstance(samples, Joined):

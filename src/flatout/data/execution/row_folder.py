@@ -1,10 +1,10 @@
-"""Rows of a RowStore in a folder: Flatout's own format, mapped into memory to be read.
+"""Rows of a RowStore in a folder: Flatout's own format, mapped into memory for reading.
 
     rows.bin         the rows, one after the other
     ragged-0.bin     values of the first ragged column, and so on
     meta.json        layout, number of rows, form, digest, checksums; written last
 
-While a folder is being filled its name ends in `.part`.
+While a folder is being filled, its name ends in `.part`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Opener: TypeAlias = Callable[[str, int], int]
 VERSION = 2
 _DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError, RecursionError)
 _AGAIN = "the folder is damaged: delete it and make it again"
-# Bytes that are compared in one go, a whole number of blocks.
+# Bytes that are verified at once, a whole number of blocks.
 _VERIFIED = 64 << 20
 
 
 class FileArena:
-    """Values at the end of a file, mapped again when it has grown."""
+    """Values at the end of a file, mapped again after the file has grown."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], opener: Opener | None) -> None:
         self._dtype = dtype
@@ -66,17 +66,20 @@ class FileArena:
         return mapped
 
     def check(self, places: npt.NDArray[Any]) -> None:
-        """Nothing: what this process has written is not compared."""
+        """Do nothing: values that this process has written need no check."""
 
     def flush(self) -> None:
         os.fsync(self._file.fileno())
 
 
 class Filling:
-    """A folder that is being filled, by this process alone. What a killed process left is removed.
+    """A folder that only this process fills. Files that a killed process left are removed.
 
     Attributes:
-        filled: bool of shape (rows,): which are there.
+        target: path of the finished folder.
+        part: path of the folder while it is filled.
+        store: the rows.
+        filled: bool of shape (rows,): whether a row was stored.
     """
 
     def __init__(
@@ -99,8 +102,8 @@ class Filling:
             if old.name != "lock":
                 old.unlink()
         self._rows_file = open(self.part / "rows.bin", "w+b", buffering=0, opener=opener)  # noqa: SIM115
-        # The rows are written through mapped memory, where a full disk kills the process: so their
-        # place is taken now.
+        # Rows are written through mapped memory, where a full disk would kill the process. So their
+        # space is allocated now.
         os.posix_fallocate(self._rows_file.fileno(), 0, rows * layout.stride)
         self._mapped = mmap.mmap(self._rows_file.fileno(), rows * layout.stride)
         matrix = np.frombuffer(self._mapped, np.uint8).reshape(rows, layout.stride)
@@ -113,12 +116,12 @@ class Filling:
         self.filled = np.zeros(rows, bool)
 
     def put(self, slots: Numbers, columns: dict[str, Values]) -> None:
-        """Keep rows."""
+        """Store rows."""
         self.store.put(slots, columns)
         self.filled[slots] = True
 
     def finish(self, form: Form | None, extra: dict[str, Any]) -> Path:
-        """Make the whole folder what its name promises; returns the folder."""
+        """Write the metadata and rename the folder to its final name; return its path."""
         self._mapped.flush()
         os.fsync(self._rows_file.fileno())
         for arena in self._arenas:
@@ -136,7 +139,7 @@ class Filling:
         path, draft = self.part / "meta.json", "meta.json.part"
         with atomic_write(path, durable=True, opener=self._opener, draft=draft) as file:
             file.write(sealed(meta))
-        if self.target.exists():  # another process was quicker
+        if self.target.exists():  # another process has finished the folder first
             shutil.rmtree(self.part)
             return self.target
         os.rename(self.part, self.target)
@@ -144,15 +147,15 @@ class Filling:
         return self.target
 
     def close(self) -> None:
-        """Let others fill it."""
+        """Release the lock, so that other processes may fill the folder."""
         self._lock.close()
 
 
 class RowFolder:
-    """A whole folder, to be read.
+    """A finished folder, for reading.
 
     Attributes:
-        form: where inputs, targets and weights are, or None where a schema says.
+        form: the columns that hold inputs, targets and weights, or None if a schema states it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -202,17 +205,17 @@ class RowFolder:
         self._files[0].check(starts, starts + self.store.layout.stride)
 
     def verify_rows(self) -> None:
-        """Compare the bytes of all rows with their checksums, but not those of ragged values."""
+        """Compare the bytes of all rows with their checksums, without those of ragged values."""
         self._files[0].check_all()
 
     def verify(self) -> None:
-        """Compare all bytes with their checksums, whether they were before or not."""
+        """Compare all bytes with their checksums, even those that were compared before."""
         for file in self._files:
             file.verify()
 
 
 class _Bytes:
-    """A file of a folder, mapped; its blocks are compared with their checksums."""
+    """A mapped file of a folder, whose blocks are compared with their checksums."""
 
     def __init__(self, path: Path, words: Any) -> None:
         self._path = path
@@ -255,7 +258,7 @@ class _Bytes:
 
     def _read(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         if self._map is not None:
-            # The disk fetches the rest while the beginning is compared.
+            # The disk then reads the rest while the start is compared.
             first = start - start % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_WILLNEED, first, stop - first)
         return self.bytes[start:stop]
@@ -279,7 +282,7 @@ class _ReadArena:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """What a folder's meta.json holds."""
+    """Return the content of a folder's meta.json."""
     try:
         if (path / "meta.json").exists() and not (path / "meta.json").is_file():
             raise ValueError("it is no file")

@@ -1,4 +1,4 @@
-"""The ids of data, field by field: how many there are, how skewed, and which are new."""
+"""Facts about the ids of data, field by field: their number, their skew, and new ids."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from flatout.kernels import IdNumbers, Items
 from flatout.measure import available_bytes
 from flatout.words import rounded
 
-# A column of more places is one field: its places are those of a text or an image.
+# Most places of a column that are fields of their own. More places are those of a text or an image.
 _MOST_FIELDS = 128
-# Of fewer ids nothing is said.
+# Number of ids up to which a field gets a row for each id, without other advice.
 _FEW = 1000
 _MANY_UNKNOWN = 0.2
 _FEWEST_BUCKETS = 1024
 HASH = 'hash, few ids come again: vocabulary = "none"'
-"""Of a field that wants no row for each id."""
+"""Advice for a field whose ids should share rows."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,15 @@ class FieldFacts:
 
     Attributes:
         name: the column, with the place in its rows where each place is a field: "ids[3]".
-        values: how many ids there are, each as often as it comes.
-        half: how many of the most frequent ids make half of the values.
-        unknown_ids: how many of the ids the other data do not have; None where there are none.
-        todo: what the field wants in the schema, in words.
+        values: number of values, in which an id may come several times.
+        ids: number of different ids.
+        once: number of ids that come once.
+        top: the most frequent id.
+        top_share: share of the most frequent id among the values.
+        half: number of most frequent ids that make up half of the values.
+        unknown_ids: number of ids that the other data do not have; None without other data.
+        unknown_share: share of the values with such an id.
+        todo: advice for the schema.
     """
 
     name: str
@@ -50,7 +55,7 @@ class FieldFacts:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Name, ids, seen once, most frequent, half of the values, unknown, what to do in short."""
+        """Name, ids, share that come once, top id, ids in half of the values, unknown, advice."""
         unknown = ""
         if self.unknown_share is not None:
             unknown = _share(self.unknown_share)
@@ -66,10 +71,10 @@ class FieldFacts:
 
 
 class IdFields:
-    """Counts the ids of all int64 inputs; several threads may add blocks.
+    """Counts the ids of all int64 inputs. Several threads may add blocks.
 
     Attributes:
-        dropped: names of columns with more different ids than memory holds.
+        dropped: names of columns with more different ids than fit into memory.
     """
 
     def __init__(self, columns: Iterable[Column], base: int = 0) -> None:

@@ -21,10 +21,10 @@ INTEGERS, CATEGORIES = 13, 26
 
 
 class CriteoDecoder:
-    """Rows of Criteo TSV.
+    """Decoder of Criteo TSV.
 
-    The schema's columns are `label` (left out where the lines have none), `integers` and
-    `categories`. Its option `buckets` takes each category modulo that number; 0 leaves it.
+    The schema's columns are `label` (left out where the lines have no label), `integers` and
+    `categories`. Its option `buckets` takes each category modulo that number; 0 keeps categories.
     """
 
     needs_survey = False
@@ -44,11 +44,11 @@ class CriteoDecoder:
         self.integers, self.categories = schema["integers"], schema["categories"]
 
     def split(self, buffer: Bytes, final: bool) -> Split:
-        """Lines."""
+        """Find lines."""
         return split_lines(buffer, final)
 
     def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
-        """Which rows are good."""
+        """Return which rows are good."""
         return good_rows(self, rows, policy)
 
     def decode(
@@ -94,7 +94,7 @@ def _default_of(column: Column) -> float:
 
 
 def criteo_schema(*, buckets: int = 0, label: bool = True, dtype: Any = "float32") -> Schema:
-    """The schema of the public click logs."""
+    """Return the schema of the public click logs."""
     columns = [Column(name="label", dtype=dtype, role="target")] if label else []
     columns.append(Column(name="integers", dtype="float32", shape=(INTEGERS,), default=0))
     columns.append(Column(name="categories", dtype="int64", shape=(CATEGORIES,), default=0))
@@ -110,21 +110,21 @@ def criteo(
     on_error: OnError = "fail",
     max_errors: int = 100,
 ) -> Pipeline:
-    """Rows of Criteo's click logs, tab-separated, packed or not.
+    """Read rows of Criteo's click logs, tab-separated, compressed or not.
 
-    Inputs are `integers` (float32 of shape (13,), missing ones 0) and `categories` (int64 of shape
-    (26,), the hexadecimal values, missing ones 0); the target is `label`, float32.
+    Inputs are `integers` (float32 of shape (13,), 0 if missing) and `categories` (int64 of shape
+    (26,), from hexadecimal numbers, 0 if missing). The target is `label`, float32.
 
     Args:
         paths: as `files.find` takes them.
-        schema: a Schema, the path of one in TOML, or a dict; other dtypes, counts and defaults.
-        buckets: without a schema, each category modulo this number; 0 leaves it.
-        label: without a schema, whether lines begin with a label, as training files do.
-        on_error: "fail", or "skip" rows that are not as they should be.
-        max_errors: the most rows to skip.
+        schema: a Schema, the path of one in TOML, or a dict; for other dtypes, counts or defaults.
+        buckets: without a schema, each category is taken modulo this number; 0 keeps categories.
+        label: without a schema, whether lines begin with a label, as in training files.
+        on_error: "fail", or "skip" bad rows.
+        max_errors: most rows to skip.
 
     Raises:
-        DataError: file and line of what is wrong, what was expected and found.
+        DataError: a row is bad. It names file and line, and what was expected and found.
     """
     from flatout.data.files import find
     from flatout.data.indexed import IndexedRows

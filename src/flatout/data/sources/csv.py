@@ -1,4 +1,4 @@
-"""CSV and TSV files: a header, then a row a line."""
+"""CSV and TSV files: a header, then one row per line."""
 
 from __future__ import annotations
 
@@ -38,57 +38,57 @@ def csv(
     on_error: OnError = "fail",
     max_errors: int = 100,
 ) -> Pipeline:
-    """Rows of CSV or TSV files, packed or not.
+    """Read rows of CSV or TSV files, compressed or not.
 
     Without a schema, the columns' types are inferred from the first mebibyte of the first file and
-    of the last: whole numbers become int64, others float32, true and false bool. Several inputs
-    come as a dict of tensors by column. Blank lines are no rows.
+    of the last: whole numbers become int64, others float32, true and false bool. Several inputs are
+    a dict of tensors by column. Blank lines are no rows.
 
-    What None means below is what the schema's option of that name says, or else what is named.
-    What is found out and is no matter of course stands in the pipeline's notes.
+    If an argument is None, the schema's option of that name holds, or else the default named below.
+    The pipeline's notes state findings that a user may not expect.
 
     Args:
-        paths: as `files.find` takes them. All have the same columns.
+        paths: as `files.find` takes them. All files have the same columns.
         target: the target's column, or a list of them; None where there is none.
         inputs: the input's column, or a list of them; None means all that have no other role.
         weight: the column of sample weights.
-        unused: columns to leave out. Columns without a name, as pandas writes its index, are left
-            out without being asked for.
-        schema: a Schema, the path of one in TOML, or a dict; beside it, `target`, `inputs`,
-            `weight` and `unused` change roles.
-        delimiter: between fields; None: a tab for files that end in .tsv or .tab, else tab,
-            semicolon, bar or comma, whichever parts the first rows alike.
-        decimal: between a number's whole part and its fraction; None: a comma where the delimiter
-            is none and no number of the first rows has a point, else a point.
-        encoding: as Python calls it, such as "cp1252"; a file that is not UTF-8 is copied into the
-            cache folder as UTF-8, once. None: what a byte order mark says, else UTF-8.
-        header: whether the first line of each file names the columns; or the names, for files
-            without such a line. False calls them f0, f1, ...; None: True, unless numbers stand in
-            it above numbers.
-        quote: around fields that hold delimiters or newlines; "" where quotes mean nothing; None:
-            a double quote.
+        unused: columns to leave out. Columns without a name, as pandas writes its index, are always
+            left out.
+        schema: a Schema, the path of one in TOML, or a dict; `target`, `inputs`, `weight` and
+            `unused` then change its roles.
+        delimiter: character between fields; None: a tab for files that end in .tsv or .tab, else
+            the one of tab, semicolon, bar or comma that gives the first rows equally many fields.
+        decimal: character before a number's fraction; None: a comma if the delimiter is another
+            character and no number of the first rows has a point, else a point.
+        encoding: Python's name of it, such as "cp1252"; a file that is not UTF-8 is copied into the
+            cache folder as UTF-8, once. None: that of a byte order mark, else UTF-8.
+        header: whether the first line of each file has the names of the columns; or the names, for
+            files without such a line. False names them f0, f1, ...; None: True, unless the first
+            line has numbers above numbers.
+        quote: character around fields that hold delimiters or newlines; "" if quotes have no
+            meaning; None: a double quote.
         missing: texts that stand for a missing value; None: "", NA, N/A, n/a, #N/A, <NA>,
             NULL, null, None.
-        default: what a missing value becomes, in all columns or by column; None makes a missing
-            value an error.
+        default: value that replaces a missing value, in all columns or by column; None makes a
+            missing value an error.
         categories: columns whose texts become numbers, with the texts in the order of these
-            numbers: `{"color": ["red", "green"]}` makes int64 0 and 1, and others are errors. A
-            list of names, or None in place of the texts, learns them from all rows: the sorted
-            texts count from 1, 0 stands for any other and for a missing one (of a target they count
-            from 0, and others are errors). Columns of text whose values come again are learned
-            without being named, those that hold names or prose are refused.
-        dates: columns of dates, or how those of each are written: `{"day": "%d.%m.%Y"}`. They
-            become days since 1970-01-01, float32. ISO 8601 is found without being named.
+            numbers: `{"color": ["red", "green"]}` makes int64 0 and 1, and other texts are errors.
+            A list of names, or None in place of the texts, learns them from all rows. The sorted
+            texts then get numbers from 1, and 0 stands for a missing or any other text. For a
+            target, numbers start at 0, and other texts are errors. Unnamed columns of text whose
+            values repeat are learned too; columns of names or prose are refused.
+        dates: columns of dates, or the format of each: `{"day": "%d.%m.%Y"}`. They become days
+            since 1970-01-01, float32. ISO 8601 is detected in other columns, too.
         stack: put all numeric input columns (no categories) into one input, float32 of shape
-            (columns,), which most models of tables want.
+            (columns,), which most models of tables need.
         skip_text: leave out columns of text that are no categories, instead of refusing them.
-        allow_nan: let NaN and infinite values pass; None: False.
-        on_error: "fail", or "skip" rows that are not as they should be: another number of fields,
-            text in a column of numbers, missing and unknown values.
-        max_errors: the most rows to skip.
+        allow_nan: accept NaN and infinite values; None: False.
+        on_error: "fail", or "skip" bad rows: another number of fields, text in a column of numbers,
+            missing and unknown values.
+        max_errors: most rows to skip.
 
     Raises:
-        DataError: file and line of what is wrong, what was expected and found.
+        DataError: a row is bad. It names file and line, and what was expected and found.
     """
     require("pyarrow", "tables", "CSV")
     from flatout.data.sources.arrow_schema import ColumnOptions, listed

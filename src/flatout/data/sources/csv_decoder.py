@@ -30,7 +30,7 @@ from flatout.data.sources.csv_split import dialect_of, split_rows
 from flatout.data.sources.csv_text import in_one_piece, not_utf8, read_text
 from flatout.errors import DataError
 
-# The most bad rows to leave out when `look` decodes rows. Each one costs another parse.
+# Most bad rows that `look` leaves out. Each one takes another parse.
 _MOST_BAD = 10
 
 
@@ -66,7 +66,7 @@ class CsvDecoder:
         return [*self.changes.notes(), *self._notes]
 
     def split(self, buffer: Bytes, final: bool) -> Split:
-        """Lines, unless their end is in quotes, without the header that a file begins with."""
+        """Find lines, except line ends in quotes, without the header at the start of a file."""
         split = split_rows(buffer, final, self.dialect)
         starts, ends = split.starts, split.ends
         if len(starts):
@@ -78,7 +78,7 @@ class CsvDecoder:
         return split._replace(starts=starts, ends=ends)
 
     def split_rest(self, buffer: Bytes, final: bool) -> Split:
-        """As `split`, of what does not begin a file: a line like its header is a row."""
+        """Find lines after the start of a file, where a line equal to the header is a row."""
         return split_rows(buffer, final, self.dialect)
 
     def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:

@@ -1,4 +1,4 @@
-"""Rows of CSV in bytes: lines, unless a line's end stands in quotes."""
+"""Rows of CSV in bytes: lines, except line ends in quotes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _NEWLINE, _RETURN = b"\n\r"
 
 
 class Dialect(NamedTuple):
-    """How rows are written.
+    """Characters and texts with a meaning in rows of CSV.
 
     Attributes:
-        quote: around fields that hold delimiters or newlines; doubled where it is meant itself.
-            "" where quotes have no meaning.
+        delimiter: character between fields.
+        quote: character around fields that hold delimiters or newlines; doubled, it stands for
+            itself. "" if quotes have no meaning.
         missing: texts that stand for a missing value.
-        decimal: between a number's whole part and its fraction.
+        decimal: character before a number's fraction.
     """
 
     delimiter: str = ","
@@ -35,7 +36,7 @@ class Dialect(NamedTuple):
 
 
 def dialect_of(options: Mapping[str, Any]) -> Dialect:
-    """The dialect that a schema's options tell."""
+    """Return the dialect of a schema's options."""
     missing = options["missing"]
     if isinstance(missing, str) or not all(isinstance(text, str) for text in missing):
         raise DataError(f"missing: expected a list of texts, found {missing!r}")
@@ -67,7 +68,7 @@ def split_rows(buffer: Bytes, final: bool, dialect: Dialect, window: int = 1 << 
         rows = _quoted_rows(buffer[at : at + size], final and at_end, dialect)
         splits.append(rows._replace(starts=rows.starts + at, ends=rows.ends + at))
         at += rows.consumed
-        # A row that is longer than the window gets a larger one.
+        # If a row does not fit into the window, the window is doubled.
         size = window if rows.consumed else 2 * size
     starts, ends = (np.concatenate([rows[i] for rows in splits]) for i in (0, 1))
     return Split(starts, ends, at, splits[-1].problem if final else "")
@@ -87,7 +88,7 @@ def _quoted_rows(text: Bytes, final: bool, dialect: Dialect) -> Split:
     starts = np.concatenate([[0], newlines + 1]).astype(np.int64)
     ends = np.append(newlines, len(text))
     consumed = len(text)
-    if is_open or not final:  # what follows the last newline is no whole row
+    if is_open or not final:  # bytes after the last newline are no whole row
         consumed = int(starts[-1])
         starts, ends = starts[:-1], ends[:-1]
     problem = "a quote is opened in this row, and never closed" if is_open else ""

@@ -1,4 +1,4 @@
-"""Text of whole CSV rows to Arrow tables."""
+"""Conversion of whole CSV rows to Arrow tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def read_text(
     quote: Any = dialect.quote or False
     return csv.read_csv(
         pa.BufferReader(buffer),
-        # One block: a block's end would have to be searched for, and quotes followed twice.
+        # One block: otherwise pyarrow would search for the end of each block, and parse quotes
+        # twice.
         read_options=csv.ReadOptions(
             use_threads=False, block_size=buffer.size + 1, column_names=list(names)
         ),
@@ -82,10 +83,10 @@ def _count(row: bytes, dialect: Dialect) -> int:
 
 
 def in_one_piece(buffer: Bytes, starts: Numbers, ends: Numbers) -> Any:
-    """The bytes of rows, with newlines between them; without a copy where they lie so."""
+    """Return the bytes of rows, separated by newlines, without a copy where possible."""
     gaps = starts[1:] - ends[:-1]
-    # A gap of one or two bytes is a line's end, unless a file ended without one before a header of
-    # a single letter.
+    # A gap of one or two bytes is a line end, unless a file ended without a newline before a header
+    # of one letter.
     if ((gaps == 1) | (gaps == 2)).all() and _LINE_ENDS[buffer[ends[:-1]]].all():
         return buffer[starts[0] : ends[-1]]
     view = buffer.data
@@ -94,7 +95,7 @@ def in_one_piece(buffer: Bytes, starts: Numbers, ends: Numbers) -> Any:
 
 
 def not_utf8(text: bytes) -> tuple[int, str]:
-    """Where a text is not UTF-8, in bytes from its begin; what is expected and found, in words."""
+    """Return the place of the first byte that is not UTF-8, and a line about it."""
     try:
         text.decode()
     except UnicodeDecodeError as error:

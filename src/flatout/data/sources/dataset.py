@@ -1,4 +1,4 @@
-"""torch Datasets in our own order, and DataLoaders as their users built them."""
+"""torch Datasets in Flatout's order, and DataLoaders as their users built them."""
 
 from __future__ import annotations
 
@@ -44,22 +44,23 @@ def dataset(
     clip_batch: bool = False,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> DatasetSource | IterableSource:
-    """Batches of a torch Dataset, map-style or iterable.
+    """Return batches of a torch Dataset, map-style or iterable.
 
     Args:
         samples: the Dataset; a sample is x, (x, y) or (x, y, weight).
         batch_size: samples per batch; None means 32, or all where there are fewer.
-        shuffle: a new order every epoch, from (seed, epoch). An iterable Dataset has its own order.
-        seed: of the orders and of random augmentation.
+        shuffle: whether each epoch has a new order, from (seed, epoch). An iterable Dataset has its
+            own order.
+        seed: seed of the orders and of random augmentation.
         drop_last: leave out a smaller last batch.
-        workers: 0 reads samples in this process when they are asked for, "thread" ahead in
-            a thread of it, a number in so many worker processes; "auto" begins with 0 and keeps
-            what is measured faster while batches are used. An iterable Dataset is read by one
-            process at most, because several would each give all of its samples. Several are used
-            if its class calls `get_worker_info` to split the samples.
+        workers: how samples are read. 0: by this process when they are needed; "thread": ahead, by
+            a thread; a number: by this number of processes; "auto": starts with 0 and keeps the
+            fastest while batches are used. An iterable Dataset is read by one process at most,
+            since each of several would return all samples. It is read by several if its class
+            calls `get_worker_info` to split the samples.
         pin_memory: batches in pinned memory, for copies to an accelerator; without one, no effect.
         clip_batch: a batch larger than the data becomes the data instead of an error.
-        collate: makes a batch from a list of samples; torch's `default_collate` where it is None.
+        collate: makes a batch from a list of samples; torch's `default_collate` if None.
 
     Raises:
         DataError: the dataset is empty or has no length, or a number makes no sense.
@@ -106,11 +107,11 @@ def _iterable_dataset(
         num_workers=processes,
         collate_fn=collate,
         pin_memory=pin_memory and torch.accelerator.is_available(),
-        # A new worker every epoch: one that lives on would never hear of set_epoch.
+        # New workers every epoch: workers that persist would not get `set_epoch`.
         persistent_workers=False,
         generator=generator,
     )
-    # Each of several processes may end with a smaller batch, so the number is unknown.
+    # Each of several processes may end with a smaller batch, so the number is not known.
     steps = length_of(loader) if processes < 2 else None
 
     def begin(epoch: int) -> Iterator[Any]:
@@ -138,9 +139,9 @@ def _splits_samples(samples: IterableDataset[Any]) -> bool:
 
 
 def from_loader(loader: DataLoader[Any], workers: Workers | Literal["auto"] = 0) -> IterableSource:
-    """A DataLoader as its user built it: its order, its batches, its workers.
+    """Return the batches of a DataLoader as its user built it: its order, batches and workers.
 
-    `set_epoch` of its sampler (or of an iterable dataset) is called where there is one.
+    Calls `set_epoch` of its sampler (or of an iterable dataset) where it has one.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
@@ -171,7 +172,8 @@ def from_loader(loader: DataLoader[Any], workers: Workers | Literal["auto"] = 0)
         with closing(begin(0)) as batches:
             found = list(islice(batches, count))
         if is_new:
-            # Workers that persist have drawn random numbers, and later passes draw none for them.
+            # Workers that persist have drawn random numbers, and later passes would draw none for
+            # them.
             loader._iterator = None
         return found
 

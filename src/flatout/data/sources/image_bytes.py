@@ -1,4 +1,4 @@
-"""Image files as they are, without decoding them: what `flatout data convert` packs into shards."""
+"""Image files without decoding, which `flatout data convert` packs into shards."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from flatout.words import counted, size_words
 class ImageBytes:
     """Image files by number. Follows `flatout.data.origins.Rows`.
 
-    A row is `image` (the file's bytes), `label` (int64, the number of its class folder, where there
-    are such folders) and `path` (the bytes of its path within the folder that was named). The
+    A row has `image` (the file's bytes) and `path` (the bytes of its path within the given folder).
+    If there are class folders, it also has `label` (int64, the number of its class folder). The
     schema's option `classes` names the classes.
 
     Attributes:
-        headers: what their headers say; an array with the fields of `image_header.Header`.
+        headers: facts in the images' headers; an array with the fields of `image_header.Header`.
         classes: names of the class folders, sorted; () where there are none.
     """
 

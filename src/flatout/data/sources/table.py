@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from flatout.data.sources.arrow_schema import Categories, Dates, Defaults, Names
 
-# Formats whose schemas read tables as well, and those of their options that mean something here.
+# Formats whose schemas also fit tables, and the options that have a meaning for tables.
 _FORMATS = ("csv", "parquet", "arrow")
 _OPTIONS = ("categories", "unknown", "dates", "stack", "left_out", "allow_nan", "defaults")
 
@@ -34,7 +34,7 @@ class TableRows(Rows):
     """Rows of an Arrow table in memory. Follows `flatout.data.origins.Rows`.
 
     Args:
-        digest_bytes: the most bytes that the digest reads.
+        digest_bytes: most bytes that the digest reads.
     """
 
     random = True
@@ -61,9 +61,9 @@ class TableRows(Rows):
 
     @cached_property
     def digest(self) -> str:
-        """Over the schema, the number of rows and their values.
+        """Digest over the schema, the number of rows and their values.
 
-        Above 64 MiB the values are those of rows spread evenly over the table, 64 MiB in all.
+        Of a table above 64 MiB, only rows spread evenly over it are read, 64 MiB in all.
         """
         import pyarrow as pa
 
@@ -113,19 +113,19 @@ def table(
     skip_text: bool = False,
     allow_nan: bool | None = None,
 ) -> Pipeline:
-    """Rows of a table in memory.
+    """Read rows of a table in memory.
 
     Args:
         rows: a frame of pandas or polars, an Arrow table, a dict of columns, or a list of dicts; a
             dict of single values is one row.
-        schema: as `parquet`, or that of CSV, Parquet or Arrow files, so that a model's input is
-            made as it was in training. A target or weight that the table does not have is then left
-            out, as a row to be predicted has none.
-        target: as `parquet`, like all others.
+        schema: as for `parquet`, or that of CSV, Parquet or Arrow files, so that inputs are the
+            same as in training. A missing target or weight is then left out, since rows to predict
+            have none.
+        target: as for `parquet`, like all other arguments.
 
     Raises:
-        DataError: `rows` is no table, a column is missing or holds what the schema does not take;
-            naming column and row of a value that is missing or does not fit.
+        DataError: `rows` is no table, or a column is missing or does not fit the schema. For a
+            missing or unfit value, it names column and row.
     """
     require("pyarrow", "tables", "tables")
     from flatout.data.sources.arrow_schema import (
@@ -219,7 +219,7 @@ def _values_digest(table: pa.Table) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for column in table.combine_chunks().columns:
         digest.update(column.is_null().combine_chunks().to_numpy(zero_copy_only=False).data)
-        # Behind a missing value may stand anything.
+        # The bytes of a missing value are arbitrary.
         there = pa.table([column.drop_null() if column.null_count else column], ["values"])
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, there.schema) as stream:

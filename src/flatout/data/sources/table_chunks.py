@@ -57,11 +57,11 @@ class TableFile(Protocol):
     """A file that holds a table in parts.
 
     Attributes:
-        kind: of the file, for people.
-        part: what a part is called.
-        file: where it is.
+        kind: kind of the file, for people.
+        part: name of a part, for people.
+        file: the file.
         sizes: rows of each part.
-        largest: bytes that the largest part takes decoded, or 0 where that is not known.
+        largest: bytes of the largest part after decoding, or 0 where it is not known.
         fields: the types of the columns.
     """
 
@@ -73,7 +73,7 @@ class TableFile(Protocol):
     fields: dict[str, pa.DataType]
 
     def read(self, part: int, names: Sequence[str]) -> pa.Table:
-        """Some columns of a part."""
+        """Return some columns of a part."""
         ...
 
     def may_exceed(self, names: Sequence[str], limit: int) -> list[str]:
@@ -82,7 +82,7 @@ class TableFile(Protocol):
 
 
 class ParquetFile:
-    """A Parquet file: its parts are row groups."""
+    """A Parquet file, whose parts are row groups."""
 
     kind, part = "Parquet", "row group"
 
@@ -100,8 +100,8 @@ class ParquetFile:
         self.largest = max((group.total_byte_size for group in groups), default=0)
 
     def read(self, part: int, names: Sequence[str]) -> pa.Table:
-        # Opened for each part: costs little beside decoding, and threads share nothing. Not
-        # mapped: a file that is cut off meanwhile would kill the process.
+        # Opened for each part, which costs little compared with decoding, so that threads share
+        # nothing. Not mapped: a file that is truncated while it is read would kill the process.
         with pq.ParquetFile(
             self.file.path, metadata=self._metadata, page_checksum_verification=True
         ) as opened:
@@ -120,7 +120,7 @@ class ParquetFile:
 
 
 class ArrowFile:
-    """An Arrow IPC file: its parts are record batches."""
+    """An Arrow IPC file, whose parts are record batches."""
 
     kind, part = "Arrow", "record batch"
     largest = 0
@@ -147,7 +147,7 @@ class ArrowFile:
         ):
             self._schema = ipc.open_file(source).schema
             self.fields = _types(self._schema, file)
-            # The footer tells no sizes; one column of each batch does, best one of numbers.
+            # The footer has no sizes, so one column of each batch is read, best one of numbers.
             numbers = (at for at, t in enumerate(self._schema.types) if pa.types.is_primitive(t))
             options = ipc.IpcReadOptions(included_fields=[next(numbers, 0)], use_threads=False)
             reader = ipc.open_file(source, options=options)
@@ -159,7 +159,7 @@ class ArrowFile:
         options = ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
         with pa.OSFile(self.file.path) as source:
             batch = ipc.open_file(source, options=options).get_batch(part)
-        # Arrow trusts the offsets and dictionary indices in a file.
+        # Arrow does not check the offsets and dictionary indices in a file.
         batch.validate(full=True)
         return pa.Table.from_batches([batch])
 
@@ -170,12 +170,12 @@ class ArrowFile:
 
 class _Part(NamedTuple):
     file: int
-    number: int  # in its file
-    start: int  # rows of the file before it
+    number: int  # number in its file
+    start: int  # rows of the file before this part
 
 
 class TableChunks:
-    """Parts of tables in files. Follows `flatout.data.rows.Chunks`.
+    """Parts of tables in files. Follows `flatout.data.origins.Chunks`.
 
     Attributes:
         changes: keeps a line for each column in which reading has changed a value.
@@ -296,7 +296,7 @@ def table_chunks(
     wanted: ColumnOptions,
     allow_nan: bool | None = None,
 ) -> TableChunks:
-    """Files with a schema given, or inferred from the first of them."""
+    """Open files with a given schema, or with one inferred from the first file."""
     options = {} if allow_nan is None else {"allow_nan": allow_nan}
     if schema is not None:
         given = given_schema(schema, format, wanted, options)
@@ -304,7 +304,7 @@ def table_chunks(
         return TableChunks(files, given, left_out_notes(given, files[0].fields))
     fields = files[0].fields
     for file in files[1:]:
-        # Where inputs are named, other columns do not matter.
+        # If inputs are named, other columns do not matter.
         if wanted.inputs is None and (fields.keys() ^ file.fields.keys()) - set(
             listed(wanted.unused)
         ):

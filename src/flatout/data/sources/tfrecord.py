@@ -29,15 +29,15 @@ _KINDS: dict[str, Literal["int64", "float", "bytes"]] = {
 
 
 class TfrecordDecoder:
-    """Records of Examples. A column of the schema is a feature of the same name.
+    """Decoder of Examples. A column of the schema is a feature of the same name.
 
     int64 and int32 columns are int64 lists, float32 columns float lists, uint8 columns the bytes of
-    one value. A feature that is missing becomes the column's default; without one it is an error.
-    The option `check` (True) says whether both checksums of each record are compared.
+    one value. A missing feature becomes the column's default; without a default it is an error. The
+    option `check` (True) sets whether both checksums of each record are compared.
     """
 
     text = False
-    # Length and its checksum stand before the data, the data's checksum behind them.
+    # Bytes before the data (length and its checksum) and after the data (the data's checksum).
     margins = (12, 4)
 
     def __init__(self, schema: Schema) -> None:
@@ -55,12 +55,12 @@ class TfrecordDecoder:
         self.needs_survey = bool(self._ragged)
 
     def split(self, buffer: Bytes, final: bool) -> Split:
-        """Records, by their framing; each length's checksum is compared."""
+        """Find records by their framing, and compare the checksum of each length."""
         result = kernel.scan(buffer, final=final)
         return Split(result.starts, result.ends, result.consumed, result.problem)
 
     def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
-        """Lengths of the ragged columns."""
+        """Return the lengths of the ragged columns."""
         errors = Errors(rows, kernel.Bad, policy, partial(self._explain, rows))
         lengths = np.zeros((len(self._ragged), len(rows.starts)), np.int64)
         kernel.measure(
@@ -76,7 +76,7 @@ class TfrecordDecoder:
         errors = Errors(rows, kernel.Bad, policy, partial(self._explain, rows))
         count = len(rows.starts)
         if lengths is None and self.needs_survey:
-            # Bad rows are reported when they are decoded, once.
+            # Bad rows are only reported when they are decoded.
             lengths = self.survey(rows, ErrorPolicy("skip", count)).lengths
         columns: dict[str, Values] = {}
         outputs, all_offsets = [], []
@@ -123,7 +123,7 @@ def _feature(column: Column) -> Any:
     return kernel.Feature(column.name.encode(), kind, width, required=column.default is None)
 
 
-# Records that a schema is inferred from, where none is given.
+# Records from which a schema is inferred, where none is given.
 _LOOKED_AT = 1000
 _PIECE = 8 << 20
 
@@ -138,10 +138,10 @@ def tfrecord(
     on_error: OnError = "fail",
     max_errors: int = 100,
 ) -> Pipeline:
-    """Rows of TFRecord files that hold tf.train.Example messages, packed as a whole or not.
+    """Read rows of TFRecord files of tf.train.Example messages, whole files compressed or not.
 
-    Without a schema the first 1,000 records tell the features. The target is then the feature
-    `target`, or one that is called label, target, y, class or click.
+    Without a schema, the features are found in the first 1,000 records. The target is then the
+    feature `target`, or one with a name such as label, target, y, class or click.
 
     Args:
         paths: as `files.find` takes them.
@@ -150,11 +150,11 @@ def tfrecord(
         default: without a schema, the value of a feature that a record lacks: one number for all
             columns, or a number by column. None makes it an error. A ragged column stays empty.
         check: compare both checksums of every record; False leaves out that of the data.
-        on_error: "fail", or "skip" rows that are not as they should be.
-        max_errors: the most rows to skip.
+        on_error: "fail", or "skip" bad rows.
+        max_errors: most rows to skip.
 
     Raises:
-        DataError: file and byte of what is wrong, what was expected and found.
+        DataError: a record is bad. It names file and byte, and what was expected and found.
     """
     from flatout.data.files import find
     from flatout.data.indexed import IndexedRows

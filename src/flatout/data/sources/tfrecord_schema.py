@@ -14,21 +14,26 @@ from flatout.data.protobuf import fields, message
 from flatout.data.schema import Column, Schema
 from flatout.errors import DataError
 
-# Names that are taken for the target where nothing else is said.
+# Names of features that are taken for the target, where the user names none.
 TARGETS = ("label", "labels", "target", "targets", "y", "class", "click", "clicked")
 _KINDS = {1: "bytes", 2: "float", 3: "int64"}
 _DTYPES = {"bytes": "uint8", "float": "float32", "int64": "int64"}
 
 
 class FeatureKind(NamedTuple):
-    """One feature of one record: its kind, and how many values or bytes."""
+    """One feature of one record.
+
+    Attributes:
+        kind: "bytes", "float", "int64", or "" if it is empty.
+        values: number of values, or of bytes.
+    """
 
     kind: str
     values: int
 
 
 def infer_schema(records: Iterable[tuple[int, bytes]], where: str, policy: ErrorPolicy) -> Schema:
-    """The schema that these records fit.
+    """Return a schema that fits these records.
 
     Columns of bytes, and of features that differ in length, are ragged.
     """
@@ -85,7 +90,7 @@ def _column(name: str, features: list[FeatureKind], where: str) -> Column:
 
 
 def features_of(record: bytes) -> dict[str, FeatureKind]:
-    """Kind and number of values of each feature of an Example."""
+    """Return kind and number of values of each feature of an Example."""
     result = {}
     for number, features in fields(record):
         if number != 1:
@@ -106,7 +111,7 @@ def _kind_of(feature: Any) -> FeatureKind:
 
 
 def _count(kind: str, value: Any) -> int:
-    if isinstance(value, int):  # not packed
+    if isinstance(value, int):  # the value is not packed
         return 1
     if kind == "bytes":
         return len(value)
