@@ -1,16 +1,16 @@
-"""Brings the cures of a Recipe into a script that was written without Flatout.
+"""Applies the cures of a Recipe to a script that was written without Flatout.
 
-`python -m flatout.cures.start script.py args` runs a script by the Recipe in FLATOUT_RECIPE and
-FLATOUT_SET. Each cure takes hold only where its conditions do; else the script stays as written
-there, and that is said once.
+`python -m flatout.cures.start script.py args` runs a script with the Recipe in FLATOUT_RECIPE and
+FLATOUT_SET. Each cure applies only if its conditions hold. Otherwise the script stays as written
+there, which is reported once.
 
-install.py hooks what a Recipe asks into the process, before the script runs. A file per cure;
-kept features have features.py, cut_features.py for a model that can be cut, kept_samples.py for
-the rows. A cure that depends on what the script does in each step watches the first steps as
-written.
+Before the script runs, install.py hooks the cures that a Recipe asks for into the process. Most
+cures have a file each. Kept features have three: features.py, cut_features.py for models that can
+be cut, and kept_samples.py for the rows. A cure that depends on the actions of each step runs the
+first steps as written, and observes them.
 """
 
-# Not lazily, or the module would take the place of the function.
+# Imported eagerly, since a lazy import would give the module instead of the function.
 from flatout.cures.install import install as install
 from flatout.lazy import attach
 

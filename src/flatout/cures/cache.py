@@ -1,6 +1,6 @@
-"""script.cache=memory: samples are kept after they were first made.
+"""script.cache=memory: keeps samples in memory after they were first made.
 
-Those of a map-style dataset by their number; those of an iterable one by their place (stream.py).
+Samples of a map-style dataset are kept by index, those of an iterable one by position (stream.py).
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from flatout.observe import generators_of
 from flatout.world import place
 
 FIELD = "script.cache"
-# So many samples are made twice before any is kept; fewer where that takes longer than this.
+# First samples that are made twice before any is kept: _TRIED, or after _TRIED_S seconds fewer, but
+# at least _TRIED_LEAST.
 _TRIED, _TRIED_LEAST, _TRIED_S = 16, 4, 2.0
-# Of the memory that is free, what the ranks of a machine may take together.
+# Share of free memory that the ranks of a machine may use together.
 _SHARE = 0.5
 
 
 class Cached:
     """A dataset whose samples are kept in memory that loader workers share.
 
-    All else is the dataset's own. It is what loaders use in the dataset's place; the script's
-    `loader.dataset` stays what it was.
+    It passes every other access on to the dataset. Loaders use it instead of the dataset, while the
+    script's `loader.dataset` stays the same.
     """
 
     def __init__(self, dataset: Any, store: Store) -> None:
@@ -85,7 +86,7 @@ def _number(index: Any) -> int:
 
 
 def keep_samples(torch: Any, steps: ScriptSteps) -> None:
-    """Hooks into the iterators of DataLoaders, which hand their dataset on to their workers."""
+    """Hook into the iterators of DataLoaders, which pass their dataset to their workers."""
     owner = sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter
     known: dict[int, _Known] = {}
 
@@ -127,7 +128,7 @@ def _keep_stream(stream: Stream | None, iterator: Any, dataset: Any) -> None:
 
 
 class _Epoch:
-    """What a loader iterates over in place of an iterable dataset."""
+    """Iterable that a loader uses instead of an iterable dataset."""
 
     def __init__(self, stream: Stream, dataset: Any) -> None:
         self._stream, self._dataset = stream, dataset
@@ -137,12 +138,12 @@ class _Epoch:
 
 
 class _Known:
-    """A dataset that loaders were made for, and its samples."""
+    """A dataset of a loader, and its samples."""
 
     def __init__(self, torch: Any, dataset: Any) -> None:
         try:
             self.dataset: Any = ref(dataset)
-        except TypeError:  # nothing can look after it
+        except TypeError:  # no weak reference to it is possible
             self.dataset = lambda: dataset
         is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
         self.stream = _stream_of(torch, dataset) if is_stream else None
@@ -162,7 +163,7 @@ def _room() -> int:
 
 
 def _stream_of(torch: Any, dataset: Any) -> Stream | None:
-    if isinstance(dataset, torch.utils.data.IterDataPipe):  # a loader treats it as one
+    if isinstance(dataset, torch.utils.data.IterDataPipe):  # DataLoader handles DataPipes specially
         leave(FIELD, f"{type(dataset).__name__} is a DataPipe")
         return None
     if _draws(dataset):

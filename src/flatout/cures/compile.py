@@ -1,4 +1,4 @@
-"""compute.compile: a script's root modules are compiled once, for training."""
+"""compute.compile: compiles a script's root modules once, for training."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FIELD = "compute.compile"
 
 
 def cure(torch: Any, steps: ScriptSteps) -> Cure:
-    """What is put around the calls of root modules."""
+    """Return the wrapper for calls of root modules."""
     return compiled
 
 
 def compiled(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Call:
-    """Compiles a root module; in eval mode it runs as written, as it does with a Loop."""
+    """Compile a root module for train mode; in eval mode it runs as written, as in a Loop."""
     name = type(unwrapped(module)[-1]).__name__
     if _is_compiled(module):
         leave(FIELD, f"{name} is compiled already")

@@ -1,6 +1,6 @@
-"""What a model's forward gives up to a cut behind its frozen layers, kept for a script as it is.
+"""Keeps the features of a script's model at a cut after its frozen layers.
 
-The model is called with the features in place of the batch, and goes on behind the cut.
+The model is called with features instead of the batch, and runs only the layers after the cut.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from flatout.words import size_words
 if TYPE_CHECKING:
     from flatout.models import Cut
 
-# Samples that are measured.
+# Number of samples that are timed on a CPU.
 _MEASURED = 4
-# After so many changes of the frozen layers none are looked for any more.
+# Changes of the frozen layers after which no cut is searched any more.
 _LOOKS = 4
 
 
 class CutFeatures(KeptSamples):
-    """What the frozen part of a root module has given, by sample.
+    """Features that the frozen part of a root module has computed, by sample.
 
     Attributes:
-        is_open: whether the forward is to be looked at.
-        why: there is no cut, in words; "" where nothing is frozen.
+        is_open: True if a cut has still to be searched in the next call.
+        why: why there is no cut, in words; "" if nothing is frozen.
     """
 
     def __init__(self, root: Any, keeping: Keeping) -> None:
@@ -43,16 +43,16 @@ class CutFeatures(KeptSamples):
         self.is_open, self.why = True, ""
         self._cut: Cut | None = None
         self._device = next(model.parameters()).device
-        self._form: Any = None  # of the inputs that it is for
+        self._form: Any = None  # form of the inputs that the cut is for
         self._looked = 0
 
     @property
     def is_cut(self) -> bool:
-        """Whether the forward is cut."""
+        """True if the forward is cut."""
         return self._cut is not None
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look for the best cut, within a call of the root in training."""
+        """Search for the best cut, within a call of the root in training."""
         import torch
 
         from flatout.models import autocast_now, find_cuts
@@ -88,7 +88,7 @@ class CutFeatures(KeptSamples):
         from flatout.train import frozen_choice
 
         where = self._keeping.where
-        # On a GPU a few samples take as long as a batch.
+        # A GPU takes about as long for a few samples as for a batch.
         few = _rows(inputs, slice(_MEASURED)) if self._device.type == "cpu" else inputs
         count = len(_leaves(few)[0])
         naming_s, _ = costs.timed(partial(sample_names, *_leaves(few)), self._device)
@@ -109,7 +109,7 @@ class CutFeatures(KeptSamples):
                     room=costs.room(where),
                 )
             )
-        # Backward takes about twice as long as forward.
+        # Backward takes about twice as long as forward, so all takes about three times as long.
         plain_s = max(option.saved_s for option in options) + 3 * rest_s / count
         choice = frozen_choice.choose(options, samples, None, plain_s)
         if choice.kept is None:
@@ -121,7 +121,7 @@ class CutFeatures(KeptSamples):
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
     ) -> Any:
-        """A call of the root, with what is kept of its batch, or can be."""
+        """Call the root with kept features of its batch, or keep them."""
         cut, inputs = self._cut, self._inputs_of(args, kwargs)
         if cut is None or inputs is None or not self._is_current(cut):
             return call(module, *args, **kwargs)
@@ -216,7 +216,7 @@ def _computed(cut: Cut, inputs: Any) -> Features:
 
     count = len(_leaves(inputs)[0])
     if count == 1:
-        # A single sample often takes other kernels than a batch, which round otherwise.
+        # A single sample often uses other kernels than a batch, with other rounding.
         device = _leaves(inputs)[0].device
         inputs = _rows(inputs, torch.zeros(2, dtype=torch.int64, device=device))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Which dataset the script's latest batch is from."""
+"""The dataset of the script's latest batch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from flatout.hooks import wrap
 
 
 class Dataset(NamedTuple):
-    """Samples that batches are made of.
+    """A dataset from which batches are made.
 
     Attributes:
-        identity: identifies it.
-        name: of its class.
-        samples: how many it has; None where that is not known.
-        passes: over it that have begun.
-        is_guessed: whether no DataLoader gives its batches, so that a pass may be a part of one.
+        identity: identifies the dataset.
+        name: name of its class.
+        samples: number of samples; None if unknown.
+        passes: number of passes over it that have begun.
+        is_guessed: True if no DataLoader gives its batches. Then a counted pass may be a part of
+            one.
     """
 
     identity: int
@@ -29,7 +30,7 @@ class Dataset(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A dataset that was seen."""
+    """A dataset that a loader has used."""
 
     made: ref[Any]
     kind: type
@@ -38,10 +39,10 @@ class _Known(NamedTuple):
 
 
 class DatasetNow:
-    """Sees whose batches the DataLoaders give.
+    """Tracks from which dataset the DataLoaders' latest batch is.
 
     Attributes:
-        dataset: of the latest batch; None where there was none.
+        dataset: the dataset of the latest batch; None before the first one.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class DatasetNow:
         self._trains: bool | None = None
 
     def watch(self) -> None:
-        """Hooks into the iterators of DataLoaders."""
+        """Hook into the iterators of DataLoaders."""
         owner = sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter
         wrap(owner, "__next__", "cures", self._around)
 
@@ -74,7 +75,7 @@ class DatasetNow:
             return known.identity, known.samples
         try:
             made = ref(dataset)
-        except TypeError:  # such as a list
+        except TypeError:  # a type without weak references, such as a list
             return id(dataset), _samples_of(dataset)
         kind, samples = type(dataset), _samples_of(dataset)
         gone = [
@@ -87,10 +88,10 @@ class DatasetNow:
         return identity, samples
 
     def called(self, trains: bool) -> None:
-        """A model is called with a batch.
+        """Record that a model is called with a batch.
 
-        Where no DataLoader has given it, a pass over the training samples begins where the script
-        turns from evaluating to training, and over those of the evaluation where it turns back.
+        Without a DataLoader, a pass over the training samples begins when the script switches from
+        evaluation to training. A pass over the evaluation samples begins when it switches back.
         """
         if self.dataset is not None and not self.dataset.is_guessed:
             return
@@ -103,5 +104,5 @@ class DatasetNow:
 def _samples_of(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError):  # a stream
+    except (TypeError, NotImplementedError):  # a stream has no length
         return None

@@ -1,4 +1,4 @@
-"""script.gradient_sync and script.unused_parameters: DistributedDataParallel without idle work."""
+"""script.gradient_sync and script.unused_parameters: needless work of DDP is skipped."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from flatout.cures.steps import ScriptSteps
 from flatout.hooks import unnumbered, wrap
 
 SYNC, SEARCH = "script.gradient_sync", "script.unused_parameters"
-# Steps as written, in which the script shows what it does.
+# Number of steps that run as written while the script is observed.
 _WATCHED_SEARCH, _WATCHED_SYNC = 3, 2
-# The longest wait, in seconds, for a thread of gloo to let go of what it has sent.
+# Longest wait in seconds for a thread of gloo to release the tensors that it has sent.
 _LET_GO_S = 0.5
 
 
 class Search:
-    """Drops the search for unused parameters where, in the first steps, all ranks used all.
+    """Drops the search for unused parameters if all ranks used all parameters in the first steps.
 
-    Until then the search is made as written, so that an unused parameter costs nothing but time.
+    Until then the search runs as written, so that an unused parameter causes no error.
     """
 
     def __init__(self, torch: Any, steps: ScriptSteps) -> None:
@@ -69,7 +69,7 @@ class Search:
             why = "has a hook for what is sent" if module._comm_hooks else f"{words} is unused"
             leave(SEARCH, why)
             return
-        # As unpickling a module does: what adds up gradients is made again, for the same buckets.
+        # Rebuild the reducer for the same buckets, as unpickling a module does.
         module.find_unused_parameters = False
         module.reducer = None
         parameters, is_sparse = module._build_params_for_reducer()
@@ -79,7 +79,7 @@ class Search:
 
 
 class _Used:
-    """Which parameters of a module get a gradient of this rank's own in each step."""
+    """Records which parameters of a module get a gradient from this rank in each step."""
 
     def __init__(self, module: Any) -> None:
         self._names = {
@@ -114,10 +114,11 @@ class _Used:
 
 
 class Accumulation:
-    """Adds up gradients over the ranks in the last of the micro-batches of a step.
+    """Sums gradients over the ranks in the last micro-batch of a step only.
 
-    How many there are is seen from the first steps. Should a step come sooner, as after an epoch's
-    last batches, the gradients that are there are added up before it, and before they are clipped.
+    The number of micro-batches is observed in the first steps. A step may come sooner, as after the
+    last batches of an epoch. Then the gradients so far are summed before clipping and before the
+    step.
     """
 
     def __init__(self, torch: Any, steps: ScriptSteps) -> None:
@@ -200,10 +201,10 @@ class _Micro:
     """The micro-batches of one module's steps.
 
     Attributes:
-        count: how many there are in a step; 1 until that is known.
+        count: number of micro-batches in a step; 1 until it is known.
         events: forward and backward passes since the last step.
-        is_local: gradients of this rank alone are being added up.
-        is_left: this module stays as written.
+        is_local: True while gradients of this rank alone accumulate.
+        is_left: True if this module stays as written.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ FIELD = "script.empty_cache"
 
 
 def skip_empty_cache(torch: Any, steps: ScriptSteps) -> None:
-    """Hooks into torch.cuda.empty_cache: a call that comes in each step does nothing."""
+    """Make calls of torch.cuda.empty_cache that come in each step do nothing."""
     for module in (torch.cuda, torch.cuda.memory):
         wrap(module, "empty_cache", "cures", _skipped, steps)
 

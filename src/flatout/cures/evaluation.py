@@ -1,4 +1,4 @@
-"""script.evaluation=no_grad: a model is evaluated without the graph of a backward pass."""
+"""script.evaluation=no_grad: evaluates a model without building graphs for backward."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FIELD = "script.evaluation"
-# Calls in eval mode after a step that keep their graph, until it is known that no one needs it.
+# First calls in eval mode after a step that build their graph, to see if a backward pass uses it.
 _WATCHED = 3
 
 
 def without_graph(torch: Any, steps: ScriptSteps) -> Cure:
-    """Calls of a root module in eval mode, once it was trained in train mode, have no graph.
+    """Remove graphs from calls of root modules in eval mode, after training in train mode.
 
-    Some scripts differentiate what a model computes in eval mode. So the first calls after a step
-    keep their graph; if a backward pass comes by there, the script stays as written.
+    Some scripts differentiate the output of a model in eval mode. So the first calls after a step
+    keep their graph. If a backward pass uses it, the script stays as written.
     """
     evaluated: dict[str, int] = {}
 
@@ -48,7 +48,7 @@ def without_graph(torch: Any, steps: ScriptSteps) -> Cure:
 
 
 class _Evaluated:
-    """The calls of one module."""
+    """Wrapped calls of one module."""
 
     def __init__(
         self, torch: Any, steps: ScriptSteps, name: str, call: Call, evaluated: dict[str, int]
@@ -74,7 +74,7 @@ class _Evaluated:
             return self._call(module, *args, **kwargs)
         count = self._steps.count
         if count != self._step:
-            # Steps have passed since the first evaluation, and its graph was never used.
+            # Steps have passed since the first evaluation, and no backward used its graph.
             self._is_sure = self._is_sure or self._watched > 0
             self._step = count
         if not self._is_sure and self._watched < _WATCHED:

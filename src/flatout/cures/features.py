@@ -1,7 +1,7 @@
-"""script.features: what leading frozen layers give for a sample is kept, and given again.
+"""script.features: keeps the outputs of leading frozen layers, by sample.
 
-A model's forward is cut behind its frozen layers where that saves most (`cut_features.py`). Where
-it cannot be cut, but has one frozen module, what that gives is kept.
+A model's forward is cut after its frozen layers at the point that saves most (`cut_features.py`).
+If it cannot be cut, but has one frozen module, the outputs of that module are kept.
 
     kept_samples.py   rows by the bytes of samples, in a `NamedStore`
 """
@@ -25,7 +25,7 @@ from flatout.observe import acts_in_training, frozen_parts
 
 
 def cure(torch: Any, steps: ScriptSteps) -> Cure:
-    """What is put around the calls of root modules."""
+    """Return the wrapper for calls of root modules."""
     keeping = Keeping(steps.asked[FIELD], DatasetNow())
     keeping.now.watch()
     steps.of_unstepped.append(partial(keep_whole, keeping))
@@ -39,9 +39,9 @@ def keep_whole(
     kwargs: dict[str, Any],
     call: Call,
 ) -> Call:
-    """Keeps what a module gives that no optimizer steps, and that the script calls by itself.
+    """Keep the outputs of a module that no optimizer steps and that the script calls directly.
 
-    Args and result are those of `keep_features`.
+    Arguments and result are those of `keep_features`.
     """
     import torch
 
@@ -73,7 +73,7 @@ def keep_features(
     kwargs: dict[str, Any],
     call: Call,
 ) -> Call:
-    """Keeps what the frozen leading layers of a root module give."""
+    """Keep the outputs of the frozen leading layers of a root module."""
     import torch
 
     name = type(module).__name__
@@ -81,7 +81,7 @@ def keep_features(
         leave(FIELD, f"{name} is compiled: its layers cannot be left out")
         return call
     if all(tensor.requires_grad for tensor in module.parameters()):
-        if FIELD not in dict(applied()):  # such as those of a backbone that is called by itself
+        if FIELD not in dict(applied()):  # features of a separately called backbone may be kept
             leave(FIELD, f"no leading layers of {name} are frozen and in eval mode")
         return call
     if len({tensor.device for tensor in module.parameters()}) > 1:
@@ -126,16 +126,17 @@ def _tell_taken(module: Any, where: Any) -> None:
 
 
 class Features(KeptSamples):
-    """What one frozen module has given, by sample.
+    """Outputs of one frozen module, by sample.
 
-    Its `forward` is another one only while its root module is called: no one copies or saves it.
+    The module's `forward` is replaced only during a call of its root module, so that no copy or
+    saved file of the module contains the replacement.
 
     Args:
-        torch: the module.
-        part: that is frozen.
-        keeping: where samples are kept, and limits.
-        is_whole: whether no optimizer steps it, so that without a graph it is frozen whatever its
-            parameters want.
+        torch: the package torch.
+        part: the frozen module.
+        keeping: place of kept samples, and limits.
+        is_whole: True if no optimizer steps the module. Then it counts as frozen without a graph,
+            even if its parameters require gradients.
     """
 
     def __init__(self, torch: Any, part: Any, keeping: Keeping, *, is_whole: bool = False) -> None:
@@ -144,10 +145,10 @@ class Features(KeptSamples):
         self._is_whole = is_whole
         self._part = ref(part)
         self._state: Any = None
-        self._contents: Any = None  # of the tensors that the state is of
+        self._contents: Any = None  # contents of the tensors in `_state`
 
     def open(self) -> bool:
-        """Puts itself in the way, unless someone else is there."""
+        """Replace the module's `forward`, unless it is replaced already."""
         part = self._part()
         if self._is_over or part is None or "forward" in vars(part) or is_anything_compiled():
             return False
@@ -155,7 +156,7 @@ class Features(KeptSamples):
         return True
 
     def close(self) -> None:
-        """Goes out of the way."""
+        """Restore the module's `forward`."""
         vars(self._part()).pop("forward", None)
 
     def _forward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +168,7 @@ class Features(KeptSamples):
             return original(batch)
         kept, given = self._kept.get(mode), None
         if kept is None:
-            given = self._computed(original, batch)  # only now is known what a row holds
+            given = self._computed(original, batch)  # its output shows the form of a row
             kept = None if self._is_over else self._opened(mode, given, len(samples))
             if kept is None:
                 return given
@@ -207,7 +208,7 @@ class Features(KeptSamples):
         )
 
     def is_frozen(self) -> bool:
-        """Whether it is what it was; forgets what it gave where it has changed since."""
+        """Return True if the module is unchanged and frozen; forget its outputs after a change."""
         from flatout.models import Contents
 
         part: Any = self._part()
@@ -252,7 +253,7 @@ class Features(KeptSamples):
 
 
 def random_states(device: Any) -> list[Any]:
-    """States of the generators that layers on a device may draw from."""
+    """Return the states of the generators that layers on a device may draw from."""
     import torch
 
     states = [torch.get_rng_state()]

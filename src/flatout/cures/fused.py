@@ -1,4 +1,4 @@
-"""compute.fused_optimizer: torch's fused kernel for optimizers that were not told otherwise."""
+"""compute.fused_optimizer: uses torch's fused kernel unless the script chose another one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIELD = "compute.fused_optimizer"
 
 
 def fuse_steps(torch: Any, steps: ScriptSteps) -> None:
-    """Looks at each optimizer before it steps; one whose state was loaded is fused again."""
+    """Check each optimizer before it steps; fuse it again after its state was loaded."""
     refused: set[int] = set()
 
     def look(optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""script.garbage=scheduled: Python's garbage is collected between epochs, not within steps."""
+"""script.garbage=scheduled: collects Python's garbage between epochs, not within steps."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from flatout.hooks import wrap
 from flatout.measure import resident_bytes
 
 FIELD = "script.garbage"
-# Garbage is collected within an epoch once memory has grown by this share and so many bytes.
+# Growth of memory, as a share and in bytes, after which garbage is collected within an epoch.
 _GROWTH, _GROWTH_BYTES = 0.25, 256 * 2**20
-# How often memory is looked at.
+# Seconds between two checks of memory.
 _EVERY_S = 1.0
 
 
 class Garbage:
     """Stops automatic collections at the first step, and collects between epochs.
 
-    What is there by then is looked at again only where memory has grown. A collection that the
-    script asks for in each step is left out; others are made.
+    Objects that exist by then are traversed again only if memory has grown. Collections that the
+    script requests in each step are skipped; other requested collections run.
     """
 
     def __init__(self, torch: Any, steps: ScriptSteps) -> None:
@@ -55,7 +55,7 @@ class Garbage:
         if self._is_frozen:
             gc.unfreeze()
         self._collect_now()
-        if self._is_frozen or not gc.get_freeze_count():  # else the script does so itself
+        if self._is_frozen or not gc.get_freeze_count():  # otherwise the script froze objects
             gc.freeze()
             self._is_frozen = True
 

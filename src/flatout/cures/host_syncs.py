@@ -1,7 +1,7 @@
-"""script.host_syncs=deferred: numbers that are read from a GPU in each step are fetched when used.
+"""script.host_syncs=deferred: numbers read from a GPU in each step are fetched when used.
 
-The copy to the host is queued where the script asks for the number, so it is the value of that
-moment; what is left out is the wait for all that the device still has to do.
+The copy to the host is queued where the script reads the number, so that it gets the value of that
+moment. Only the wait for the device's queued work is skipped.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ FIELD = "script.host_syncs"
 
 
 def defer(torch: Any, steps: ScriptSteps) -> None:
-    """Hooks into Tensor.item, for calls that the script makes in each step.
+    """Hook into Tensor.item, for calls that the script makes in each step.
 
-    `float(tensor)`, `if tensor:` and the like must give the number at once: they stay as written.
+    `float(tensor)`, `if tensor:` and similar uses need the number at once: they stay as written.
     """
     if not torch.cuda.is_available():
         leave(FIELD, "there is no GPU to wait for")

@@ -1,4 +1,4 @@
-"""From a Recipe to the hooks of its cures."""
+"""Installs the hooks for the cures of a Recipe."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from flatout.hooks import skip_our_frames, when_imported
 from flatout.recipe import FIELDS, SETTINGS, Recipe
 
 UNDO = "FLATOUT_UNDO"
-"""Environment variable in which `flatout run` gives `cures.start` the words that undo a cure."""
+"""Environment variable in which `flatout run` passes `cures.start` how to undo a cure, in words."""
 
 CURES = [field for field, setting in SETTINGS.items() if setting.cure is not None]
-"""Fields of a Recipe that can take hold in a script written without Flatout."""
+"""Fields of a Recipe that can apply to a script written without Flatout."""
 
 
 def wanted(recipe: Recipe) -> dict[str, Any]:
-    """What a Recipe asks of a script written without Flatout: value by dotted name.
+    """Return the values, by dotted name, that a Recipe sets in a script written without Flatout.
 
-    A field that is `auto`, or as in plain PyTorch, leaves the script as written. `fp32` and no
-    workers are changes where they are named, but not in a Recipe that names every field, as a
-    resolved one does: there they say that nothing was chosen.
+    Fields that are `auto` or as in plain PyTorch leave the script as written. `fp32` and zero
+    workers are changes if they are named. They are not in a Recipe that names every field, as a
+    resolved one does, since there they mean that nothing was chosen.
     """
     named = recipe.named()
     is_whole = set(FIELDS) - {"process.threads"} <= set(named)
@@ -39,21 +39,21 @@ def wanted(recipe: Recipe) -> dict[str, Any]:
 
 
 def in_words(asked: dict[str, Any]) -> list[str]:
-    """Each cure as users see it: `workers=2`, `bf16`, `channels_last`."""
+    """Return each cure as users see it: `workers=2`, `bf16`, `channels_last`."""
     return [record.words_of(field, value) for field, value in asked.items()]
 
 
 def install(recipe: Recipe, then: Callable[[], None] = lambda: None) -> list[str]:
-    """Hooks the cures that this Recipe names into this process, before the script runs.
+    """Hook the cures of a Recipe into this process, before the script runs.
 
-    Torch is not imported for that. To be called once.
+    Call this once. It does not import torch.
 
     Args:
         recipe: the settings.
         then: called after the hooks are set.
 
     Returns:
-        What takes hold where its conditions do, in words.
+        The cures that will apply if their conditions hold, in words.
     """
     asked = wanted(recipe)
     record.begin(asked)
@@ -92,7 +92,7 @@ def _hook_each(torch: Any, asked: dict[str, Any]) -> None:
 
     steps = ScriptSteps(asked)
     steps.watch(torch)
-    # Those around a model's calls first, the innermost before the others.
+    # Wrappers of a model's calls come first, the innermost before the outer ones.
     settings = sorted((SETTINGS[field] for field in asked), key=lambda value: value.around or 99)
     cures = {setting.cure: setting.around for setting in settings if setting.cure is not None}
     around = []

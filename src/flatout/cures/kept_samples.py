@@ -1,7 +1,7 @@
-"""Rows of what frozen layers give, by sample: a sample is known by its bytes.
+"""Rows of outputs of frozen layers, by sample: a sample is identified by its bytes.
 
-Who made a batch, and in which order, is not asked. Where none of the samples comes again they are
-changed at random, and nothing of them is kept.
+The origin and the order of batches do not matter. If no sample occurs twice, the samples are
+changed at random, and nothing is kept.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from flatout.cures.record import fill, leave
 from flatout.data import NAMES_VERSION, NamedStore, RowPart, feature_key
 
 FIELD = "script.features"
-# A dataset that has given more new samples than this many times its own changes them at random.
+# A dataset changes its samples at random if new samples exceed its length by this factor.
 _TOO_MANY = 1.25
-# Of a device's free memory, what rows may take: a script that runs out of it ends.
+# Share of a device's free memory for rows. It is small, since a script without memory ends.
 _DEVICE_SHARE = 0.2
-# After so many changes of the weights with no sample that came again between them.
+# Changes of the weights, without a repeated sample in between, after which nothing is kept.
 _CHANGES = 3
-# So many names of samples are remembered that are not kept.
+# Most names of samples that are remembered without keeping the samples.
 _NAMES = 1 << 19
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """The place of kept samples, the dataset that is in use, and limits.
+    """Place of kept samples, the dataset in use, and limits.
 
     Attributes:
         where: "memory" or "disk".
-        now: has the dataset of the latest batch.
-        checked: batches that are computed although all their samples are kept.
-        ahead: samples that a loader gives ahead, which may be counted as another dataset's.
-        unproven: the share of the free room that is filled before a sample comes again, if the
-            number of samples is not known.
+        now: tracks the dataset of the latest batch.
+        checked: number of batches that are computed, as a check, although all samples are kept.
+        ahead: samples that a loader prefetches, which may be counted for another dataset.
+        unproven: share of the free room that is filled before a sample occurs again, if the number
+            of samples is unknown.
     """
 
     where: Any
@@ -47,13 +47,13 @@ class Keeping:
 
 @dataclass
 class ModeStore:
-    """A store of what layers give in one mode.
+    """A store for outputs of layers in one mode.
 
     Attributes:
-        store: has rows of some parts.
-        parts: what it holds of a sample.
-        found: so many rows were there when it was opened.
-        has_come_again: whether it had a sample when that came.
+        store: the rows, by the name of the sample.
+        parts: parts of the row of a sample.
+        found: number of rows in the store when it was opened.
+        has_come_again: True if the store had the row of a sample when the sample occurred.
     """
 
     store: NamedStore
@@ -62,7 +62,7 @@ class ModeStore:
     has_come_again: bool = False
 
     def end(self) -> None:
-        """Close it, and remove what this run has kept of samples of which none came again."""
+        """Close the store; remove what this run has kept if no sample occurred again."""
         if self.has_come_again or self.found:
             self.store.close()
         else:
@@ -71,12 +71,12 @@ class ModeStore:
 
 @dataclass
 class _Given:
-    """What came of a dataset: samples that were new, and those that were kept.
+    """Counts of samples of one dataset.
 
     Attributes:
-        new: so many were.
-        again: likewise.
-        first: so many came in its first pass.
+        new: number of new samples.
+        again: number of samples that were kept already.
+        first: number of samples in the first pass.
     """
 
     new: int = 0
@@ -85,7 +85,7 @@ class _Given:
 
 
 class KeptSamples:
-    """What some layers have given, by sample."""
+    """Outputs of some layers, by sample."""
 
     def __init__(self, name: str, keeping: Keeping) -> None:
         self._name = name
@@ -93,9 +93,9 @@ class KeptSamples:
         self._given: dict[int, _Given] = {}  # by dataset
         self._is_over = False
         self._kept: dict[Any, ModeStore] = {}  # by mode
-        # Names of samples that are not kept, while none came again; None where they are.
+        # Names of samples that are not kept, until one occurs again; None if samples are kept.
         self._doubted: set[bytes] | None = None
-        self._is_proven = False  # that samples do come again
+        self._is_proven = False  # True once samples have occurred again
         self._changes = 0
         self._unchecked = self._keeping.checked
 
@@ -116,7 +116,7 @@ class KeptSamples:
     def _begin(
         self, mode: Any, parts: list[RowPart], tensors: Any, facts: Any, device: Any
     ) -> ModeStore:
-        """Open the rows of a mode."""
+        """Open the store of a mode."""
         facts = {**facts, "mode": repr(mode), "names": NAMES_VERSION}
         store = NamedStore.open(feature_key(tensors, facts), parts, self._keeping.where)
         if device.type == "cuda":
@@ -136,10 +136,10 @@ class KeptSamples:
         return places
 
     def _keep(self, kept: ModeStore, names: list[bytes], given: Sequence[Any], again: int) -> None:
-        """Keep rows of samples, unless they seem to be other ones each time."""
+        """Keep rows of samples, unless samples seem to change each time."""
         forms = [(tuple(item.shape[1:]), item.dtype) for item in given]
         if forms != [(part.shape, part.dtype) for part in kept.parts]:
-            return  # of another form than the first ones
+            return  # the rows have another form than the first ones
         if self._is_random(kept, len(names), again):
             return
         store = kept.store
@@ -161,7 +161,7 @@ class KeptSamples:
         dataset = self._keeping.now.dataset
         if dataset is None:
             return False
-        # An item of a dataset may be several samples, so that the first pass has more of them.
+        # An item of a dataset may be several samples, so that its first pass has more samples.
         is_later = dataset.passes > 1
         result = self._given.setdefault(dataset.identity, _Given())
         result.new, result.again = result.new + new, result.again + again
@@ -175,7 +175,7 @@ class KeptSamples:
             f"{dataset.name} changes its {count:,} samples at random: none came again "
             f"in {self._name}"
         )
-        # There is another one, such as that of a validation; or this may be a part of an epoch.
+        # Another dataset exists, such as that of a validation, or this may be a part of an epoch.
         if len(self._given) > 1 or dataset.is_guessed:
             leave(FIELD, why)
             return True
@@ -201,7 +201,7 @@ class KeptSamples:
         return True
 
     def _check(self, given: Sequence[Any], kept: Sequence[Any]) -> None:
-        """Compare a batch's features as they were computed with those that were kept."""
+        """Compare computed features of a batch with the kept ones."""
         from flatout.models import is_near
 
         self._unchecked = max(0, self._unchecked - 1)

@@ -1,4 +1,4 @@
-"""A number that is fetched once it is used."""
+"""A number that is fetched when it is first used."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-# Sums of numbers that are not here yet are nested no deeper.
+# Deepest nesting of sums and products of numbers that are not fetched yet.
 _DEEPEST = 64
 
 
 class DeferredNumber:
-    """A float, int or bool that is not here yet: sums and products of it are not either.
+    """A float, int or bool that is not fetched yet. Sums and products of it are deferred too.
 
-    Any other use waits for it: comparing, printing, converting. To isinstance it is what it will
-    be.
+    Any other use waits for the number, such as comparing, printing or converting. For isinstance it
+    has the type that it will have.
     """
 
     __slots__ = ("_depth", "_fetch", "_is_here", "_kind", "_value")
@@ -34,14 +34,14 @@ class DeferredNumber:
 
     @property
     def value(self) -> Any:
-        """The number; waits for it."""
+        """The number, after waiting for it."""
         if self._fetch is not None:
             self._value = self._fetch()
             self._fetch = self._is_here = None
         return self._value
 
     def is_known(self) -> bool:
-        """Whether no one has to wait for it."""
+        """Return True if the number is available without a wait."""
         return self._fetch is None or self._is_here is None or self._is_here()
 
     @property
@@ -105,7 +105,7 @@ def _combined(name: str, a: Any, b: Any) -> Any:
     apply = getattr(operator, name)
     waiting = [x for x in (a, b) if type(x) is DeferredNumber and not x.is_known()]
     depth = 1 + max((x._depth for x in waiting), default=0)
-    # A division by nothing belongs to the line that makes it, so that waits for the divisor.
+    # A division by zero has to raise on the line that divides, so the divisor is fetched at once.
     is_at_once = name == "truediv" and (type(b) is DeferredNumber or not b)
     are_numbers = all(type(x) in (int, float, bool, DeferredNumber) for x in (a, b))
     if not waiting or depth > _DEEPEST or is_at_once or not are_numbers:

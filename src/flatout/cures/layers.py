@@ -1,4 +1,4 @@
-"""What identifies a module's layers: their tensors, and what they compute with them."""
+"""Identity of a module's layers: their tensors and their computation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flatout.data import code_digest, is_library
 
 
 def tensors_of(part: Any) -> dict[str, Any]:
-    """Parameters and buffers of a module, and tensors that are plain attributes, by name."""
+    """Return a module's parameters, buffers, and tensors that are plain attributes, by name."""
     import torch
 
     tensors = {**dict(part.named_parameters()), **dict(part.named_buffers())}
@@ -21,10 +21,10 @@ def tensors_of(part: Any) -> dict[str, Any]:
 
 
 def layers_of(part: Any) -> dict[str, list[str]]:
-    """What a module computes apart from its tensors: code, attributes and hooks, by layer."""
+    """Return what defines a module's computation besides tensors: code, attributes and hooks."""
     layers = {}
     for path, inner in part.named_modules():
-        # Of the module itself these are ours, or stay.
+        # The root's own forward and hooks are left out: they are Flatout's, or do not change.
         layers[path] = words_of(inner, () if inner is not part else ("forward",))
         if inner is not part:
             hooks = [*inner._forward_pre_hooks.values(), *inner._forward_hooks.values()]
@@ -33,11 +33,11 @@ def layers_of(part: Any) -> dict[str, list[str]]:
 
 
 def words_of(layer: Any, without: Collection[str] = ()) -> list[str]:
-    """What one layer computes apart from its tensors and the layers in it.
+    """Return what defines a layer's computation besides its tensors and inner layers.
 
     Args:
         layer: a module.
-        without: names of attributes that do not count.
+        without: names of attributes to leave out.
     """
     from torch import nn
 

@@ -20,19 +20,19 @@ from flatout.observe import is_users
 from flatout.words import memory_words
 
 WORKERS, PIN, PERSISTENT = "input.workers", "input.pin_memory", "script.persistent_workers"
-# Batches on their way from workers lie in shared memory; containers often have 64 MB, and a batch
-# that finds no room ends the process.
+# Least bytes of shared memory, through which workers send batches. Containers often have 64 MB, and
+# a batch that finds no room ends the process.
 _SHARED_LEAST = 100 * 2**20
 
 
 class Loaders:
-    """Sets up DataLoaders as the Recipe says, where that gives the same batches."""
+    """Sets up DataLoaders as the Recipe asks, if that gives the same batches."""
 
     def __init__(self, torch: Any, steps: ScriptSteps) -> None:
         self._torch = torch
         self._asked = steps.asked
         self._staying: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        # Loaders whose workers a cure keeps alive, and their data when the workers began.
+        # Loaders whose workers a cure keeps alive, and attributes of their data at the start.
         self._unchanged: WeakKeyDictionary[Any, Attributes | None] = WeakKeyDictionary()
         self._as_written: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         owner = sys.modules["torch.utils.data.dataloader"].DataLoader
@@ -50,7 +50,7 @@ class Loaders:
                 return
             try:
                 given = signature.bind(loader, *args, **kwargs)
-            except TypeError:  # torch says it better
+            except TypeError:  # torch's own error message is better
                 original(loader, *args, **kwargs)
                 return
             written = dict(given.arguments)
@@ -61,7 +61,7 @@ class Loaders:
                 self._as_written[loader] = _written_attributes(given.arguments)
             if changes.get("persistent_workers") or self._is_remade(given.arguments):
                 self._unchanged[loader] = None
-                with suppress(TypeError):  # a list, say, which is known by no one else
+                with suppress(TypeError):  # such as a list, which has no weak reference
                     self._staying[id(loader.dataset)] = loader.dataset
 
         return init
@@ -157,8 +157,8 @@ class Loaders:
                     leave(PERSISTENT, f"{changed} is another one in each epoch: new workers see it")
                     loader._iterator = None
                 else:
-                    # Drawn where new workers would draw their seeds: the order that the sampler
-                    # draws after it stays as written.
+                    # New workers would draw their seeds here. An equal draw keeps the order that
+                    # the sampler draws next.
                     draw = torch.empty((), dtype=torch.int64)
                     draw.random_(generator=loader.generator)
             return original(loader)
@@ -183,7 +183,7 @@ def _written_attributes(given: dict[str, Any]) -> dict[str, Any]:
     """Return the attributes that torch sets from these arguments and that a cure may change."""
     context, ahead = given["multiprocessing_context"], given["prefetch_factor"]
     result = {name: given[name] for name in ("num_workers", "persistent_workers", "pin_memory")}
-    # Torch's own default.
+    # The default of torch.
     result["prefetch_factor"] = 2 if given["num_workers"] and ahead is None else ahead
     is_name = isinstance(context, str)
     method = multiprocessing.get_context(context) if is_name else context

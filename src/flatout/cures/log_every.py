@@ -1,4 +1,4 @@
-"""script.log_every: the training loop prints and logs only in each Nth step."""
+"""script.log_every: the training loop prints and logs only in every Nth step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FIELD = "script.log_every"
 
 
 class Log:
-    """Leaves out prints, log records and summaries that come between all steps.
+    """Skips prints, log records and summaries that come between all steps.
 
-    Warnings and errors pass, and so does what is printed elsewhere than to standard output, what
-    comes less often than once in each step, and what packages tell by themselves.
+    Not skipped are warnings and errors, prints to files other than standard output, output that is
+    rarer than once per step, and output of packages.
     """
 
     def __init__(self, torch: Any, steps: ScriptSteps) -> None:
@@ -62,7 +62,7 @@ class Log:
     def _log(self, original: Any) -> Any:
         def log(logger: Any, level: int, *args: Any, **kwargs: Any) -> None:
             if level >= logging.WARNING or not self._is_left_out():
-                # One frame more, for the file and line that a record names.
+                # One more frame on the stack, so that a record names the right file and line.
                 kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
                 original(logger, level, *args, **kwargs)
 

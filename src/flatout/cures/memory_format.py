@@ -1,4 +1,4 @@
-"""compute.memory_format=channels_last: images lie in memory as convolutions read them best."""
+"""compute.memory_format=channels_last: stores images in the layout best for convolutions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIELD = "compute.memory_format"
 
 
 def channels_last(torch: Any, steps: ScriptSteps) -> Cure:
-    """Lays out a root module with convolutions, and its 4-D inputs at each call."""
+    """Convert a root module with convolutions to channels_last, and its 4-D inputs at each call."""
 
     def cure(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Call:
         from torch.utils._pytree import tree_leaves, tree_map_only

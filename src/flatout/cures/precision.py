@@ -1,4 +1,4 @@
-"""compute.precision: forward under autocast, or without the one that the script has."""
+"""compute.precision: runs forward under autocast, or without the script's own autocast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIELD = "compute.precision"
 
 
 def autocast(torch: Any, steps: ScriptSteps) -> Cure | None:
-    """What is put around the calls of root modules, where anything is."""
+    """Return the wrapper for calls of root modules; None if there is none."""
     match steps.asked[FIELD]:
         case "bf16":
             return in_bf16
@@ -25,10 +25,9 @@ def autocast(torch: Any, steps: ScriptSteps) -> Cure | None:
 
 
 def in_bf16(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Call:
-    """The call of a root module under bfloat16 autocast; what it returns in half is made float32.
+    """Wrap calls of a root module in bfloat16 autocast, and convert bfloat16 outputs to float32.
 
-    So the script's loss is computed as it is written. Where the script autocasts by itself, that
-    holds.
+    So the script's loss is computed as written. The script's own autocast takes precedence.
     """
     import torch
 
@@ -67,7 +66,7 @@ def _against(torch: Any, module: Any) -> str:
 
 
 def in_fp32(output: Any) -> Any:
-    """The same, with float32 in place of bfloat16."""
+    """Return the output with float32 tensors instead of bfloat16 ones."""
     import torch
     from torch.utils._pytree import tree_map_only
 
@@ -80,7 +79,7 @@ def in_fp32(output: Any) -> Any:
 
 
 def without_autocast(torch: Any) -> None:
-    """Makes the autocasts that the script enters do nothing."""
+    """Make the script's autocasts do nothing."""
 
     def around(original: Any) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What holds for the whole process: threads, affinity, denormals, allocator."""
+"""Settings of the whole process: threads, affinity, denormals, allocator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flatout.recipe import Process
 
 
 def set_up(torch: Any, steps: ScriptSteps) -> None:
-    """Applies, as a Loop does, what the Recipe asks of the process; torch has just been loaded."""
+    """Apply the Recipe's settings of the process right after torch is loaded, as a Loop does."""
     fields = [field for field in steps.asked if field.startswith("process.")]
     late = settings.apply(Process(**{f.partition(".")[2]: steps.asked[f] for f in fields}))
     for field in fields:
@@ -53,7 +53,7 @@ def _keeping_interop_threads(original: Any) -> Any:
 
 
 def keep_memory(torch: Any, steps: ScriptSteps) -> None:
-    """Sets the allocator so, if it is glibc's."""
+    """Make the allocator keep its memory, if it is glibc's."""
     if allocator.current() == "keep" or allocator.keep_memory():
         took("memory.allocator", "allocator=keep")
     else:

@@ -1,4 +1,4 @@
-"""Which cures took hold in this process, and which were left out and why."""
+"""Records which cures were applied in this process, and which were not and why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _is_hooked = False
 
 
 def begin(asked: dict[str, Any]) -> None:
-    """These are the cures that this process was asked for: value by dotted name."""
+    """Start the record with the cures that were asked for: value by dotted name."""
     global _process, _stood_down, _is_full, _is_hooked
     _asked.clear()
     _asked.update(asked)
@@ -39,22 +39,25 @@ def hooked() -> None:
 
 
 def applied() -> list[tuple[str, str]]:
-    """What took hold: each field of the Recipe with what was done, in words."""
+    """Return the applied cures: each field of the Recipe with a description."""
     return list(_applied.items())
 
 
 def left() -> list[tuple[str, str]]:
-    """What stayed as written: each field of the Recipe with the reason; one may have several."""
+    """Return the fields of the Recipe that were not applied, each with a reason.
+
+    A field may occur with several reasons.
+    """
     return list(_left)
 
 
 def took(field: str, words: str) -> None:
-    """A cure has taken hold; told again it changes nothing."""
+    """Record that a cure was applied; further calls for the same field change nothing."""
     _applied.setdefault(field, words)
 
 
 def leave(field: str, why: str) -> None:
-    """A cure is left out, here or everywhere: says so the first time."""
+    """Record that a cure was not applied, here or everywhere; print that the first time."""
     if (field, why) not in _left:
         _left[field, why] = None
         if is_first_rank():
@@ -62,18 +65,18 @@ def leave(field: str, why: str) -> None:
 
 
 def fill(*, is_full: bool) -> None:
-    """Something is being kept that will be given in later epochs; or nothing more is."""
+    """Record whether a cache for later epochs is still being filled."""
     global _is_full
     _is_full = is_full
 
 
 def is_full() -> bool:
-    """Whether what is kept for later epochs is all there, so that steps get no faster by it."""
+    """Return True if all caches for later epochs are full, so that steps get no faster."""
     return _is_full
 
 
 def stand_down(why: str) -> None:
-    """No cure takes hold from now on; says so the first time."""
+    """Apply no cure from now on; print the reason the first time."""
     global _stood_down
     if not _stood_down:
         _stood_down = why
@@ -82,17 +85,17 @@ def stand_down(why: str) -> None:
 
 
 def is_on() -> bool:
-    """Whether cures may take hold."""
+    """Return True unless cures have stood down."""
     return not _stood_down
 
 
 def is_first_rank() -> bool:
-    """The first rank speaks for all; a worker that it has forked does not."""
+    """Return True in the first rank, which prints for all ranks, but not in its forked workers."""
     return os.getpid() == _process and place().rank == 0
 
 
 def words_of(field: str, value: Any) -> str:
-    """A field with its value as users see it: `workers=2`, `bf16`, `persistent_workers`."""
+    """Return a field and its value as users see it: `workers=2`, `bf16`, `persistent_workers`."""
     name = field.rpartition(".")[2]
     if SETTINGS[field].words == "{}":
         return str(value)
@@ -104,8 +107,8 @@ def words_of(field: str, value: Any) -> str:
 
 
 def tell_unmet() -> None:
-    """At the script's end: names the cures for which nothing in it was found."""
-    if hasattr(sys, "last_value"):  # it ended before it came to them
+    """Report at the script's end the cures that found nothing to apply to."""
+    if hasattr(sys, "last_value"):  # the script failed before it could use them
         return
     met = {*_applied, *(field for field, _ in _left)}
     why = "nothing in the script uses it" if _is_hooked else "the script imports no torch"

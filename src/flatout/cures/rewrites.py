@@ -1,4 +1,4 @@
-"""compute.rewrites: the rewrites of flatout.models in a script's own model."""
+"""compute.rewrites: applies the rewrites of flatout.models to a script's own model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FIELD = "compute.rewrites"
 
 
 def cure(torch: Any, steps: ScriptSteps) -> Cure:
-    """What is put around the calls of root modules."""
+    """Return the wrapper for calls of root modules."""
     return rewritten
 
 
 def rewritten(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Call:
-    """Rewrites a root module before its first call in train mode; only there do rewrites hold."""
+    """Rewrite a root module before its first call in train mode, to which rewrites apply."""
     is_done = False
 
     def once_in_training(module: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The outermost modules, most of all those that an optimizer steps: what cures of a model wrap."""
+"""Root modules, the outermost ones that an optimizer steps. Cures of a model wrap their calls."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Call = Callable[..., Any]
 """A call of a module: `call(module, *args, **kwargs)`."""
 
 Cure = Callable[[Any, tuple[Any, ...], dict[str, Any], Call], Call]
-"""What a cure makes of a module's call, given the arguments of the first one."""
+"""Function of a cure: takes a module, its first call's arguments and a Call; returns a new Call."""
 
 
 class Roots:
     """Wraps the calls of the outermost modules that an optimizer steps.
 
-    A module is met at its first call after the optimizer was made; what a cure does to it is there
-    before its first step.
+    A module is detected at its first call after the optimizer was made, so that cures apply before
+    the module's first step.
     """
 
     def __init__(self, torch: Any, steps: ScriptSteps, cures: list[Cure]) -> None:
@@ -90,6 +90,6 @@ class Roots:
             modules = [item() for item, _ in self._calls.values()]
             classes = {type(m) for module in modules for m in unwrapped(module)}
             plain = unwrap(self._torch.nn.Module.__call__)
-            # One with its own call ends in the one that is wrapped now.
+            # A class with its own __call__ ends up in the one that is wrapped now.
             if all(unwrap(owner.__call__) is plain for owner in classes):
                 self._module_calls.narrow(classes)

@@ -13,21 +13,22 @@ from torch.utils import _pytree as pytree
 from flatout.data import Buffers, SharedRows, layout_of
 from flatout.measure import available_bytes
 
-# After so many samples that a process has kept it looks whether so much memory is still free.
+# _LOOK_EVERY: kept samples between two checks of free memory. _RESERVE: bytes that must stay free.
 _LOOK_EVERY, _RESERVE = 256, 512 * 2**20
 
 Columns = Mapping[str, Any]
-"""Samples as rows are kept: by the number of a part, uint8 of shape (samples, bytes) each."""
+"""Samples as stored rows: for each part's number, uint8 of shape (samples, bytes)."""
 
 
 class Leaf(NamedTuple):
-    """A part of a sample, in one piece of memory.
+    """A part of a sample that occupies one piece of memory.
 
     Attributes:
         kind: torch.Tensor, np.ndarray, NoneType, or the type of a number.
-        dtype: of torch for a tensor, else of numpy.
-        shape, strides: strides in elements for a tensor, else in bytes.
-        bytes: how many.
+        dtype: torch's dtype for a tensor, otherwise numpy's.
+        shape: shape of the part.
+        strides: in elements for a tensor, otherwise in bytes.
+        bytes: number of bytes.
     """
 
     kind: Any
@@ -38,7 +39,7 @@ class Leaf(NamedTuple):
 
 
 class Form:
-    """How samples look that are all alike: nested containers of tensors, arrays and numbers."""
+    """Common structure of equal samples: nested containers of tensors, arrays and numbers."""
 
     def __init__(self, spec: Any, leaves: list[Leaf]) -> None:
         self._spec = spec
@@ -47,15 +48,15 @@ class Form:
         self.bytes = max(1, self.layout.stride)
 
     def __reduce__(self) -> Any:
-        # Any sample has it. As bytes: torch would send a tensor's memory by a descriptor, which is
-        # closed with the tensor before the other process has it.
+        # Any sample defines the form. It is sent as bytes, since torch would send a tensor's memory
+        # by a file descriptor, which may be closed before the other process receives it.
         return _form_in, (pickle.dumps(self.samples(self._zeros(1))[0]),)
 
     def _zeros(self, count: int) -> Columns:
         return {at: np.zeros((count, leaf.bytes), np.uint8) for at, leaf in self._leaves.items()}
 
     def columns(self, sample: Any) -> Columns | None:
-        """A sample's bytes, which may be its own memory; None where it is of another form."""
+        """Return a sample's bytes, maybe its own memory; None if it has another form."""
         values, spec = pytree.tree_flatten(sample)
         leaves = [_leaf_of(value) for value in values]
         if spec != self._spec or leaves != [*self._leaves.values()]:
@@ -63,13 +64,13 @@ class Form:
         return {str(at): _bytes_of(value)[None] for at, value in enumerate(values)}
 
     def samples(self, columns: Columns) -> list[Any]:
-        """The samples that have these bytes, in their memory."""
+        """Return the samples with these bytes, as views of their memory."""
         parts = [_values(columns[at], leaf) for at, leaf in self._leaves.items()]
         return [pytree.tree_unflatten(values, self._spec) for values in zip(*parts, strict=True)]
 
 
 def form_of(sample: Any) -> Form | None:
-    """The form of a sample; None where it holds anything else, or nothing."""
+    """Return the form of a sample; None if it is empty or contains other types."""
     values, spec = pytree.tree_flatten(sample)
     leaves = [leaf for value in values if (leaf := _leaf_of(value)) is not None]
     return Form(spec, leaves) if leaves and len(leaves) == len(values) else None
@@ -98,7 +99,7 @@ def _leaf_of(value: Any) -> Leaf | None:
 
 
 def _leaf_of_tensor(value: torch.Tensor) -> Leaf | None:
-    # In one piece, in whatever order of its axes; so are arrays.
+    # The tensor must fill one piece of memory, in any order of its axes; so must arrays.
     is_plain = value.layout is torch.strided and value.device.type == "cpu"
     if not is_plain or value.requires_grad or value.is_quantized:
         return None
@@ -134,7 +135,7 @@ def _values(rows: Any, leaf: Leaf) -> Sequence[Any]:
 
 
 class Store:
-    """Samples of one form by number."""
+    """Samples of one form, by number."""
 
     def __init__(self, form: Form, count: int) -> None:
         self._form = form
@@ -144,15 +145,15 @@ class Store:
         self._is_full = False
 
     def has(self, numbers: Sequence[int]) -> list[bool]:
-        """Which of these samples are kept."""
+        """Return for each number whether its sample is kept."""
         return list(self._rows.has(np.array(numbers, np.int64)))
 
     def get(self, numbers: Sequence[int]) -> list[Any]:
-        """Samples that are kept, as copies."""
+        """Return copies of kept samples."""
         return self._form.samples(self._rows.get(np.array(numbers, np.int64), self._buffers))
 
     def keep(self, number: int, sample: Any) -> None:
-        """Keeps a sample, while memory has room and where it is of the form of the others."""
+        """Keep a sample if memory has room and the sample has the common form."""
         if self._is_full or not 0 <= number < len(self._rows.rows):
             return
         columns = self._form.columns(sample)
@@ -163,10 +164,10 @@ class Store:
 
 
 def is_memory_short(kept: int) -> bool:
-    """Whether memory is nearly used up; looked at once in many samples that were kept."""
+    """Return True if memory is nearly used up; checked only after many kept samples."""
     return kept % _LOOK_EVERY == 0 and available_bytes() < _RESERVE
 
 
 def are_same(columns: Columns, other: Columns) -> bool:
-    """Whether two samples of one form have the same bytes."""
+    """Return True if two samples of one form have the same bytes."""
     return all(np.array_equal(columns[at], other[at]) for at in columns)

@@ -1,7 +1,7 @@
-"""Runs a script by a Recipe: `python -m flatout.cures.start [--rank] [-m] script.py args`.
+"""Runs a script with a Recipe: `python -m flatout.cures.start [--rank] [-m] script.py args`.
 
-The Recipe is the one in FLATOUT_RECIPE and FLATOUT_SET, as `flatout run` sets them. With `--rank`
-the script is one of several ranks, which `flatout run --devices` has started.
+The Recipe is in FLATOUT_RECIPE and FLATOUT_SET, as `flatout run` sets them. With `--rank` the
+script is one of several ranks that `flatout run --devices` has started.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flatout.recipe import Recipe, ResolvedRecipe, effective, from_file
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a script, or after -m a module, as `python` would."""
+    """Run a script, or after -m a module, as `python` would."""
     is_rank = arguments[0] == "--rank"
     asked, undo = recipe_here(), os.environ.pop(UNDO, "")
     install(asked, lambda: _say_applied(asked, undo))
@@ -40,14 +40,14 @@ def _say_applied(asked: Recipe, undo: str) -> None:
 
 
 def recipe_here() -> Recipe:
-    """The Recipe that holds; of one measured on another machine, only what holds everywhere."""
+    """Return the Recipe; of one from another machine, only settings that apply everywhere."""
     recipe = from_file()
     if isinstance(recipe, ResolvedRecipe):
         from flatout.measure import fingerprint
 
         is_here, differences = recipe.on_this_machine(fingerprint().as_dict())
         if not is_here:
-            if "FLATOUT_RUN" not in os.environ:  # else `flatout run` has said so
+            if "FLATOUT_RUN" not in os.environ:  # otherwise `flatout run` has printed this
                 say(f"the Recipe is of another machine ({differences[0]})")
             recipe = recipe.for_other_machine()
     return effective(file=recipe)

@@ -1,4 +1,4 @@
-"""Where the script stands: its optimizers, their steps, and what it does in each of them."""
+"""The script's optimizers and their steps, and the lines that run in each step."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from flatout.hooks import unnumbered, wrap
 
 
 class ScriptSteps:
-    """The script's optimizers and how often they have stepped.
+    """The script's optimizers and the number of their steps.
 
     Attributes:
-        count: steps so far. Where optimizers take turns, of the one that has stepped most often.
+        count: steps so far. If optimizers alternate, those of the optimizer with most steps.
         before: called with an optimizer before it steps.
         after: called after an optimizer has stepped.
-        has_closure: whether the step that is about to begin was given one, or anything else.
-        generation: changes whenever an optimizer gets parameters.
-        thread: the one that trains.
-        asked: of the script: value by dotted name.
+        has_closure: True if the step about to begin was given a closure or another argument.
+        generation: changes when an optimizer gets parameters.
+        thread: the thread that trains.
+        asked: values that the Recipe asks for, by dotted name.
         of_unstepped: cures of outermost modules that no optimizer steps, such as a backbone that
-            the script calls by itself.
+            the script calls directly.
     """
 
     took, leave = staticmethod(took), staticmethod(leave)
@@ -46,7 +46,7 @@ class ScriptSteps:
         self._places: dict[Hashable, tuple[int, bool]] = {}
 
     def watch(self, torch: Any) -> None:
-        """Hooks into torch.optim."""
+        """Hook into torch.optim."""
         module = sys.modules["torch.optim.optimizer"]
         is_compiling = torch.compiler.is_compiling
 
@@ -85,7 +85,7 @@ class ScriptSteps:
         return add_param_group
 
     def optimizers(self) -> list[Any]:
-        """Those that were made and are still there."""
+        """Return the optimizers that still exist."""
         return [
             optimizer
             for reference in self._optimizers.values()
@@ -93,7 +93,7 @@ class ScriptSteps:
         ]
 
     def owns(self, parameters: Iterable[Any]) -> bool:
-        """Whether an optimizer steps one of these parameters."""
+        """Return True if an optimizer steps one of these parameters."""
         if self._owned_at != self.generation:
             self._owned = {
                 id(parameter)
@@ -105,9 +105,9 @@ class ScriptSteps:
         return any(id(parameter) in self._owned for parameter in parameters)
 
     def is_in_each(self, place: Hashable) -> bool:
-        """Whether the script comes to this place of its code between all steps.
+        """Return True if the script reaches this place of its code between all steps.
 
-        To be asked each time that it comes there: it is so if it came there in the step before.
+        Call this each time the place is reached: it is True if it was reached in the step before.
         """
         last, is_in_each = self._places.get(place, (-1, False))
         if last != self.count:
@@ -117,9 +117,9 @@ class ScriptSteps:
 
 
 def caller() -> tuple[str, CodeType, int]:
-    """Who has called what a cure stands for: file, code and line.
+    """Return the file, code and line that called a patched function.
 
-    Our own frames, those of an observer and those of logging lie between.
+    Frames of Flatout and of logging are skipped.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and _lies_between(frame):

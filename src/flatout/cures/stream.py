@@ -1,8 +1,8 @@
-"""script.cache=memory for an IterableDataset: what it gave twice alike is given without being made.
+"""script.cache=memory for an IterableDataset: samples that two epochs had alike are kept.
 
-Its samples have no numbers, but places: the first one of an epoch, the second, and so on. What
-comes in the first epoch is kept, what comes in the second one is made again and compared. From the
-third one on, what was alike is given from memory, and the dataset is asked only behind that.
+Such samples have no indices, but positions in an epoch. Samples of the first epoch are kept; those
+of the second one are made again and compared. From the third epoch on, equal samples come from
+memory, and the dataset is iterated only for later samples.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from flatout.cures.record import leave
 from flatout.cures.sample_store import Columns, Form, are_same, form_of, is_memory_short
 from flatout.data import Attributes, random_state, same_state
 
-# Bytes that the interpreter takes for each.
+# Bytes of the interpreter's own memory for a row.
 _OF_A_ROW = 200
-_FILLED = 3  # the epoch
+_FILLED = 3  # number of the epoch that begins with a full cache
 _END = object()
 
 
 class Stream:
-    """What an iterable dataset gives in an epoch, as far as it is known.
+    """Samples of an epoch of an iterable dataset, as far as they are known.
 
     Attributes:
-        is_kept: whether anything is; once it has turned out that nothing can be, nothing is.
+        is_kept: True if samples may be kept; False once keeping has been given up.
     """
 
     def __init__(self, field: str, dataset: Any, room: int) -> None:
@@ -36,12 +36,12 @@ class Stream:
         self._before = Attributes(dataset)
         self._epochs = 0
         self._rows: list[tuple[Form, Columns]] = []
-        self._alike = 0  # so many of them, from the first one on, came twice
+        self._alike = 0  # number of samples from the first on that were equal in two epochs
         self._length: int | None = None
-        self._ends = 0  # so often it ended there
+        self._ends = 0  # number of epochs that ended at `_length`
 
     def epoch(self, dataset: Any, made: Iterator[Any]) -> Iterator[Any]:
-        """An epoch."""
+        """Return an iterator over an epoch, with kept samples where possible."""
         changed = self._before.changed(dataset)
         if self.is_kept and changed:
             self._give_up(f"{changed} is another one in each epoch")
@@ -59,7 +59,7 @@ class Stream:
             elif at == self._length and self._ends > 1:
                 return
             else:
-                while behind:  # it must come past what was given without it
+                while behind:  # first skip the samples that came from memory
                     next(made, _END)
                     behind -= 1
                 sample = self._made(at, made)

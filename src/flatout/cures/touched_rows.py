@@ -1,9 +1,8 @@
-"""compute.touched_rows: tables of embeddings are stepped by the rows that a batch has used.
+"""compute.touched_rows: embedding tables are stepped by the rows that a batch has used.
 
-Which parameters are tables is seen by how they are read: in a few steps all reads of what could be
-one are counted. Those that lookups read, and nothing else in each step, are kept from the
-optimizer's dense update from then on. What reads one of them whole now and then, such as a copy or
-a moving average, finds it up to date.
+Tables are detected by their reads: in a few steps, all reads of candidate parameters are counted.
+Parameters that are read only by lookups in each step are then excluded from the optimizer's dense
+update. An occasional read of a whole table, as by a copy or a moving average, finds it up to date.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from flatout.cures.steps import ScriptSteps
 from flatout.hooks import is_anything_compiled, wrap
 
 FIELD = "compute.touched_rows"
-# Below so many rows a dense update costs next to nothing.
+# Fewest rows of a table: below, a dense update costs little.
 _FEWEST_ROWS = 1000
-_WATCHED = 3  # steps
+_WATCHED = 3  # number of steps in which reads are counted
 
 
 def step_rows(torch: Any, steps: ScriptSteps) -> None:
-    """Hooks into the steps of optimizers, and into what clips gradients before them."""
+    """Hook into the steps of optimizers, and into gradient clipping before them."""
     tables: dict[int, _Tables] = {}
 
     def before(optimizer: Any) -> None:
@@ -64,13 +63,13 @@ def _with_rows(parameter: Any) -> Any:
 
 
 class _Watched:
-    """How a parameter is read between the steps of its optimizer."""
+    """Counts of reads of a parameter between the steps of its optimizer."""
 
     def __init__(self) -> None:
         self.is_open = False
         self.ids = 0
-        self.is_read_whole = False  # since the last step
-        self.read_whole = 0  # steps
+        self.is_read_whole = False  # True if read as a whole since the last step
+        self.read_whole = 0  # number of steps with a read as a whole
 
     def by_rows(self, ids: Any) -> None:
         self.ids += ids.numel() if self.is_open else 0
@@ -84,7 +83,7 @@ class _Watched:
 
 
 class _Tables:
-    """The tables of one optimizer: looked for, then stepped by rows."""
+    """The tables of one optimizer: detected first, then stepped by rows."""
 
     def __init__(self, torch: Any, optimizer: Any) -> None:
         self.rows: Any = None

@@ -1,4 +1,4 @@
-"""script.zero_grad=set_to_none: gradients are dropped where the script fills them with zeros."""
+"""script.zero_grad=set_to_none: drops gradients where the script fills them with zeros."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FIELD = "script.zero_grad"
 
 
 def drop_gradients(torch: Any, steps: ScriptSteps) -> None:
-    """Hooks into zero_grad of optimizers and modules, and into backward passes.
+    """Hook into zero_grad of optimizers and modules, and into backward passes.
 
-    A gradient that was zero and that no backward pass fills is zero again afterwards: optimizers
-    step such a parameter, but none without a gradient.
+    A dropped gradient that no backward pass fills becomes zero again before the step. Optimizers
+    step a parameter with zero gradient, but skip a parameter without a gradient.
     """
     dropped: list[Any] = []
 

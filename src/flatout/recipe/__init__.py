@@ -1,8 +1,8 @@
-"""The Recipe: every setting that decides how fast a job runs, asked for and resolved.
+"""The Recipe: all settings that decide how fast a job runs, as requested and as resolved.
 
-settings/ has a file per section, which declares each setting once (setting.py says with what).
-recipe.py has the two types of Recipe, overrides.py which one holds: --set over code over --recipe
-over auto. The reference is made from the declarations.
+settings/ has one file per section, in which each setting is declared once (see setting.py).
+recipe.py has the two types of Recipe. overrides.py decides which value applies: that of --set, else
+of the code, else of --recipe, else auto. The reference documentation is made from the declarations.
 """
 
 from flatout.lazy import attach

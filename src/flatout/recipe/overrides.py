@@ -1,7 +1,7 @@
-"""Which Recipe holds: `--set` over code over `--recipe FILE` over auto.
+"""Decides which Recipe applies: `--set` over code over `--recipe FILE` over auto.
 
-`flatout run` hands its options to the script's process in two environment variables. Nothing else
-is read: a Recipe file that merely lies about is never picked up.
+`flatout run` passes its options to the script's process in two environment variables. Nothing else
+is read: a Recipe file that merely exists is never used.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from flatout.recipe.setting import Value
 from flatout.recipe.toml import GivenRecipe, as_recipe, load
 
 FILE_VARIABLE = "FLATOUT_RECIPE"
-"""The path given to `flatout run --recipe`."""
+"""Environment variable with the path given to `flatout run --recipe`."""
 
 SET_VARIABLE = "FLATOUT_SET"
-"""A JSON list of what was given to `flatout run --set`."""
+"""Environment variable with a JSON list of the settings given to `flatout run --set`."""
 
 
 def apply(recipe: Recipe, settings: Sequence[str]) -> Recipe:
-    """Return the Recipe with settings such as `compute.precision=bf16` applied in turn.
+    """Return the Recipe with settings such as `compute.precision=bf16` applied in order.
 
-    Numbers, true, false and lists (`[0,1]` or `0,1`) are read as such, all else as text.
+    Numbers, true, false and lists (`[0,1]` or `0,1`) are parsed; any other value is text.
 
     Raises:
         RecipeError: a setting has no `=`, names an unknown field, or gives it a bad value.
@@ -58,17 +58,17 @@ def _value(text: str) -> Any:
 def effective(
     code: GivenRecipe | None = None, *, file: Recipe | ResolvedRecipe | None = None
 ) -> Recipe:
-    """Return the Recipe that holds here: `--set` over code over `--recipe FILE` over auto.
+    """Return the Recipe that applies here: `--set` over code over `--recipe FILE` over auto.
 
-    A field counts as set in a Recipe when it was named there, even with its default.
+    A field counts as set in a Recipe if it was named there, even with its default.
 
     Args:
         code: the Recipe given in code, or its path, if any.
-        file: what takes the place of `from_file()`, for a caller who looked at it already (a
-            resolved Recipe of another machine, say, as its `undecided()`).
+        file: used instead of `from_file()` if the caller has read that already. For example, it is
+            the `undecided()` of a resolved Recipe of another machine.
 
     Raises:
-        RecipeError: the file or a setting is not good.
+        RecipeError: the file or a setting is invalid.
     """
     fields: dict[str, Value] = {}
     for layer in (file or from_file(), as_recipe(code)):
@@ -80,9 +80,9 @@ def effective(
 
 
 def from_file() -> Recipe | ResolvedRecipe | None:
-    """Return the Recipe that `flatout run --recipe` named, None if it named none.
+    """Return the Recipe that `flatout run --recipe` named; None if it named none.
 
-    A resolved one may be another machine's: `on_this_machine` tells.
+    A resolved Recipe may be that of another machine, which `on_this_machine` checks.
 
     Raises:
         RecipeError: the file cannot be read or is not a Recipe.
@@ -95,7 +95,7 @@ def from_set() -> list[str]:
     """Return the settings that `flatout run --set` gave, in order.
 
     Raises:
-        RecipeError: the variable does not hold a JSON list of texts.
+        RecipeError: the variable does not contain a JSON list of strings.
     """
     text = os.environ.get(SET_VARIABLE)
     if not text:

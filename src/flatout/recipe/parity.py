@@ -1,4 +1,4 @@
-"""Parity: what a change of settings does to the result."""
+"""Parity: the effect of a changed setting on the result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flatout.errors import RecipeError
 
 
 class Parity(IntEnum):
-    """What a change does to the result, from nothing to everything; later is worse."""
+    """Effect of a change on the result, from none to a different training; later is worse."""
 
     EXACT = 0
     TOLERANT = 1
@@ -18,7 +18,7 @@ class Parity(IntEnum):
 
     @property
     def words(self) -> str:
-        """The wording that users see."""
+        """The words that users see."""
         return _WORDS[self]
 
     @classmethod
@@ -57,20 +57,21 @@ def _looked_up(name: str, names: dict[str, Parity]) -> Parity:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the parity of a change depends on, beside the change itself.
+    """Facts besides the change itself on which the parity of a change depends.
 
     Args:
-        batch_coupled: a sample's result depends on the others of its batch in training, as with
-            BatchNorm or a contrastive loss.
+        batch_coupled: a sample's result depends on the other samples of its batch in training, as
+            with BatchNorm or a contrastive loss.
         draws_random: the model draws random numbers in training, as with dropout.
-        device: the device type that computes.
+        device: the type of device that computes.
         draws_random_in_input: samples are augmented at random while they are loaded.
-        draws_by_layout: some draws fall element by element on image-shaped activations, so that the
-            memory format decides which element gets which draw (`nn.Dropout` on a convolution's
-            output; not after `Flatten`, and not `nn.Dropout2d`). Matters only with `draws_random`.
+        draws_by_layout: some random numbers are drawn per element of image-shaped activations, so
+            that the memory format decides which element gets which number. This holds for
+            `nn.Dropout` on a convolution's output, but not after `Flatten`, nor for `nn.Dropout2d`.
+            Matters only with `draws_random`.
         rewrites_round: rewriting this model changes rounding, as with Keras' layers.
-        draws_by_sample: what the model draws is a function of the sample, so that neither layout
-            nor micro-batches nor the device change it. Matters only with `draws_random`.
+        draws_by_sample: the model's random numbers are a function of the sample, so that layout,
+            micro-batches and device do not change them. Matters only with `draws_random`.
     """
 
     batch_coupled: bool = False
@@ -83,7 +84,7 @@ class ModelFacts:
 
     @property
     def draws_from_a_stream(self) -> bool:
-        """Whether what is drawn depends on what was drawn before."""
+        """True if random numbers depend on those drawn before."""
         return self.draws_random and not self.draws_by_sample
 
 

@@ -1,4 +1,4 @@
-"""The Recipe in its two types: requested, which may say `auto`, and resolved, which is concrete."""
+"""The two types of Recipe: requested, with fields that may be `auto`, and resolved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flatout.recipe.settings import Compute, Input, Memory, Process, Save, Scrip
 
 ASKED = "asked for"
 DEFAULT = "default"
-# How the reason begins where what was asked for cannot be had.
+# First words of the reason of a value that replaces an unavailable one.
 REPLACED = "instead of"
 
 
@@ -27,10 +27,10 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class Choice(PlainData):
-    """Why a field of a resolved Recipe has its value.
+    """The value of a field of a resolved Recipe, and the reason for it.
 
-    `ratio` is time before over time after, so above 1 is faster; `low` and `high` are its interval;
-    `floor` is what A against A differed by, as a fraction. All four are None where nothing was
+    `ratio` is time before over time after, so above 1 is faster; `low` and `high` are its interval.
+    `floor` is the difference of A against A, as a fraction. All four are None if nothing was
     measured.
     """
 
@@ -87,12 +87,12 @@ class _Sections(PlainData):
 
 
 class Recipe(_Sections):
-    """Every setting that decides how fast a job runs, as requested: a field may say `auto`.
+    """Every setting that decides how fast a job runs, as requested: a field may be `auto`.
 
         Recipe(compute=Compute(precision="bf16"), memory={"micro_batch": 64})
 
     Raises:
-        RecipeError: an unknown section or field, or a value that a field does not take.
+        RecipeError: a section or field is unknown, or a field does not allow its value.
     """
 
     def __repr__(self) -> str:
@@ -105,7 +105,7 @@ class Recipe(_Sections):
         """Return a Recipe with some fields changed, by dotted name; they count as named.
 
         Raises:
-            RecipeError: an unknown field, or a value that a field does not take.
+            RecipeError: a field is unknown, or does not allow its value.
         """
         return of_fields({**self.named(), **changes})
 
@@ -115,15 +115,15 @@ class Recipe(_Sections):
         machine: Mapping[str, Any],
         facts: ModelFacts = ModelFacts(),  # noqa: B008 (frozen)
     ) -> ResolvedRecipe:
-        """Return the concrete Recipe: the choices made, and for the rest what was asked for.
+        """Return the concrete Recipe: the choices, and otherwise the requested values.
 
         Args:
-            choices: a Choice by dotted name, at least for each field that says `auto`.
+            choices: a Choice by dotted name, at least for each field that is `auto`.
             machine: the machine's fingerprint.
-            facts: of the model, to judge the parity of what was asked for.
+            facts: facts of the model, to judge the parity of requested values.
 
         Raises:
-            RecipeError: a field still says `auto`, or a choice does not fit its field.
+            RecipeError: a field is still `auto`, or a choice does not fit its field.
         """
         concrete = self.replace({field: choice.value for field, choice in choices.items()})
         asked = self.named()
@@ -160,7 +160,7 @@ def _plain_machine(value: Any) -> Any:
 
 
 class Change(NamedTuple):
-    """A row of the table of what differs from plain PyTorch, in words."""
+    """A row of the table of differences from plain PyTorch, in words."""
 
     field: str
     value: str
@@ -170,10 +170,10 @@ class Change(NamedTuple):
 
 
 class ResolvedRecipe(_Sections):
-    """A concrete Recipe, with the reason behind each value and the machine it holds for.
+    """A concrete Recipe, with the reason for each value and the machine that it applies to.
 
-    One that was proven for a script names only what was proven: no one knows all that the script
-    sets, and it stays as it is written there.
+    A Recipe that was proven for a script names only proven settings. The script's other settings
+    are unknown, and stay as written there.
     """
 
     def __repr__(self) -> str:
@@ -211,7 +211,7 @@ class ResolvedRecipe(_Sections):
         return self
 
     def resolved(self) -> dict[str, Value]:
-        """Return the values that were chosen, by dotted name, in the order of FIELDS."""
+        """Return the chosen values, by dotted name, in the order of FIELDS."""
         return {field: self.get(field) for field in FIELDS if field in self.choices}
 
     def request(self) -> Recipe:
@@ -219,7 +219,7 @@ class ResolvedRecipe(_Sections):
         return of_fields(self.resolved())
 
     def for_other_machine(self) -> Recipe:
-        """Return a Recipe for another machine: what was measured and its CPUs are left open."""
+        """Return a Recipe for another machine, without measured values and this machine's CPUs."""
         plain = Recipe()
         return of_fields(
             {
@@ -230,10 +230,10 @@ class ResolvedRecipe(_Sections):
         )
 
     def on_this_machine(self, fingerprint: Mapping[str, Any]) -> tuple[bool, list[str]]:
-        """Compare the machine of this Recipe with the one of a fingerprint.
+        """Compare the machine of this Recipe with a fingerprint.
 
         Args:
-            fingerprint: the fingerprint of the machine at hand, as a dict.
+            fingerprint: the fingerprint of the current machine, as a dict.
 
         Returns:
             Whether they are equal, and each difference in words.
@@ -260,8 +260,8 @@ class ResolvedRecipe(_Sections):
         return rows
 
     def summary(self) -> str:
-        """Return what differs from plain PyTorch in one line: `bf16 · channels_last · rewrites`."""
-        fields = dict.fromkeys(("world.device", *FIELDS))  # where it runs comes first
+        """Return differences from plain PyTorch in one line: `bf16 · channels_last · rewrites`."""
+        fields = dict.fromkeys(("world.device", *FIELDS))  # the device comes first
         phrases = [phrase(field, self.get(field)) for field in fields if self._differs(field)]
         return " · ".join(phrases) or "as plain PyTorch"
 
@@ -273,7 +273,7 @@ class ResolvedRecipe(_Sections):
             return True
         if field in PLAIN:
             return self.get(field) != PLAIN[field]
-        # Plain PyTorch's thread counts depend on the machine: a choice that keeps them is exact.
+        # Plain PyTorch's thread counts depend on the machine: a choice of these counts is exact.
         return choice.parity > Parity.EXACT or choice.reason == ASKED
 
 

@@ -1,7 +1,7 @@
 """The sections of a Recipe, and all settings in them by dotted name.
 
-A field that measurement may decide takes `"auto"`, which is its default. Sections are frozen; an
-unknown name or a value that a field does not take raises RecipeError.
+A field that measurement may decide can be `"auto"`, which is its default. Sections are frozen. An
+unknown name, or a value that a field does not allow, raises RecipeError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIELDS = tuple(SETTINGS)
 Section.known = FIELDS
 
 PLAIN = {field: setting.plain for field, setting in SETTINGS.items() if setting.plain != "auto"}
-"""What a plain PyTorch script does. The threads are missing: they depend on the machine."""
+"""Values of a plain PyTorch script. Threads are missing, since they depend on the machine."""
 
 
 def split(field: str) -> tuple[str, str]:
@@ -41,13 +41,13 @@ def split(field: str) -> tuple[str, str]:
 
 
 def of_change(field: str, before: Value, after: Value, facts: ModelFacts) -> Parity:
-    """Judge what changing one field does to the result of training this model.
+    """Return the effect of changing one field on the result of training this model.
 
     Args:
-        field: the dotted name, as in "compute.precision".
-        before: the concrete value that the result is compared with.
-        after: the concrete value that is judged.
-        facts: what is known of the model and its input.
+        field: dotted name, as in "compute.precision".
+        before: the concrete value to compare with.
+        after: the concrete value to judge.
+        facts: known facts of the model and its input.
 
     Raises:
         RecipeError: no field has this name.
@@ -66,7 +66,7 @@ def value_words(value: Value) -> str:
 
 
 def phrase(field: str, value: Value) -> str:
-    """A setting with its value in words, such as `bf16`, `2 threads` or `fused optimizer`."""
+    """Return a setting with its value in words, such as `bf16` or `2 threads`."""
     setting, shown = SETTINGS[field], value_words(value)
     if "{}" not in setting.words and value in (setting.plain, "off", "default"):
         return f"{field}={shown}"

@@ -1,11 +1,11 @@
-"""A setting: one field of the Recipe, declared with all that is known of it.
+"""A setting: the declaration of one field of the Recipe, with all facts about it.
 
     precision: Literal["auto", "fp32", "bf16"] = setting(
         "auto", "The number format.", plain="fp32", parity=Parity.TOLERANT, words="{}"
     )
 
-The Recipe, `auto`, the cures, the doctor and the reference go through these declarations, which
-stand in `settings/`, a file for each section.
+The Recipe, `auto`, the cures, the doctor and the reference documentation use these declarations.
+They are in `settings/`, with a file for each section.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from flatout.recipe.parity import ModelFacts, Parity
 from flatout.recipe.refusal import PlainData
 
 Value = str | int | bool | None | tuple[int, ...]
-"""What a field of a Recipe can hold."""
+"""Values that a field of a Recipe can have."""
 
 
 class Section(PlainData):
-    """Base of the sections: no value is converted in silence, so `"4"` is no number."""
+    """Base class of the sections. Values are not converted silently: `"4"` is no number."""
 
     model_config = ConfigDict(strict=True)
 
@@ -35,15 +35,16 @@ class Section(PlainData):
 
 @dataclass(frozen=True)
 class Trial:
-    """How a trial finds out whether another value is faster.
+    """Terms of a trial that finds out whether another value is faster.
 
     Args:
-        value: to try, or what tells it of the job at hand.
-        fits: whether it could matter for the job: one of doctor/search.py or train/auto.py.
-        why: it may be faster, where `auto` tries it on the job's steps.
-        by_size: its gain comes from large tensors (memory traffic, page faults), so `auto` has to
+        value: the value to try, or a function that derives it from the job.
+        fits: returns True if the value could matter for the job: a job of doctor/search.py or
+            train/auto.py.
+        why: reason why the value may be faster, for the trials of `auto` on the job's steps.
+        by_size: the gain comes from large tensors (memory traffic, page faults), so `auto` has to
             measure it on the whole batch.
-        others: numbers to try beside it, by the CPUs there are.
+        others: returns further numbers to try, by the number of CPUs.
     """
 
     value: Any
@@ -55,18 +56,19 @@ class Trial:
 
 @dataclass(frozen=True)
 class Live:
-    """How a Loop brings a live model, its optimizers and the process to a value.
+    """Functions with which a Loop brings a live model, its optimizers and the process to a value.
 
     Args:
-        apply: given the Switch of train/settings.py and the value; None where steps ask for it.
-        now: the value that holds, given the Switch; None for the plain one.
-        may_change: something else may change it meanwhile, so it is always applied.
-        layer: of a change of the model's code, how high it lies above others; `apply` then puts
-            it on and returns a list of what takes it off.
-        switches: how often it may: "step", before any step; "seldom", for many steps; "once", not
-            back and forth.
-        in_passes: forward or backward depends on it.
-        in_features: what frozen layers give depends on it, so features are kept for each value.
+        apply: applies a value, given the Switch of train/settings.py and the value; None if steps
+            read the value themselves.
+        now: returns the current value, given the Switch; None for the plain value.
+        may_change: other code may change the value meanwhile, so it is always applied.
+        layer: for a change of the model's code, its position above other changes. `apply` then
+            applies it and returns a list of functions that undo it.
+        switches: how often the value may change: "step", before any step; "seldom", for many
+            steps; "once", not back and forth.
+        in_passes: forward or backward depends on the value.
+        in_features: outputs of frozen layers depend on it, so features are kept per value.
         in_graph: a step that is captured as one graph may have another value than the plain one.
     """
 
@@ -82,26 +84,27 @@ class Live:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of a field, beside its type, default and description.
+    """Facts about a field, in addition to its type, default and description.
 
     Args:
-        plain: what a plain PyTorch script does; "auto" where that depends on the machine.
-        parity: what a change of it does to the result, or what decides that by the model.
-        words: how it is said where it is not plain, with {} for the value.
-        learns: the value that changes what is learned, where others do not.
-        trial: of another value than the plain one.
-        live: how a live model is switched to it; None where that needs a new process or Loop.
-        cure: how a script written without Flatout gets it: a function of torch and cures.Steps, or
-            its name in the form of pkgutil.resolve_name; settings with the same one share it.
-        around: what `cure` returns is put around the calls of the script's models, the lowest
-            first; 0 for a cure of other things.
-        cures_plain: a script may be written otherwise, so the plain value is a cure, too.
-        unmeasured: what `auto` takes where nothing was measured, and why, given the Switch.
-        written: what a script has, by its Observation; None where that was not seen.
-        of_input: it concerns the input alone, and may redraw only what that draws.
-        in_epochs: it takes hold once in an epoch, so trials are measured in whole epochs.
+        plain: value of a plain PyTorch script; "auto" if that depends on the machine.
+        parity: effect of a change on the result, or a function that derives it from the model.
+        words: words for a value that is not plain, with {} for the value.
+        learns: the one value that changes what is learned, if the other values do not.
+        trial: trial of a value other than the plain one.
+        live: how a live model switches to a value; None if that needs a new process or Loop.
+        cure: applies the setting to a script written without Flatout: a function of torch and
+            cures.ScriptSteps, or its name as for pkgutil.resolve_name. Settings with the same
+            function share one call.
+        around: position of the wrapper that `cure` returns around calls of the script's models,
+            the lowest first; 0 for a cure without such a wrapper.
+        cures_plain: the plain value is a cure too, since a script may be written otherwise.
+        unmeasured: returns the value of `auto` without measurement, and why, given the Switch.
+        written: returns the script's own value from its Observation; None if unknown.
+        of_input: it concerns the input alone, and may change only random numbers of the input.
+        in_epochs: it acts once per epoch, so trials are measured in whole epochs.
         fills: it pays from the second epoch on.
-        between_steps: what it saves lies between steps.
+        between_steps: it saves time between steps.
     """
 
     plain: Value
@@ -122,7 +125,7 @@ class Setting:
 
 
 def setting(default: Value, description: str, **facts: Any) -> Any:
-    """Declare a field of a section: what is not named is decided by `default`."""
+    """Declare a field of a section; facts that are not given follow from `default`."""
     field: Any = Field(default=default, description=description)
     field.metadata.append(Setting(**{"plain": default, **facts}))
     return field

@@ -1,9 +1,9 @@
-"""What a terminal shows, and what is read elsewhere.
+"""Output of commands: reports in a terminal, and files for other programs.
 
-Not imported here: `page.page`, a doctor's verdict as an HTML file; `chrome_trace.trace`, steps for
-ui.perfetto.dev; `baseline.Baseline` and `baseline.compare`, whether a job got worse.
+Not imported here are `page.page` (a doctor's verdict as an HTML file), `chrome_trace.trace` (steps
+for ui.perfetto.dev), `baseline.Baseline` and `baseline.compare` (whether a job got worse).
 
-Of runs: run.py reads a folder, run_comparison.py judges, run_page.py and pictures.py draw.
+Reports of runs: run.py reads a folder, run_comparison.py judges, run_page.py and pictures.py draw.
 """
 
 from flatout.lazy import attach

@@ -1,20 +1,20 @@
-"""Whether a job got worse: a new verdict against one that was kept.
+"""Checks whether a job got worse: compares a new verdict with a stored baseline.
 
     Baseline.from_verdict(verdict, fingerprint().as_dict()).write("baseline.json")
     compared = compare(Baseline.read("baseline.json"), verdict, fingerprint().as_dict())
     sys.exit(compared.exit_code)
 
-It fails on a danger that was not there before, and on steps that take longer than noise explains.
-Steps are judged by the ratio of their medians, new / kept, above 1 means slower.
+The check fails on a new danger, and on steps that take longer than noise explains. Steps are judged
+by the ratio of their medians, new over stored: above 1 means slower.
 
 **The interval** is a bootstrap of blocks of steps, as `measure/series.py` explains.
 
-**The floor.** Two processes that run the same thing differ for as long as they live, by what no
-number of steps within one of them can show: 1 to 6% were measured. So a slow-down counts only where
-the whole interval lies beyond 1 + floor, 6%.
+**The floor.** Two processes that run the same job differ permanently, which the steps within one
+process cannot show: 1 to 6% were measured. So a slowdown counts only if the whole interval lies
+above 1 + floor, with a floor of 6%.
 
-Times of another machine are not compared. Software is: a new torch that made steps slower is what
-one wants to hear of, and is named beside it.
+Times of another machine are not compared. Other versions of software are compared: a slowdown by a
+new torch should be found, and the version is reported with it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from flatout.words import rounded
 
 FLOOR = 0.06
 FEWEST_STEPS = 30
-"""With fewer, the ends of the interval are guesses."""
+"""Fewest steps for a reliable interval."""
 
 _MOST_STEPS = 2_000
 _MOST_WARM_UP = 10
@@ -51,14 +51,14 @@ SOFTWARE = ("torch", "python", "libc")
 
 @dataclass(frozen=True)
 class BaselineRun:
-    """One run of a job.
+    """Steps of one run of a job.
 
     Attributes:
-        step_ms: durations of its latest steps in order, without the first, which warm up; of the
-            rank with the slowest median.
-        lanes_ms: per step by lane, the mean of all ranks that saw it.
-        ranks: how many there were.
-        device: where they computed.
+        step_ms: durations of the latest steps in order, without the first ones, which warm up; of
+            the rank with the slowest median.
+        lanes_ms: milliseconds per step by lane, the mean of all ranks that measured the lane.
+        ranks: number of ranks.
+        device: the device on which they computed.
     """
 
     step_ms: list[float]
@@ -69,15 +69,14 @@ class BaselineRun:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What later verdicts are compared with.
+    """Stored facts of a verdict, with which later verdicts are compared.
 
     Attributes:
         command: the script and its arguments.
-        machine: its fingerprint, as plain data.
-        dangers: each danger that was known, as (name of the check, file name).
-        run: its steps.
-        proven: [low, mid, high], how many times as fast a step is with what was proven for the
-            job; None where nothing was.
+        machine: the machine's fingerprint, as plain data.
+        dangers: each known danger, as (name of the check, file name).
+        run: steps of the run.
+        proven: [low, mid, high] of the speed-up of a step by proven cures; None if there are none.
     """
 
     command: str
@@ -89,10 +88,14 @@ class Baseline:
 
     @classmethod
     def from_verdict(cls, verdict: Mapping[str, Any], machine: Mapping[str, Any]) -> Baseline:
-        """From a verdict as plain data (see `flatout.report.page`) and a machine's fingerprint.
+        """Make a baseline from a verdict as plain data (see `flatout.report.page`) and a machine.
+
+        Args:
+            verdict: the verdict as plain data.
+            machine: the machine's fingerprint.
 
         Raises:
-            FlatoutError: the script failed, or too few steps were seen.
+            FlatoutError: the script failed, or too few steps were observed.
         """
         ranks = observed(verdict.get("observations"))
         why = _unfit(ranks)
@@ -111,7 +114,7 @@ class Baseline:
         )
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON; the file is whole or as it was before."""
+        """Write the baseline as JSON; the file is replaced atomically."""
         try:
             with atomic_write(path, opener=private) as file:
                 file.write(json.dumps(asdict(self)) + "\n")
@@ -122,10 +125,10 @@ class Baseline:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Baseline:
-        """Read what `write` wrote.
+        """Read a file that `write` wrote.
 
         Raises:
-            FlatoutError: the file is missing, or is none.
+            FlatoutError: the file is missing, or `write` did not write it.
         """
         try:
             result = TypeAdapter(cls).validate_json(Path(path).read_bytes())
@@ -148,15 +151,16 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Compared:
-    """A new verdict against a baseline.
+    """Result of the comparison of a new verdict with a baseline.
 
     Attributes:
-        new_dangers: what they say, of those that the baseline does not know.
-        ratio: median step, new / kept, with its 95% interval; None where times were not compared.
-        not_compared: why times were not compared; "" where they were.
-        broken: why the new run is no run to speak of; "" where it is one.
-        grew: by lane (milliseconds per step before, now), the largest growth first.
-        software: what differs of the software, if anything.
+        new_dangers: descriptions of the dangers that the baseline does not have.
+        ratio: ratio of median steps, new over stored, with its 95% interval; None if times were
+            not compared.
+        not_compared: why times were not compared; "" if they were.
+        broken: why the new run cannot be used at all; "" if it can.
+        grew: milliseconds per step (before, now) by lane, the largest growth first.
+        software: differences of software versions, if any.
         proven: as in the baseline.
     """
 
@@ -247,7 +251,7 @@ def _run(ranks: Sequence[Observation]) -> BaselineRun:
         for name, ms in rank.lanes_ms.items():
             if ms is not None:
                 lanes.setdefault(name, []).append(ms)
-    # Ranks wait for each other: the slowest one's steps are the job's.
+    # Ranks wait for each other, so the slowest rank's steps are the job's.
     slowest = max(
         (_steady(rank.step_ms) for rank in ranks), key=lambda steps: float(np.median(steps))
     )
@@ -311,7 +315,7 @@ def _short(words: str) -> str:
 
 
 def _danger(finding: Mapping[str, Any]) -> tuple[str, str]:
-    # Not the line: it moves with every edit above it. Not the folder: CI checks out anywhere.
+    # Not the line, which changes with every edit above it. Not the folder, which differs in CI.
     file, _, line = str(finding.get("where") or "").rpartition(":")
     return str(finding["name"]), Path(file if line.isdecimal() else "").name
 

@@ -1,4 +1,4 @@
-"""A verdict's cures as changes of the user's code: shown as a diff, and written."""
+"""Shows a verdict's cures as a diff of the user's code, and writes them."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Change:
 
 @dataclass
 class Changes:
-    """All that can be made together.
+    """All changes that can be made together.
 
     Attributes:
-        made: in the order of the findings.
-        left: those that cannot be made beside these, each with the reason.
+        made: changes to make, in the order of the findings.
+        left: changes that conflict with those, each with the reason.
     """
 
     made: list[Change] = field(default_factory=list)
@@ -54,11 +54,11 @@ class Changes:
 
     @property
     def edits(self) -> list[Edit]:
-        """Of all that are made."""
+        """Edits of all changes to make."""
         return [edit for change in self.made for edit in change.finding.edits]
 
     def add(self, change: Change) -> None:
-        """Makes one more, where it goes together with those before it."""
+        """Add a change if it does not conflict with those before it."""
         try:
             for file, some in by_file([*self.edits, *change.finding.edits]).items():
                 Source.read(file).with_edits(some)
@@ -74,7 +74,7 @@ def changes_of(verdict: Verdict, prescription: Prescription | None = None) -> Ch
         name: proof for proof in (prescription or Prescription()).proofs for name in proof.names
     }
     for finding in verdict.findings:
-        # A note with a price is too cheap to mend.
+        # A note with a cost is about a cost that is too small to fix.
         if finding.kind == "note" and finding.cost_ms is not None:
             continue
         change = _change(finding, verdict, proofs.get(finding.name))
@@ -89,7 +89,7 @@ def _change(finding: Finding, verdict: Verdict, proof: Proof | None) -> Change |
         if proof.outcome == "left alone":
             return None
         parity = proof.parity or parity
-        if proof.recipe:  # another value may have been better
+        if proof.recipe:  # a trial may have found a better value
             finding = with_recipe(finding, proof.recipe, verdict.observations[:1])
     if not finding.edits:
         return None
@@ -124,12 +124,12 @@ def _colored(diff: str) -> Text:
 
 
 def write(changes: Changes, allow: Parity, console: Console) -> None:
-    """Makes the changes that cost time and nothing of the result beyond `allow`, and says so.
+    """Make the changes that save time, with a parity of at most `allow`, and report them.
 
-    What changes learning is never made, and neither is what a note says.
+    Changes of learning and changes for notes are never made.
 
     Raises:
-        FlatoutError: a file has changed, or cannot be written; none has changed then.
+        FlatoutError: a file has changed, or cannot be written; then no file has changed.
     """
     made, left = [], list(changes.left)
     for change in changes.made:

@@ -1,14 +1,14 @@
-"""Steps as a trace that ui.perfetto.dev and chrome://tracing open.
+"""Steps as a trace for ui.perfetto.dev and chrome://tracing.
 
     Path("trace.json").write_text(json.dumps(trace(observations)))
 
-The form is the JSON object of the Trace Event Format (Google, "Trace Event Format"): each rank is a
-process, each step a complete event ("X") with its lanes as complete events within it, resident
-memory a counter ("C"), names are metadata events ("M"). Times are in microseconds.
+The format is the JSON object of the Trace Event Format (Google, "Trace Event Format"). Each rank is
+a process, and each step a complete event ("X") with its lanes as complete events within it.
+Resident memory is a counter ("C"), and names are metadata events ("M"). Times are in microseconds.
 
-What was observed of a script says how long each step took, but of the lanes only their means. So
-each step is drawn with its own length and the lanes in their mean shares, one after the other; a
-Timeline knows when each lane of each step began and ended. `otherData` of the trace says which.
+An Observation of a script has the duration of each step, but only the means of lanes. So each step
+is drawn with its own length, and with the lanes in their mean shares, one after the other. A
+Timeline has the begin and end of each lane of each step. `otherData` of the trace names the source.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from flatout.observe import Observation
 from flatout.report.observed import observed
 
 MOST_STEPS = 5_000
-"""The latest steps of each rank that are drawn: more make a file that no viewer opens quickly."""
+"""Most steps of each rank that are drawn, the latest: viewers open larger files slowly."""
 
-# What lies between two steps, so that no step's own length holds it.
+# Lanes between two steps, which no step's own length includes.
 _BETWEEN = ("evaluation", "saving")
 _STEPS, _REST = 1, 2
 
@@ -87,10 +87,10 @@ def _observed(observation: Observation, most_steps: int) -> Iterator[_Event]:
     lengths = lengths or [sum(within.values())] * (observation.steps if within else 0)
     if not lengths:
         return
-    # Lanes that were not seen leave a gap: the others are not stretched over it.
+    # Lanes that were not measured leave a gap: the other lanes are not stretched over it.
     whole = max(sum(within.values()), sum(lengths) / len(lengths))
     lengths = lengths[-most_steps:]
-    # Of many steps an Observation holds the latest lengths only.
+    # Of many steps, an Observation has the latest lengths only.
     first = max(0, observation.steps - len(lengths))
     starts = [0, *accumulate(round(ms * 1e6) for ms in lengths)]
     for at, ms in enumerate(lengths):

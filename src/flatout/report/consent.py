@@ -1,4 +1,4 @@
-"""What `flatout doctor` says before its trials, and the question whether it may make them."""
+"""The announcement of `flatout doctor` before its trials, and the question whether to run them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.report.first_look import not_contained, short
 from flatout.words import counted, duration
 
 _MOST = 3
-"""Places that are named; the others are counted."""
+"""Most places that are named; further places are only counted."""
 
 _LOGS = "logs to "
 
@@ -34,7 +34,7 @@ def terms(
     budget_s: float,
     whole_runs: int = 0,
 ) -> list[str]:
-    # The script as it is and itself, each cure with its other values, and all of them together.
+    # The script twice, each cure with its other values, and all cures together.
     reruns = 2 + sum(1 + len(cure.others) for cure in cures) + 1
     lines = [
         f"{counted(len(cures), 'cure')} to prove: about {reruns} short reruns in a scratch copy, "

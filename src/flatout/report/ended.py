@@ -1,4 +1,4 @@
-"""How a script that was looked at has ended, in words for people."""
+"""The end of an observed script, in words for users."""
 
 from __future__ import annotations
 

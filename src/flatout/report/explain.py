@@ -11,13 +11,13 @@ from flatout.train import Explanation
 
 
 def read_run(run: str | os.PathLike[str]) -> Explanation:
-    """Return what explains a run.
+    """Return the explanation of a run.
 
     Args:
-        run: its folder, or a file that `History.save` wrote.
+        run: a run folder, or a file that `History.save` wrote.
 
     Raises:
-        FlatoutError: the file is missing, or is no whole file of a fit's figures.
+        FlatoutError: the file is missing, or is no complete file of a fit's figures.
     """
     path = Path(run)
     file = path / "history.json" if os.path.isdir(path) else path
@@ -26,7 +26,7 @@ def read_run(run: str | os.PathLike[str]) -> Explanation:
         if not {"steps", "lanes_ms", "recipe"} <= history.keys():
             raise ValueError("it has no steps, lanes_ms and recipe")
         result = Explanation.of(history)
-        result.lines()  # fails if figures are missing or of another kind
+        result.lines()  # raises if figures are missing or of another type
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise no_figures(file, error) from error
     return result

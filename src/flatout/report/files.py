@@ -1,4 +1,4 @@
-"""The files that a verdict is asked for: page, trace, baseline."""
+"""The files that a user requests of a verdict: page, trace, baseline."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from flatout.report.recipe_file import check_target
 
 @dataclass(frozen=True)
 class Files:
-    """The paths of the files, and the baseline to compare with; None for what was not asked for.
+    """Paths of the files, and the baseline to compare with; None for each that is not requested.
 
     Raises:
-        FlatoutError: a file has no folder to be written into, said before any script runs.
+        FlatoutError: the folder of a file does not exist; raised before any script runs.
     """
 
     page: Path | None = None
@@ -40,12 +40,12 @@ class Files:
         prescription: Prescription | None = None,
         verified: Verified | None = None,
     ) -> Compared | None:
-        """Writes what was asked for; returns how the verdict compares with the baseline.
+        """Write the requested files; return the comparison of the verdict with the baseline.
 
         Args:
-            verdict: on the script as it is.
-            prescription: what was proven; None where nothing was tried.
-            verified: what whole runs have shown; None without.
+            verdict: verdict on the script as it is.
+            prescription: proven cures; None if no cure was tried.
+            verified: results of whole runs; None if there are none.
 
         Raises:
             FlatoutError: a file cannot be written.
@@ -64,7 +64,7 @@ class Files:
 
 def _write(path: Path, text: str) -> None:
     try:
-        # A file may have a name that UTF-8 cannot say.
+        # The text may contain a file name that UTF-8 cannot encode.
         with atomic_write(path, "wb", opener=private) as file:
             file.write(text.encode(errors="replace"))
     except OSError as error:

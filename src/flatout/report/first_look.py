@@ -1,4 +1,4 @@
-"""What `flatout doctor script.py` shows: where a step's time goes, and what could be tried.
+"""Report of `flatout doctor script.py`: the time of a step by lane, and cures to try.
 
 console.print(FirstLookReport(verdict, machine, look.seconds, ["train.py"]), crop=False)
 """
@@ -24,30 +24,31 @@ from flatout.report.lane_bars import BETWEEN, STEP, rank_bars
 from flatout.words import clock, counted, rounded
 
 MOST_LINES = 20
-"""Lines that a first look takes on a screen; --verbose takes what it needs."""
+"""Most lines of a first look on a screen; --verbose has no limit."""
 
 _LABEL = 10
 """Columns of the labels on the left."""
 _WORTH = 0.03
-"""Share of a step below which nothing is listed."""
+"""Smallest share of a step that is listed."""
 _GENERAL = ("channels_first", "cudnn_benchmark", "fp32_slow", "tf32_off")
 """Checks of settings that are the same for any script."""
 _GROWS = ("retained_graph",)
-"""Checks of what costs more the longer a script runs, and next to nothing in a first look."""
+"""Checks of problems that cost more the longer a script runs, and little in a first look."""
 _PROPOSALS, _LINES, _MODULES, _CALLS, _THREADS = 3, 4, 2, 2, 2
-"""The most things to try, lines of the script, modules, left-out calls and threads listed."""
+"""Most cures to try, lines of the script, modules, left-out calls and threads that are listed."""
 _FEW = 3
-"""Lines about the script's code, their heading included, that go before what could be tried."""
+"""Lines about the script's code, including their heading, that have priority over cures to try."""
 _BUSY = 0.1
-"""Share of its time that another thread has to be busy to be listed."""
+"""Smallest share of its time that another thread has to be busy to be listed."""
 _RANKS, _FEW_RANKS = 4, 2
-"""Ranks whose lanes are shown at most, and where there is little room."""
+"""Most ranks whose lanes are shown: _RANKS normally, _FEW_RANKS if there is little room."""
 _FOUND = 6
 """Lines that findings need: with fewer, the head is shortened."""
 _LONG_PATH = 28
-"""Columns of a path to a file in another folder, beyond which only its end is shown."""
+"""Most columns of a path to a file in another folder; of longer ones only the end is shown."""
 _SMALL, _ONCE = 0.001, 0.05
-"""Share of a step from which its observing cost is shown; share of all steps for the cost once."""
+"""_SMALL: share of a step from which the cost of observation is shown. _ONCE: share of all steps
+from which the one-time cost of observation is shown."""
 
 
 _LACKS = {
@@ -64,14 +65,14 @@ class FirstLookReport:
     """A verdict before any trial.
 
     Attributes:
-        seconds: of the first look.
+        seconds: duration of the first look.
         what: the script and its arguments, as the user gave them.
-        is_last: whether no trials follow, so that the next commands are shown here.
-        cures: the number of findings that trials could prove.
+        is_last: True if no trials follow, so that the next commands are shown here.
+        cures: number of findings that trials could prove.
         held: the containment: "overlay", "landlock" or "python"; "" in place.
-        lacks: what nothing here could contain, as of trials.process.Process.
-        uncontained: why nothing could contain the script; "" where it was contained or in place.
-        verbose: whether all findings are shown in full, with the checks that had no signal.
+        lacks: kinds of containment that this machine does not have, as in trials.process.Process.
+        uncontained: why the script was not contained; "" if it was, or ran in place on request.
+        verbose: True if all findings are shown in full, with the checks that had no signal.
     """
 
     verdict: Verdict
@@ -98,7 +99,7 @@ class FirstLookReport:
             middle = self._where_it_goes(width) + self._dangers(width)
             middle += [*self._in_full(width), *wrapped(self._checks())]
         else:
-            # A terminal wraps the commands, which are lines of any length.
+            # A terminal wraps the commands, which may have any length.
             over = sum((line.cell_len - 1) // width for line in tail if line.no_wrap)
             left = MOST_LINES - len(tail) - over
             if left - len(head) < _FOUND:
@@ -125,7 +126,7 @@ class FirstLookReport:
         left -= len(dangers) + len(proposals)
         notes = self._notes(width)[:1] if left > few else []
         code = code[: max(0, left - len(notes))]
-        # A heading alone says nothing.
+        # A heading without lines below it is left out.
         return [*(code if len(code) > 1 else ()), *dangers, *proposals, *notes]
 
     def _head(self, width: int, *, is_short: bool = False) -> Iterator[Text]:
@@ -242,7 +243,7 @@ class FirstLookReport:
     def _proposals(self, width: int, lines: int) -> list[Text]:
         worth = self._worth()
         once = {finding.name: finding for finding in reversed(worth) if finding.name in _GENERAL}
-        # One setting for several models is one thing to try.
+        # One setting for several models is one cure to try.
         shown = [one for one in worth if once.get(one.name, one) is one][:_PROPOSALS]
         if not shown:
             return []
@@ -337,7 +338,7 @@ def _module_words(one: ModuleTime) -> str:
 
 def _line_words(line: Line, width: int) -> str:
     words = f"{short(str(line.site))} {line.words}".rstrip()
-    more: list[tuple[str, ...]] = []  # each with shorter words for the same
+    more: list[tuple[str, ...]] = []  # details, each with shorter words for the same
     if line.growth is not None:
         us, low, high = (rounded(us, 2) for us in vars(line.growth).values())
         more.append((f", {us} us [{low},{high}] more each step", f", {us} us more each step"))
@@ -412,8 +413,10 @@ def at_once(findings: Sequence[Finding]) -> Iterator[tuple[str, object]]:
 
 
 def short(where: str) -> str:
-    """file:line as seen from the current folder, where that is shorter; of a long path to another
-    folder, its end."""
+    """Return file:line relative to the current folder if that is shorter.
+
+    Of a long path in another folder, only the end is returned.
+    """
     file, _, line = where.rpartition(":")
     if not file:
         return where
@@ -480,7 +483,7 @@ def _added(verdict: Verdict) -> str:
         return "not counted"
     rank = next(rank for rank in verdict.observations if rank.added_us_per_step == us)
     once_ms = rank.added_once_ms or 0.0
-    if once_ms >= _ONCE * sum(rank.step_ms):  # so few steps that their share would say little
+    if once_ms >= _ONCE * sum(rank.step_ms):  # too few steps for a meaningful share
         return f"{rounded(us, 2)} us per step, {once_ms:.0f} ms once"
     share = us / 1e3 / median(rank.step_ms) if rank.step_ms else 0.0
     return f"{rounded(us, 2)} us per step" + (f" ({share:.1%})" if share >= _SMALL else "")

@@ -1,4 +1,4 @@
-"""A step's time as one line of a terminal: each lane with its bar and its ms."""
+"""A step's time as one line in a terminal: each lane with its bar and its milliseconds."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ STEP = (*STEP_LANES, "gc", "idle")
 BETWEEN = ("evaluation", "saving")
 
 _SHOWN = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12)
-"""Shares of a step from which a lane has its own bar: the first with which the line fits."""
+"""Shares of a step from which a lane has its own bar: the first that makes the line fit is used."""
 _SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "evaluation": "eval"}
-"""Short names of lanes, for a line without room for their names and bars."""
+"""Short names of lanes, for a line without room for full names and bars."""
 _OTHER = 0.005
 """Share of a step from which the lanes without a bar are shown as "other"."""
 _BAR, _LEAST_BAR = 24, 10
-"""Columns of all bars together, and the fewest in which bars can be told apart."""
+"""_BAR: columns of all bars together. _LEAST_BAR: fewest columns that distinguish bars."""
 _PARTS = " ▏▎▍▌▋▊▉"
-"""Eighths of a column."""
+"""Blocks that fill eighths of a column."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Lanes:
 
     Attributes:
         lanes: milliseconds per step by lane.
-        name: begins the line.
+        name: first words of the line.
     """
 
     lanes: Mapping[str, float]

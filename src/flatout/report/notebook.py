@@ -1,7 +1,7 @@
-"""`%load_ext flatout`: what holds back the training in a notebook's cells.
+"""`%load_ext flatout`: diagnosis of the training in a notebook's cells.
 
-%flatout          the verdict on what has run since the last one
-%flatout reset    forgets that
+%flatout          the verdict on all cells since the last verdict
+%flatout reset    discards the observations since then
 %%flatout         runs this cell alone under observation, and prints the verdict on it
 """
 
@@ -22,7 +22,7 @@ from flatout.report.first_look import FirstLookReport
 _WIDTH = 100
 _NAME = "flatout"
 _loaded: _Extension | None = None
-_cells: Cells | None = None  # of this process: hooks are set once
+_cells: Cells | None = None  # one per process, since hooks are set once
 
 
 def load_ipython_extension(ipython: Any) -> None:
@@ -47,7 +47,7 @@ class _Extension:
     def __init__(self, ipython: Any, cells: Cells) -> None:
         self._ipython = ipython
         self._cells = cells
-        self._depth = 1  # the cell that loads it; some magics run cells within cells
+        self._depth = 1  # the cell that loads the extension; some magics run cells within cells
         ipython.events.register("pre_run_cell", self._begin)
         ipython.events.register("post_run_cell", self._end)
         ipython.register_magic_function(self.magic, "line_cell", _NAME)

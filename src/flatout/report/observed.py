@@ -1,4 +1,4 @@
-"""Observations from the plain data in which they travel."""
+"""Makes Observations from plain data."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flatout.observe import Observation
 
 
 def observed(ranks: Iterable[Observation | Mapping[str, Any]] | None) -> list[Observation]:
-    """Return each rank's Observation; None is no one's."""
+    """Return each rank's Observation; an empty list for None."""
     return _adapter().validate_python(list(ranks or ()))
 
 
 @cache
 def _adapter() -> TypeAdapter[list[Observation]]:
-    # Making one takes longer than reading all ranks with it.
+    # Making an adapter takes longer than reading all ranks with it.
     return TypeAdapter(list[Observation])

@@ -2,8 +2,8 @@
 
     Path("doctor.html").write_text(page(verdict), encoding="utf-8")
 
-The page is read on a phone or printed as well as on a screen. Whatever comes from the script, such
-as paths and lines of code, is escaped; besides, the page forbids itself scripts and the network.
+The page can be read on a phone, on paper or on a screen. Text from the script, such as paths and
+lines of code, is escaped. The page's content policy also forbids scripts and network access.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LANE_WORDS = {
     "gc": "Python's garbage collection",
     "idle": "outside of all calls that were seen",
 }
-"""What a step does in each lane."""
+"""Descriptions of a step's activity in each lane."""
 
 PARITY_WORDS = {
     "bit-identical": "the same bits as before",

@@ -1,7 +1,7 @@
-"""The page's pictures as plain geometry: where each bar, dot and tick stands.
+"""The page's pictures as plain geometry: positions of each bar, dot and tick.
 
-All places along the horizontal are in percent of the picture's width, which the browser knows and
-Python does not; so pictures stretch with the page while their text keeps its size.
+Horizontal positions are in percent of the picture's width, which the browser knows and Python does
+not. So pictures stretch with the page while their text keeps its size.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from flatout.measure import LANES
 from flatout.words import count_words, duration, rounded
 
 MOST_RANKS = 16
-"""Of more ranks only the slowest are drawn."""
+"""Most ranks that are drawn; of more, only the slowest are drawn."""
 
 HEIGHT = 150
 """Pixels of a chart's lines, without its labels."""
 
 _CHARACTER_PX, _WIDE_PX = 6.8, 560
-# More points than a screen has columns only make the file larger.
+# Most points of a line: more points than columns of a screen only enlarge the file.
 _MOST_POINTS = 400
 _TICKS = 4
 _COLORS = "abcdef"
@@ -86,7 +86,7 @@ def _label(lane: str, ms: float, room_px: float) -> str:
 
 @dataclass(frozen=True)
 class LaneRow:
-    """One lane over all ranks: the mean, its share of the mean step, and the rank with most."""
+    """One lane over all ranks: mean, share of the mean step, and the rank with most time in it."""
 
     lane: str
     ms: float
@@ -114,11 +114,11 @@ class Line:
     """A line to draw.
 
     Attributes:
-        name: of what it shows.
+        name: name of the figure that the line shows.
         points: (x, y), in order of x.
-        run: the number of its run, which decides its color.
-        is_dashed: to tell a second figure of the same run.
-        is_stepped: whether a value holds since the point before.
+        run: number of the run, which decides the color.
+        is_dashed: True to distinguish a second figure of the same run.
+        is_stepped: True if each value holds since the previous point.
     """
 
     name: str
@@ -133,12 +133,12 @@ class Chart:
     """Lines on one scale.
 
     Attributes:
-        title: what is drawn, in which unit.
+        title: the drawn figure, and its unit.
         lines: (name, color, whether dashed, "x,y x,y ..." with x up to 1000 and y up to HEIGHT).
         x_ticks: (percent, words).
         y_ticks: (pixels from the top, words).
-        words: for screen readers.
-        shows_names: whether it has its own legend.
+        words: description for screen readers.
+        shows_names: True if the chart has its own legend.
     """
 
     title: str
@@ -188,7 +188,7 @@ def chart(
         x_ticks=[(100 * n / _TICKS, in_words(right * n / _TICKS)) for n in range(_TICKS + 1)],
         y_ticks=[(at(y), f"{rounded(y)}{unit}") for y in levels],
         words=f"{title}: " + ", ".join(_in_words(line, unit) for line in lines),
-        # A line alone may be of another figure than the title names.
+        # A single line may show another figure than the title names.
         shows_names=shows_names and (len(drawn) > 1 or not title.startswith(f"{drawn[0][0]} ")),
     )
 

@@ -1,4 +1,4 @@
-"""What `flatout doctor` shows of its trials.
+"""Report of the trials of `flatout doctor`.
 
 console.print(ProvenReport(prescription, verdict, 151.0, ["train.py"], path), crop=False)
 """
@@ -24,19 +24,19 @@ _LABEL = 13
 """Columns of the labels on the left, such as `needs your OK`."""
 
 _WITH_BETWEEN = 1.02
-"""Evaluation and saving are told with a step that is so many times as long with them."""
+"""Ratio of steps with and without evaluation and saving from which on both are reported."""
 
 _OTHERS: tuple[Outcome, ...] = ("left alone", "needs your OK", "not tried")
 
 
 @dataclass(frozen=True)
 class ProvenReport:
-    """The result of the trials, and what to do next.
+    """The result of the trials, and the next commands.
 
     Attributes:
-        seconds: of the first look and the trials.
+        seconds: duration of the first look and the trials.
         what: the script and its arguments, as the user gave them.
-        recipe: the file that holds what was prescribed; None without one.
+        recipe: the file with the prescribed settings; None if there is none.
         budget_s: seconds that the trials were given.
     """
 
@@ -68,7 +68,7 @@ class ProvenReport:
     def _heading(self) -> str:
         given = self.prescription
         measured = any(proof.trial for proof in given.proofs)
-        # That of the last trial, which decided: machines change while they are measured.
+        # The noise of the last trial, which decided: machines change during measurements.
         last = given.together.trial if given.together else None
         floor = given.floor if last is None else last.floor
         noise = f"  (A/A noise ±{floor:.1%})" if measured else ""
@@ -189,10 +189,10 @@ def ratio(trial: TrialResult | None) -> str:
 def effect(proof: Proof) -> str:
     samples = {True: "same samples", False: "other samples", None: ""}[proof.same_batches]
     parity = f"{proof.parity}: {proof.loss}" if proof.parity and proof.loss else proof.parity
-    # Of what changes no bit, the samples need no words.
+    # Without any change of results, the samples need no words.
     parts = [samples if proof.parity != "bit-identical" else "", parity or proof.loss]
     words = ", ".join(filter(None, parts))
-    # Why something is prescribed that did not win alone.
+    # The reason why a cure is prescribed that did not win alone.
     return "; ".join(filter(None, [words, proof.reason]))
 
 

@@ -1,4 +1,4 @@
-"""The Recipe file that `flatout doctor` writes: what was proven for a script, on this machine."""
+"""The Recipe file that `flatout doctor` writes: settings proven for a script, on this machine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _is_free(path: Path) -> bool:
 
 
 def write(path: Path, prescription: Prescription, what: Sequence[str]) -> bool:
-    """Write what was prescribed; returns whether a Recipe can say any of it.
+    """Write the prescribed settings; return True if a Recipe can express any of them.
 
     Raises:
         FlatoutError: the file cannot be written.
@@ -83,7 +83,7 @@ def as_recipe(prescription: Prescription, what: Sequence[str]) -> ResolvedRecipe
 
 
 def _choice(value: Value, proof: Proof | None, floor: float) -> Choice:
-    assert proof is not None  # each field comes from one of them
+    assert proof is not None  # each field comes from one of the proofs
     trial = proof.trial
     parity = Parity.from_words(proof.parity) if proof.parity else Parity.EXACT
     if trial is None:

@@ -1,11 +1,11 @@
-"""Reads what a run has left in its folder, however it ended.
+"""Reads the files that a run left in its folder, even if it was killed.
 
     SeenRun.read("runs/today").state        "ended", "killed", ...
 
-    profile.json   what it measured      history.json   what a fit left at its end
-    log.jsonl      figures by step       runs.jsonl     when jobs ran here
+    profile.json   measurements          history.json   figures that a fit saves at its end
+    log.jsonl      figures by step       runs.jsonl     begin and end of each job in this folder
 
-A run that was killed has left some of it. What is there is read, what is damaged is named.
+A killed run has left some of these files. Existing files are read, and damaged files are reported.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from flatout.measure import (
 )
 
 FEWEST_STEPS = 30
-"""With fewer, nothing is said of how fast a run is beside another."""
+"""Fewest steps with which the speed of a run is compared with another run."""
 
 _FILES = (PROFILE_FILE, "history.json", "log.jsonl", RUNS, "recipe.toml", "checkpoints")
 _MOST_BYTES = 256 << 20
-# The latest of a log that tell how fast a run is, as of a Profile.
+# Most steps, the latest of a log, that are used for the speed of a run, as in a Profile.
 _MOST_STEPS = 2_000
-# Other work on a machine that is worth telling, as a part of its CPUs.
+# Smallest share of a machine's CPUs taken by other work that is reported.
 _OTHERS = 0.2
-# Figures of an epoch that are no curve of learning.
+# Figures of an epoch that are not learning curves.
 _NO_CURVES = {"epoch", "step", "samples", "seconds", "samples_per_s", "lr", "time", "kind", "at_s"}
 
 
@@ -63,10 +63,10 @@ class Life:
 
 @dataclass(frozen=True)
 class Curve:
-    """A figure while training.
+    """A figure over the course of training.
 
     Attributes:
-        name: of the figure.
+        name: name of the figure.
         points: (samples trained on, seconds of training, value), in order.
     """
 
@@ -79,12 +79,12 @@ class SeenRun:
     """A run folder.
 
     Attributes:
-        path: of the folder, as it was given.
-        profile: None where there is none that can be read.
-        history: what `History.save` wrote; empty where there is none.
+        path: path of the folder, as given.
+        profile: profile of the run; None if it cannot be read.
+        history: content of the file that `History.save` wrote; empty if there is none.
         log: lines of the log.
-        lives: when jobs ran in the folder, the oldest first.
-        problems: what cannot be read, a line each.
+        lives: jobs that ran in the folder, the oldest first.
+        problems: a line for each file that cannot be read.
     """
 
     path: Path
@@ -224,7 +224,7 @@ class SeenRun:
                 at = size * float(line.get("step") or 0)
                 is_epoch = line.get("kind") == "epoch"
                 for name, value in _numbers(line).items():
-                    # Steps' losses and epochs' are two figures of one name.
+                    # The losses of steps and of epochs are two figures with one name.
                     if name != "loss" or is_epoch != by_steps:
                         result.setdefault(name, []).append((at, seconds, value))
         else:

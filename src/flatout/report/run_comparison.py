@@ -1,13 +1,15 @@
-"""What changed between runs: the verdict on speed, lanes, settings, data, and what was learned.
+"""Differences between runs: speed, lanes, settings, data, and figures of learning.
 
     Comparison.from_runs(["runs/monday", "runs/today"]).lines()
 
-Each run is judged against the first, by the time that a sample takes in the steady steps: the ratio
-of the medians with the interval of `measure/series.py`. It is slower or faster where the whole
-interval lies beyond the noise. Noise is by how much runs of the first's own settings beside it
-differ from each other: with four or more the 95% prediction interval for two more of them. Where
-there are fewer it is 6%, which two processes of the same job may differ by (see `baseline.py`), or
-what these differ by if that is more; and never less than what either run has measured of itself.
+Each run is judged against the first one by the time per sample in the steady steps: the ratio of
+the medians, with the interval of `measure/series.py`. A run is slower or faster if the whole
+interval lies beyond the noise.
+
+Noise is the difference between runs with the first run's settings in the same folder. With four or
+more of them it is the 95% prediction interval for two further runs. With fewer it is 6%, by which
+two processes of the same job may differ (see `baseline.py`), or their own difference if larger. It
+is never less than the noise within either run.
 """
 
 from __future__ import annotations
@@ -38,12 +40,13 @@ from flatout.report.baseline import FLOOR, differences, hardware
 from flatout.report.run import FEWEST_STEPS, SeenRun, names_of
 from flatout.words import count_words, counted, duration, rounded, size_words
 
-# Runs beside the first that are looked at for noise, and from how many of its settings it is known.
+# _MOST_BESIDE: most runs next to the first that are read to measure noise. _FEWEST_ALIKE: fewest
+# runs with the first run's settings for the prediction interval.
 _MOST_BESIDE, _FEWEST_ALIKE = 50, 4
 _LEAST_NOISE = 0.001
 _WIDTH = 80
 _LABEL = 10
-# What makes figures of learning differ, whatever else is the same.
+# Settings that change figures of learning, even if everything else is the same.
 _LEARNS = ("loss", "loss_weights", "metrics", "class_weight", "validation data", "seed")
 
 
@@ -57,13 +60,13 @@ def slower_limit(text: str) -> float:
 
 @dataclass(frozen=True)
 class Pair:
-    """A run against the first.
+    """A run and the first run, compared.
 
     Attributes:
-        a, b: the first, and the run.
-        a_name, b_name: what they are called.
+        a, b: the first run, and the other run.
+        a_name, b_name: their names.
         noise: how far from 1 the ratio may lie by noise: 0.01 is 1%.
-        noise_of: from what that is known.
+        noise_of: the source of `noise`, in words.
     """
 
     a: SeenRun
@@ -135,10 +138,10 @@ class Pair:
 
     @cached_property
     def lanes(self) -> dict[str, tuple[float, float]]:
-        """Lanes that moved, by name (ms of a step before, now), the largest change first.
+        """Lanes that changed, by name (milliseconds of a step before, now), largest change first.
 
-        Of other batch sizes what b takes for as many samples as a. Those that changed by less than
-        1% of a step, or than noise would, are left out.
+        If batch sizes differ, b's time is scaled to the samples of a's batch. Changes of less than
+        1% of a step, or less than noise, are left out.
         """
         if self.a.profile is None or self.b.profile is None or self.why_no_speed:
             return {}
@@ -241,7 +244,7 @@ class Pair:
         if changed:
             return f"other {', '.join(changed)}"
         if is_validated:
-            return ""  # on the same validation data
+            return ""  # the validation data are the same
         digests = [(item.data or {}).get("digest") for item in self._both]
         return "other data" if digests[0] != digests[1] else ""
 
@@ -309,11 +312,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several runs, each against the first.
+    """Several runs, each compared with the first.
 
     Attributes:
-        runs: as they were named.
-        pairs: of all but the first.
+        runs: the runs in the given order.
+        pairs: a comparison for each run except the first.
     """
 
     runs: Sequence[SeenRun]
@@ -344,7 +347,7 @@ class Comparison:
         return cls(runs, pairs)
 
     def lines(self) -> list[str]:
-        """The text, no wider than 80 columns."""
+        """Return the text, no wider than 80 columns."""
         result: list[str] = []
         for pair in self.pairs:
             result += [*pair.lines(), ""]
@@ -363,13 +366,13 @@ class Comparison:
         }
 
     def fails(self, limit: float) -> list[str]:
-        """A line for each run that is so much slower than the first, noise included.
+        """Return a line for each run that is slower than the first by more than a limit.
 
         Args:
-            limit: the whole interval must lie beyond it.
+            limit: relative slowdown that the whole interval must exceed.
 
         Raises:
-            FlatoutError: a run's speed says nothing, as where it is of another machine.
+            FlatoutError: the speed of a run cannot be compared, such as one of another machine.
         """
         result = []
         for pair in self.pairs:
@@ -424,7 +427,7 @@ def _beside(runs: Sequence[SeenRun]) -> list[SeenRun]:
     for file in files[:_MOST_BESIDE]:
         try:
             result.append(SeenRun(file.parent, Profile.read(file)))
-        except FlatoutError:  # of another version, or damaged: it says nothing
+        except FlatoutError:  # a profile of another version, or damaged, is skipped
             continue
     return result
 

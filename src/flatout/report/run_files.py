@@ -1,4 +1,4 @@
-"""What `flatout report` gives of runs: text, plain data, a page."""
+"""Output of `flatout report`: text, plain data, a page."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PAGE = "report.html"
 
 
 class Report:
-    """A report of one run, or of several against the first.
+    """A report of one run, or of several compared with the first.
 
     Args:
-        runs: their folders.
+        runs: run folders.
 
     Raises:
         FlatoutError: a folder is missing or no run's, or one run is named twice.
@@ -37,7 +37,7 @@ class Report:
             self.runs = self.comparison.runs
 
     def lines(self) -> list[str]:
-        """The text, no wider than 80 columns where words allow."""
+        """Return the text, no wider than 80 columns unless a word is longer."""
         if self.comparison is not None:
             return self.comparison.lines()
         (run,) = self.runs
@@ -50,7 +50,7 @@ class Report:
         return [*result, *run.problems]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: of one run its state and Profile, of several their comparison."""
+        """Return plain data: state and Profile of one run, or the comparison of several runs."""
         if self.comparison is not None:
             return self.comparison.as_dict()
         (run,) = self.runs
@@ -63,13 +63,14 @@ class Report:
         }
 
     def write(self, page: Path | None) -> Path | None:
-        """Write the page; returns where it is, None where no one asked for one.
+        """Write the page; return its path, or None if no page was requested.
 
         Args:
-            page: the file; None writes that of one run into its folder, and of several none.
+            page: file to write. If None, the page of one run is written into its folder, and that
+                of several runs is not written.
 
         Raises:
-            FlatoutError: it cannot be written.
+            FlatoutError: the page cannot be written.
         """
         if page is None:
             if self.comparison is not None:
@@ -77,7 +78,7 @@ class Report:
             page = self.runs[0].path / _PAGE
         text = run_page(self.runs, self.comparison)
         try:
-            # A file may have a name that UTF-8 cannot say.
+            # The text may contain a file name that UTF-8 cannot encode.
             with atomic_write(page, "wb", opener=private) as file:
                 file.write(text.encode(errors="replace"))
         except OSError as error:
@@ -89,10 +90,10 @@ class Report:
         return page
 
     def fails(self, limit: str) -> list[str]:
-        """A line for each run beyond a limit such as "slower=5%".
+        """Return a line for each run beyond a limit such as "slower=5%".
 
         Raises:
-            FlatoutError: it is no limit, there is one run, or speeds cannot be judged.
+            FlatoutError: the limit is invalid, there is one run, or speeds cannot be compared.
         """
         parsed = slower_limit(limit)
         if self.comparison is None:

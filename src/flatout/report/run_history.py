@@ -2,8 +2,8 @@
 
     History.below("runs").table()
 
-Each run folder has its own history, lines of JSON that are only ever appended to; so there is no
-server, and nothing to lock. Folders of checkpoints are not looked into.
+Each run folder has its own history: JSON lines that are only appended to, without a server or
+locks. Folders of checkpoints are not searched.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from flatout.report.run import Life, lives_of
 from flatout.words import count_words, counted, duration, rounded
 
 SHOWN = 20
-"""Runs of a table; `--json` has all."""
+"""Most runs in the table; `--json` has all."""
 
-# Folders of a run that hold none.
+# Folders within a run folder that contain no runs.
 _NOT_RUNS = {"checkpoints"}
-# The figure that a line shows, the first of these that there is.
+# Figures of which a table row shows the first that the run has.
 _FIGURES = ("val_accuracy", "val_auc", "val_loss", "accuracy", "auc", "loss")
 
 
@@ -85,10 +85,10 @@ class RunHistory:
 
     @classmethod
     def below(cls, folder: str | os.PathLike[str]) -> RunHistory:
-        """Look for runs.
+        """Find the runs below a folder.
 
         Raises:
-            FlatoutError: there is no such folder, or no run in it.
+            FlatoutError: the folder does not exist, or contains no run.
         """
         root = Path(folder)
         if not os.path.isdir(root):
@@ -111,7 +111,7 @@ class RunHistory:
         return cls(str(folder), sorted(rows, key=lambda row: row.began))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: all of them."""
+        """Return all rows as plain data."""
         return {"folder": self.folder, "runs": [row.as_dict() for row in self.rows]}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

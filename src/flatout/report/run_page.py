@@ -1,9 +1,9 @@
-"""A run, or several over each other, as one HTML file that loads nothing from elsewhere.
+"""One run, or several runs in the same charts, as one HTML file that loads nothing from elsewhere.
 
     Path("report.html").write_text(run_page([SeenRun.read("runs/today")]), encoding="utf-8")
 
-Whatever comes from a run, such as names and paths, is escaped; besides, the page forbids itself
-scripts and the network.
+Text from a run, such as names and paths, is escaped. The page's content policy also forbids scripts
+and network access.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from flatout.report.templates import plain, template
 from flatout.train import words_of
 from flatout.words import count_words, counted, duration, rounded
 
-# Figures that are drawn, the loss first.
+# Most figures that are drawn, the loss first.
 _MOST_CURVES = 8
-# Waiting for input or others, as a share of a step, from which on it is a danger to speed.
+# Smallest share of a step spent waiting for input or other ranks that counts as a danger to speed.
 _WAITS = 0.25
 
 
@@ -103,7 +103,7 @@ def sentence(run: SeenRun) -> str:
         return f"The run {words}"
     steps = counted(profile.steps.last - profile.steps.first + 1, "step")
     what = f"{profile.model['name']} trained {steps}"
-    if run.epochs and profile.resumed is None:  # the log has those from before as well
+    if run.epochs and profile.resumed is None:  # a resumed run's log has earlier epochs as well
         what += f", {counted(len(run.epochs), 'epoch')}"
     if speed and rate is not None:
         what += f", at {speed} [{count_words(rate.low)}, {count_words(rate.high)}]"
@@ -198,7 +198,7 @@ def _device_words(profile: Profile) -> str:
 
 
 def _data_words(data: dict[str, Any]) -> str:
-    parts = [str(data["words"])]  # of files they say how many, and how large
+    parts = [str(data["words"])]  # for files: their number and size
     if data.get("newest"):
         parts.append(f"newest {_when(data['newest'])}")
     return " · ".join(parts)
@@ -217,7 +217,7 @@ def _curves(runs: Sequence[SeenRun], names: Sequence[str]) -> list[tuple[Chart, 
             name = curve.name if len(runs) == 1 else f"{names[number]} {curve.name}"
             by_samples = [(samples, value) for samples, _, value in curve.points]
             by_time = [(seconds, value) for _, seconds, value in curve.points]
-            # Of one run, the two are told apart by color as well.
+            # With a single run, the two lines also differ in color.
             color = number if len(runs) > 1 else int(stem != curve.name)
             lines = tuple(
                 Line(name, points, color, stem != curve.name) for points in (by_samples, by_time)

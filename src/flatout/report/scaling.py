@@ -1,13 +1,13 @@
-"""What more ranks gave: runs of one job on 1 to N ranks beside one another.
+"""Speed-up by more ranks: compares runs of one job on 1 to N ranks.
 
     Scaling.from_runs(["runs/one", "runs/two"])
 
-Every step is measured against the smallest run's: with its speed on each rank, a step of so many
-samples would take the ideal time. What it takes beyond that is split up by cause:
+Every step is compared with that of the smallest run. With the same speed per rank as there, a step
+would take the ideal time for its samples. The time beyond that is divided by cause:
 
-- sync: adding up gradients, without waiting for slower ranks
-- imbalance: the time that the slowest rank needs more than the mean of all
-- input, evaluation, saving: more of it than the ideal
+- sync: summing gradients, without waiting for slower ranks
+- imbalance: the time of the slowest rank beyond the mean of all ranks
+- input, evaluation, saving: time of these beyond the ideal
 - compute: the rest, such as parts of a batch that are too small for the device, or shared CPUs
 """
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CAUSES = ("sync", "imbalance", "input", "evaluation", "saving", "compute")
-# What a rank does for itself in a step: all lanes but waiting for others, and what lies between.
+# Lanes of a rank's own work in a step: without waiting for other ranks, and not between steps.
 _OWN = ("input", "copy", "forward", "backward", "optimizer", "host", "gc")
-# Letters of a run's name in a line beside its bar.
+# Most letters of a run's name in a line next to its bar.
 _LABEL = 24
-# With more caches, a rank may be a little faster than in the smallest run.
+# Most efficiency that is plausible: with more caches, a rank may be a little faster.
 _MOST_EFFICIENT = 1.2
-# Accuracy stands first where there is one; the loss is always there.
+# Figures to show: the first that all runs have, accuracy before loss.
 _FIGURES = ("val_accuracy", "accuracy", "val_loss", "loss")
 
 
@@ -52,13 +52,13 @@ class ScalingRun:
     """One run's figures, as `History.save` wrote them.
 
     Attributes:
-        name: the file's, or its folder's.
-        world_size: how many ranks trained.
+        name: name of the file, or of its folder.
+        world_size: number of ranks that trained.
         batch_size: samples per step, of all ranks.
-        step_ms: what a step takes on the average, with what lies between two steps.
+        step_ms: mean milliseconds of a step, including the time between steps.
         lanes: milliseconds per step of each rank, by lane.
-        startup_s: from the start of the process to the first step; None where it is not known.
-        figures: of the last epoch.
+        startup_s: seconds from the start of the process to the first step; None if unknown.
+        figures: figures of the last epoch.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Scaling:
             paths: run folders, or files that `History.save` wrote.
 
         Raises:
-            FlatoutError: a file is missing, or is none of these; or there is no run.
+            FlatoutError: a file is missing or of another kind, or no run is named.
         """
         if not paths:
             raise FlatoutError("no run was named", do="name the folders of runs to compare")
@@ -104,11 +104,11 @@ class Scaling:
         return cls(sorted(runs, key=lambda run: (run.world_size, run.name)))
 
     def speedup(self, run: ScalingRun) -> float:
-        """Samples per second as a multiple of the smallest run's."""
+        """Return samples per second as a multiple of the smallest run's."""
         return run.samples_per_s / self.runs[0].samples_per_s
 
     def efficiency(self, run: ScalingRun) -> float:
-        """The speed-up as a share of what as many more ranks could give."""
+        """Return the speed-up as a share of the factor by which the number of ranks grew."""
         return self.speedup(run) * self.runs[0].world_size / run.world_size
 
     def is_held_up(self, run: ScalingRun) -> bool:
@@ -119,7 +119,7 @@ class Scaling:
         return self.efficiency(run) > _MOST_EFFICIENT
 
     def lost_ms(self, run: ScalingRun) -> dict[str, float]:
-        """By cause, what a step takes beyond the ideal; negative where it takes less."""
+        """Return by cause the milliseconds of a step beyond the ideal; negative if below it."""
         first = self.runs[0]
         share = run.batch_size / first.batch_size * first.world_size / run.world_size
 
@@ -134,13 +134,13 @@ class Scaling:
 
     @property
     def figure(self) -> str | None:
-        """The name of the figure that all runs have, accuracy before loss."""
+        """Name of the figure that all runs have, accuracy before loss."""
         return next(
             (name for name in _FIGURES if all(name in run.figures for run in self.runs)), None
         )
 
     def describe(self) -> list[str]:
-        """What held each larger run back, in plain words."""
+        """Return a line for each larger run, with the causes of its lost time."""
         lines = []
         for run in self.runs[1:]:
             if self.is_held_up(run):
@@ -165,7 +165,7 @@ class Scaling:
         return lines
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: a row for each run."""
+        """Return plain data: a row for each run."""
         return {
             "runs": [
                 {
@@ -186,7 +186,7 @@ class Scaling:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        table.add_column("run", overflow="fold")  # so that figures stay whole beside long names
+        table.add_column("run", overflow="fold")  # long names wrap, figures do not
         headers = ["ranks", "samples/s", "speed", "efficiency", "ms/step", "start"]
         for header in [*headers, self.figure or ""]:
             table.add_column(header, justify="right", no_wrap=True)
@@ -207,10 +207,10 @@ class Scaling:
             yield Text(line)
 
     def plot(self, path: str | os.PathLike[str]) -> Figure:
-        """Draw throughput, and what the time of a step was lost to, into an image file.
+        """Draw throughput, and the lost time of a step by cause, into an image file.
 
         Args:
-            path: by its ending .png, .svg or .pdf.
+            path: file with the ending .png, .svg or .pdf, which decides the format.
 
         Raises:
             FlatoutError: matplotlib is missing, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""`flatout doctor SCRIPT`: observe a script, and with consent try cures on it, in trials."""
+"""`flatout doctor SCRIPT`: observes a script, and with consent tries cures on it, in trials."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ from flatout.report.proven import ProvenReport
 from flatout.terminal import Console
 
 FAILED, DANGER = 1, 3
-"""Exit codes, beside 0 for nothing dangerous and 2 for wrong usage."""
+"""Exit codes in addition to 0 for nothing dangerous and 2 for wrong usage."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user asks for.
+    """Options of the user.
 
     Attributes:
-        recipe: where what is proven will be written.
-        seconds, steps: how long its steps are watched in the first look.
-        proves: whether trials are made; None: if the user agrees.
-        seeds: of whole runs, with what was prescribed and without; 0 for none.
-        target: a loss; how long whole runs take to it is told. None for the lowest both reach.
-        files: what is written and compared beside.
-        fix: the worst parity of those that are made in it; None: none is.
+        recipe: file to which proven settings will be written.
+        seconds, steps: limits of the first look's observation of steps.
+        proves: True to run trials; None to ask the user.
+        seeds: number of seeds of whole runs with and without the prescribed cures; 0 for none.
+        target: loss for which whole runs report the time until they reach it. None for the lowest
+            loss that both reach.
+        files: other files to write or compare with.
+        fix: worst parity of changes that are written into the code; None writes none.
     """
 
     what: list[str]
@@ -78,7 +79,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class _Treated:
-    """What came of trials and whole runs, and the signal that ended them early."""
+    """Results of trials and whole runs, and the signal that ended them early."""
 
     prescription: Prescription | None = None
     verified: Verified | None = None
@@ -86,10 +87,10 @@ class _Treated:
 
 
 def diagnose(asked: Asked) -> int:
-    """Look at a script, prove its cures if that is agreed, and tell; returns the exit code.
+    """Observe a script, prove its cures if agreed, and report; return the exit code.
 
     Raises:
-        FlatoutError: torchrun's command line cannot be read; a file cannot be written.
+        FlatoutError: torchrun's command line is invalid, or a file cannot be written.
     """
     if sys.stderr.isatty():
         where = "" if asked.in_place else " in a scratch copy"
@@ -127,7 +128,7 @@ def diagnose(asked: Asked) -> int:
         if runs and asked.proves and why_no_trial(verdict):
             console.print(f"no trial can be made: {why_no_trial(verdict)}")
     for line in ending_lines(look, verdict):
-        console.print(line, overflow="ignore", crop=False)  # a path stays in one piece
+        console.print(line, overflow="ignore", crop=False)  # a path must not be broken
     treated = _Treated(met=look.interrupted_by)
     if proves and to_prove is not None:
         treated = _treated(asked, look, to_prove, cures, console)
@@ -174,7 +175,7 @@ def _change_code(
     *,
     runs: bool,
 ) -> None:
-    # What was proven and no Recipe can say is shown unasked: to ask again would cost the trials.
+    # Proven changes that no Recipe can express are shown in any case: asking would cost new trials.
     is_news = prescription is not None and bool(prescription.own_edits)
     shows = asked.diff or (is_news and asked.fix is None and not asked.as_json)
     if not shows and asked.fix is None:
@@ -189,8 +190,8 @@ def _change_code(
 
 def _agreed(asked: Asked, look: FirstLook, cures: list[Cure], console: Console) -> bool:
     console.print()
-    if not look.held:  # it ran in place: what contains trials is not known yet
-        with suppress(FlatoutError):  # no trial can begin, and that is said then
+    if not look.held:  # the script ran in place: the containment of trials is not known yet
+        with suppress(FlatoutError):  # no trial can begin, which is reported later
             contains, lacks = containment(asked.what)
             look = replace(look, held=contains, lacks=lacks)
     for line in terms(asked.what, look, cures, asked.budget_s, 2 * asked.seeds):

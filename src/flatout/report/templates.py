@@ -1,4 +1,4 @@
-"""The templates of pages: what is put into them is escaped, and they load nothing."""
+"""The templates of pages. Inserted text is escaped, and pages load nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _breakable(words: str) -> Markup:
 
 
 def _docs(name: str) -> str:
-    # As words: the page has no links, since what it shows comes from the script.
+    # As plain words: the page has no links, since its content comes from the script.
     return docs_page(name).removeprefix("https://")
 
 

@@ -1,4 +1,4 @@
-"""What `flatout demo` shows: its jobs side by side, and the settings that `auto` changed."""
+"""Report of `flatout demo`: its jobs side by side, and the settings that `auto` changed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from flatout.recipe import ResolvedRecipe
 from flatout.words import rounded
 
 _CALM = 1.5
-"""On a machine with nothing else to do, one step in ten is not this much longer than the median."""
+"""Largest ratio of the 90th percentile of step times to the median on a quiet machine."""
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """One way of running a training job, with what it gave.
+    """One way of running a training job, with its results.
 
     Attributes:
-        step_p90_ms: nine of ten steps are not longer than this.
-        epochs: how many epochs it trained; not a whole number where time ran out.
-        seconds: of the whole job, with all that came before and between the steps.
-        accuracy: on data held out, from 0 to 1; None where it cannot be compared.
+        step_p90_ms: 90th percentile of the milliseconds of a step.
+        epochs: number of trained epochs; fractional if time ran out.
+        seconds: duration of the whole job, including the time before and between the steps.
+        accuracy: accuracy on held-out data, from 0 to 1; None if it cannot be compared.
     """
 
     name: str
@@ -40,7 +40,7 @@ class JobResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A table of jobs; the first is what the others are measured by."""
+    """A table of jobs; speeds are relative to the first job."""
 
     jobs: Sequence[JobResult]
 
@@ -66,7 +66,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Changes:
-    """What a resolved Recipe does otherwise than plain PyTorch, why, and the measurements."""
+    """Differences of a resolved Recipe from plain PyTorch, with reasons and measurements."""
 
     recipe: ResolvedRecipe
 

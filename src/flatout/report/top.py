@@ -1,7 +1,7 @@
-"""What running jobs do right now: the lanes of each rank, or of any process what can be seen.
+"""Current activity of running jobs: lanes of each rank, or of any process its use of resources.
 
-Top().sample()                    all jobs that show themselves
-Top(pid=4242).sample()            a process and all that it has started
+Top().sample()                    all jobs that publish their lanes
+Top(pid=4242).sample()            a process and all its children
 watch(Top(), console)             again every second, until Ctrl-C
 """
 
@@ -28,22 +28,22 @@ from flatout.errors import FlatoutError
 from flatout.measure import Processes, ProcessUse, Rank, Ranks
 from flatout.words import clock, count_words, size_words
 
-# In the table; what else a step has is "other".
+# Lanes in the table, by short name; all other lanes of a step are "other".
 _LANES = {"input": "input", "forward": "fwd", "backward": "bwd", "sync": "sync", "optimizer": "opt"}
 _MOST_PROCESSES = 20
-# A rank that has shown nothing for so long, and for so many of its steps, is said to do so.
+# A rank counts as silent after _SILENT_S seconds and _SILENT_STEPS of its steps without news.
 _SILENT_S, _SILENT_STEPS = 5.0, 3
 _EVERY_S, _FIRST_S = 1.0, 0.5
 
 
 @dataclass(frozen=True)
 class RankNow:
-    """A rank, and what its process uses together with those that it has started.
+    """A rank, and the resources that its process uses together with its children.
 
     Attributes:
-        rank: what it shows.
+        rank: the state that the rank publishes.
         cpu_percent: 100 is one CPU.
-        rss_bytes: resident memory; what several processes share counts in each.
+        rss_bytes: resident memory; memory that several processes share counts in each.
     """
 
     rank: Rank
@@ -123,9 +123,9 @@ class RunningJob:
 
 
 def together(snapshots: Sequence[Mapping[str, Any]]) -> Sample:
-    """What was seen of one job at one moment on its nodes, each as `Sample.as_dict` gives it.
+    """Merge samples of one job from its nodes, taken at one moment by `Sample.as_dict`.
 
-    Their clocks may differ: times are shifted by what each has told as now.
+    The nodes' clocks may differ: times are shifted by the difference of each node's current time.
     """
     ranks: dict[int, RankNow] = {}
     gpus = []
@@ -133,7 +133,7 @@ def together(snapshots: Sequence[Mapping[str, Any]]) -> Sample:
     for node in snapshots:
         shift = now - node["time"]
         for job in node["jobs"]:
-            # By number, since two nodes of one machine see one another's ranks.
+            # By rank number, since two nodes on one machine list each other's ranks.
             ranks |= {item["rank"]: _rank_now(item, shift) for item in job["ranks"]}
         for gpu in node["gpus"]:
             gpus.append(GpuUse(**{**gpu, "name": f"{gpu['name']} of {node['host']}"}))
@@ -150,10 +150,10 @@ def _rank_now(value: Mapping[str, Any], shift_s: float) -> RankNow:
 
 @dataclass(frozen=True)
 class Sample:
-    """What was seen at one moment.
+    """The state of running jobs at one moment.
 
     Attributes:
-        processes: of the process that was asked for; None where none was.
+        processes: processes below the requested one; None if none was requested.
     """
 
     jobs: Sequence[RunningJob]
@@ -218,26 +218,26 @@ class Sample:
 
 
 class Top:
-    """Looks at running jobs, again and again.
+    """Samples running jobs repeatedly.
 
     Args:
-        which: the run folder, the script's name or a rank's pid of a job; None for all jobs.
-        pid: a process to look at from outside, with all that it has started.
+        which: run folder, script name or process ID of a rank of a job; None for all jobs.
+        pid: process to inspect from outside, with all its children.
     """
 
     def __init__(self, which: str | None = None, pid: int | None = None) -> None:
         self._which = which
         self._pid = pid
         self._ranks = Ranks()
-        # Each for itself: what a process used is since the last look at it.
+        # Separate objects, since the CPU use of a process counts from the last read by the object.
         self._tree, self._inside_ranks = Processes(), Processes()
         self._looked = False
 
     def sample(self) -> Sample:
-        """Look now. The first time takes half a second, since CPU is used over a time.
+        """Take a sample. The first one takes half a second, since CPU use needs an interval.
 
         Raises:
-            FlatoutError: there is no such process.
+            FlatoutError: the process does not exist.
         """
         if not self._looked:
             self._look()
@@ -262,13 +262,13 @@ class Top:
 
     def _now(self, ranks: Sequence[Rank]) -> Iterator[RankNow]:
         for rank in ranks:
-            with suppress(FlatoutError):  # it has ended meanwhile
+            with suppress(FlatoutError):  # the rank has ended meanwhile
                 own = self._inside_ranks.read(rank.pid)
                 cpu = sum(process.cpu_percent for process in own)
                 yield RankNow(rank, cpu, sum(process.rss_bytes for process in own))
 
     def check(self, sample: Sample) -> None:
-        """See that there is anything to show.
+        """Check that there is a job to show.
 
         Raises:
             FlatoutError: no such job runs.

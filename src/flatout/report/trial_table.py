@@ -1,4 +1,4 @@
-"""Trials as a page shows them, from a Prescription as plain data."""
+"""Trials in the form that a page shows, made from a Prescription as plain data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _trial(proof: Mapping[str, Any], group: str) -> dict[str, Any]:
     result = proof.get("trial")
     samples = {True: "same samples", False: "other samples", None: ""}[proof.get("same_batches")]
     reason = proof.get("reason") or ""
-    # The heading says that it is prescribed or was not tried, and the ratio the rest.
+    # The heading contains the words prescribed and not tried; the ratio shows the rest.
     verdict = {"left alone": "left alone", "needs your OK": "needs your OK"}.get(group, "")
     return {
         "name": proof["words"],

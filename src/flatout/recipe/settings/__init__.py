@@ -1,4 +1,4 @@
-"""A file for each section of the Recipe, with the settings in it."""
+"""The sections of the Recipe, one file each, with their settings."""
 
 from flatout.recipe.settings.compute import Compute
 from flatout.recipe.settings.input import Input

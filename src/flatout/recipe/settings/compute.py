@@ -1,4 +1,4 @@
-"""`compute`: how the arithmetic of a step runs."""
+"""The section `compute`: how the arithmetic of a step runs."""
 
 from typing import Any, Literal
 
@@ -7,13 +7,13 @@ from flatout.recipe.setting import Flag, Live, Section, Switch, Trial, setting
 
 
 def _precision(facts: ModelFacts) -> Parity:
-    # On a GPU torch fills a random mask of half precision in another order.
+    # On a GPU, torch fills a random mask in half precision in another order.
     draws = facts.draws_from_a_stream and facts.device.startswith("cuda")
     return redrawn_if(draws, Parity.TOLERANT)
 
 
 def _memory_format(facts: ModelFacts) -> Parity:
-    # Other kernels round otherwise, and torch fills a random mask in the order of memory.
+    # Other kernels round differently, and torch fills a random mask in memory order.
     return redrawn_if(facts.draws_from_a_stream and facts.draws_by_layout, Parity.TOLERANT)
 
 
@@ -82,7 +82,7 @@ class Compute(Section):
         "Rewrites of the model's graph that give equal values, such as a ReLU moved after "
         "max-pooling.",
         plain="off",
-        # Keras' layers get their bias inside of the operator, which rounds otherwise.
+        # Keras' layers add their bias within the operator, which rounds differently.
         parity=lambda facts: Parity.TOLERANT if facts.rewrites_round else Parity.EXACT,
         words="rewrites",
         trial=Trial("on", lambda job: job.has_rewrites, why="less memory traffic"),
@@ -152,7 +152,7 @@ class Compute(Section):
         "auto",
         "torch.compile, for runs long enough to repay the compilation.",
         plain="off",
-        # Inductor draws its random numbers from its own streams.
+        # Inductor draws random numbers from its own streams.
         parity=lambda facts: redrawn_if(facts.draws_random, Parity.TOLERANT),
         words="torch.compile",
         trial=Trial("on", lambda job: job.can_compile),
@@ -181,7 +181,7 @@ class Compute(Section):
         "it once; where code of the step waits for the GPU or draws random numbers on the CPU, "
         "steps run without.",
         plain="off",
-        # The same kernels on the same numbers, and the same random numbers.
+        # The graph runs the same kernels on the same numbers, with the same random numbers.
         parity=Parity.EXACT,
         words="CUDA graph",
         trial=Trial(
@@ -194,7 +194,7 @@ class Compute(Section):
         "cuDNN tries the algorithms of a convolution out for each new shape, and takes the fastest "
         "(torch.backends.cudnn.benchmark).",
         plain="off",
-        # Other algorithms add up in another order.
+        # Other algorithms sum in another order.
         parity=Parity.TOLERANT,
         words="cuDNN benchmark",
         trial=Trial(
@@ -207,7 +207,7 @@ class Compute(Section):
             lambda at, value: at.benchmark_cudnn(value == "on"),
             now=lambda at: "on" if at.torch.backends.cudnn.benchmark else "off",
             switches="seldom",
-            # What it chooses is right, and trying it on a few samples takes a second.
+            # Any algorithm gives right results, and testing it on a few samples takes a second.
             in_passes=False,
         ),
         unmeasured=lambda at: (at.now.cudnn_benchmark, "plain"),

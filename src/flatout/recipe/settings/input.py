@@ -1,4 +1,4 @@
-"""`input`: how batches are made ready."""
+"""The section `input`: how batches are made."""
 
 from typing import Literal
 
@@ -19,7 +19,7 @@ class Input(Section):
         "batches of a DataLoader without workers on a map-style Dataset. `auto` does not use "
         "processes if samples draw random numbers.",
         plain=0,
-        # The order is a function of seed, epoch and counter; only draws made in the workers move.
+        # The order is a function of seed, epoch and counter. Only draws within workers change.
         parity=lambda facts: redrawn_if(facts.draws_random_in_input, Parity.EXACT),
         words="workers={}",
         trial=Trial(
@@ -63,7 +63,7 @@ class Input(Section):
         "computed once: for later epochs, validations, and later runs where it is on the disk. "
         "`auto` keeps it where measured times say that it pays.",
         plain="off",
-        # A sample's features are those of the batch in which it came first.
+        # A sample's features were computed in the batch in which the sample occurred first.
         parity=Parity.TOLERANT,
         words="features kept ({})",
     )

@@ -1,4 +1,4 @@
-"""`memory`: how a step's memory is used."""
+"""The section `memory`: how a step's memory is used."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ from flatout.recipe.setting import Live, OnOff, Positive, Section, Trial, settin
 
 
 def _micro_batch(facts: ModelFacts) -> Parity:
-    # BatchNorm would take its statistics over fewer samples.
+    # BatchNorm would compute its statistics over fewer samples.
     if facts.batch_coupled:
         return Parity.LEARNING
     return redrawn_if(facts.draws_from_a_stream, Parity.TOLERANT)
@@ -30,7 +30,7 @@ class Memory(Section):
         "off",
         "Compute activations again in the backward pass rather than keep them: less memory, more "
         "time.",
-        # The second forward has the random state and the buffers of the first, and updates neither.
+        # The second forward uses the random state and buffers of the first, and changes neither.
         parity=Parity.EXACT,
         words="activation checkpointing",
         live=Live(lambda at, value: at.recompute_activations(), layer=1, in_graph=False),

@@ -1,4 +1,4 @@
-"""`process`: how the process uses the processor."""
+"""The section `process`: how the process uses the processor."""
 
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,7 @@ def _as_a_set(cpus: tuple[int, ...]) -> tuple[int, ...]:
 
 CpuList = Annotated[
     tuple[NotNegative, ...],
-    # TOML has lists and the operating system gives sets; the CPU numbers inside stay strict.
+    # TOML has lists, and the operating system returns sets. Their CPU numbers stay strict.
     Field(strict=False, min_length=1, json_schema_extra={"allowed": "a list of CPU numbers"}),
     BeforeValidator(_one_is_a_list),
     AfterValidator(_as_a_set),

@@ -1,4 +1,4 @@
-"""`save`: when checkpoints are written."""
+"""The section `save`: when checkpoints are written."""
 
 from typing import Literal
 

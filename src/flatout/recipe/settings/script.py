@@ -1,4 +1,4 @@
-"""`script`: what is done differently in a script that was written without Flatout."""
+"""The section `script`: changes of a script that was written without Flatout."""
 
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ class Script(Section):
     persistent_workers: Literal["as_written", "on"] = setting(
         "as_written",
         "Loader workers stay from one epoch to the next.",
-        # Workers that stay go on with their random streams; new ones begin with fresh seeds.
+        # Persistent workers continue their random streams; new workers begin with fresh seeds.
         parity=lambda facts: redrawn_if(facts.draws_random_in_input, Parity.EXACT),
         words="workers that stay",
         trial=Trial("on", lambda job: job.restarts_workers),
@@ -32,7 +32,7 @@ class Script(Section):
         "as_written",
         "`memory` keeps each sample that a dataset has made, where it makes the same one again "
         "and memory has room.",
-        # Only samples that are the same each time are kept.
+        # Only samples that are equal each time are kept.
         parity=Parity.EXACT,
         words="samples cached in memory",
         of_input=True,
@@ -44,7 +44,7 @@ class Script(Section):
         "as_written",
         "`memory` keeps what leading frozen layers in eval mode give for each sample, on a CPU, "
         "while memory has room; `disk` keeps it in the cache folder, for later runs as well.",
-        # A sample's features are those of the batch in which it came first.
+        # A sample's features were computed in the batch in which the sample occurred first.
         parity=Parity.TOLERANT,
         words="features of frozen layers kept",
         fills=True,
@@ -103,7 +103,7 @@ class Script(Section):
     cudnn_benchmark: Literal["as_written", "on"] = setting(
         "as_written",
         "cuDNN tries its kernels out for each shape.",
-        # Other kernels round otherwise.
+        # Other kernels round differently.
         parity=Parity.TOLERANT,
         words="cuDNN benchmark",
         trial=Trial("on", lambda job: job.has_gpu and job.has_convolutions),
@@ -121,7 +121,7 @@ class Script(Section):
         "as_written",
         "`last_backward` adds up gradients over the ranks once in each optimizer step, not in "
         "each micro-batch.",
-        # The same gradients added up in another order.
+        # The same gradients, summed in another order.
         parity=Parity.TOLERANT,
         words="gradients summed once per step",
         cure="flatout.cures.ddp:Accumulation",

@@ -1,4 +1,4 @@
-"""`world`: where the job runs."""
+"""The section `world`: where the job runs."""
 
 from typing import Annotated, Literal
 
@@ -40,7 +40,7 @@ class World(Section):
         "`local_sgd` is for slow links: ranks step alone, each on its part of the batch, and "
         "average weights and the optimizer's state every `sync_every` steps, at the end of an "
         "epoch, and before evaluating and saving.",
-        # The same sums in another order.
+        # The same sums, in another order.
         parity=Parity.TOLERANT,
         learns="local_sgd",
         words="{}",
@@ -51,7 +51,7 @@ class World(Section):
         "fewer stages the ranks have several copies, each of which takes its share of a batch: 4 "
         "ranks with `stages = 2` are two copies of two stages, and each stage adds up the "
         "gradients of its copies.",
-        # The same sums in another order.
+        # The same sums, in another order.
         parity=Parity.TOLERANT,
         words="{} stages",
     )
@@ -60,7 +60,7 @@ class World(Section):
         'In which order `strategy = "staged"` computes: `gpipe` runs the forward of all '
         "micro-batches, then the backward of all; `1f1b` begins a backward as soon as it can, so "
         "that fewer activations are kept.",
-        # Gradients of the same micro-batches in the same order.
+        # Gradients of the same micro-batches, in the same order.
         parity=Parity.TOLERANT,
         words="schedule {}",
     )
@@ -87,7 +87,7 @@ class World(Section):
         'How many ranks `strategy = "parameter_server"` makes servers, from the first on: each '
         "steps an equal share of the weights, beside its own part of the batches. With "
         "`flatout run --servers` they are processes that compute nothing, and this is how many.",
-        # The same sums in another order.
+        # The same sums, in another order.
         parity=Parity.TOLERANT,
         words="{} servers",
     )
@@ -141,7 +141,7 @@ class World(Section):
         "compute on one node's CPUs; `ring` passes pieces around; `to_one` sends all to the first "
         "rank and back; `hierarchical` adds up within each node first, then between nodes.",
         plain="all_reduce",
-        # The same numbers added up in another order.
+        # The same numbers, summed in another order.
         parity=Parity.TOLERANT,
         words="{} reduction",
     )
@@ -151,7 +151,7 @@ class World(Section):
         "bytes of fp32, round each gradient once before the sum and once after it, and add up in "
         "fp32. `powersgd` sends matrices of low rank and makes up for the error in the next "
         "steps: far fewer bytes, but another optimization.",
-        # Half precision rounds each gradient, as it does in compute.precision.
+        # Half precision rounds each gradient, as in compute.precision.
         parity=Parity.TOLERANT,
         learns="powersgd",
         words="gradients as {}",
