@@ -1,4 +1,4 @@
-"""Arrays that are used again once no one holds them: fresh memory costs page faults."""
+"""A pool of arrays to reuse when nothing refers to them, as new memory costs page faults."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# Below this, malloc serves from its free lists and reuse gains nothing.
+# Bytes below which malloc uses its free lists, so that reuse saves nothing.
 _SMALLEST = 1 << 16
-# Python without the global lock counts references elsewhere, so that a count proves nothing.
+# Python without the global lock counts some references elsewhere, so a count of 0 proves nothing.
 _COUNTS = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
@@ -27,10 +27,10 @@ _IDLE = _references_when_idle()
 
 
 class Buffers:
-    """A pool of arrays. Tensors and views keep the array that they show alive, and so in use.
+    """A pool of arrays. A tensor or view of an array keeps the array in use.
 
     Args:
-        limit: bytes that idle arrays may hold.
+        limit: most bytes of unused arrays.
     """
 
     def __init__(self, limit: int = 1 << 29) -> None:
@@ -46,9 +46,9 @@ class Buffers:
         self.__init__(state["_limit"])  # type: ignore[misc]
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """An array with whatever was in that memory before, like `numpy.empty`.
+        """Return an array with arbitrary contents, like `numpy.empty`.
 
-        It is valid for as long as it, a view of it or a tensor of it is kept.
+        It stays valid while the array, a view or a tensor of it exists.
         """
         shape = (shape,) if isinstance(shape, int) else shape
         kind = np.dtype(dtype)
@@ -62,7 +62,7 @@ class Buffers:
             for array in self._arrays:
                 if size <= array.nbytes <= 2 * size and sys.getrefcount(array) <= _IDLE:
                     return array
-            # A quarter more than asked for, so that ragged batches of about this size fit as well.
+            # A quarter more than needed, so that ragged batches of similar size fit as well.
             array = np.empty(size + size // 4, np.uint8)
             self._held += array.nbytes
             self._arrays.append(array)

@@ -1,4 +1,4 @@
-"""Rows by number out of what is decoded in chunks."""
+"""Rows by number from formats that are decoded in chunks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from flatout.errors import DataError
 class ChunkedRows(Rows):
     """Rows of any Chunks. Follows `flatout.data.origins.Rows`.
 
-    The chunks used last stay decoded, within a budget of memory. A chunk that several threads want
-    is decoded once, by the first of them; the others wait for it.
+    The chunks used last stay decoded, within a budget of memory. A chunk that several threads need
+    is decoded once, by the first thread; the other threads wait for it.
     """
 
     random = False
@@ -43,7 +43,7 @@ class ChunkedRows(Rows):
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process decodes for itself.
+        # Another process decodes chunks itself.
         return {
             name: value
             for name, value in self.__dict__.items()
@@ -69,7 +69,7 @@ class ChunkedRows(Rows):
         columns: dict[str, Values] = {}
         ragged: dict[str, list[Ragged]] = {}
         all_places = []
-        # One chunk after the other, so that only one has to be in memory.
+        # Chunk by chunk, so that only one chunk has to be in memory.
         for chunk, places in self._by_chunk(numbers):
             block = self._chunk(chunk, buffers)
             own = numbers[places] - self.starts[chunk]
@@ -110,7 +110,7 @@ class ChunkedRows(Rows):
         try:
             block = self.chunks.read(chunk, buffers)
         except BaseException as error:
-            # The one who asks next tries again.
+            # The next caller tries again.
             with self._lock:
                 del self._decoded[chunk]
             future.set_exception(error)

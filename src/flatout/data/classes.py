@@ -15,9 +15,9 @@ from flatout.data.origins import Rows, is_rows
 from flatout.data.schema import Schema
 from flatout.errors import DataError
 
-# More names than these are not listed in a message.
+# Most names that a message lists.
 _TOLD = 8
-# The most characters of a rule in a message.
+# Most characters of a rule in a message.
 _SHOWN = 300
 COLUMNS, TEXTS = "the columns of the input", "the texts of column"
 DATASET = "the classes of the Dataset"
@@ -27,11 +27,11 @@ _TABLES = ("csv", "parquet", "arrow", "table")
 
 
 def classes_of(origin: Any) -> tuple[str, ...] | None:
-    """Names of the classes by number; None where numbers are all that the data have of them."""
+    """Return names of the classes by number, or None where data have only numbers."""
     schema = getattr(origin, "schema", None)
     if not isinstance(schema, Schema):
         return getattr(origin, "classes", None)
-    # Texts of a table's target are names as well, where rows can be renumbered.
+    # The texts of a table's target are class names, too, if rows can be renumbered.
     names = schema.classes if is_rows(origin) else schema.options.get("classes")
     if not names or not schema.of_role("target"):
         return None
@@ -110,13 +110,13 @@ def _short(words: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Some names in words, such as "'cat', 'dog'"."""
+    """Return some names in words, such as "'cat', 'dog'"."""
     words = ", ".join(map(repr, names[:_TOLD]))
     return words + (f" and {len(names) - _TOLD:,} more" if len(names) > _TOLD else "")
 
 
 class Renumbered:
-    """Rows whose classes have the numbers that their names have in other data. Follows `Rows`."""
+    """Rows whose classes are numbered in the order of other data's names. Follows `Rows`."""
 
     def __init__(self, inner: Rows, wanted: tuple[str, ...]) -> None:
         names = classes_of(inner)
@@ -147,7 +147,7 @@ class Renumbered:
         return None if labels is None else self._renumbered(labels)
 
     def _renumbered(self, labels: Any) -> npt.NDArray[np.int64]:
-        # What stands for a missing target, such as -1, is no class and stays.
+        # A number for a missing target, such as -1, is no class and does not change.
         is_class = (labels >= 0) & (labels < len(self._numbers))
         return np.where(is_class, self._numbers[np.where(is_class, labels, 0)], labels)
 

@@ -1,4 +1,4 @@
-"""Random numbers of samples that need no generator: a hash of what they depend on."""
+"""Random numbers of samples without a generator: hashes of the values that they depend on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy.typing as npt
 from flatout.data.block import Numbers
 
 _WORD = 2**64
-# SplitMix64: a counter in steps of the golden ratio, and what mixes its bits.
+# SplitMix64: a counter in steps of the golden ratio, and factors that mix its bits.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -24,12 +24,12 @@ class Draws:
         self.rows = len(numbers)
 
     def uniform(self, at: int) -> npt.NDArray[np.float64]:
-        """Number `at` of each sample's sequence: from 0, below 1; of shape (rows,)."""
+        """Return number `at` of each sample's sequence: from 0, below 1; of shape (rows,)."""
         words = _mixed(self._state + np.array([at + 1], np.uint64) * _GOLDEN)
         return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def below(self, count: int | Numbers, at: int) -> Numbers:
-        """An int from 0, below `count`: int64 of shape (rows,). `uniform(at)` decides it."""
+        """Return an int from 0, below `count`, made from `uniform(at)`: int64 of shape (rows,)."""
         return (self.uniform(at) * count).astype(np.int64)
 
 

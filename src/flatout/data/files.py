@@ -1,7 +1,7 @@
-"""Paths as users write them, as files of this machine: globs, lists, URLs, packed files.
+"""Finds the files for a user's paths: globs, lists, URLs, compressed files.
 
-What lies elsewhere, or is packed where rows must be found by their place, is brought into a cache
-folder once: whole or absent, and again when the original changes.
+A remote file is copied into a cache folder once, and so is a compressed file whose rows are found
+by their place. A copy is whole or absent, and is made again when the original changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Paths: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
 _PIECE = 4 << 20
 _QUIET_S = 1.0
-# Text and records pack 3 to 20 to 1; what packs better is mostly zeros, or made to fill a disk.
+# Most bytes per compressed byte. Text and records have 3 to 20; more are mostly zeros, or made to
+# fill a disk.
 _MOST_RATIO = 200
 _ALWAYS_UNPACKED = 256 << 20
 _MAGIC = {
@@ -52,8 +53,10 @@ class File:
     """A file of this machine.
 
     Attributes:
-        name: what the user calls it; for messages.
-        mtime_ns: when it was last written, when it was found.
+        path: path on this machine.
+        name: the user's name for it, for messages.
+        size: number of bytes.
+        mtime_ns: time of the last write, when the file was found.
     """
 
     path: str
@@ -62,7 +65,7 @@ class File:
     mtime_ns: int
 
     def check_unchanged(self) -> None:
-        """Raise if it is another file by now, or none."""
+        """Raise an error if the file was replaced or deleted."""
         try:
             now = os.stat(self.path)
         except OSError as error:
@@ -79,9 +82,9 @@ class File:
 
 
 def stamps_of(paths: Iterable[str]) -> str:
-    """64 hex digits that differ where a file was written or replaced, whatever its times say.
+    """Return 64 hex digits that differ if a file was written or replaced, even with the same times.
 
-    A file that has gone counts as well.
+    A deleted file counts as a change.
     """
     digest = hashlib.sha256()
     for path in paths:
@@ -90,12 +93,12 @@ def stamps_of(paths: Iterable[str]) -> str:
 
 
 def stamp_of(path: str) -> str:
-    """Words that differ where a file was written or replaced, whatever its times say."""
+    """Return a text that differs if a file was written or replaced, even with the same times."""
     try:
         stat = os.stat(path)
     except OSError:
         return "gone"
-    # A program may set the time of the last writing, but not that of the last change.
+    # A program may set the time of the last write, but not that of the last change (ctime).
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
 
 
@@ -105,7 +108,7 @@ def find(
     unpack: bool = True,
     most: int | None = None,
 ) -> list[File]:
-    """The files that `paths` names, here."""
+    """Find the files that `paths` names, as files of this machine."""
     if not isinstance(paths, (str, os.PathLike, Iterable)):
         raise DataError(f"expected a path or a list of paths, found {type(paths).__name__}")
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
@@ -162,31 +165,31 @@ def _places(path: str) -> Iterator[tuple[Any, str, str]]:
 
 
 def _name_of(path: str, *, is_absolute: bool) -> str:
-    # Messages name a file as the user did: an absolute path stays one.
+    # Messages name a file as the user did: an absolute path stays absolute.
     relative = os.path.relpath(path)
     return path if is_absolute or relative.startswith("..") else relative
 
 
 def unpack(paths: Paths, *, most: int) -> list[str]:
-    """Unpack files that hold far more than their size lets expect, so that they can be read.
+    """Decompress files that hold far more than expected from their size, so that they can be read.
 
-    They are unpacked into the cache, where whatever reads these paths finds them.
+    They are decompressed into the cache, where readers of the same paths find them.
 
     Args:
         paths: as `find` takes them.
-        most: bytes that each may unpack to.
+        most: most bytes of each decompressed file.
 
     Returns:
-        where the unpacked files are.
+        paths of the decompressed files.
 
     Raises:
-        DataError: as `find`, or a file holds more than `most` bytes.
+        DataError: see `find`; or a file holds more than `most` bytes.
     """
     return [file.path for file in find(paths, most=most)]
 
 
 def most_unpacked(packed: int) -> int:
-    """Bytes that what is packed may unpack to where none said so: far more than data do."""
+    """Return the default limit for the bytes of a decompressed file: far above real data."""
     return max(_ALWAYS_UNPACKED, _MOST_RATIO * packed)
 
 
@@ -203,7 +206,7 @@ def _here(fs: Any, place: str, name: str, unpack: bool, most: int | None) -> Fil
             return _cached(known, name, lambda: open(place, "rb"), status.st_size, unpack, most)
         info = fs.info(place)
         size = info.get("size")
-        # Stores tell a version by one of these; a size alone would miss a rewritten file.
+        # Stores state a version by one of these; a size alone would miss a rewritten file.
         version = [str(info.get(k)) for k in ("ETag", "etag", "md5Hash", "mtime", "LastModified")]
         known = f"{name} {size} {version} {unpack}"
         return _cached(known, name, lambda: fs.open(place, "rb"), size, unpack, most)
@@ -230,10 +233,10 @@ def _packing_of(begin: bytes) -> str | None:
 
 
 def in_utf8(file: File, encoding: str) -> File:
-    """A text file as UTF-8: itself, or a copy in the cache, which is made once."""
+    """Return a text file as UTF-8: the file itself, or a copy in the cache, which is made once."""
     try:
         name = codecs.lookup(encoding).name
-        "".encode(name)  # zlib and the like make no text
+        "".encode(name)  # zlib and similar codecs make no text
     except (LookupError, TypeError, ValueError) as error:
         raise DataError(
             f"encoding: expected one that Python knows, found {encoding!r}",
@@ -318,7 +321,8 @@ def _copy(
     unpack: bool,
     most: int | None,
 ) -> None:
-    # Several processes may want the same file at the same time: each writes its own, one wins.
+    # Several processes may copy the same file at once: each writes its own copy, and one copy is
+    # kept.
     beside = target.with_name(unfinished.new_name())
     done, reported = 0, time.monotonic()
     try:
@@ -350,12 +354,12 @@ def _copy(
 
 
 def _name_it(beside: Path, target: Path) -> None:
-    """Call a whole file by its name, unless another process was first: that one reads its own."""
+    """Give a copy its final name, unless another process was first; then that copy is used."""
     try:
         os.link(beside, target)
     except FileExistsError:
         pass
-    except OSError:  # a file system without hard links
+    except OSError:  # the file system has no hard links
         os.replace(beside, target)
 
 
@@ -381,7 +385,7 @@ def _unpacked(original: IO[bytes], name: str) -> IO[bytes]:
 
 
 class _Zstandard:
-    """Reads frames of zstandard, and notices where one is cut off, as the library does not."""
+    """Reads frames of zstandard, and detects a truncated frame, which the library does not."""
 
     def __init__(self, packed: IO[bytes], zstandard: Any) -> None:
         self._packed, self._zstandard = packed, zstandard
@@ -408,7 +412,7 @@ class _Zstandard:
 
 
 def files_words(files: Sequence[File], kind: str, rows: int) -> str:
-    """Such as "2 LibSVM files, 0.9 MB, 8,124 rows"."""
+    """Return a text such as "2 LibSVM files, 0.9 MB, 8,124 rows"."""
     size = size_words(sum(file.size for file in files))
     return f"{counted(len(files), f'{kind} file')}, {size}, {rows:,} rows"
 

@@ -1,4 +1,4 @@
-"""Which format files are in, by their names or else by their first bytes; and opening them."""
+"""Detection of the format of files, by their names or else by their first bytes; opening them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMATS = (
     *("libsvm", "tfrecord", "criteo", "csv", "parquet", "arrow", "images", "rows"),
     *("idx", "npy", "npz", "hdf5"),
 )
-# Of bad rows to skip, where all are to be counted.
+# Value of `max_errors` that counts all bad rows without a limit.
 NO_LIMIT = 2**62
 # Formats whose sources can leave bad rows out.
 SKIPPING = ("libsvm", "tfrecord", "criteo", "csv", "images")
@@ -55,7 +55,7 @@ _MAGIC = {
     b"\x89PNG": "images",
     b"GIF8": "images",
 }
-# Names of parts, such as those that other tools give: day.tfrecord-00003-of-00012.
+# Ends of names of parts, as other tools write them: day.tfrecord-00003-of-00012.
 _PART = re.compile(r"-\d+-of-\d+$")
 _IDX = re.compile(rb"\0\0[\x08\x09\x0b-\x0e][\x01-\x04]")
 _NUMBER = rb"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
@@ -66,9 +66,9 @@ _LINES = 20
 
 
 def guess(paths: Paths) -> str:
-    """The format of files, one of FORMATS.
+    """Return the format of files, one of FORMATS.
 
-    What is on their names decides; where that says nothing, their first bytes or lines do.
+    The suffix decides; without a known suffix, the first bytes or lines decide.
     """
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     formats = [pair for path in given for pair in _formats(os.path.expanduser(os.fspath(path)))]
@@ -133,7 +133,7 @@ def _by_content(file: File) -> str:
 
 
 def format_of(begin: bytes) -> str | None:
-    """The format of a file that begins with these bytes, or None."""
+    """Return the format of a file that begins with these bytes, or None."""
     for magic, kind in _MAGIC.items():
         if begin.startswith(magic):
             return kind
@@ -144,7 +144,7 @@ def format_of(begin: bytes) -> str | None:
     return _text_format(begin)
 
 
-# No text has these; tabs, line ends, form feeds and DOS' end of file (Ctrl-Z) it may have.
+# Bytes that no text has. Tabs, line ends, form feeds and DOS' end of file (Ctrl-Z) are allowed.
 _CONTROL = re.compile(rb"[\x00-\x08\x0e-\x19\x1b-\x1f]")
 
 
@@ -157,7 +157,7 @@ def _text_format(begin: bytes) -> str | None:
     if all(map(_CRITEO.fullmatch, lines)):
         return "criteo"
     rows = [line for line in lines if not line.lstrip().startswith(b"#")]
-    # One bad row among them is for the reader to tell.
+    # One bad row is allowed: the reader of the rows reports it.
     good = sum(_LIBSVM.fullmatch(line) is not None for line in rows)
     if b":" in whole and good and good >= len(rows) - 1:
         return "libsvm"
@@ -166,7 +166,7 @@ def _text_format(begin: bytes) -> str | None:
 
 
 def schema_format(schema: Given | None) -> str | None:
-    """The format that a user's schema names, or None where there is none."""
+    """Return the format that a user's schema names, or None without a schema."""
     if schema is None or isinstance(schema, Schema):
         return None if schema is None else schema.format
     if isinstance(schema, dict):
@@ -184,7 +184,7 @@ def open_files(
     without_text: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Pipeline:
-    """A Pipeline over files of any format that numbers can be read from.
+    """Open files of any format whose rows are numbers.
 
     Without a schema, the target of a table is the column that is called label, target, y, class or
     click, as in TFRecord files.

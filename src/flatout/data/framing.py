@@ -1,8 +1,8 @@
-"""A stream of bytes cut into records, in memory that is used again; and RecordIO's framing.
+"""Cuts a stream of bytes into records, in reused memory; and RecordIO's framing.
 
 RecordIO (dmlc-core, `recordio.h`): a magic number, a length, the data, zeros up to a multiple of
-four. The three highest bits of the length say whether it is a whole record or a part of one: data
-that hold the magic number at a multiple of four are parted there, without the number itself.
+four. The three highest bits of the length state whether it is a whole record or a part of one. Data
+with the magic number at a multiple of four are split there, and the number itself is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEAD = struct.Struct("<II")
 _LENGTH_BITS = 29
 _MOST = (1 << _LENGTH_BITS) - 1
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
-# Of a record's framing, which does not count toward its size.
+# Bytes of a record's framing, which do not count toward its size.
 _FRAMING = 1 << 12
 
 
@@ -34,9 +34,9 @@ class Piece(NamedTuple):
     """Whole records of a stream.
 
     Attributes:
-        buffer: holds them until the next piece is asked for.
-        starts: where they begin in it, int64.
-        ends: where they end.
+        buffer: holds the records until the next piece is read.
+        starts: first byte of each record in the buffer, int64.
+        ends: byte after each record.
         offset: bytes of the stream before the buffer.
         lines: newlines of the stream before the buffer, where it is text.
     """
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
     lines: int
 
     def where(self, name: str, byte: int, text: bool) -> str:
-        """File and line, or file and byte, of a byte of the buffer."""
+        """Return file and line, or file and byte, of a byte of the buffer."""
         place = f"byte {self.offset + byte:,}"
         if not text:
             return f"{name}: {place}"
@@ -64,11 +64,12 @@ def pieces(
     longest: int = LONGEST_RECORD,
     room_bytes: int = 1 << 20,
 ) -> Iterator[Piece]:
-    """The records of a pipe, as many at a time as have come and the room in memory holds."""
+    """Yield the records of a pipe, at each time those that have come and fit into memory."""
     buffer = np.empty(2 * room_bytes, np.uint8)
     held = offset = lines = 0
     while True:
-        # As much again as is held already, so that a long record is not searched over and over.
+        # Read as many bytes as are held already, so that a long record is not searched again and
+        # again.
         room = min(max(room_bytes, held), longest + _FRAMING + room_bytes - held)
         if len(buffer) < held + room:
             larger = np.empty(min(2 * (held + room), longest + _FRAMING + room_bytes), np.uint8)
@@ -125,9 +126,9 @@ def _cut_off(piece: Piece, problem: str, name: str, text: bool) -> DataError:
 
 
 def split_recordio(buffer: Bytes, final: bool) -> Split:
-    """The records of RecordIO; the parts of one are joined where they lie in the buffer.
+    """Find the records of RecordIO, and join the parts of a record in the buffer.
 
-    So whole records are to be looked for once.
+    As the buffer changes, whole records must be searched only once.
     """
     starts: list[int] = []
     ends: list[int] = []
@@ -172,7 +173,7 @@ def _head_problem(magic: int, flag: int, in_parts: bool) -> str:
 
 
 def _joined(buffer: Bytes, parts: list[tuple[int, int]]) -> int:
-    """Move the parts of a record together, the magic number between them; returns the end."""
+    """Join the parts of a record in the buffer by the magic number; return the end."""
     end = parts[0][1]
     for start, stop in parts[1:]:
         buffer[end : end + 4] = np.frombuffer(_MAGIC_BYTES, np.uint8)
@@ -182,7 +183,7 @@ def _joined(buffer: Bytes, parts: list[tuple[int, int]]) -> int:
 
 
 def rows_within(buffer: Bytes, outer: Split, inner: Callable[[Bytes, bool], Split]) -> Split:
-    """Rows of a format within the records that `split_recordio` has found, whole rows in each."""
+    """Return the rows of a format inside RecordIO records, each of which holds whole rows."""
     starts, ends = [_array([])], [_array([])]
     consumed, problem = outer.consumed, outer.problem
     for start, end in zip(outer.starts.tolist(), outer.ends.tolist(), strict=True):

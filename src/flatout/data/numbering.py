@@ -1,4 +1,4 @@
-"""Which sources have samples whose features may be kept."""
+"""Sources that number their samples, so that features of samples may be kept."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from flatout.data.sources.arrays import ArraySamples, ArraySource
 
 
 def numbered(source: Source) -> Numbered | str:
-    """Its samples by number, where each is the same in all epochs or has a few variants.
+    """Return the samples of a source by number, if a sample is always equal or has few variants.
 
-    Returns a text where it is not so: why.
+    If not, return a text with the reason.
     """
     if isinstance(source, ArraySource):
         samples = ArraySamples(source.data)
@@ -22,10 +22,10 @@ def numbered(source: Source) -> Numbered | str:
 
 
 def stays_with_rank(source: Source) -> bool:
-    """Whether a sample comes to the same rank in each epoch: where nothing is shuffled over ranks.
+    """Return whether a sample comes to the same rank in each epoch: no shuffle over ranks.
 
     Args:
-        source: whose samples are numbered.
+        source: a source with numbered samples.
     """
     if isinstance(source, ArraySource):
         return not source.plan.shuffle

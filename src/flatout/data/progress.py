@@ -1,4 +1,4 @@
-"""What a terminal shows while rows are gone through: nothing in the first second."""
+"""Progress of work on rows, shown on a terminal after the first second."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flatout.words import clock, count_words
 
 _QUIET_S = 1.0
 _DRAWINGS_PER_S = 4
-# Hears how many rows are done by now, and what else there is to say.
+# Reports the number of rows done so far, and further words.
 Told: TypeAlias = Callable[[int, str], None]
 
 
@@ -23,7 +23,7 @@ Told: TypeAlias = Callable[[int, str], None]
 def progress(
     what: str, total: int | None, show: bool = True, line_every_s: float = 60.0
 ) -> Iterator[Told]:
-    """A live bar on a terminal, one line a minute elsewhere; both on standard error."""
+    """Show a live bar on a terminal, or else one line a minute; both on standard error."""
     if not show:
         yield lambda done, words: None
         return

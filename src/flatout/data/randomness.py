@@ -1,7 +1,7 @@
-"""The random generators of the process: taken, put back, seeded for a while.
+"""States of the process's random generators: read, restored, or seeded for a while.
 
-These are torch's CPU generator, Python's and numpy's global ones: what datasets, samplers and
-augmentations draw from.
+These are torch's CPU generator and the global generators of Python and numpy, which datasets,
+samplers and augmentations use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """The states of the three generators: tensors, arrays, numbers and words."""
+    """Return the states of the three generators: tensors, arrays, numbers and words."""
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -25,7 +25,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` gave, also after a way through JSON made lists of tuples."""
+    """Restore the result of `random_state`, even after JSON has made lists of its tuples."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -33,7 +33,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the three generators, and no device's: `torch.manual_seed` would seed the GPUs too."""
+    """Seed the three generators, but no device's: `torch.manual_seed` would seed the GPUs too."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -51,7 +51,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def same_state(a: Any, b: Any) -> bool:
-    """Whether two states are equal."""
+    """Return whether two states are equal."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, np.ndarray):

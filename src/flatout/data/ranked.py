@@ -14,8 +14,8 @@ from flatout.data.source import Source
 from flatout.errors import DataError
 
 Share: TypeAlias = Literal["part", "own", "copy"]
-"""What a rank has of the batches that it reads: its part of each, batches of its own, or a copy of
-those of all ranks."""
+"""Kind of batches that a rank reads: its part of each global batch, batches of its own, or a copy
+of the batches of all ranks."""
 
 
 def ranked(
@@ -27,9 +27,9 @@ def ranked(
     whole: bool = False,
     ends: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
 ) -> Source:
-    """The source for one rank of several: each global batch is cut in parts, one for each rank.
+    """Return the source for one rank of several: each global batch is cut into one part per rank.
 
-    A batch of fewer samples than ranks goes whole to every rank; `Batch.copies` tells how many.
+    A batch of fewer samples than ranks goes whole to every rank; see `Batch.copies`.
     """
     shard = source.sharded if isinstance(source, Pipeline) else None
     if shard is not None and (shard.rank, shard.world_size) != (rank, world_size):
@@ -50,7 +50,7 @@ def whole_of(source: Source) -> Source:
 
 
 class _Ranked:
-    """Follows `flatout.data.source.Source`. Its numbers are those of all ranks together."""
+    """Follows `flatout.data.source.Source`. Counts such as `samples` are over all ranks."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class _Ranked:
             return
         share = "part" if self._look is None else self._look(first)
         batches = chain([first], batches)
-        del first  # not held while it is used
+        del first  # not referenced while the batch is used
         if share == "own":
             yield from self._ends(batches)
         elif share == "copy":
@@ -142,7 +142,7 @@ class _Ranked:
         if size is None or samples is None:
             return batch
         whole = min(size, samples - step * size)
-        # Where a batch is filled up, each rank has its own part, if only of filling.
+        # If a batch is filled up, each rank has its own part, even if it only fills the batch up.
         if whole < self._world_size and not batch.padding:
             return self._copy(batch, rank)
         return batch._replace(start=whole * rank // self._world_size, whole=whole)

@@ -1,4 +1,4 @@
-"""Which files a source reads, for people who compare runs."""
+"""Counts of the files that a source reads, for people who compare runs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-# Of more files than these a run does not ask the file system again.
+# Most files whose sizes and times are read.
 _MOST_ASKED = 10_000
 
 
 @dataclass(frozen=True)
 class FilesRead:
-    """Files in figures.
+    """Counts of files.
 
     Attributes:
-        bytes: in all; None where there are too many files to ask.
-        newest: when the newest was last written, in Unix seconds; None likewise.
+        files: number of files.
+        bytes: bytes of all files; None where there are too many files to read their sizes.
+        newest: time of the last write to any file, in Unix seconds; None as for `bytes`.
     """
 
     files: int
@@ -26,7 +27,7 @@ class FilesRead:
 
 
 def files_read(source: Any) -> FilesRead | None:
-    """The files of a Pipeline, or of those that it mixes; None of data that come from none."""
+    """Count the files of a Pipeline, or of the pipelines that it mixes; None without files."""
     paths = list(dict.fromkeys(_paths(getattr(source, "origin", None))))
     if not paths:
         return None
@@ -34,7 +35,7 @@ def files_read(source: Any) -> FilesRead | None:
         return FilesRead(len(paths), None, None)
     sizes, times = [], []
     for path in paths:
-        with suppress(OSError):  # it has gone
+        with suppress(OSError):  # the file was deleted
             stat = os.stat(path)
             sizes.append(stat.st_size)
             times.append(stat.st_mtime)

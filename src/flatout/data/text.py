@@ -13,7 +13,7 @@ _BACK = 1 << 16
 def split_lines(
     buffer: Bytes, final: bool, *, comment: bytes | None = None, white: bytes = b""
 ) -> Split:
-    """Whole lines of a buffer; blank ones are no rows, nor those that begin with `comment`."""
+    """Return the whole lines of a buffer, except blank lines and those starting with `comment`."""
     whole = len(buffer) if final else _last_newline(buffer) + 1
     starts, ends = lines.index_lines(
         buffer, 0, whole, skip_blank=True, comment=comment, white=white

@@ -1,1 +1,1 @@
-"""Writing files in another format: whole or absent, restarted where they were, with checksums."""
+"""Conversion of files to another format: each file whole or absent, resumable, with checksums."""

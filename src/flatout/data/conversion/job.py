@@ -1,4 +1,4 @@
-"""What is to be converted: rows of a pipeline in their order, made by threads, piece by piece."""
+"""The work of a conversion: rows of a pipeline in their order, made by threads, piece by piece."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from flatout.errors import DataError
 
 T = TypeVar("T")
 
-# Rows that are made to learn dtypes, shapes and sizes.
+# Rows that are made to find dtypes, shapes and sizes.
 _PROBE = 256
-# Options of a source that say what its numbers mean; the others say how to read its files.
+# Options of a source that state the meaning of numbers; all other options are about its files.
 _MEANINGS = ("classes", "categories", "unknown", "base", "buckets", "stack")
 
 
@@ -39,10 +39,16 @@ class Conversion:
     """Rows to be converted.
 
     Attributes:
-        numbers: which, in the order in which they are to be written.
-        schema: of them as they are to be written; its format means nothing.
-        alone: a function draws from the global generators: one thread makes all.
-        told: what balancing has made of the classes.
+        samples: the samples.
+        numbers: numbers of the rows, in the order in which they are written.
+        schema: schema of the written rows; its format has no meaning.
+        names: name of the block's column, by the name of the written column.
+        probe: some rows, as they are written.
+        settings: settings that decide the written bytes.
+        origin: the source.
+        describe: description of the pipeline, for people.
+        alone: whether one thread makes all rows, as a function draws from global generators.
+        told: notes about balanced classes.
     """
 
     samples: Samples
@@ -81,10 +87,10 @@ def job_of(
     balance: str | None,
     sampling: Literal["over", "under"] = "over",
 ) -> Conversion:
-    """The rows of a pipeline, shuffled and balanced as is wanted.
+    """Return the rows of a pipeline, shuffled and balanced if asked for.
 
     Raises:
-        DataError: a stage that makes no sense here, or rows that have no classes to balance.
+        DataError: a stage makes no sense in a conversion, or rows have no classes to balance.
     """
     for stage in pipeline.stages:
         stage.check_convert()
@@ -127,9 +133,9 @@ def job_of(
 
 
 def balanced(labels: npt.NDArray[Any]) -> Numbers:
-    """An order in which every stretch of rows holds the classes in about their overall shares.
+    """Return an order in which any stretch of rows has the classes in about their overall shares.
 
-    Row r of a class of n rows comes at place (r + 0.5) / n of the whole; rows of a class keep their
+    Row r of a class of n rows comes at place (r + 0.5) / n of the whole. Rows of a class keep their
     order.
     """
     _, own, counts = np.unique(labels, return_inverse=True, return_counts=True)

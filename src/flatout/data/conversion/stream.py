@@ -1,4 +1,4 @@
-"""A stream, written to shards as it comes: what is done stays, but it cannot be gone on with."""
+"""Conversion of a stream to shards. Finished shards stay, but the conversion cannot be resumed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_stream(
     progress: bool,
     began: float,
 ) -> Converted:
-    """Write what comes, each shard named and in the manifest as soon as it is whole."""
+    """Write the rows of a stream; each finished shard gets its name and a manifest entry."""
     stream = pipeline.origin
     assert is_stream(stream)
     if pipeline.stages:
@@ -111,7 +111,7 @@ class _Writing:
     def _shard(
         self, out: CountedFile, block: Block, blocks: Iterator[Block]
     ) -> tuple[int, Block | None]:
-        """Fill one shard; returns its rows, and what belongs into the next one."""
+        """Fill one shard; return its number of rows, and the rows for the next shard."""
         sink, rows = self._writer.open(out), 0
         rest: Block | None = block
         while rest is not None:

@@ -1,1 +1,1 @@
-"""What runs: which rows form which batch, what they become, who makes them, where they are kept."""
+"""Execution of pipelines: assigning rows to batches, making and keeping samples and batches."""

@@ -1,7 +1,7 @@
-"""Values through the pipe between two processes, their tensors in memory that both see.
+"""Transfer of values between two processes by a pipe, with tensors in shared memory.
 
-torch would share each tensor by a file in /dev/shm, whose descriptor it hands over through a socket
-in a temporary folder: a process that is killed may leave all three. Here one file without a name
+torch would share each tensor by a file in /dev/shm, and send its descriptor through a socket in a
+temporary folder; a killed process may leave all of them there. Here, one file without a name
 holds all tensors of a value, and its descriptor goes through the pipe.
 """
 
@@ -48,7 +48,7 @@ def send(pipe: Any, value: Any) -> None:
 
 
 def receive(pipe: Any) -> Any:
-    """The next value."""
+    """Return the next value."""
     data = memoryview(pipe.recv_bytes())
     size = int.from_bytes(data[:_SIZE_BYTES], "little")
     mapped = _received(pipe, size) if size else None
@@ -59,7 +59,8 @@ def _received(pipe: Any, size: int) -> mmap.mmap:
     with socket.fromfd(pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as way:
         try:
             (shared,) = reduction.recvfds(way, 1)
-        except RuntimeError as error:  # the other process ended between the two
+        # the other process ended after sending the value, before sending the descriptor
+        except RuntimeError as error:
             raise EOFError from error
     try:
         return mmap.mmap(shared, size)
@@ -67,7 +68,7 @@ def _received(pipe: Any, size: int) -> mmap.mmap:
         os.close(shared)
 
 
-# Where a tensor lies: its dtype, its shape, its strides, and the byte at which it begins.
+# Place of a tensor: its dtype, its shape, its strides, and its first byte.
 _Place = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
 
@@ -79,7 +80,7 @@ def _at(place: _Place, mapped: mmap.mmap) -> Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out, and finds each a place."""
+    """Pickles a value without its tensors, and assigns a place to each tensor."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -89,7 +90,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> _Place | None:
         if not _is_plain(value):
             return None
-        # As it lies in memory, such as channels last; without gaps and without what is there twice.
+        # Strides as in memory, such as channels last, but without gaps and repeated elements.
         strides = torch.empty_like(value, device="meta").stride()
         place = value.dtype, tuple(value.shape), strides, self.size
         self.tensors.append((value, place))

@@ -1,8 +1,8 @@
-"""Batches on their device before they are needed.
+"""Copies of batches to a device before they are needed.
 
-A thread takes the next batches, copies them into pinned memory and from there to the device on a
-its own stream, while the batch before is computed on. torch's caching host allocator makes the
-pinned memory a ring: a block is used again once the copies that read it are done.
+A thread takes the next batches, copies them into pinned memory, and from there to the device on its
+own stream, while the batch before is computed. torch's caching host allocator makes the pinned
+memory a ring: a block is reused once the copies that read it are done.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Copier:
         if self._stream is None:
             return _Copied(batch.with_tensors(torch.clone), None)
         if any(tensor.device == self._device for tensor in batch.tensors()):
-            # Such as rows of features, which were gathered there on the stream of now.
+            # Such as rows of features, which were gathered there on the current stream.
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             copied = batch.with_tensors(self._copy)
@@ -46,23 +46,23 @@ class _Copier:
         return tensor.to(self._device, non_blocking=True)
 
     def finish(self, copied: _Copied) -> Batch:
-        """Let what runs now on the device wait for the copy; called by the thread that trains."""
+        """Let the device's current stream wait for the copy; called by the training thread."""
         if copied.event is not None:
             here = torch.accelerator.current_stream(self._device)
             here.wait_event(copied.event)
             for tensor in copied.batch.tensors():
-                # Or the allocator would give the memory away while this stream still reads it.
+                # Otherwise the allocator would reuse the memory while this stream still reads it.
                 tensor.record_stream(here)
         return copied.batch
 
 
 def prefetch(batches: Iterator[Batch], device: torch.device, depth: int = 2) -> Iterator[Batch]:
-    """The same batches on `device`, copied up to `depth` ahead.
+    """Yield the same batches on `device`, copied up to `depth` ahead.
 
     Args:
-        batches: read by another thread.
-        device: where they are wanted; a CPU gets copies.
-        depth: batches on their way at once; 2 is double buffering.
+        batches: batches, which another thread reads.
+        device: device for the batches; a CPU gets copies.
+        depth: batches that are copied at once; 2 is double buffering.
     """
     copier = _Copier(device)
 

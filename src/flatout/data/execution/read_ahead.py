@@ -23,16 +23,16 @@ from flatout.data.randomness import random_state, same_state
 
 T = TypeVar("T")
 
-# One is used, one is ready, one is being made.
+# Items made ahead: one is used, one is ready, one is being made.
 _DEPTH = 2
-# The first batches of an epoch open files and warm up what trains.
+# First batches of an epoch that are not measured: they open files and warm up the training.
 _NOT_COUNTED = 2
-# Waiting less than this in an epoch is not worth a thread.
+# Seconds of waiting in an epoch below which a thread saves nothing.
 _LEAST_S = 0.05
 
 
 def read_ahead(items: Iterator[T], depth: int = _DEPTH) -> Generator[T, None, None]:
-    """The same items in the same order; an error comes where its item would have come."""
+    """Yield the same items in the same order; an error comes in the place of its item."""
     end = object()
 
     def following(number: int) -> T | object:
@@ -113,8 +113,8 @@ class EpochReader:
         return self.settled
 
     def take(self, made: Iterator[T]) -> T | None:
-        """The next batch, watched for random draws as long as that matters; None at the end."""
-        # The first one opens what draws an order, while the thread that trains waits for it.
+        """Return the next batch, checked for random draws while that matters; None at the end."""
+        # The first batch is not checked: opening draws an order, while the training thread waits.
         if not self._todo or self.settled != 0 or not self._batches:
             return next(made, None)
         before = random_state()
@@ -123,7 +123,7 @@ class EpochReader:
         return batch
 
     def used(self, waited_s: float) -> None:
-        """Count a batch that was used, and seconds that were waited for it."""
+        """Count a used batch, and the seconds of waiting for it."""
         now = self.clock()
         self._batches += 1
         if self._batches > _NOT_COUNTED:
@@ -140,7 +140,7 @@ class EpochReader:
         self.settled, self._before, self.kept, self._todo = 0, 0, None, []
 
     def ended(self, epoch: int) -> None:
-        """An epoch was read as a whole."""
+        """Judge the epoch that was just read completely."""
         counted = self._batches - _NOT_COUNTED
         if counted < 1 or not self._seconds or self.is_asked:
             return

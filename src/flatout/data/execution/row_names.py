@@ -1,4 +1,4 @@
-"""What each sample of a folder of images is made of, so that it is known when others come or go."""
+"""Names of samples of image folders by their contents, independent of other samples."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from flatout.data.features.row_log import Names
 
 
 class NamedSlots(NamedTuple):
-    """Samples that are known by what they are made of.
+    """Samples that are named by their contents.
 
     Attributes:
-        made: 16 hex digits that differ where samples are made in another way.
-        names: of each sample's variants, uint64 of shape (samples * variants, 2).
-        stamps: of the rows that samples are made of, when they were named.
-        stamps_now: gives those of some rows as they are now.
-        targets: of all samples, where the names are of their inputs alone; None where there are no
-            targets, or a user's function has seen them.
+        made: 16 hex digits that differ if samples are made in another way.
+        names: names of each sample's variants, uint64 of shape (samples * variants, 2).
+        stamps: texts that identify the rows of the samples, from when they were named.
+        stamps_now: returns the present texts of some rows.
+        targets: targets of all samples, where names depend only on inputs; None without targets, or
+            where a user's function gets targets.
     """
 
     made: str
@@ -38,7 +38,7 @@ class NamedSlots(NamedTuple):
 
 
 def named_slots(samples: Samples, variants: int) -> NamedSlots | None:
-    """Names of samples and their variants; None where only all of them together have a name."""
+    """Return names of samples and their variants, or None where single samples have no names."""
     words: list[str] = []
     are_mapped = False
     while isinstance(samples, (Augmented, Cached, Mapped)):
@@ -53,7 +53,7 @@ def named_slots(samples: Samples, variants: int) -> NamedSlots | None:
     source, targets = samples.source, samples.targets()
     if source.row_stamps(np.empty(0, np.int64)) is None:
         return None
-    # A function may make inputs of targets, and targets of inputs.
+    # A function may make inputs from targets, and targets from inputs.
     result = targets if are_mapped else None
 
     def now(numbers: Numbers | None = None) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""What runs for a pipeline over a stream: rows come one after the other, once."""
+"""Program of a pipeline over a stream, whose rows come one after the other, once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatout.errors import DataError
 
 
 class StreamProgram:
-    """Batches of a stream, in the order in which its rows come, or shuffled within a window."""
+    """Batches of a stream, in the order of its rows, or shuffled within a window."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class StreamProgram:
                 if step >= start_step:
                     yield self._functions(batch, epoch, step, self.costs)
         finally:
-            # A thread that waits for a silent writer is freed by closing what it reads.
+            # Closing the stream frees a thread that waits for a silent writer.
             getattr(self.stream, "close", lambda: None)()
             ahead.close()
 
@@ -92,7 +92,7 @@ class StreamProgram:
 
 
 class StreamRows:
-    """The decoded rows, where functions of samples begin."""
+    """The decoded rows, to which functions of samples are applied."""
 
     random = False
     name = "decode"

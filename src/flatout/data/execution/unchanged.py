@@ -1,4 +1,4 @@
-"""Whether objects that workers have a copy of are still as they were when it was made."""
+"""Detection of changes to objects since workers got a copy of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class Attributes:
-    """The attributes of some objects, and of those that they hold, at one moment.
+    """The attributes of some objects, and of the objects in them, at one moment.
 
-    Held objects are compared by identity, tensors also by their version; numpy arrays and other
-    containers that are changed in place are not seen.
+    Objects are compared by identity, tensors also by their version. Changes inside numpy arrays and
+    other containers are not detected.
     """
 
     def __init__(self, *objects: Any) -> None:
         self._before = _all_of(objects)
 
     def changed(self, *objects: Any) -> str:
-        """The first attribute that is another one now; empty where none is."""
+        """Return the first attribute that has changed, or ""."""
         now = _all_of(objects)
         for name in {**self._before, **now}:
             if name not in now or name not in self._before:
@@ -34,7 +34,7 @@ def _all_of(objects: tuple[Any, ...]) -> dict[str, Any]:
     for item in objects:
         name = type(item).__name__
         _collect(item, name, result, _DEPTH)
-        result[name] = (id(item), *result[name][1:])  # nothing here keeps it alive
+        result[name] = (id(item), *result[name][1:])  # the result does not keep the object alive
     return result
 
 

@@ -1,8 +1,8 @@
 """One process that makes batches.
 
-It is spawned, never forked: a fork after a parallel operation hangs in OpenMP. It is fed through a
-its own pipe, of which its parent keeps one end alone: so the pipe ends when the process does, at
-whatever moment that is, and nothing waits for it.
+It is spawned, never forked: a fork after a parallel operation hangs in OpenMP. It gets tasks
+through its own pipe, of which the parent keeps only one end. So the pipe ends when the process ends
+at any moment, and the parent never waits for a dead process.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from flatout.data.execution.handing import receive, send
 from flatout.data.waiting import Waiting
 from flatout.errors import DataError
 
-# How often it is looked whether a silent process still lives: another one may hold its pipe open.
+# Seconds between checks that a silent process is alive; another process may hold its pipe open.
 _LOOK_S = 1.0
-# Starting a worker or making a batch may take seconds: no line is printed before this time.
+# Seconds of waiting before the first line. Starting a worker or making a batch may take long.
 _FIRST_WORD_S = 15.0
-# For the exit code of a process whose pipe has ended.
+# Seconds to wait for the exit code of a process whose pipe has ended.
 _PATIENCE_S = 5.0
 
 
@@ -36,15 +36,15 @@ class WorkerDied(DataError):
 
 
 class Worker:
-    """A process that makes batches. One thread at a time may ask it."""
+    """A process that makes batches. Only one thread at a time may call it."""
 
     def __init__(self, payload: bytes, name: str) -> None:
         self._payload, self._name = payload, name
         self.ready = False
         context = torch.multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        # The payload comes later, through the pipe. `start` writes what it gets into a pipe that it
-        # holds open itself: more than fits in it, and a process that dies would not be noticed.
+        # The payload is sent later, through the pipe. `start` writes its arguments into a pipe that
+        # it keeps open: with a large argument, the end of the process would not be noticed.
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         try:
             self._process.start()
@@ -55,7 +55,7 @@ class Worker:
             ) from error
         finally:
             theirs.close()
-        # At Python's end the processes are waited for, and one that is stopped obeys SIGKILL alone.
+        # At its exit, Python waits for processes, and a suspended process only obeys SIGKILL.
         Finalize(self, self._process.kill, exitpriority=1)
 
     @property
@@ -63,7 +63,7 @@ class Worker:
         return self._process.pid
 
     def ask(self, task: tuple[Any, ...], what: str) -> Batch:
-        """The batch of a task, which is called `what` where the process dies over it."""
+        """Return the batch of a task; an error names the task `what` if the process dies."""
         doing = what if self.ready else "starting: importing the script and reading its data"
         try:
             if not self.ready:
@@ -110,7 +110,7 @@ class Worker:
 
 
 class _InWorker(Exception):
-    """The traceback of an error, as it was in the process."""
+    """The traceback of an error in the process."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -118,7 +118,7 @@ class _InWorker(Exception):
 
 def _serve(pipe: Any) -> None:
     threading.Thread(target=_end_with_parent, name="flatout-parent", daemon=True).start()
-    # Ctrl-C goes to all processes of a terminal; its parent decides what becomes of this one.
+    # Ctrl-C goes to all processes of a terminal; the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     try:

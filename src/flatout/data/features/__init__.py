@@ -1,1 +1,1 @@
-"""What frozen layers gave, kept by sample for later epochs and runs."""
+"""Outputs of frozen layers, kept by sample for later epochs and runs."""

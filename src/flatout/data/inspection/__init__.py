@@ -1,1 +1,1 @@
-"""Looking at files before anything is trained: what is in them, how fast, and what to do."""
+"""Inspection of files before training: contents, reading rate, and advice."""

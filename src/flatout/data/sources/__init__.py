@@ -1,1 +1,1 @@
-"""A file per kind of input."""
+"""Sources of data, in a file per kind of input."""

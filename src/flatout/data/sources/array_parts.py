@@ -1,4 +1,4 @@
-"""Arrays handed over in parts: inputs, targets and weights, and the share that is held out."""
+"""Arrays in parts: inputs, targets and weights, and a share that is held out for validation."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from flatout.errors import DataError
 
 
 def with_parts(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any, Any]:
-    """Data with their weights, and what of them is held out to validate on.
+    """Return data with their weights, and the part of them that is held out for validation.
 
     Args:
         x: inputs, or all of the data.
-        y: targets, where `x` is inputs alone.
+        y: targets, where `x` has only inputs.
         sample_weight: one number per sample, or None.
-        share: of the samples, which the last are held out; 0 for none.
+        share: share of the samples to hold out, from the end; 0 for none.
 
     Returns:
-        x and y for `as_source`, and the data held out or None.
+        x and y for `as_source`, and the held-out data or None.
 
     Raises:
-        DataError: weights or a share of what is not arrays, weights given twice, or a share that
-            leaves a part without samples.
+        DataError: weights or a share are given for data that are no arrays, weights are given
+            twice, or a share leaves a part without samples.
     """
     if sample_weight is None and not share:
         return x, y, None
@@ -41,7 +41,7 @@ def with_parts(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, A
 
 
 def split_validation(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any]:
-    """The first samples to train on, and the share at the end to validate on, as Keras does it.
+    """Return samples for training, and the share at the end for validation, as Keras does.
 
     Raises:
         DataError: the data are not arrays, or a part would be empty.

@@ -1,4 +1,4 @@
-"""Columns of Arrow tables as arrays."""
+"""Conversion of columns of Arrow tables to arrays."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ from flatout.data.sources.arrow_schema import (
 
 
 class BadValue(Exception):
-    """A value that is not as the schema says.
+    """A value that does not fit the schema.
 
     Attributes:
-        what: the column, what was expected and found.
+        row: row of the value.
+        what: the column, and what was expected and found.
+        byte: place of the fault in the row.
+        do: advice for the user.
     """
 
     def __init__(self, row: int, what: str, byte: int = 0, do: str = "fix it") -> None:
@@ -150,7 +153,7 @@ class _Reader:
                 raise self._bad_missing(row_of(_first(array.is_null())))
             array = array.fill_null(pa.scalar(self.to.default).cast(array.type))
         values = array.to_numpy(zero_copy_only=False)
-        # What is too large for float32 becomes infinite, and is found below.
+        # A value that is too large for float32 becomes infinite, and is found below.
         with np.errstate(over="ignore"):
             out[...] = values
         if out.dtype.kind == "f" and len(out):
@@ -228,7 +231,7 @@ def _index_in(array: pa.Array, values: list[Any]) -> pa.Array:
     if len(values) < _MANY * len(array) or not has_words:
         made = _made_of(values, str(array.type), lambda: pa.array(values, array.type))
         return pc.index_in(array, value_set=made)
-    # Arrow would go through the whole list in each call.
+    # Arrow would hash the whole list in each call.
     places = _made_of(values, "dict", lambda: {value: at for at, value in enumerate(values)})
     index = array.dictionary_encode()
     codes = [places.get(value) for value in index.dictionary.to_pylist()]
@@ -239,7 +242,7 @@ def _index_in(array: pa.Array, values: list[Any]) -> pa.Array:
 _LARGEST_ID = 2.0**64
 # The number of categories per row from which looking up each row is faster than hashing all.
 _MANY = 4
-# What was made of a list that a schema holds: once, not for every batch.
+# Objects made from a schema's lists: made once, not for every batch.
 _MADE: dict[tuple[int, str], tuple[list[Any], Any]] = {}
 _MOST_MADE = 256
 

@@ -1,4 +1,4 @@
-"""How CSV files are written, where it is not said: delimiter, decimal sign, header, encoding."""
+"""Detection of the dialect of CSV files: delimiter, decimal sign, header, encoding."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from contextlib import suppress
 from flatout.data.files import File
 from flatout.errors import as_data_error
 
-# In this order where several fit: what parts all rows alike is rarely anything but the delimiter,
-# only commas stand in numbers and texts as well.
+# Tried in this order. A tab, semicolon or bar that gives all rows equally many fields is almost
+# always the delimiter, but commas are frequent in numbers and texts, too.
 _DELIMITERS = ("\t", ";", "|", ",")
 _BYTES, _ROWS = 1 << 16, 64
 _NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
@@ -31,13 +31,13 @@ _MARKS = {
 
 
 def marked_encoding(file: File) -> str | None:
-    """The encoding that a byte order mark tells, other than UTF-8; None without one."""
+    """Return the encoding of a byte order mark, other than UTF-8; None without one."""
     begin = _begin(file, 4)
     return next((name for mark, name in _MARKS.items() if begin.startswith(mark)), None)
 
 
 def sample_of(file: File) -> str:
-    """The first lines of a file in UTF-8; what is no UTF-8 is replaced."""
+    """Return the first lines of a file in UTF-8, with invalid bytes replaced."""
     content = _begin(file, _BYTES)
     if len(content) == _BYTES:
         content = content[: content.rfind(b"\n") + 1] or content
@@ -50,14 +50,14 @@ def _begin(file: File, size: int) -> bytes:
 
 
 def fields_of(text: str, delimiter: str, quote: str) -> list[list[str]]:
-    """The fields of the first rows, blank ones left out."""
+    """Return the fields of the first rows, without blank rows."""
     lines = io.StringIO(text, newline="")
     if quote:
         reader = csv.reader(lines, delimiter=delimiter, quotechar=quote)
     else:
         reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE)
     rows: list[list[str]] = []
-    with suppress(csv.Error):  # the reader of the rows says what is wrong with them
+    with suppress(csv.Error):  # the reader of the rows reports what is wrong with them
         for fields in reader:
             if fields:
                 rows.append(fields)
@@ -67,7 +67,7 @@ def fields_of(text: str, delimiter: str, quote: str) -> list[list[str]]:
 
 
 def sniff_delimiter(text: str, quote: str) -> str:
-    """The delimiter by which most rows have as many fields as the first one, at least two."""
+    """Return the delimiter that gives most rows as many fields as the first, at least two."""
     best, most = ",", 0.0
     for sign in _DELIMITERS:
         if sign == quote:
@@ -83,7 +83,7 @@ def sniff_delimiter(text: str, quote: str) -> str:
 
 
 def sniff_decimal(rows: Sequence[Sequence[str]], delimiter: str) -> str:
-    """A comma where numbers have one and none has a point; else a point."""
+    """Return a comma if numbers have commas and no number has a point; else a point."""
     if delimiter == ",":
         return "."
     fields = [field.strip() for row in rows for field in row]
@@ -93,7 +93,7 @@ def sniff_decimal(rows: Sequence[Sequence[str]], delimiter: str) -> str:
 
 
 def has_header(rows: Sequence[Sequence[str]], decimal: str, missing: Sequence[str]) -> bool:
-    """Whether the first row names the columns: it does, unless it looks like the rows below it.
+    """Return whether the first row has names of columns: yes, unless it looks like the rows below.
 
     A text above a column of numbers is a name. So are numbers that count the columns, from 0 as
     pandas does, or by the year. Texts above texts are taken for names.

@@ -1,4 +1,4 @@
-"""Batches of a map-style torch Dataset, in our own order."""
+"""Batches of a map-style torch Dataset, in Flatout's order."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from flatout.errors import DataError
 class DatasetSource:
     """Batches of a map-style torch Dataset.
 
-    Which samples form which batch is a function of (seed, epoch), whatever the number of workers.
-    So are random augmentations that draw from torch's, Python's or numpy's global generators: while
-    a batch is made these are seeded from (seed, epoch, step), and in the main process put back
-    afterwards. Augmentations with their own generator are beyond that.
+    The samples of each batch depend on (seed, epoch), not on the number of workers. So do random
+    augmentations that draw from torch's, Python's or numpy's global generators. These are seeded
+    from (seed, epoch, step) while a batch is made, and restored afterwards in the main process.
+    This does not hold for augmentations with their own generator.
 
     Attributes:
-        dataset: the user's.
+        dataset: the user's Dataset.
         plan: how it is cut into batches.
     """
 
@@ -54,8 +54,9 @@ class DatasetSource:
         self.workers = check_workers(workers)
         self.fetch = Fetch(dataset, collate or default_collate)
         self._pin = pin_memory and torch.accelerator.is_available()
-        self._is_jagged: bool | None = None  # whether batches were so; None before the first
-        # What of the user's own is called, which a look at the first batches leaves as it is.
+        # whether earlier batches were jagged; None before the first batch
+        self._is_jagged: bool | None = None
+        # The user's objects that are called, which `peek` does not change.
         self.own_parts = [dataset, collate]
         self._loader = self._new_loader()
 
@@ -65,7 +66,7 @@ class DatasetSource:
     def loader(
         self, workers: int, *, kind: type[DataLoader[Any]] = DataLoader, **options: Any
     ) -> DataLoader[Any]:
-        """A DataLoader that makes batches of what its batch sampler draws."""
+        """Return a DataLoader that makes the batches of its batch sampler."""
         return kind(
             self.fetch,
             batch_sampler=DatasetBatchSampler(),
@@ -79,35 +80,35 @@ class DatasetSource:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over the dataset's code and length: reading samples may cost much."""
+        """16 hex digits over the dataset's code and length: reading samples may take long."""
         return name_digest(self.dataset, len(self.dataset), self.fetch.collate)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         kind = type(self.dataset).__name__
         return f"{self.plan.samples:,} samples of {kind}, {self.plan.describe()}, {self.readers()}"
 
     def readers(self) -> str:
-        """Who reads the samples, for people."""
+        """Return how samples are read, in words."""
         return f"read by {self.workers} worker(s)" if self.workers else "read by the main process"
 
     def labels_range(self) -> tuple[int, int] | None:
-        """None: the targets are not in memory."""
+        """Return None: the targets are not in memory."""
         return None
 
     def peek(self, count: int) -> list[Batch]:
-        """The first batches of epoch 0, without using anything up."""
+        """Return the first batches of epoch 0, which epoch 0 then still contains."""
         return list(islice(self.batches(0), count))
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: (epoch, step) says it all."""
+        """Return an empty dict: (epoch, step) is the whole state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load."""
+        """Do nothing: there is no state."""
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from `start_step` on; one pass at a time.
+        """Yield the batches of an epoch from `start_step` on. Only one pass may run at a time.
 
         Raises:
             DataError: the epoch has no such step; a sample cannot be read (its number is named), or
@@ -128,12 +129,12 @@ class DatasetSource:
     def made(
         self, loader: DataLoader[Any], epoch: int, start_step: int, *, seeded: bool = True
     ) -> Generator[Batch, None, None]:
-        """The batches of an epoch as a loader makes them.
+        """Yield the batches of an epoch as a loader makes them.
 
         Args:
             loader: one of `self.loader`.
             epoch: the number of the epoch.
-            start_step: of its first batch.
+            start_step: number of the first batch.
             seeded: whether the global generators are seeded for each batch.
         """
         plan, first = self.plan, self.plan.first(start_step)
@@ -153,11 +154,12 @@ class DatasetSource:
             raise value
         batch = as_batch(value, where, is_jagged=self._is_jagged)
         self._is_jagged = self._is_jagged or batch.is_jagged
-        # A collate function may leave samples out; then it is unknown which are left.
+        # A collate function may leave samples out; then the numbers of the other samples are not
+        # known.
         return batch._replace(indices=indices if batch.size == len(indices) else None)
 
     def numbers(self, epoch: int, start_step: int) -> tuple[Tensor, ...]:
-        """The samples of each batch of an epoch from `start_step` on; int64."""
+        """Return the samples of each batch of an epoch from `start_step` on; int64."""
         plan = self.plan
         order = torch.from_numpy(plan.order(epoch))
         return torch.split(order[plan.first(start_step) : plan.used], plan.batch_size)

@@ -1,4 +1,4 @@
-"""Real handwriting that needs no download: scikit-learn's bundled digits."""
+"""Handwritten digits that need no download, bundled with scikit-learn."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _MOST_INK = 16
 
 
 def digits(size: int = 28, seed: int = 0) -> tuple[Arrays, Arrays]:
-    """(train, test): 1,797 handwritten digits (UCI, Optical Recognition of Handwritten Digits).
+    """Return (train, test): 1,797 handwritten digits from UCI's "Optical Recognition" data set.
 
-    Enlarged from 8x8 by bilinear interpolation; split 80 to 20 with every digit in proportion.
+    Images are enlarged from 8x8 by bilinear interpolation. The split is 80 to 20, with every digit
+    in proportion.
 
     Args:
         size: height and width of the enlarged images, in pixels.
-        seed: of the split.
+        seed: seed of the split.
 
     Returns:
         Two `Arrays` of 1,437 and 360 samples: images uint8 of shape (samples, 1, size, size), which

@@ -1,4 +1,4 @@
-"""IDX files, the format of MNIST and Fashion-MNIST, packed by gzip or not.
+"""IDX files, the format of MNIST and Fashion-MNIST, compressed by gzip or not.
 
 The format (Y. LeCun's description of the MNIST files): two zero bytes, one byte for the dtype, one
 for the number of dimensions, a big-endian 32-bit size per dimension, then the values, big-endian,
@@ -33,14 +33,14 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     0x0E: np.dtype(">f8"),
 }
 _GZIP = b"\x1f\x8b"
-# Deflate packs at most 1032 to 1, so a header that promises more is corrupt.
+# Bytes that are decompressed at a time.
 _CHUNK = 1 << 20
 _PIXEL_SCALE = 1 / 255
 _PREFIXES = {"train": "train", "test": "t10k"}
 
 
 def read(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
-    """The array in an IDX file, in native byte order; gzip is recognized by its first bytes."""
+    """Read the array of an IDX file, in native byte order; gzip is detected by its first bytes."""
     file = Path(path)
     with as_data_error(f"cannot read {file}"):
         content = file.read_bytes()
@@ -85,7 +85,7 @@ def _unpacked(packed: bytes, file: Path) -> bytes:
     content, most = bytearray(), most_unpacked(len(packed))
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(packed)) as stream:
-            # read1 returns the bytes in front of an error, so that the place in it is exact.
+            # read1 returns the bytes before an error, so that the place of the error is exact.
             while piece := stream.read1(_CHUNK):
                 content += piece
                 if len(content) > most:
@@ -106,7 +106,7 @@ def _unpacked(packed: bytes, file: Path) -> bytes:
 
 
 def idx(folder_or_files: str | os.PathLike[str] | tuple[Any, Any], split: str = "train") -> Arrays:
-    """Images and labels from IDX files.
+    """Read images and labels from IDX files.
 
     Images stay uint8 in memory, of shape (samples, 1, height, width), and become float32 from 0 to
     1 batch by batch; labels are int64 of shape (samples,).
@@ -118,7 +118,7 @@ def idx(folder_or_files: str | os.PathLike[str] | tuple[Any, Any], split: str = 
         split: "train" or "test" (the files that start with `t10k`); ignored for a pair of files.
 
     Raises:
-        DataError: a file is missing, damaged, or holds something else than images and labels.
+        DataError: a file is missing or damaged, or does not hold images and labels.
     """
     if isinstance(folder_or_files, tuple):
         images, labels = map(Path, folder_or_files)
@@ -141,13 +141,13 @@ def idx(folder_or_files: str | os.PathLike[str] | tuple[Any, Any], split: str = 
 
 
 def idx_split(folder: str | os.PathLike[str], held_out: int = 2000) -> tuple[Arrays, Arrays]:
-    """(train, test) from a folder of IDX files.
+    """Return (train, test) from a folder of IDX files.
 
-    Where both pairs are there, they are the answer. Where only one is, its last `held_out` samples
-    are held out, in the order of the file.
+    If the folder has both pairs of files, these are returned. If it has only one pair, the last
+    `held_out` samples are held out, in the order of the file.
 
     Raises:
-        DataError: as `idx`, or `held_out` leaves nothing on one side.
+        DataError: see `idx`; or `held_out` leaves a part without samples.
     """
     folder = Path(folder)
     pairs = [pair for pair in (_find(folder, "train"), _find(folder, "test")) if pair is not None]

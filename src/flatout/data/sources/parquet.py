@@ -28,27 +28,27 @@ def parquet(
     skip_text: bool = False,
     allow_nan: bool | None = None,
 ) -> Pipeline:
-    """Rows of Parquet files. Only the columns that are used are read.
+    """Read rows of Parquet files. Only columns that are used are read.
 
-    Without a schema, float64 and decimals become float32, integers that are a target become int64,
-    other numbers stay. Lists become ragged columns, lists of a fixed size get a shape. Several
-    inputs come as a dict of tensors by column.
+    Without a schema, float64 and decimals become float32, integer targets become int64, and other
+    numbers do not change. Lists become ragged columns, lists of a fixed size get a shape. Several
+    inputs are a dict of tensors by column.
 
     Args:
         paths: as `files.find` takes them.
-        target: as `csv`, like `inputs`, `weight`, `schema`, `categories` and `skip_text`.
+        target: as for `csv`, like `inputs`, `weight`, `schema`, `categories` and `skip_text`.
         unused: columns to leave out.
-        default: what a missing value becomes, in all columns or by column; None makes a missing
-            value an error. A missing list of any length becomes an empty one.
-        dates: columns of dates, or how those of each are written: `{"day": "%d.%m.%Y"}`. They
-            become days since 1970-01-01, float32. Columns of Arrow's own dates need no naming.
+        default: value that replaces a missing value, in all columns or by column; None makes a
+            missing value an error. A missing list of any length becomes an empty one.
+        dates: columns of dates, or the format of each: `{"day": "%d.%m.%Y"}`. They become days
+            since 1970-01-01, float32. Columns of Arrow's own date types are always converted.
         stack: put all numeric input columns (no lists, no categories) into one input, float32 of
-            shape (columns,), which most models of tables want.
-        allow_nan: let NaN and infinite values pass; None means the schema's option, else False.
+            shape (columns,), which most models of tables need.
+        allow_nan: accept NaN and infinite values; None means the schema's option, else False.
 
     Raises:
-        DataError: a file is damaged, changed, or has other columns; naming file, row group, column
-            and row of a value that is missing or does not fit.
+        DataError: a file is damaged, changed, or has other columns. For a missing or unfit value,
+            it names file, row group, column and row.
     """
     require("pyarrow", "tables", "Parquet")
     from flatout.data.sources.arrow_schema import ColumnOptions
@@ -76,7 +76,7 @@ def arrow(
     skip_text: bool = False,
     allow_nan: bool | None = None,
 ) -> Pipeline:
-    """Rows of Arrow IPC files, which Feather's version 2 writes as well; else as `parquet`."""
+    """Read rows of Arrow IPC files, also from Feather version 2; arguments as for `parquet`."""
     require("pyarrow", "tables", "Arrow")
     from flatout.data.sources.arrow_schema import ColumnOptions
     from flatout.data.sources.table_chunks import ArrowFile, table_chunks

@@ -24,7 +24,7 @@ from flatout.errors import DataError
 from flatout.recipe import parse
 from flatout.words import size_words
 
-# A column is read from end to end only where that takes a moment.
+# Bytes of rows up to which a column is read from end to end, as this takes only a moment.
 _QUICK = 1 << 30
 
 
@@ -42,7 +42,7 @@ class FolderRows(Rows):
         self._check()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process maps for itself.
+        # Another process maps the files itself.
         return {"path": self.path, "schema": self.schema}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ class FolderRows(Rows):
         except (IndexError, ValueError, MemoryError) as error:
             if len(numbers) and (numbers.min() < 0 or numbers.max() >= self.rows):
                 raise
-            # Sizes were checked when the folder was opened; places of ragged values never are.
+            # Sizes were checked when the folder was opened, but not the places of ragged values.
             raise DataError(
                 f"a row points to values that are not there: {error}",
                 where=str(self.path),
@@ -109,7 +109,7 @@ class FolderRows(Rows):
 
     def _lengths(self) -> Iterator[Numbers]:
         for field in self._fields.values():
-            if field.ragged:  # the row holds where the values begin, and how many they are
+            if field.ragged:  # the row holds the place and the number of the values
                 yield self._column(field._replace(dtype=np.dtype(np.int64)))[:, 1]
 
     def _column(self, field: Field) -> npt.NDArray[Any]:
@@ -137,17 +137,17 @@ def _words(field: Field) -> str:
 
 
 def rows(path: str | os.PathLike[str], *, schema: Given | None = None) -> Pipeline:
-    """Rows of a folder that `flatout data convert` has written.
+    """Read rows of a folder that `flatout data convert` has written.
 
-    They are as they came out of the source that was converted, bit by bit, and need no decoding: a
-    row is found by multiplying, in a file that is mapped into memory.
+    Rows equal those of the converted source, bit by bit, and need no decoding. A row is found by
+    its number times the length of a row, in a file that is mapped into memory.
 
     Args:
-        path: of the folder.
-        schema: a Schema, the path of one in TOML, or a dict, for other roles; None for those that
-            were written. `rows(path).schema.with_roles(clicks="target")` makes one.
+        path: path of the folder.
+        schema: a Schema, the path of one in TOML, or a dict, for other roles; None means the
+            written roles. `rows(path).schema.with_roles(clicks="target")` makes one.
 
     Raises:
-        DataError: there is no row cache, it is damaged, or the schema is not that of its columns.
+        DataError: the folder has no row cache or is damaged, or the schema has other columns.
     """
     return Pipeline(FolderRows(path, schema))

@@ -1,4 +1,4 @@
-"""What a torch DataLoader's workers end of, in words for people."""
+"""Errors that end a torch DataLoader's workers, in words for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatout.errors import DataError
 from flatout.measure import available_bytes
 from flatout.words import memory_words
 
-# How torch says that a worker could not hand over a batch: by SIGBUS within it, or an error.
+# torch's messages when a worker could not return a batch: a SIGBUS in the worker, or an error.
 _KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: (\w+)")
 _NO_ROOM = ("Bus error", "No space left on device", "unable to allocate shared memory")
 
@@ -75,7 +75,7 @@ def refuse_dead_worker(error: BaseException, workers: Iterable[Any] = ()) -> Non
 
 
 def refuse_small_shm(error: Exception) -> None:
-    """Raise what it means, if an error means that /dev/shm has no room."""
+    """Raise a DataError if an error means that /dev/shm has no room."""
     shm = read_shm()
     is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
     # The error may come from another full disk to which a dataset writes.

@@ -1,4 +1,4 @@
-"""cache: samples are read and made once."""
+"""cache: read and make samples once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from flatout.errors import DataError
 
 @dataclass(frozen=True)
 class Cache(Stage):
-    """Samples are kept as they are here."""
+    """Samples are kept as they are after the stages before.
+
+    Attributes:
+        where: "memory", "disk" or "auto".
+        folder: folder on disk; None means the cache folder.
+    """
 
     where: Where
     folder: str | None = None
@@ -23,7 +28,7 @@ class Cache(Stage):
     by_number: ClassVar[bool] = True
 
     def resume_words(self) -> None:
-        """None: batches are the same without it."""
+        """Return None: batches are the same without this stage."""
 
     def make(self, plan: Plan) -> None:
         """Place the cache before all stages that order rows, and before the first random function.
@@ -70,7 +75,7 @@ class Cache(Stage):
 
 
 def cache(self: Writable[P], where: Where = "auto", *, folder: str | None = None) -> P:
-    """Keep samples as they are here, so that they are read and made once."""
+    """Keep samples as they are after the stages before, so that they are read and made once."""
     if where not in ("auto", "memory", "disk"):
         raise DataError(f"cache: expected 'auto', 'memory' or 'disk', found {where!r}")
     return self._with(Cache(where, folder))

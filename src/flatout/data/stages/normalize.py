@@ -1,4 +1,4 @@
-"""normalize: bytes of images as float32."""
+"""normalize: convert bytes of images to float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatout.errors import DataError
 
 @dataclass(frozen=True)
 class Normalize(Stage):
-    """uint8 inputs become float32, when all else is done."""
+    """uint8 inputs become float32, after all other stages."""
 
     normalization: Normalization
 
@@ -37,9 +37,9 @@ class Normalize(Stage):
 def normalize(
     self: Writable[P], mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0
 ) -> P:
-    """uint8 images as float32: scaled to 0..1, then `(x - mean) / std`.
+    """Convert uint8 images to float32: scaled to 0..1, then `(x - mean) / std`.
 
-    It runs last, wherever it is written, so that caches hold bytes; a Trainer copies bytes to
-    its device and normalizes there. What a model was trained with is saved with it.
+    It runs last, in any place of the pipeline, so that caches hold bytes. A Trainer copies bytes to
+    its device and normalizes there. A model's normalization is saved with it.
     """
     return self._with(Normalize(Normalization.of(mean, std)))

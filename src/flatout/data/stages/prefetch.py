@@ -1,4 +1,4 @@
-"""prefetch: batches are copied to a device ahead."""
+"""prefetch: copy batches to a device ahead."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Prefetch(Stage):
     depth: int
 
     def resume_words(self) -> None:
-        """None: batches are the same without it."""
+        """Return None: batches are the same without this stage."""
 
 
 def prefetch(self: Writable[P], device: str, *, depth: int = 2) -> P:
-    """Copy batches to a device while the ones before are computed on.
+    """Copy batches to a device while earlier batches are computed.
 
-    A Trainer does that by itself where it trains on a GPU.
+    A Trainer does this by itself if it trains on a GPU.
 
     Args:
         device: as torch names it.
-        depth: batches on their way at once; 2 is double buffering.
+        depth: batches that are copied at once; 2 is double buffering.
     """
     _check_device(device)
     return self._with(Prefetch(device, whole_number("prefetch: depth", depth, 1)))

@@ -1,4 +1,4 @@
-"""shuffle: a new order every epoch."""
+"""shuffle: use a new order every epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flatout.errors import DataError
 
 @dataclass(frozen=True)
 class Shuffle(Stage):
-    """A new order every epoch; within a window of rows where `window` says so."""
+    """A new order every epoch; with `window`, only among neighboring rows."""
 
     seed: int
     window: int | None = None
@@ -67,7 +67,7 @@ class Shuffle(Stage):
 
 
 def shuffle(self: Writable[P], seed: int = 0, *, window: int | None = None) -> P:
-    """A new order every epoch, a function of (seed, epoch) alone."""
+    """Use a new order every epoch, which depends on (seed, epoch) alone."""
     try:
         seed = operator.index(seed)
     except TypeError:
@@ -78,7 +78,7 @@ def shuffle(self: Writable[P], seed: int = 0, *, window: int | None = None) -> P
 
 
 def shuffled(inner: Order, seed: int) -> Order:
-    """A new order in every epoch, from (seed, epoch)."""
+    """Return a new order in every epoch, from (seed, epoch)."""
 
     def order(epoch: int) -> Numbers:
         numbers = inner(epoch)
@@ -88,9 +88,9 @@ def shuffled(inner: Order, seed: int) -> Order:
 
 
 def shuffled_in_windows(inner: Order, seed: int, window: int) -> Order:
-    """Rows shuffled among `window` neighbors, the windows one after the other.
+    """Return rows shuffled among `window` neighbors, in shuffled order of the windows.
 
-    For files that do not fit in memory: a window's rows are read from one place.
+    For files that do not fit in memory: the rows of a window are read from one place.
     """
 
     def order(epoch: int) -> Numbers:

@@ -1,4 +1,4 @@
-"""split: two pipelines over different samples."""
+"""split: make two pipelines over different samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Split(Stage):
         plan.numbers = self.part(plan.numbers, labels)
 
     def part(self, numbers: Numbers, labels: npt.NDArray[Any] | None) -> Numbers:
-        """One of the two parts of rows, in ascending order."""
+        """Return one of the two parts of rows, in ascending order."""
         if self.by == "order":
             cut = self._share(len(numbers))
             return numbers[:cut] if self.first else numbers[cut:]
@@ -56,7 +56,7 @@ class Split(Stage):
         return part
 
     def _share(self, count: int) -> int:
-        # Rounded to twelve digits first, or 0.9 of 10 would be less than 9.
+        # Rounded to twelve digits first, since 0.9 * 10 may otherwise be less than 9.
         return int(np.floor(round(count * self.fraction, 12)))
 
 
@@ -68,7 +68,7 @@ def split(
     seed: int = 0,
     stratify: bool = False,
 ) -> tuple[P, P]:
-    """Two pipelines over different samples, with the same stages."""
+    """Make two pipelines over different samples, with the same stages."""
     if not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
         raise DataError(f"split: expected a fraction between 0 and 1, found {fraction!r}")
     if by not in ("random", "order"):

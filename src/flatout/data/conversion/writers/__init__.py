@@ -1,1 +1,1 @@
-"""What `flatout data convert` writes: a file per target format."""
+"""Writers of `flatout data convert`, in a file per target format."""

@@ -15,17 +15,17 @@ from flatout.data.schema import Column, Schema
 
 
 class ParquetWriter:
-    """Follows `flatout.data.conversion.shards.Writer`. Values stay as they are.
+    """Follows `flatout.data.conversion.shards.Writer`. Values do not change.
 
-    A piece becomes a row group: a reader decodes row groups whole, so they are kept small.
-    Columns with a shape become lists of a fixed size, ragged ones lists.
+    A piece becomes a row group. Row groups are small, since a reader decodes whole row groups.
+    Columns with a shape become lists of a fixed size, ragged columns become lists.
     """
 
     kind, suffix = "parquet", ".parquet"
     piece_bytes = 16 << 20
 
     def __init__(self, schema: Schema) -> None:
-        # Options tell how text became numbers, and numbers are what is written.
+        # Options state how text became numbers, but only numbers are written.
         self.schema = Schema(format="parquet", columns=schema.columns)
         self._arrow = pa.schema(
             [pa.field(column.name, _type(column), nullable=False) for column in schema.columns]

@@ -1,4 +1,4 @@
-"""Flatout's row cache: a folder of decoded rows, filled in any order and named when it is whole."""
+"""Flatout's row cache: a folder of decoded rows, which gets its name when it is complete."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PIECE_BYTES = 4 << 20
 
 
 def rows_schema(schema: Schema) -> Schema:
-    """The schema of the same columns in a folder of rows."""
+    """Return the schema of the same columns in a folder of rows."""
     return Schema(format="rows", columns=schema.columns, options=schema.options)
 
 
 def is_there(target: Path, settings: dict[str, Any], overwrite: bool) -> bool:
-    """Whether the folder is whole already, made by these settings; its bytes are checked."""
+    """Return whether the folder is complete, made with these settings, and undamaged."""
     if target.exists():
         result = _settings(target)
         if result == settings and _is_good(target):

@@ -12,7 +12,7 @@ from flatout.data.schema import Column, Schema
 from flatout.errors import DataError
 from flatout.kernels import example
 
-# An Example holds int64, float32 and bytes; these become one of them without loss.
+# dtype in an Example, which holds int64, float32 and bytes, for each dtype that is stored exactly.
 _STORED = {
     "bool": "int64",
     "int8": "int64",
@@ -23,7 +23,7 @@ _STORED = {
     "float16": "float32",
     "float32": "float32",
 }
-# Of these, what a schema can ask back.
+# dtype of the stored column in the schema that reads it.
 _READ = {**_STORED, "int32": "int32"}
 
 
@@ -68,7 +68,7 @@ class TfrecordFile:
         self._out.write(encoded)
 
     def close(self) -> None:
-        """Nothing follows the last record."""
+        """Do nothing: a shard has no end mark."""
 
 
 def _stored(column: Column) -> np.dtype[Any]:
