@@ -1,4 +1,5 @@
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def test_says_what_was_taken_off_and_how_to_load_it(tmp_path: Path) -> None:
     del state["bias"]
     torch.save({f"module.{k}": v for k, v in state.items()}, tmp_path / "w.pt")
     output = run(tmp_path / "w.pt")
-    assert "taken off names: module." in output
+    assert "taken off: module." in output
     assert "1 tensors" in output
     call = next(line for line in output.splitlines() if line.startswith("load it: "))
     program = f"import safetensors.torch\nprint(list({call.removeprefix('load it: ')}))"
@@ -117,3 +118,27 @@ assert CliRunner().invoke(app, ["--help"]).exit_code == 0
 assert not {"torch", "numpy", "pydantic", "safetensors"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.slow
+def test_a_keras_model_out_of_what_held_it(tmp_path: Path) -> None:
+    """In a process that has not chosen a backend of Keras."""
+    make = """
+import os
+os.environ["KERAS_BACKEND"] = "torch"
+import keras
+inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)], name="real")
+x = keras.Input((4,))
+keras.Model(x, inner(x), name="around").save("m.keras")
+"""
+    subprocess.run([sys.executable, "-c", make], cwd=tmp_path, check=True)
+    environment = {k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"}
+    main = "from flatout.cli.main import main; main()"
+    command = [sys.executable, "-c", main, "export", "m.keras", "plain.keras"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "taken off: around" in done.stdout
+    assert "2 tensors" in done.stdout
+    assert "load it: keras.saving.load_model(" in done.stdout

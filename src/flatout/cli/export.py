@@ -1,4 +1,4 @@
-"""`flatout export`: plain safetensors, or a torch.export program, from any checkpoint."""
+"""`flatout export`: plain safetensors, .keras, or a torch.export program, from any checkpoint."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ def export(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            help="A run, a checkpoint, .safetensors, or a .pt, .pth, .bin or .ckpt of torch.save."
+            help="A run, a checkpoint, .safetensors, a .pt, .pth, .bin or .ckpt of torch.save, or "
+            "Keras' .keras, .h5 or .weights.h5."
         ),
     ],
     target: Annotated[
         str | None,
         typer.Argument(
-            help="A name in .safetensors or .pt2, or a folder. Default: beside the checkpoint."
+            help="A name in .safetensors or .pt2 (of Keras .keras or .weights.h5), or a folder. "
+            "Default: beside the checkpoint."
         ),
     ] = None,
     key: Annotated[
@@ -100,9 +102,17 @@ def export(
         typer.echo(printable(f"{done.sets} (--key KEY takes another)"))
     elif done.key:
         typer.echo(printable(f"weights: {done.key}"))
-    typer.echo(printable(f"taken off names: {' '.join(done.stripped) or 'nothing'}"))
+    typer.echo(printable(f"taken off: {' '.join(done.stripped) or 'nothing'}"))
     if done.left_out:
         more = f", … {len(done.left_out) - 5:,} more" if len(done.left_out) > 5 else ""
         typer.echo(printable(f"left out: {', '.join(done.left_out[:5])}{more}"))
     typer.echo(printable(f"{done.target}  {done.tensors:,} tensors, {done.bytes:,} bytes"))
-    typer.echo(printable(f"load it: safetensors.torch.load_file({done.target!r})"))
+    typer.echo(printable(f"load it: {_loading(done.target)}"))
+
+
+def _loading(target: str) -> str:
+    if target.endswith(".keras"):
+        return f"keras.saving.load_model({target!r})"
+    if target.endswith(".weights.h5"):
+        return f"model.load_weights({target!r})"
+    return f"safetensors.torch.load_file({target!r})"

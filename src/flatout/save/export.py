@@ -1,4 +1,4 @@
-"""Export: plain safetensors under the module's own names, and programs of torch.export."""
+"""Export: plain safetensors or .keras under the model's own names, and programs of torch.export."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from flatout.save.fits import (
 )
 from flatout.save.foreign import Weights, read_weights_of
 from flatout.save.ids_file import load_ids, save_ids
+from flatout.save.keras_export import KERAS_FILES, KerasFile
 from flatout.save.model_file import MODEL, is_model_file, save_model
 from flatout.save.storage import Folder
 
@@ -36,7 +37,8 @@ class Export:
     """A report of what was exported.
 
     Attributes:
-        stripped: what was taken off names: "_orig_mod.", "module.", ...
+        stripped: what was taken off names: "_orig_mod.", "module.", ...; of a Keras file the name
+            of the model that held the real one as a layer.
         left_out: names in the source that are not in the target.
         which: of a run, whether these are its "best" weights or its "last".
         kept: where a run has both and they differ, a line about each.
@@ -83,6 +85,14 @@ def export(
     prefix: str | None = None,
     overwrite: bool = False,
 ) -> Export:
+    if os.fspath(source).endswith(KERAS_FILES) and not Folder(source).is_folder():
+        if (which, key, prefix) != (None, None, None):
+            raise CheckpointError(
+                "a Keras file has neither a best and a last, nor keys or prefixes to choose by",
+                where=os.fspath(source),
+                do="leave --best, --last, --key and --prefix out",
+            )
+        return _export_keras(KerasFile(source), os.fspath(source), target, overwrite)
     path = _target(source, target)
     _refuse_existing(path, overwrite)
     weights = read_weights_of(source, which, key)
@@ -189,6 +199,27 @@ def export_program_of(
     check_fits(model.state_dict(), tensors, weights.where)
     model.load_state_dict(tensors)
     return export_program(model, examples, target, overwrite=overwrite)
+
+
+def _export_keras(
+    file: KerasFile, source: str, target: str | os.PathLike[str] | None, overwrite: bool
+) -> Export:
+    ending = ".keras" if file.has_model and not source.endswith(".keras") else ".safetensors"
+    if target is None:
+        path = os.path.splitext(source.removesuffix(".weights.h5"))[0] + ending
+    else:
+        path = os.fspath(target)
+        if not path.endswith((".safetensors", ".keras", ".weights.h5")):
+            if os.path.splitext(path)[1] and not Folder(path).is_folder():
+                raise CheckpointError(
+                    "expected a target in .keras, .safetensors or .weights.h5, or a folder, "
+                    f"found {path!r}"
+                )
+            path = Folder(path).where(f"model{ending}")
+    _refuse_existing(path, overwrite)
+    count, size = file.write(path)
+    stripped = () if file.wrapper is None else (file.wrapper,)
+    return Export(file.where, Folder(path).where(), count, size, stripped, tuple(file.left_out))
 
 
 def _target(

@@ -9,9 +9,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ from flatout.console import first_line
 from flatout.errors import CheckpointError
 from flatout.models import load_weights, weights_of
 from flatout.save.foreign import check_archive
+from flatout.save.keras_wrapper import held_in_config, held_in_weights
 from flatout.save.storage import Folder
 from flatout.save.weights_file import MEMBER, text_in
 
-_OURS = "flatout."
+OURS = "flatout."
 
 
 def save_keras(model: Any, path: str | Path, metadata: Mapping[str, str] | None = None) -> Path:
@@ -59,16 +62,31 @@ def load_keras(
             model.load_weights(local)
         except Exception as error:
             load_weights(model, before)  # Keras may have loaded a part of them
-            raise _unreadable(name, error) from error
+            raise _unreadable(name, error, _is_wrapped(local)) from error
     return text
 
 
-def _unreadable(name: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"the weights cannot be loaded: {first_line(error)}",
-        where=name,
-        do="check that the file is whole and of the same model",
-    )
+def _unreadable(name: str, error: Exception, is_wrapped: bool = False) -> CheckpointError:
+    do = "check that the file is whole and of the same model"
+    if is_wrapped:
+        plain = "plain.keras" if name.endswith(".keras") else "plain.weights.h5"
+        do = (
+            "the file's model holds another one as a layer; to load the inner model's weights: "
+            f"`flatout export {shlex.quote(name)} {plain}`, and load {plain}"
+        )
+    return CheckpointError(f"the weights cannot be loaded: {first_line(error)}", where=name, do=do)
+
+
+def _is_wrapped(file: Path) -> bool:
+    import h5py
+
+    with suppress(Exception):  # of many types, where the file is damaged
+        if file.suffix == ".keras":
+            with zipfile.ZipFile(file) as archive:
+                return held_in_config(json.loads(archive.read("config.json"))) is not None
+        with h5py.File(file) as opened:
+            return held_in_weights(opened) is not None
+    return False
 
 
 def _add(file: Path, metadata: Mapping[str, str]) -> None:
@@ -99,7 +117,7 @@ def text_in_hdf5(file: Any) -> dict[str, str]:
     own = [
         file[name]
         for name in file
-        if name.startswith(_OURS) and isinstance(file.get(name, getlink=True), h5py.HardLink)
+        if name.startswith(OURS) and isinstance(file.get(name, getlink=True), h5py.HardLink)
     ]
     return {
         entry.name.removeprefix("/"): str(entry.asstr("utf-8", "replace")[()])
