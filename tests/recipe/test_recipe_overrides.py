@@ -149,7 +149,7 @@ def test_a_bad_file_is_an_error_even_where_code_says_otherwise(tmp_path, monkeyp
     monkeypatch.setenv("FLATOUT_RECIPE", str(tmp_path / "r.toml"))
     with pytest.raises(RecipeError) as error:
         effective(Recipe(compute={"precision": "bf16"}))
-    assert error.value.where == f"{tmp_path / 'r.toml'}"
+    assert error.value.where == f"{tmp_path / 'r.toml'}:2"
     monkeypatch.setenv("FLATOUT_RECIPE", str(tmp_path / "absent.toml"))
     with pytest.raises(RecipeError, match="No such file"):
         effective()

@@ -67,25 +67,31 @@ def test_a_section_of_a_file_may_be_written_in_any_toml_way():
 
 
 WRONG = [
-    ('\n[compute]\n# why\nprecision = "bf17"\n', 'compute.precision cannot be "bf17"'),
-    ('[memory]\nmicro_batch = 8\n[compute]\nprecison = "bf16"', "compute.precison is not a"),
-    ('precision = "bf16"', "precision is not a field"),
-    ("compute = 3", "compute cannot be 3"),
-    ("[[compute]]\nprecision = 1", "compute cannot be "),
-    ("[process]\naffinity = [\n  0,\n  -1,\n]", "process.affinity cannot be [0, -1]"),
-    ("a = 1\na = 2\n", "this is not TOML"),
-    ("[compute\n", "this is not TOML"),
+    ('\n[compute]\n# why\nprecision = "bf17"\n', 4, 'compute.precision cannot be "bf17"'),
+    ('[memory]\nmicro_batch = 8\n[compute]\nprecison = "bf16"', 4, "compute.precison is not a"),
+    ('[compute]\n[save]\nevery = 1\n\n[ comput ] # x\nprecision = "bf16"', 5, "comput is not a"),
+    ('compute.precision = "bf17"', 1, 'compute.precision cannot be "bf17"'),
+    ('\ncompute = { precision = "bf17" }', 2, 'compute.precision cannot be "bf17"'),
+    ('["compute"]\n"precision" = 1', 2, "compute.precision cannot be 1"),
+    ('precision = "bf16"', 1, "precision is not a field"),
+    ("compute = 3", 1, "compute cannot be 3"),
+    ("[[compute]]\nprecision = 1", 1, "compute cannot be "),
+    ("[process]\naffinity = [\n  0,\n  -1,\n]", 2, "process.affinity cannot be [0, -1]"),
+    ('save.every = 0\nnote = """\na b = 1\n"""\n', 1, "save.every cannot be 0"),
+    ("a = 1\nb = \n", 2, "this is not TOML"),
+    ("a = 1\na = 2\n", 2, "this is not TOML"),
+    ("[compute\n", 1, "this is not TOML"),
 ]
 
 
-@pytest.mark.parametrize(("text", "what"), WRONG)
-def test_an_error_names_the_file_and_the_field(tmp_path, text, what):
+@pytest.mark.parametrize(("text", "line", "what"), WRONG)
+def test_an_error_names_the_file_and_the_line(tmp_path, text, line, what):
     path = tmp_path / "flatout.toml"
     path.write_text(text)
     with pytest.raises(RecipeError) as error:
         load(path)
     assert error.value.what.startswith(what)
-    assert error.value.where == str(path)
+    assert error.value.where == f"{path}:{line}"
 
 
 def _resolved_text():
@@ -96,27 +102,29 @@ HEADER = '[choices."process.threads"]'
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "what"),
+    ("old", "new", "at", "what"),
     [
-        (HEADER, '[choices."process.thread"]', "process.thread is"),
-        (f'{HEADER}\nreason = "measured"', f"{HEADER}\nreason = 1", "choice.reason"),
-        (f'{HEADER}\nreason = "measured"', HEADER, "choice.reason is missing"),
-        (f"{HEADER}\n", f"{HEADER}\nratoi = 2\n", "choice.ratoi is not a field"),
-        (f"{HEADER}\n", f'{HEADER}\nratio = "2x"\n', 'choice.ratio cannot be "2x"'),
-        (f"{HEADER}\n", f"{HEADER}\nvalue = 3\n", "process.threads is 4, but"),
-        ("threads = 4", 'threads = "auto"', "process.threads is still auto"),
-        ('[machine]\ncpu = "Xeon"', "machine = 1", "machine cannot be 1"),
-        ('cpu = "Xeon"', "day = 2026-01-01", "machine cannot hold datetime.date"),
+        (HEADER, '[choices."process.thread"]', '[choices."process.thread"]', "process.thread is"),
+        (f'{HEADER}\nreason = "measured"', f"{HEADER}\nreason = 1", "reason = 1", "choice.reason"),
+        (f'{HEADER}\nreason = "measured"', HEADER, HEADER, "choice.reason is missing"),
+        (f"{HEADER}\n", f"{HEADER}\nratoi = 2\n", "ratoi = 2", "choice.ratoi is not a field"),
+        (f"{HEADER}\n", f'{HEADER}\nratio = "2x"\n', 'ratio = "2x"', 'choice.ratio cannot be "2x"'),
+        (f"{HEADER}\n", f"{HEADER}\nvalue = 3\n", "threads = 4", "process.threads is 4, but"),
+        ("threads = 4", 'threads = "auto"', 'threads = "auto"', "process.threads is still auto"),
+        ('[machine]\ncpu = "Xeon"', "machine = 1", None, "machine cannot be 1"),
+        ('cpu = "Xeon"', "day = 2026-01-01", "[machine]", "machine cannot hold datetime.date"),
     ],
 )
-def test_an_error_in_a_resolved_recipe_names_the_field(old, new, what):
+def test_an_error_in_a_resolved_recipe_names_the_line(old, new, at, what):
     text = _resolved_text().replace(old, new, 1)
-    if new == "machine = 1":
+    if at is None:
         text = f"{new}\n{text.replace(new, '')}"
+        at = new
+    line = text[: text.index(at)].count("\n") + 1
     with pytest.raises(RecipeError) as error:
         loads(text, source="r.toml")
-    assert what in error.value.what
-    assert error.value.where == "r.toml"
+    assert error.value.what.startswith(what)
+    assert error.value.where == f"r.toml:{line}"
 
 
 def test_a_setting_that_came_later_is_as_plain_pytorch():

@@ -13,6 +13,7 @@ from typing import Any
 
 from flatout.errors import RecipeError
 from flatout.recipe.recipe import Recipe, ResolvedRecipe, of_fields
+from flatout.recipe.refusal import FieldError
 from flatout.recipe.setting import Value
 from flatout.recipe.toml import GivenRecipe, as_recipe, load
 
@@ -40,8 +41,8 @@ def apply(recipe: Recipe, settings: Sequence[str]) -> Recipe:
             )
         try:
             recipe = recipe.replace({field.strip(): _value(text.strip())})
-        except RecipeError as error:
-            raise RecipeError(error.what, where=where, do=error.do) from None
+        except FieldError as error:
+            raise error.at(where) from None
     return recipe
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from flatout.recipe.parity import ModelFacts, Parity
-from flatout.recipe.refusal import PlainData, as_toml, refused
+from flatout.recipe.refusal import FieldError, PlainData, as_toml
 from flatout.recipe.sections import FIELDS, PLAIN, SECTIONS, of_change, phrase, split, value_words
 from flatout.recipe.setting import Value
 from flatout.recipe.settings import Compute, Input, Memory, Process, Save, Script, World
@@ -154,8 +154,9 @@ def _plain_machine(value: Any) -> Any:
         return [_plain_machine(item) for item in value if item is not None]
     if isinstance(value, str | bool | int | float):
         return value
-    raise refused(
+    raise FieldError(
         f"machine cannot hold {as_toml(value)}; allowed: text, numbers, true, false, lists, tables",
+        path=("machine",),
     )
 
 
@@ -196,17 +197,18 @@ class ResolvedRecipe(_Sections):
         for field in self.choices:
             split(field)
         for field in FIELDS:
-            value = self.get(field)
+            path, value = tuple(field.split(".")), self.get(field)
             if self.proven_for and field not in self.choices and field not in self.named():
                 continue
             if value == "auto":
-                raise refused(f"{field} is still auto; a resolved Recipe is concrete")
+                raise FieldError(f"{field} is still auto; a resolved Recipe is concrete", path=path)
             if field not in self.choices:
-                raise refused(f"choices has no entry for {field}")
+                raise FieldError(f"choices has no entry for {field}", path=("choices",))
             if self.choices[field].value != value:
-                raise refused(
+                raise FieldError(
                     f"{field} is {as_toml(value)}, but its choice says "
                     f"{as_toml(self.choices[field].value)}",
+                    path=path,
                 )
         return self
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -13,12 +14,30 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flatout.errors import RecipeError
 
 
-def refused(what: str, do: str | None = None) -> RecipeError:
-    return RecipeError(what, where="in code", do=do)
+class FieldError(RecipeError):
+    """A RecipeError that knows its field, so that what read the text can say where it stands."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        path: tuple[str, ...] = (),
+        where: str | None = "in code",
+        do: str | None = None,
+    ) -> None:
+        super().__init__(what, where=where, do=do)
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are remade from their message alone, which holds place and advice already.
+        return partial(FieldError, self.what, path=self.path, where=self.where, do=self.do), ()
+
+    def at(self, where: str) -> RecipeError:
+        return RecipeError(self.what, where=where, do=self.do)
 
 
 class PlainData(BaseModel):
-    """Frozen plain data that answers a wrong name or value with a RecipeError.
+    """Frozen plain data that answers a wrong name or value with a FieldError.
 
     `title` is what stands before a field's name in errors, `known` the full names to look through
     for the one that was meant.
@@ -35,34 +54,37 @@ class PlainData(BaseModel):
             raise _refusal(error, type(self), values) from None
 
 
-def _refusal(error: ValidationError, model: type[PlainData], values: dict[str, Any]) -> RecipeError:
+def _refusal(error: ValidationError, model: type[PlainData], values: dict[str, Any]) -> FieldError:
     first = error.errors(include_url=False)[0]
     inner = first.get("ctx", {}).get("error")
     # A section inside a Recipe, or a validator, has already said what is wrong.
-    if isinstance(inner, RecipeError):
+    if isinstance(inner, FieldError):
         return inner
     name = str(first["loc"][0])
     full = f"{model.title}.{name}" if model.title else name
+    path = tuple(full.split("."))
     if first["type"] == "missing":
-        return refused(f"{full} is missing; allowed: {allowed(model, name)}")
+        return FieldError(f"{full} is missing; allowed: {allowed(model, name)}", path=path)
     if first["type"] == "extra_forbidden":
         return unknown(full, model.known, f"{model.title or 'a Recipe'} takes", model.model_fields)
     return bad_value(full, values[name], allowed(model, name))
 
 
-def bad_value(full: str, value: object, words: str) -> RecipeError:
+def bad_value(full: str, value: object, words: str) -> FieldError:
     candidates = [word for word in re.split(", | or ", words) if word.isidentifier()]
     near = get_close_matches(str(value), candidates, 1)
-    return refused(
+    return FieldError(
         f"{full} cannot be {as_toml(value)}; allowed: {words}",
+        path=tuple(full.split(".")),
         do=f"did you mean {near[0]}?" if near else None,
     )
 
 
-def unknown(full: str, known: Iterable[str], taker: str, names: Iterable[str]) -> RecipeError:
+def unknown(full: str, known: Iterable[str], taker: str, names: Iterable[str]) -> FieldError:
     near = closest(full, known)
-    return refused(
+    return FieldError(
         f"{full} is not a field of a Recipe; {taker} {', '.join(names)}",
+        path=tuple(full.split(".")),
         do=f"did you mean {near}?" if near else None,
     )
 

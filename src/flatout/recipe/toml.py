@@ -17,7 +17,7 @@ from flatout.atomic_file import atomic_write
 from flatout.errors import RecipeError
 from flatout.recipe.parity import Parity
 from flatout.recipe.recipe import Choice, Recipe, ResolvedRecipe
-from flatout.recipe.refusal import bad_value
+from flatout.recipe.refusal import FieldError, bad_value
 from flatout.recipe.sections import PLAIN, split
 from flatout.recipe.setting import Value
 
@@ -78,13 +78,16 @@ def loads(text: str, *, source: str = "TOML text") -> Recipe | ResolvedRecipe:
     try:
         tables = parse(text)
     except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"this is not TOML: {error}", where=source) from error
+        line = re.search(r"at line (\d+)", str(error))
+        number = int(line[1]) if line else text.count("\n") + 1
+        raise RecipeError(f"this is not TOML: {error}", where=f"{source}:{number}") from error
     except RecursionError as error:
         raise RecipeError("a Recipe is not nested so deeply", where=source) from error
     try:
         return _resolved(tables) if {"choices", "machine"} & set(tables) else Recipe(**tables)
-    except RecipeError as error:
-        raise RecipeError(error.what, where=source, do=error.do) from None
+    except FieldError as error:
+        line_number = _line_of(text, error.path)
+        raise error.at(f"{source}:{line_number}" if line_number else source) from None
     except RecursionError as error:
         raise RecipeError("a Recipe is not nested so deeply", where=source) from error
 
@@ -175,9 +178,40 @@ def _resolved(tables: dict[str, Any]) -> ResolvedRecipe:
 
 
 def _choice(field: str, row: Any, sections: Recipe) -> Choice:
-    if not isinstance(row, dict):
-        raise bad_value(field, row, "a table with reason and parity")
     try:
+        if not isinstance(row, dict):
+            raise bad_value(field, row, "a table with reason and parity")
         return Choice(**{"value": sections.get(field), **row})
-    except RecipeError as error:
-        raise RecipeError(f"{field}: {error.what}", where=error.where, do=error.do) from None
+    except FieldError as error:
+        error.path = ("choices", field, *error.path[1:])
+        raise
+
+
+def _line_of(text: str, path: tuple[str, ...]) -> int | None:
+    """Return the number of the line that names the key at `path`, or else the closest one above."""
+    table: tuple[str, ...] = ()
+    depth, closest = 0, None
+    for number, line in enumerate(text.split("\n"), 1):
+        if header := re.match(r"\s*\[+(.+?)\]+\s*(#.*)?$", line):
+            keys = table = _keys(header[1])
+        elif assignment := re.match(r"([^=#]+)=", line):
+            keys = table + _keys(assignment[1])
+        else:
+            continue
+        if len(keys) > depth and keys == path[: len(keys)]:
+            depth, closest = len(keys), number
+    return closest
+
+
+def _keys(dotted: str) -> tuple[str, ...]:
+    import tomllib
+
+    try:
+        table: Any = tomllib.loads(f"{dotted} = 0")
+    except tomllib.TOMLDecodeError:
+        return ()
+    keys = []
+    while isinstance(table, dict):
+        ((key, table),) = table.items()
+        keys.append(key)
+    return tuple(keys)
