@@ -16,11 +16,11 @@ from flatout.data import Batch, tensors_in
 from flatout.errors import ModelError
 from flatout.models import left_before_compiled
 
-# What to do where output and target are (n, 1) and (n,), or the other way round.
+# Remedy for an output of shape (n, 1) and a target of shape (n,), or the other way round.
 ONE_SHAPE = (
     "give output and target one shape: .squeeze(1) takes the 1 out of (n, 1), .unsqueeze(1) adds it"
 )
-# These want one shape, and where shapes differ broadcast with a warning at most.
+# Functions that need equal shapes, and broadcast unequal ones with a warning at most.
 _ONE_SHAPE = (
     F.mse_loss,
     F.l1_loss,
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 @contextmanager
 def no_broadcast(name: str, output: object, batch: Batch) -> Iterator[None]:
-    """Within, a function of output and targets may not match rows with anything but rows.
+    """Refuse functions of outputs and targets in this context that match rows with other axes.
 
     Compiled functions run uncompiled meanwhile.
     """
@@ -45,13 +45,13 @@ def no_broadcast(name: str, output: object, batch: Batch) -> Iterator[None]:
 
 @contextmanager
 def no_broadcast_within(batch: Batch) -> Iterator[None]:
-    """Within, what is made of parameters may not match rows with anything but rows of targets."""
+    """Refuse values made of parameters in this context that match target rows with other axes."""
     with uncompiled(), _WatchCompute(batch):
         yield
 
 
 def watched(compute: Callable[[Batch], _T]) -> Callable[[Batch], _T]:
-    """The same function, which may not broadcast either, for a step.
+    """Return the same function with a check for broadcasting, for use in a step.
 
     The check ends before the first call of compiled code, which would round differently under it.
     """
@@ -65,7 +65,10 @@ def watched(compute: Callable[[Batch], _T]) -> Callable[[Batch], _T]:
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """A compiled function cannot be looked into. Without Dynamo loaded there is none."""
+    """Run compiled functions eagerly, so that the check sees their operations.
+
+    If Dynamo is not loaded, no function is compiled.
+    """
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -73,7 +76,7 @@ def uncompiled() -> AbstractContextManager[Any]:
 
 
 class _Watch(TorchFunctionMode):
-    """Follows what is made of outputs and targets, row by row, and looks where they meet."""
+    """Follows values made of outputs and targets, row by row, and checks shapes where they meet."""
 
     def __init__(self, name: str, output: object, batch: Batch) -> None:
         super().__init__()
@@ -81,7 +84,7 @@ class _Watch(TorchFunctionMode):
         self._rows = {batch.size, batch.samples} - {0, 1}
         self._outputs = tensors_in(output)
         self._targets = tensors_in(batch.targets)
-        # By identity; they are held, so that no other tensor takes their place.
+        # By id; the tensors are kept alive, so that no other tensor gets the same id.
         self._of_output = {id(tensor): tensor for tensor in self._outputs}
         self._of_target = {id(tensor): tensor for tensor in self._targets}
 
@@ -124,8 +127,8 @@ class _Watch(TorchFunctionMode):
             return False
         if result.shape != whole:
             return False
-        # As large as one of the two it is where there are as many rows as, say, classes: then it
-        # counts only where these are the very output and target.
+        # If there are as many rows as classes, for example, the broadcast shape equals that of one
+        # tensor. Then it counts only for the original output and target.
         larger = whole not in (output.shape, target.shape)
         return larger or (_is_in(output, self._outputs) and _is_in(target, self._targets))
 
@@ -142,11 +145,11 @@ class _Watch(TorchFunctionMode):
 
 
 class _WatchCompute(_Watch):
-    """Knows no output: what is made of parameters is one, and what a module returns."""
+    """Treats values made of parameters, and results of modules, as outputs."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__("compute", (), batch)
-        if batch.targets is None:  # they may be among the inputs
+        if batch.targets is None:  # targets may be among the inputs
             self._of_target = {id(tensor): tensor for tensor in tensors_in(batch.inputs)}
 
     def __enter__(self) -> Any:
@@ -185,7 +188,7 @@ class _WatchCompute(_Watch):
         try:
             whole = torch.broadcast_shapes(tensor.shape, other.shape)  # type: ignore[no-untyped-call]
         except RuntimeError:
-            return False  # torch says it better
+            return False  # torch's own error is clearer
         return whole not in (tensor.shape, other.shape)
 
 

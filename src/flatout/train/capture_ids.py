@@ -1,7 +1,7 @@
-"""Ids and labels of a captured step: one that is out of range is found, and not read by.
+"""Detects ids and labels out of range in a captured step, without reading by them.
 
-An eager step raises there. Compiled code would end in a C++ error, after it has changed some of the
-weights, or on several threads end the process.
+An eager step raises an error for them. Compiled code would end in a C++ error after it has changed
+some of the weights, or on several threads end the process.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _ALONG = (torch.gather, torch.Tensor.gather, torch.index_select, torch.Tensor.in
 
 
 class Bounded(TorchFunctionMode):
-    """Within, what is read by an id out of range is read by 0 instead.
+    """Replaces ids out of range by 0 in this context.
 
     Attributes:
-        strays: of each function, whether there was such an id.
+        strays: for each function call, a tensor that is True if an id was out of range.
     """
 
     def __init__(self) -> None:

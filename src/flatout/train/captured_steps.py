@@ -1,8 +1,7 @@
-"""Captured steps in a row: between two of them nothing but the next batch is asked for.
+"""Captured steps in a row, with nothing but the next batch read between them.
 
-A single step asks on the way what may have changed since the one before, and who wants to know of
-it. Where batches are gathered from arrays in memory and no callback is due, none of that can have
-happened.
+A single step checks for changes since the step before, and calls all who watch steps. If batches
+are gathered from arrays in memory and no callback is due, nothing can have changed.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from flatout.train.part import Step
 def captured_steps(
     loop: Loop, compute: Any, batches: Iterator[Batch], most: int, stops: Callable[[], bool]
 ) -> Batch | None:
-    """Make steps by the compiled graph, if it is there."""
+    """Make steps by the compiled graph, if it is there; return a batch that it refuses."""
     stepper, feed, tuner = loop.stepper, loop.feed, loop.tuner
     if tuner is not None:
         most = min(most, tuner.next_step - 1 - loop.step_count)
     most = min(most, loop.rounding.next_step - 1 - loop.step_count)
     graphs = stepper.chain.find(Graphs)
     capture = None if graphs is None else graphs.compiled
-    # Between batches that are made elsewhere, code of the user's runs.
+    # If batches come from other sources, the user's code runs between steps.
     are_ours = type(feed.source) is ArraySource and loop.accumulate == 1
     if not isinstance(capture, Capture) or most < 1 or not are_ours or loop.parts:
         return None

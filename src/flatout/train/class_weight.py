@@ -1,4 +1,4 @@
-"""Weights of classes, as weights of the samples that are of them."""
+"""Class weights, applied as weights of the samples of each class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatout.train.losses import Loss
 
 
 class ClassWeight:
-    """Multiplies the weight of each sample by that of its class."""
+    """Multiplies the weight of each sample by the weight of its class."""
 
     def __init__(self, given: Mapping[int, float], loss: Loss) -> None:
         if not isinstance(given, Mapping) or not given:
@@ -38,11 +38,11 @@ class ClassWeight:
 
     @property
     def words(self) -> str:
-        """The weights by class number, for people."""
+        """Weights by class number, for messages."""
         return ", ".join(f"{number}: {w:g}" for number, w in enumerate(self._table.tolist()))
 
     def check(self, output: object) -> None:
-        """Refuse a class that the model does not tell from others."""
+        """Refuse a weight for a class that the model does not have."""
         is_binary = self._loss.name == "binary_cross_entropy"
         if not isinstance(output, torch.Tensor) or not (is_binary or output.dim() > 1):
             return
@@ -57,7 +57,7 @@ class ClassWeight:
             )
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with each sample's weight times its class's."""
+        """Return the batch with each sample's weight multiplied by its class's weight."""
         classes = classes_of(batch.targets, self._loss)
         if self._table.device != classes.device:
             self._table = self._table.to(classes.device)

@@ -1,6 +1,6 @@
 """Data in memory that are copied to the GPU once, so that batches are gathered there.
 
-A batch that is gathered on the host takes the host's time in each step, and a copy.
+A batch that is gathered on the host costs host time and a copy in each step.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from flatout.recipe import Choice, Parity
 from flatout.words import size_words
 
 FIELD = "input.on_device"
-# Of the device's memory, and of what this process may take before the first step.
+# Largest share that data may take. _MOST: of the device's memory. _MOST_FREE: of the memory that is
+# free for this process before the first step.
 _MOST, _MOST_FREE = 0.05, 0.25
 
 
 def choose(asked: str, source: Source | None, device: torch.device, *, frozen: bool) -> Choice:
-    """Whether data are to be copied to the device, and why."""
+    """Decide whether to copy data to the device, with the reason."""
 
     def off(reason: str) -> Choice:
         return Choice(value="off", reason=reason, parity=Parity.EXACT)
@@ -40,16 +41,16 @@ def choose(asked: str, source: Source | None, device: torch.device, *, frozen: b
 
 
 def room(device: torch.device) -> int:
-    """Bytes of a GPU that data may take unasked."""
+    """Return the bytes of a GPU that data may take without a request."""
     total = torch.cuda.mem_get_info(device)[1]
     return int(min(_MOST * total, _MOST_FREE * available_on_gpu(device)))
 
 
 class DeviceData:
-    """Keeps copies of arrays on a device, as long as their sources are there.
+    """Keeps copies of arrays on a device, as long as their sources exist.
 
     Attributes:
-        notes: what the user should know.
+        notes: lines for the user.
     """
 
     def __init__(self, device: torch.device, room: int) -> None:
@@ -60,15 +61,15 @@ class DeviceData:
         self.notes: list[str] = []
 
     def trained_on(self, source: Source) -> Source:
-        """The source with its data on the device; itself where it gathers no arrays.
+        """Return the source with its data on the device; other sources are returned unchanged.
 
-        Where torch has written into them since, they are copied once more.
+        Arrays that torch has written to since the last copy are copied again.
         """
         arrays = _on_host(source)
         return source if arrays is None else self._copy(arrays)
 
     def evaluated(self, source: Source) -> Source:
-        """The same of a source that is evaluated, from its second time on, where there is room."""
+        """Return an evaluated source on the device, from its second use on, if there is room."""
         arrays = _on_host(source)
         if arrays is None:
             return source

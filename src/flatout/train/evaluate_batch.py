@@ -1,8 +1,8 @@
-"""How many samples an evaluation takes at a time: what is fastest on its own batches.
+"""Finds the batch size at which an evaluation runs fastest, on its own batches.
 
-Batches are joined, or cut, from block to block in the order A B B A. Each sample is evaluated once
-and in its place, so measuring adds no pass and no forward but one of a few samples. What was found
-holds for later passes over batches of that kind.
+Batches are joined or split from block to block, in the order A B B A. Each sample is evaluated once
+and in order, so measuring adds no pass, and no forward except one of a few samples. The result is
+used for later passes over batches of the same kind.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from flatout.measure import TrialResult, available_bytes, finish_device, quadrup
 from flatout.train.auto_terms import TERMS
 from flatout.train.micro_batch import is_out_of_memory
 
-# Sizes are tried in such steps, within these limits.
+# _STEP: factor between two sizes that are compared. _FEWEST, _MOST: limits of the size.
 _STEP, _FEWEST, _MOST = 4, 8, 4096
-# Of the free memory, what all values that a forward makes may take together.
+# Largest share of the free memory for all values that a forward makes.
 _SHARE = 0.25
-# A difference so large, and beyond three times the noise, shows in a single round of four blocks.
+# Ratio, plus three times the noise, from which a single round of four blocks is enough.
 _CLEAR = 1.5
-# A smaller gain is none, and one below the second is not told.
+# _LEAST_GAIN: smallest gain that counts, as a share. _TOLD: smallest ratio that is reported.
 _LEAST_GAIN, _TOLD = 0.02, 1.1
-# Samples that show whether one depends on the others.
+# Number of samples in the check whether a sample's output depends on other samples.
 _FEW = 16
-# By how much of the largest value outputs may differ where autocast rounds.
+# Largest difference of outputs under autocast, as a share of the largest value.
 _HALF_ROUNDING = 0.02
 
 Run = Callable[[Batch], Any]
 
 
 class EvaluateBatch:
-    """Choose the batch size of evaluations.
+    """Chooses the batch size of evaluations.
 
     Attributes:
         trials: the measurements as plain data: sizes a and b, and time a / time b with its
@@ -57,12 +57,12 @@ class EvaluateBatch:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether the latest batches were some of those that are compared."""
+        """Whether the latest batches were part of a measurement."""
         latest = self._latest
         return latest is not None and latest.trials is not None and not latest.is_over
 
     def over(self, batches: Iterable[Batch], run: Run) -> Iterator[Batch]:
-        """The same samples in the same order, in batches of the size that is due."""
+        """Return the same samples in the same order, in batches of the size that is due."""
         iterator = iter(batches)
         first = next(iterator, None)
         if first is None:
@@ -110,16 +110,16 @@ class EvaluateBatch:
 
 
 class _Search:
-    """Looks for the fastest size, from the one that was given.
+    """A search for the fastest size, starting at the given one.
 
     Attributes:
         given: samples of a batch as it comes.
-        size: samples at a time in the next block.
-        block: samples that it needs.
-        spent_s: seconds of evaluation before it began.
-        trials: gives the size of the next block, and is sent its seconds per sample.
-        found: what was measured.
-        is_over: whether `size` is the answer.
+        size: samples per batch in the next block.
+        block: number of samples in the next block.
+        spent_s: seconds of evaluation before the search began.
+        trials: generator that yields the size of the next block, and is sent seconds per sample.
+        compared: the measurements, as plain data.
+        is_over: whether `size` is the result.
     """
 
     def __init__(self, given: int) -> None:
@@ -185,7 +185,7 @@ def _take(batches: Iterator[Batch], samples: int) -> list[Batch]:
 
 
 def rebatched(batches: list[Batch], size: int) -> Iterator[Batch]:
-    """The samples of batches in batches of `size`, where they can be joined; larger are cut."""
+    """Return the samples in batches of `size`: join batches where possible, and split larger."""
     group: list[Batch] = []
     for batch in batches:
         if group and not (
@@ -238,7 +238,7 @@ def _joined(batches: list[Batch]) -> Batch:
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all values that are made."""
+    """Counts the bytes of all values that operators return."""
 
     bytes: int = 0
 
@@ -258,8 +258,9 @@ def _bytes_where_it_fits(run: Run, batch: Batch) -> int | None:
 
 
 def bytes_of_sample(run: Run, batch: Batch) -> int | None:
-    """Bytes of all values that a forward makes for a sample; None where others change its
-    outputs.
+    """Return the bytes of all values that a forward makes per sample.
+
+    Returns None if a sample's output depends on other samples.
     """
     if batch.is_jagged:
         return None
@@ -279,7 +280,7 @@ def bytes_of_sample(run: Run, batch: Batch) -> int | None:
 
 
 def are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether outputs differ by no more than rounding, of the largest of them."""
+    """Return whether outputs differ by rounding only, relative to the largest value."""
     if a.shape != b.shape or a.dtype is not b.dtype:
         return False
     if not (a.is_floating_point() or a.is_complex()):
@@ -289,5 +290,5 @@ def are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
         rounding = max(rounding, _HALF_ROUNDING)
     finite = b[b.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
-    # Infinities of the same sign, as a mask makes them, and NaN are alike.
+    # Infinities of the same sign, such as from a mask, are equal; so are NaN.
     return torch.allclose(a, b, rtol=0.0, atol=rounding * largest, equal_nan=True)

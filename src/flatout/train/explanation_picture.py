@@ -1,4 +1,4 @@
-"""Draws where a fit stands against its machine's limit."""
+"""Picture of a fit's step times against the limit of its machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def draw(explanation: Explanation, path: str | os.PathLike[str]) -> Figure:
-    """Draw the lanes against their limit, and what settings promise, into an image file."""
+    """Draw the lanes with their limits, and predicted times by settings, into an image file."""
     if explanation.doubt:
         raise FlatoutError(
             f"no roofline is drawn: {explanation.doubt}",

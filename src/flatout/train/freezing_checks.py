@@ -1,4 +1,4 @@
-"""What goes wrong in silence where a model is frozen in part."""
+"""Checks for errors in partly frozen models that torch does not report."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flatout.models import calls_hooks, has_compiled, moving_norms
 from flatout.optim import optimizer_adapter
 
 ONLY_LOOKS = "_flatout_only_looks"
-"""An attribute of hooks of ours that change nothing, so that a step may be captured with them."""
+"""Attribute of Flatout's own hooks that change nothing, so that a step may be captured."""
 
 _NAMED = 3
 
 
 def freezing_lines(model: nn.Module, optimizers: Sequence[Any]) -> Iterator[str]:
-    """A line on BatchNorm layers that are frozen in part, and one on parameters left out."""
+    """Yield a line about frozen BatchNorm that still updates, and one about missing parameters."""
     if norms := moving_norms(model):
         yield (
             f"frozen BatchNorm goes on to move its statistics in training: {listed(norms)}; "
@@ -38,11 +38,12 @@ def freezing_lines(model: nn.Module, optimizers: Sequence[Any]) -> Iterator[str]
 
 @contextmanager
 def gradients_watched(model: nn.Module, say: Callable[[str], None]) -> Iterator[None]:
-    """Within a step, looks which parts the model itself calls without gradients; says so after it.
+    """Report modules that the model itself calls without gradients in a step.
 
-    They do not train, though their parameters require gradients, and as that may change with
-    each step, nothing of what they give is kept. What is also called with gradients trains. A model
-    that is compiled, and one whose calls go through no hooks, as those of Keras', is left alone.
+    Such modules do not train, though their parameters require gradients. As this may change with
+    each step, their outputs are not kept as features. A module that is also called with gradients
+    does train. Compiled models are not checked, nor are models whose calls run no hooks, such as
+    Keras models.
     """
     if has_compiled(model) or not calls_hooks(model):
         yield
@@ -86,6 +87,6 @@ def _whole(
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and the number of further ones."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

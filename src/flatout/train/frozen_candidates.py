@@ -1,6 +1,6 @@
-"""The cuts that a model's features may be kept at: those of its own times, and earlier runs'.
+"""Candidates for the cut that features are kept at: from this run's times, and from earlier runs.
 
-Times differ a little from run to run and from rank to rank, and so may the cuts that they show.
+Measured times differ a little between runs and ranks, and so may the cuts that they suggest.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from flatout.world import World
 def agreed_cuts(
     found: Cuts, why: str, world: World, known: Sequence[list[int]] = ()
 ) -> tuple[list[Cut], str]:
-    """Rank 0's cuts on every rank; or why there are none on one of them.
+    """Return rank 0's cuts on every rank; or the reason why a rank has none.
 
-    All ranks call it, also one that has none, in the autocast of the steps.
+    All ranks call it, also a rank without cuts, in the autocast context of the steps.
     """
     places = [cut.place for cut in found.cuts]
     if places:

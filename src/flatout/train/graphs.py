@@ -16,23 +16,23 @@ class MakesCudaGraphs(Protocol):
 
     @property
     def why(self) -> str:
-        """Reason why no step is recorded under the present settings; "" while it may be."""
+        """Reason why no step is recorded under the present settings; "" while one may be."""
 
     def __call__(
         self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int
     ) -> Done:
-        """Make a step, by a graph where there is one."""
+        """Make a step, by a graph if there is one."""
 
     def objection(self, compute: Any, batches: Sequence[Batch]) -> str:
-        """Reason why no graph can make a step; "" where nothing is known."""
+        """Return the reason why a graph cannot make a step; "" if none is known."""
 
 
 class MakesGraphs(Protocol):
     """Makes steps as one compiled graph; `capture.py` implements it.
 
     Attributes:
-        is_asked: whether steps are to be captured, not only tried so.
-        why: reason why no step is captured; "" while it may be.
+        is_asked: whether the user requested capturing; False where `auto` tries it.
+        why: the reason why no step is captured; "" while steps may be captured.
     """
 
     is_asked: bool
@@ -41,11 +41,11 @@ class MakesGraphs(Protocol):
     def __call__(
         self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int
     ) -> Done:
-        """Make a step, by the graph where it can."""
+        """Make a step, by the graph if possible."""
 
     @property
     def is_used(self) -> bool:
-        """Whether the graph is there."""
+        """Whether the graph is compiled and used."""
 
     @property
     def compiling(self) -> object | None:
@@ -62,8 +62,8 @@ class Graphs(Part):
     """Makes steps of all optimizers together as graphs.
 
     Attributes:
-        compiled: makes steps as one compiled graph; None where none can.
-        cuda: makes steps as CUDA graphs; None where none can.
+        compiled: makes steps as one compiled graph; None without one.
+        cuda: makes steps as CUDA graphs; None without them.
     """
 
     def __init__(self, stepper: Stepper) -> None:
@@ -72,7 +72,7 @@ class Graphs(Part):
         self.cuda: MakesCudaGraphs | None = None
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
-        """Make the step by a graph where settings say so, else by `run`."""
+        """Make the step by a graph if the settings say so, else by `run`."""
         now = self._stepper.switch.now
         if now.capture == "on" and self.compiled is not None:
             makes: MakesGraphs | MakesCudaGraphs | None = self.compiled
@@ -84,13 +84,13 @@ class Graphs(Part):
 
 
 class DeviceTimes(Part):
-    """Begins the times of a step on a device that runs asynchronously."""
+    """Starts the timing of a step on a device that runs asynchronously."""
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
-        """Make the step; its times begin here, so that trials of settings do not count."""
+        """Make the step; its timing starts here, so that trials of settings do not count."""
         if self._stepper.lanes is not None:
             self._stepper.lanes.begin()
         return run(step)

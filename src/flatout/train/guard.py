@@ -1,8 +1,8 @@
 """The numbers guard: a NaN is stopped before it reaches the weights, and its cause is named.
 
-The check itself is in optim/update.py, on the device. Here the flag is read: after each step on a
-CPU, where reading costs nothing, and every `EVERY` steps elsewhere. Then the bad step is run
-again, on the weights from before it, to find where the first bad value comes from.
+The check itself is in optim/update.py, on the device. Here its flag is read: after each step on a
+CPU, where reading costs nothing, and every `EVERY` steps elsewhere. Then the bad step is run again,
+on the weights from before it, to find the origin of the first bad value.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from flatout.world import ONE, LostRank, World
 
 EVERY = 50
 _SHOWN = 5
-# A model that learns has no weight as large as this.
+# Smallest weight that is reported as huge: no model that learns has such a weight.
 _HUGE = 1e6
-# How much speaks for it that a rank's own part of a batch is the cause.
+# Degrees of suspicion that a rank's own part of a batch is the cause, in ascending order.
 _NOTHING_FOUND, _BAD_GRADIENT, _BAD_FORWARD, _BAD_SAMPLES, _BAD_WEIGHTS = range(5)
 
 
@@ -161,7 +161,7 @@ def _checkable(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Ten
         name: tensor.detach()
         for name, tensor in ((name, own_part(tensor)) for name, tensor in named)
         if tensor.is_floating_point() and tensor.numel() and tensor.layout is torch.strided
-        if not tensor.is_meta  # another rank has it
+        if not tensor.is_meta  # the tensor is on another rank
     }
 
 
@@ -212,9 +212,7 @@ def explain_bad_step(
     world: World = ONE,
     together: World = ONE,
 ) -> NumbersError:
-    """The error for a step whose gradients were not finite, with the cause where it can be
-    found.
-    """
+    """Return the error for a step whose gradients were not finite, with the cause if found."""
     on_rank = f"rank {world.rank} of {world.size}, " if world.size > 1 else ""
     lines = [f"{on_rank}step {step}, learning rate {learning_rate:g}"]
     suspicion = _NOTHING_FOUND
@@ -333,11 +331,11 @@ def _first_bad_value(
     pieces: Sequence[Batch],
     together: World,
 ) -> _Cause:
-    """Run the step's forward and backward again and say where the first bad value appears.
+    """Run the step's forward and backward again, and describe the first bad value.
 
-    Ranks that compute together go as far as the first of them that has found something.
+    Ranks that compute together stop at the first rank that has found a bad value.
     """
-    model.zero_grad()  # what other losses left in it is not of this step
+    model.zero_grad()  # drops gradients of other losses
     try:
         with uncompiled(model), untouched(model, compute):
             for piece in pieces:
@@ -386,7 +384,7 @@ def _in_backward(model: nn.Module, batch: Batch, reads: TableReads) -> str | Non
     named = dict(model.named_parameters())
     gradients = {n: own_part(p.grad) for n, p in named.items() if p.grad is not None}
     names = [name for name, gradient in gradients.items() if _is_bad(gradient)]
-    # Gradients flow from the last layer to the first, so the last name had its own first.
+    # Gradients flow from the last layer to the first, so the last name has the first bad gradient.
     if not names:
         return None
     last = own_names(model, names)[names[-1]].rpartition("_torch_params.")[2]  # Keras' own path

@@ -1,4 +1,4 @@
-"""Paths of image files, given to predict, as the input that such files were in training."""
+"""Conversion of paths of image files, given to predict, to the model's input as in training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.train.signature import Signature
 
 
 def files_as_images(x: Any, signature: Signature | None) -> Any:
-    """Images decoded as in training where `x` is a path or a list of paths; else `x` itself."""
+    """Return images decoded as in training if `x` is a path or a list of paths; else `x`."""
     listed = [x] if isinstance(x, (str, os.PathLike)) else x
     if not isinstance(listed, (list, tuple)) or not listed:
         return x

@@ -1,4 +1,4 @@
-"""Keras' callbacks, called from a fit of ours as Keras calls them."""
+"""Calls Keras' callbacks from Flatout's fit as Keras would call them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flatout.world import ONE, World
 
 
 class LazyLogs(dict[str, Any]):
-    """A batch's logs, computed when a callback looks at them: reading waits for the device."""
+    """A batch's logs, computed when a callback reads them, because that waits for the device."""
 
     def __init__(self, compute: Callable[[], dict[str, Any]]) -> None:
         super().__init__()
@@ -52,9 +52,9 @@ for _name in (
 class KerasCallbacks(Callback):
     """Calls a Keras `CallbackList` at the moments at which Keras would.
 
-    What a callback does to the model holds here too: `stop_training`, an initial epoch that a
-    backup restored, weights put back, a learning rate set. On several ranks all stop where one
-    asks for it.
+    Changes that a callback makes to the model take effect here too: `stop_training`, an initial
+    epoch restored from a backup, restored weights, a new learning rate. On several ranks, all ranks
+    stop if one of them asks for it.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class KerasCallbacks(Callback):
 
     @property
     def adds_figures(self) -> bool:
-        """Whether one of the callbacks may add to the logs."""
+        """Whether a callback may add to the logs."""
         return any(
             not type(c).__module__.startswith("keras.") or type(c).__name__ in _ADD_RATE
             for c in self._callbacks.callbacks
         )
 
     def check(self, state: FitState, figures: Figures) -> None:
-        """Say which callback watches a figure that there will not be: Keras does so each epoch."""
+        """Report callbacks that watch a missing figure, once; Keras does so each epoch."""
         if state.trainer.loop.asked_strategy == "fsdp":
-            # What writes is on the first rank alone.
+            # Callbacks that write are on the first rank only.
             own = [type(c).__name__ for c in self._callbacks.callbacks if saves_model(c)]
             each = self._world.gather(own, "callbacks that save the model")
             _check_saves_nothing([name for names in each for name in names])
@@ -105,7 +105,7 @@ class KerasCallbacks(Callback):
         for callback in self._callbacks.callbacks:
             monitor = getattr(callback, "monitor", None)
             if not getattr(callback, "save_best_only", True):
-                continue  # it saves them all
+                continue  # it saves every epoch
             if figures.complete and isinstance(monitor, str) and monitor not in names:
                 state.trainer.loop.say(
                     f"{type(callback).__name__} watches {monitor!r}, which no epoch will have; "
@@ -113,7 +113,7 @@ class KerasCallbacks(Callback):
                 )
 
     def on_fit_start(self, state: FitState) -> None:
-        """Begin, where the callbacks or the user say."""
+        """Start at the epoch that the callbacks or the user set."""
         self._model.stop_training = False
         self._callbacks.on_train_begin()
         load_callback_states(
@@ -131,7 +131,7 @@ class KerasCallbacks(Callback):
         check_replicas(self._model, self._world, "after the callbacks' on_train_begin")
 
     def watched_batches(self, state: FitState, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Call `on_train_batch_begin` once a step has a batch, since the data may end before."""
+        """Call `on_train_batch_begin` only once a step has a batch, as the data may end before."""
         return self._begun(state, batches) if self._watching else batches
 
     def _begun(self, state: FitState, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -144,24 +144,24 @@ class KerasCallbacks(Callback):
             del batch  # release the batch while the next batch is made
 
     def on_epoch_start(self, state: FitState) -> None:
-        """Begin an epoch."""
+        """Call `on_epoch_begin`."""
         if not state.step_in_epoch:
             self._model.reset_metrics()
         self._callbacks.on_epoch_begin(state.epoch)
 
     def on_step(self, state: FitState) -> None:
-        """End a batch."""
+        """Call `on_train_batch_end`."""
         number = state.step_in_epoch - 1
         logs = LazyLogs(self._read)
         if self._reads_batches:
-            len(logs)  # fills them
+            len(logs)  # computes the logs
         for callback in self._watching:
             callback.on_train_batch_end(number, logs=logs)
         if self._wants_to_stop(self._reads_batches):
             state.stop(_STOPPED)
 
     def on_epoch_end(self, state: FitState) -> None:
-        """End an epoch; what the callbacks add to the logs stays there."""
+        """Call `on_epoch_end`; figures that callbacks add to the logs are kept."""
         logs = _in_keras_order(state.logs)
         # One by one with the same logs, since each may add to them what the next one reads.
         with self._whole_weights(state):
@@ -180,11 +180,11 @@ class KerasCallbacks(Callback):
         return stops
 
     def on_fit_end(self, state: FitState) -> None:
-        """End."""
+        """Call `on_train_end`."""
         self._finalize()
         with self._whole_weights(state):
             self._callbacks.on_train_end(_in_keras_order(state.logs))
-        self._world.wait()  # the one who comes back from fit finds what the first rank has written
+        self._world.wait()  # after this, all ranks find the files that the first rank has written
 
     def _whole_weights(self, state: FitState) -> AbstractContextManager[None]:
         if not any(map(keeps_best_weights, self._callbacks.callbacks)):
@@ -204,7 +204,7 @@ def watched(
     batches: Iterator[Batch],
     read: Callable[[], dict[str, Any]],
 ) -> Iterator[Batch]:
-    """Yield the batches of an evaluation or prediction, and call Keras' callbacks around each.
+    """Yield the batches of an evaluation or prediction, and call Keras' callbacks around each one.
 
     A batch ends when the next batch is requested. A callback may end the pass.
     """
@@ -220,7 +220,7 @@ def watched(
         yield batch
         logs = LazyLogs(read)
         if world.size > 1:
-            len(logs)  # calls `read`
+            len(logs)  # computes the logs
         for callback in watching:
             getattr(callback, f"on_{kind}_batch_end")(number, logs=logs)
         if any(world.gather(bool(getattr(model, stop)), "whether a rank wants to stop")):
@@ -242,6 +242,6 @@ def _check_saves_nothing(savers: Sequence[str]) -> None:
         )
 
 
-# They log the learning rate.
+# Callbacks that add the learning rate to the logs.
 _ADD_RATE = ("LearningRateScheduler", "ReduceLROnPlateau")
 _STOPPED = "a Keras callback set model.stop_training"

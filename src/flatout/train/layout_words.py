@@ -1,4 +1,4 @@
-"""How the work of a fit is shared out over ranks, in words."""
+"""Description of the division of a fit's work over ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.world import servers
 
 
 def layout_words(loop: LoopState, batch_size: int | None) -> str:
-    """Such as "2 ranks x 1 CPU, ddp, global batch 64 = 2 x 32"."""
+    """Return a line such as "2 ranks x 1 CPU, ddp, global batch 64 = 2 x 32"."""
     ranks, device = loop.world.size, loop.device
     each = f" x {torch.get_num_threads()} CPU" if device.type == "cpu" else " of a GPU each"
     assert loop.resolved is not None

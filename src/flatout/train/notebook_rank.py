@@ -14,12 +14,12 @@ from flatout.world import POLITE_S, LostRank, end_with_parent, place
 
 
 def main(folder: Path) -> int:
-    """Fit, and leave what came of it; the exit code."""
+    """Run the fit, write its result, and return the exit code."""
     end_with_parent()
     os.environ[NOTEBOOK] = "1"
-    # A kernel asks for colors; a bar that is drawn again needs more of a terminal than it shows.
+    # A kernel asks for colors, but its terminal cannot redraw a bar.
     os.environ.pop("FORCE_COLOR", None)
-    # It knows its optimizer by a mark that does not travel.
+    # torch marks the optimizer as wrapped; the mark is lost when the optimizer is pickled.
     warnings.filterwarnings("ignore", message=r".*`optimizer.step\(\)` has been overridden")
     rank = place().rank
     try:

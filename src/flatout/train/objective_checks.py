@@ -19,7 +19,7 @@ _FREED = "backward through the graph a second time"
 
 
 def check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers of another model, and a model that is frozen as a whole."""
+    """Refuse optimizers of another model, and a model whose parameters are all frozen."""
     own = {id(p): p for p in model.parameters()}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     stepped = [own[id(p)] for group in groups for p in group["params"] if id(p) in own]

@@ -47,7 +47,7 @@ def evaluate_as_written(
 
 
 def check_is_common(source: Source, loop: Loop, method: str) -> None:
-    """Refuse data of which each rank has its own samples, for a method that takes all samples."""
+    """Refuse data that differ by rank, for a method that takes all samples."""
     own_rows = differs_by_rank(source)
     if loop.world.size > 1 and own_rows:
         raise DataError(

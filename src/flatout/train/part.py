@@ -1,7 +1,7 @@
 """A Part acts around an optimizer step. A Chain makes one function of a job's Parts.
 
-Nothing is looked up while a step runs: the Chain is composed when a Part comes or goes, and of a
-Part only the hooks that its class defines are in it.
+Nothing is looked up while a step runs: the Chain is composed when a Part is added or removed, and
+contains only the hooks that a Part's class defines.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An optimizer step that is to be made.
+    """An optimizer step to be made.
 
     Attributes:
-        number: of the step in the job, from 1.
-        batches: on the device; more than one where gradients are accumulated.
+        number: number of the step in the job, from 1.
+        batches: batches on the device; more than one where gradients are accumulated.
         compute: returns the loss of a batch, or of a micro-batch: a mean, or (sum, weight).
         turn: the optimizers that step.
     """
@@ -41,15 +41,15 @@ class Step:
 
 
 Lanes = tuple[int, int, int, int]
-"""Clock when the first batch of a step was asked for, then the times of fetching, copying and
-waiting for other ranks; in ns."""
+"""Clock at the request of a step's first batch, then the times of fetching, copying and waiting for
+other ranks; in ns."""
 
 
 class Done(NamedTuple):
     """The result of one optimizer step.
 
     Attributes:
-        loss: mean loss of the step, of all ranks; a scalar on the device.
+        loss: mean loss of the step, over all ranks; a scalar on the device.
         weight: weight of that mean, such as the number of samples.
         forward, backward, sync, optimizer: time of each phase on the host, in ns.
     """
@@ -63,7 +63,7 @@ class Done(NamedTuple):
 
 
 class Part:
-    """Base class of all that acts around a step; a subclass defines the hooks that it needs.
+    """Base class of objects that act around a step; a subclass defines the hooks that it needs.
 
     The page "Parts" has an example.
     """
@@ -102,17 +102,17 @@ class Part:
         """Act after the weights have changed and the step was counted."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs of this Part; plain data and tensors."""
+        """Return the state that a checkpoint needs of this Part; plain data and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
     def close(self, error: BaseException | None) -> None:
-        """Put back what this Part has changed, at the end of the job.
+        """Undo the changes that this Part has made, at the end of the job.
 
         Args:
-            error: what has ended the training; None where it ended by itself.
+            error: the exception that ended training; None without one.
         """
 
 
@@ -120,7 +120,7 @@ def check_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
     """Return the user's Parts as a tuple.
 
     Raises:
-        FlatoutError: an object is no Part, or has a method that looks like a hook and is none.
+        FlatoutError: an object is no Part, or has a method whose name looks like a hook's.
     """
     for part in parts:
         if not isinstance(part, Part):
@@ -149,11 +149,11 @@ class Chain:
     """The Parts of a job, composed into the functions that a step calls.
 
     Args:
-        make: makes a step that no Part changes.
-        order: the kinds of Parts, the outermost first. `Part` itself stands for all other kinds.
+        make: makes a step without any Part.
+        order: classes of Parts, the outermost first. `Part` itself stands for all other classes.
 
     Attributes:
-        parts: the outermost first.
+        parts: the Parts, the outermost first.
         run: makes a step with all Parts.
     """
 
@@ -169,29 +169,29 @@ class Chain:
         self._compose()
 
     def drop(self, part: Part) -> None:
-        """Let a Part no longer act; one that is not there is no error."""
+        """Remove a Part; a Part that is not in the Chain is no error."""
         self.parts = [one for one in self.parts if one is not part]
         self._compose()
 
     def find(self, kind: type[_Kind]) -> _Kind | None:
-        """Return the first Part of a kind; None where there is none."""
+        """Return the first Part of a class; None if there is none."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     def inside(
         self, kind: type[Part], make: Callable[[Step], Done] | None = None
     ) -> Callable[[Step], Done]:
-        """Return a function that makes a step with the Parts that follow a kind in the order.
+        """Return a function that makes a step with the Parts that come after a class in the order.
 
         Args:
-            kind: of the order; Parts of this kind are left out.
-            make: makes the step itself; None for the Chain's own.
+            kind: a class of the order, whose own Parts are left out.
+            make: makes the step itself; None for the Chain's own function.
         """
         place = self._order.index(kind)
         inner = [part for part in self.parts if self._place(part) > place]
         return _around(inner, make or self._make)
 
     def around_pieces(self, compute: Callable[[Step], _Result]) -> Callable[[Step], _Result]:
-        """Return a function with those Parts alone that act on pieces, to compute some again."""
+        """Return a function with only the Parts that act on pieces, to repeat a computation."""
         result: Any = _around(self._of_pieces, compute)
         return cast(Callable[[Step], _Result], result)
 
@@ -216,7 +216,7 @@ class Chain:
         self._around_piece = [part.around_piece for part in reversed(self._of_pieces)]
         self.before_sum = _hooks(self.parts, "before_sum")
         self.before_update = _hooks(self.parts, "before_update")
-        # The innermost Part is the first to learn that the step was made.
+        # The innermost Part's `after_step` is called first.
         self.after_step = [*reversed(_hooks(self.parts, "after_step"))]
 
 

@@ -31,7 +31,7 @@ class Predicted(Evaluated, Protocol):
 
     @property
     def predicts_as_written(self) -> bool:
-        """Return whether a prediction calls a step that the model's class overrides."""
+        """Whether a prediction calls a step that the model's class overrides."""
 
     def predicted(self, batch: Batch, loop: Loop) -> Any:
         """Return the outputs of a batch that a prediction keeps."""
@@ -43,10 +43,10 @@ def predict(
     source: Source,
     watched: Watched = lambda batches, read: batches,
 ) -> Any:
-    """Outputs of all batches joined along the first dimension, on the CPU, in fp32 where bf16 ran.
+    """Return all outputs joined along the first dimension, on the CPU; half precision as fp32.
 
-    What only fills a batch up is left out.
-    Of several ranks each computes its part of every batch, and all get the whole.
+    Padding is left out. With several ranks, each rank computes its part of every batch, and all
+    ranks get the whole result.
     """
     guard.check_state(objective.model, "prediction")
     loop.be_ready(objective.model)
@@ -66,7 +66,7 @@ def predict(
             output = objective.predicted(batch, loop)
         _check(output)
         size = batch.size
-        if batch.is_jagged and batch.targets is None:  # the outputs show how many there are
+        if batch.is_jagged and batch.targets is None:  # the outputs show the number of samples
             size = next((len(t) for t in tensors_in(output) if t.dim()), size)
         return rows_of_samples(map_tensors(partial(_to_host, size), output), batch)
 
@@ -95,13 +95,13 @@ def predict(
                     raise
             outputs.append(None if batch.is_copy else result)
     loop.tell_skipped(source)
-    # Batch by batch, and in each the ranks in turn: the order of the samples.
+    # By batch, and within a batch by rank, which is the order of the samples.
     by_batch = zip(*world.gather(outputs), strict=True)
     return _joined([kept for ranks in by_batch for part in ranks for kept in part or ()])
 
 
 def _check(output: Any) -> None:
-    """Refuse what `map_tensors` would take for a tuple, or iterate forever."""
+    """Refuse outputs that `map_tensors` would take for a tuple, or iterate over forever."""
     if isinstance(output, (dict, tuple, list)):
         for part in output.values() if isinstance(output, dict) else output:
             _check(part)

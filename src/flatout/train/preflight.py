@@ -1,4 +1,4 @@
-"""Batches of one sample, which BatchNorm cannot train on: refused before the first step."""
+"""Refuses batches of one sample before the first step if BatchNorm cannot train on them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from flatout.models import is_batch_coupled
 from flatout.train.loss_value import Compute
 from flatout.train.snapshot import untouched
 
-# What torch says where BatchNorm has a single value to take a variance of.
+# Part of torch's error if BatchNorm has a single value per channel, which has no variance.
 _ONE_VALUE = "Expected more than 1 value per channel"
 
 
 def check_last_batch(
     model: nn.Module, compute: Compute, first: Sequence[Batch], source: Source
 ) -> None:
-    """Refuse a last batch of one sample where BatchNorm cannot take statistics from one.
+    """Refuse a last batch of one sample if BatchNorm cannot compute statistics from it.
 
-    Of several ranks each finds the same: such a batch goes whole to all.
+    All ranks get the same result, since such a batch goes whole to every rank.
     """
     size = source.batch_size
-    # Of several ranks each has a part; synchronized statistics are those of the whole batch.
+    # Each rank has only a part; synchronized statistics are those of the whole batch.
     ones = [number for number, batch in enumerate(first, 1) if (batch.whole or batch.size) == 1]
     is_known = size not in (None, 1) and last_batch_of(source) == 1
     if first[0].is_jagged:
@@ -36,7 +36,7 @@ def check_last_batch(
         with untouched(model, compute), torch.no_grad():
             compute(first[0].rows(0, 1))
     except Exception as error:
-        # Images have many values per sample, and of other errors the whole batch shows.
+        # Images have many values per sample. Other errors will occur in the whole batch, too.
         if not is_one_value(error):
             return
         if size is None or not is_known:
@@ -52,9 +52,9 @@ def check_last_batch(
 
 
 def explain_one_sample(error: Exception, batches: Sequence[Batch], step: int) -> None:
-    """Raise where this is BatchNorm's error for a batch of one that no one could know of.
+    """Explain BatchNorm's error for a batch of one sample that could not be foreseen.
 
-    Such are those of sources that do not tell their length, as pipes and generators.
+    Such batches come from sources of unknown length, such as pipes and generators.
     """
     if is_one_value(error) and not all(batch.size > 1 for batch in batches):
         raise _one_sample(f"step {step:,}") from error
@@ -70,5 +70,5 @@ def _one_sample(where: str) -> DataError:
 
 
 def is_one_value(error: BaseException) -> bool:
-    """Whether BatchNorm has refused a single value per channel."""
+    """Return whether this is BatchNorm's error for a single value per channel."""
     return isinstance(error, ValueError) and _ONE_VALUE in str(error)

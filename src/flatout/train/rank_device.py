@@ -1,4 +1,4 @@
-"""The device of this rank: ranks of a node take its GPUs in order."""
+"""The device of this rank: the ranks of a node use its GPUs in order."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flatout.world import Place, World, join, place
 
 
 def device_here(asked: Asked) -> tuple[torch.device, str]:
-    """The device, and why it is this one."""
+    """Return this rank's device, and the reason for it."""
     here, name = place(), asked.device
     if here.local_world_size > 1 and name in ("auto", "cuda"):
         gpus = torch.cuda.device_count()
         if gpus >= here.local_world_size:
             name = f"cuda:{here.local_rank}"
         elif gpus == 1:
-            # Some launchers let each rank see its own GPU alone: `join_on` asks whether this is so.
+            # Some launchers show each rank only its own GPU: `join_on` checks for shared GPUs.
             name = "cuda:0"
         elif gpus or (name == "cuda" and asked.placement == "strict"):
             raise _too_few(here, gpus)
@@ -27,11 +27,11 @@ def device_here(asked: Asked) -> tuple[torch.device, str]:
 
 
 def join_on(asked: Asked) -> World:
-    """The World of this process, each of whose ranks has its device."""
+    """Join the ranks, each with its device, and return the World of this process."""
     device, _ = device_here(asked)
     here = place()
     if device.type == "cuda" and here.world_size > 1:
-        # Random states, streams and what torch.distributed makes are those of the current device.
+        # Random states, streams and torch.distributed's objects use the current device.
         torch.cuda.set_device(device)
     world = join(str(device), asked.timeout, asked.patience)
     if world.shares_gpus and asked.device in ("auto", "cuda"):

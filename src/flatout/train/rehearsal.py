@@ -1,6 +1,7 @@
 """Tries settings before the first step, for a model that cannot be switched while it trains.
 
-What the user has compiled is compiled again under other settings, which would hold up the run.
+A model that the user has compiled is compiled again under other settings, which would delay the
+run.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from flatout.train.snapshot import Snapshot
 from flatout.train.step import Stepper
 from flatout.train.tuner import Tuner
 
-# And it takes at most this share of the run.
+# Largest share of the run that the trials before the first step may take.
 _SHARE = 0.1
 
 
 def rehearse(tuner: Tuner, stepper: Stepper, compute: Compute, batches: Sequence[Batch]) -> None:
-    """Take a tuner's steps on the first batches, and put back all that they change."""
+    """Make a tuner's steps on the first batches, and undo all their changes."""
     switch, budget, turn = stepper.switch, tuner.search.budget, stepper.joint
     snapshot = Snapshot(switch.model, switch.optimizers, compute)
     number = 0
-    tuner.search.splits = False  # each change would compile
+    tuner.search.splits = False  # each switch would compile the model again
     try:
         while tuner.is_searching:
             batch = batches[number % len(batches)]

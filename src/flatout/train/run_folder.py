@@ -1,4 +1,4 @@
-"""The run folder that `flatout run --checkpoints FOLDER` gives to a fit that names none."""
+"""The run folder that `flatout run --checkpoints FOLDER` sets for a fit without a run folder."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _FITS = count(1)
 
 
 def run_of_command(run: str | Path | None, resume: bool | str) -> dict[str, Any]:
-    """The arguments `run` and `resume` of a fit's Loop.
+    """Return the arguments `run` and `resume` of a fit's Loop.
 
-    The first fit of a process that names no folder gets the command's, the second FOLDER-2, and so
-    on. It goes on from its newest checkpoint: the command may be one that has started before.
+    In a process, the first fit without a folder uses the command's FOLDER, the second FOLDER-2, and
+    so on. Such a fit resumes from its newest checkpoint, since the command may have run before.
     """
     given = os.environ.get("FLATOUT_CHECKPOINTS")
     if given is None:

@@ -29,7 +29,7 @@ class RunningMean:
         return float(self._last)
 
     def add(self, value: torch.Tensor, weight: torch.Tensor | float) -> None:
-        """Take one step's mean and the weight of that mean, one number each; nothing is read."""
+        """Add one step's mean and the weight of that mean, one number each; does not wait."""
         self._values.append(value)
         self._weights.append(weight)
         self._last = value
@@ -37,7 +37,7 @@ class RunningMean:
             self._fold()
 
     def take(self, value: Any, samples: int) -> None:
-        """Take one batch's mean over `samples`, or its (sum, weight); nothing is read."""
+        """Add one batch's mean over `samples`, or its (sum, weight); does not wait."""
         if isinstance(value, tuple):
             total, weight = value
             self.add(torch.as_tensor(total).detach() / not_zero(weight), weight)
@@ -45,27 +45,27 @@ class RunningMean:
             self.add(torch.as_tensor(value).detach(), samples)
 
     def mean(self) -> float:
-        """The weighted mean so far; waits for the device. NaN where nothing was counted."""
+        """Return the weighted mean so far; waits for the device. NaN where nothing was counted."""
         return mean_of([self.state_dict()])
 
     def reset(self) -> None:
-        """Begin again."""
+        """Delete all values."""
         self._values.clear()
         self._weights.clear()
         self._total = self._weight = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Total and weight so far."""
+        """Return total and weight so far."""
         self._fold()
         return {"total": float(self._total), "weight": float(self._weight)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore the state of `state_dict`."""
         self.reset()
         self._total, self._weight = state["total"], state["weight"]
 
     def share(self, world: World) -> None:
-        """Take the mean of what all ranks have counted; all of them call it."""
+        """Set the mean over all ranks on every rank; all ranks call it."""
         result = world.gather(self.state_dict(), "mean loss of all ranks")
         self._total, self._weight = (
             sum(state[name] for state in result) / world.size for name in ("total", "weight")
@@ -84,12 +84,12 @@ class RunningMean:
 
 
 def not_zero(weight: torch.Tensor | float) -> torch.Tensor | float:
-    """A weight to divide by: where nothing is counted, nothing is added."""
+    """Return a nonzero divisor, so that nothing is added where nothing was counted."""
     return weight.clamp_min(TINY) if torch.is_tensor(weight) else max(weight, TINY)
 
 
 def mean_of(states: Sequence[Mapping[str, float]]) -> float:
-    """The weighted mean of what several have counted; NaN where that is nothing."""
+    """Return the weighted mean over several states; NaN where nothing was counted."""
     weight = sum(state["weight"] for state in states)
     return sum(state["total"] for state in states) / weight if weight else float("nan")
 

@@ -1,4 +1,4 @@
-"""Whether a resumed job is the one of its checkpoint: each difference, then and now."""
+"""Checks that a resumed job is that of its checkpoint, and lists each difference, then and now."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from flatout.save import LoadedCheckpoint, check_fits
 from flatout.train.changed_rates import Difference, RateChanges, rate_changes
 from flatout.train.job_facts import UNREAD, Facts
 
-# Modules of a model that are named where many differ.
+# Most modules of a model that are listed if many differ.
 _SHOWN = 3
-# What may be another thing in a resume: it does not change what is learned, or begins now.
+# Beginnings of facts that may change in a resume: they do not affect training, or start anew.
 _TAKEN = ("epochs", "validation data", "allow", "arguments of ", "Keras callbacks")
 _OTHERWISE = "or begin a new run from its weights: warm_start, in another run folder"
 
@@ -27,7 +27,7 @@ def check_same_job(
     optimizers: Sequence[torch.optim.Optimizer],
     schedulers: Sequence[Any],
 ) -> RateChanges:
-    """Raise, before anything is changed, if the checkpoint is of another job than `now`."""
+    """Raise, before any change, if the checkpoint belongs to another job than `now`."""
     state = loaded.state
     check_fits(weights, loaded.model, where=loaded.name)
     check_optimizers(optimizers, state)
@@ -63,12 +63,12 @@ def check_same_job(
 
 
 def in_words(difference: Difference) -> str:
-    """A difference in three lines."""
+    """Describe a difference in three lines."""
     return f"  {difference.name}\n    then: {difference.then}\n    now:  {difference.now}"
 
 
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> None:
-    """Raise if the saved optimizer states are of other optimizers or other parameter groups."""
+    """Raise if saved optimizer states belong to other optimizers or parameter groups."""
     then = [
         _optimizer_words(kind, saved["param_groups"])
         for kind, saved in zip(state["optimizer_kinds"], state["optimizers"], strict=True)
@@ -82,7 +82,7 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """The class of an optimizer, of Keras' own where it drives one."""
+    """Return the class of an optimizer, or of the Keras optimizer that it drives."""
     return type(optimizer_adapter(optimizer).given).__qualname__
 
 
@@ -103,9 +103,9 @@ def _of_facts(then: Facts, now: Facts, told: bool) -> list[Difference]:
     for name in {**then, **now}:
         was, is_now = then.get(name), now.get(name)
         if was == is_now or (not told and is_now is None):
-            continue  # a Loop that resumes a Trainer's checkpoint has its own words
+            continue  # a Loop that resumes a Trainer's checkpoint has other facts
         if name.startswith("arguments of ") and None in (was, is_now):
-            continue  # the callbacks themselves differ
+            continue  # the list of callbacks itself differs
         if was and is_now and was[0] == is_now[0] and UNREAD in (was[1], is_now[1]):
             continue
         result.append(Difference(name, *_told_apart(was, is_now)))

@@ -1,4 +1,4 @@
-"""Dropout keyed by sample for a Loop: where samples lie, and what else the model draws."""
+"""Dropout keyed by sample for a Loop: positions of samples, and other random draws of the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sample_dropout(
     world: World,
     say: Callable[[str], None],
 ) -> tuple[SampleDropout | None, ModelFacts]:
-    """Dropout keyed by sample where the Recipe asks for it, and what is known of the model then."""
+    """Return dropout keyed by sample if the Recipe asks for it, and the model's updated facts."""
     if recipe.compute.dropout != "by_sample":
         return None, facts
     if recipe.compute.compile == "on":
@@ -62,7 +62,7 @@ def sample_dropout(
             keyed.close()
             raise
     if compute is not None:
-        # The more own samples a rank has, the more it can tell; it may have none.
+        # The rank with the most samples detects the most; a rank may have none.
         own = {site: tuple(layout) for site, layout in keyed.layouts.items()}
         size = first[0].size if first else 0
         _, layouts = max(world.gather((size, own)), key=itemgetter(0))
@@ -87,20 +87,20 @@ def _some(batch: Batch, count: int) -> Batch:
 
 
 class DropoutBySample(Part):
-    """Gives each dropout the places of its samples in the step of all ranks.
+    """Sets the positions of a step's samples, over all ranks, for each dropout layer.
 
     Attributes:
-        keyed: draws for a place.
+        keyed: draws dropout masks by position.
     """
 
     def __init__(self, stepper: Stepper, keyed: SampleDropout) -> None:
         self._stepper, self.keyed = stepper, keyed
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
-        """Make the step; its dropout draws for the number of the step.
+        """Make the step; its dropout depends on the number of the step.
 
         Raises:
-            DataError: a rank does not know the place of its samples in the batch of all ranks.
+            DataError: a rank does not know the positions of its samples in the global batch.
         """
         if not self._stepper.is_alone and not all(batch.whole for batch in step.batches):
             raise DataError(
@@ -112,17 +112,17 @@ class DropoutBySample(Part):
             return run(step)
 
     def around_piece(self, piece: Batch, run: Callable[[Batch], Value]) -> Value:
-        """Compute the loss of a micro-batch; its dropout draws for the places of its samples."""
+        """Compute the loss of a micro-batch; its dropout depends on its samples' positions."""
         self.keyed.at(piece.start, piece.size)
         return run(piece)
 
     def close(self, error: BaseException | None) -> None:
-        """Give the dropout layers their own forward back."""
+        """Restore the dropout layers' own forward."""
         self.keyed.close()
 
 
 class _Watch(ExitStack):
-    """Notes what in a forward draws from a generator of the process or, in Keras, of a layer."""
+    """Records modules whose forward draws from a generator of the process or of a Keras layer."""
 
     def __init__(self, model: nn.Module, found: list[str]) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _Watch(ExitStack):
             before[module] = random_state()
 
         def end(module: nn.Module, _inputs: Any, _output: Any) -> None:
-            # The innermost ends first.
+            # Hooks of the innermost module run first.
             if not found and not same_state(random_state(), before[module]):
                 found.append(self._names[module])
 

@@ -1,8 +1,8 @@
-"""Sections of an epoch, whose batches ranks share out among themselves while they train.
+"""Sections of an epoch, in which ranks claim parts of batches while they train.
 
-Where ranks step alone, one that is slow need not keep the others waiting: each claims the next part
-of a batch once it comes to it. At the end of a section all meet: at the end of an epoch, where a
-checkpoint is due, or where one of them asks for it.
+If ranks step alone, a slow rank need not delay the other ranks: each rank claims the next part of a
+batch when it is ready. All ranks meet at the end of a section. A section ends with the epoch, where
+a checkpoint is due, or when a rank asks for it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from flatout.train.loop import Loop
 
 
 def open_section(loop: Loop, source: Source, every: int | None) -> bool:
-    """Let ranks claim parts of the batches that come next in the epoch; all of them call it."""
+    """Let ranks claim parts of the epoch's next batches; all ranks call it."""
     if not loop.stepper.strategy.parts or source.steps is None:
         return False
     if loop.is_tuning() or adapter_of(loop.model).meets_in_loss:
         return False
     if loop.tuner is not None:
-        loop.tuner.rest()  # its later looks are of all ranks together
+        loop.tuner.rest()  # its later checks need all ranks at the same step
     steps = -(-(source.steps - loop.batch_in_epoch) // loop.accumulate)
     if every:
         steps = min(steps, every - loop.step_count % every)
@@ -39,7 +39,7 @@ def open_section(loop: Loop, source: Source, every: int | None) -> bool:
 
 
 def end_section(loop: Loop) -> None:
-    """Nothing is left to claim: make all ranks alike, and count the steps of all."""
+    """End a section: synchronize all ranks, and count the steps of all ranks."""
     claims = loop.feed.claims
     assert claims is not None
     assert claims.end is not None
@@ -47,7 +47,7 @@ def end_section(loop: Loop) -> None:
     loop.feed.taken = claims.end
     loop.count_step()
     loop.feed.claims = None
-    # Each step has drawn from torch's generator, which is to be the same on all ranks.
+    # Each step has drawn from torch's generator, which must be the same on all ranks.
     made = loop.world.gather(claims.used, "parts that each rank has taken")
     state = loop.world.from_rank(torch.get_rng_state(), made.index(max(made)), "random state")
     torch.set_rng_state(state)

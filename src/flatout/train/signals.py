@@ -1,4 +1,4 @@
-"""Stop requests: Ctrl-C, SIGTERM and SIGUSR1 are noted, and obeyed at the next step boundary."""
+"""Stop requests: Ctrl-C, SIGTERM and SIGUSR1 are recorded, and take effect after a step."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Interrupted(SystemExit):
 
 
 class StopSignals:
-    """While entered, the first SIGINT, SIGTERM or SIGUSR1 is only noted in `received`.
+    """A context in which the first SIGINT, SIGTERM or SIGUSR1 is only recorded in `received`.
 
-    A second SIGINT raises KeyboardInterrupt at once, for people in a hurry. Outside the main
-    thread, where Python allows no handlers, nothing is changed.
+    A second SIGINT raises KeyboardInterrupt at once. Outside the main thread, where Python allows
+    no handlers, nothing is changed.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                # A handler that was not set from Python (None) could not be put back.
+                # A handler that was not set from Python (None) could not be restored.
                 if signal.getsignal(signum) not in (None, signal.SIG_IGN):
                     self._before[signum] = signal.signal(signum, self._note)
         return self
@@ -52,7 +52,7 @@ class StopSignals:
         self._before.clear()
 
     def pass_on(self) -> None:
-        """Raise a signal that came too late to stop anything, for the one who gets it otherwise."""
+        """Raise a signal again that came too late to stop training, for the earlier handler."""
         if self.received is not None:
             signal.raise_signal(self.received)
 
@@ -63,13 +63,13 @@ class StopSignals:
 
 
 NOTEBOOK = "FLATOUT_NOTEBOOK"
-"""Set in the ranks of a notebook's fit."""
+"""Environment variable that is set in the ranks of a notebook's fit."""
 
 
 def is_interactive() -> bool:
-    """In a notebook or at a prompt Ctrl-C must not end the interpreter."""
+    """Return whether this is a notebook or prompt, where Ctrl-C must not end the interpreter."""
     if hasattr(sys, "ps1") or NOTEBOOK in os.environ:
         return True
-    # Scripts may import parts of IPython too; only what runs in it has a shell.
+    # Scripts may import parts of IPython too, but then there is no shell.
     ipython = sys.modules.get("IPython")
     return ipython is not None and ipython.get_ipython() is not None

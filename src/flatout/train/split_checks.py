@@ -1,4 +1,4 @@
-"""A check of arrays that are sorted by label before a part of them is held out."""
+"""Checks for arrays that are sorted by label, when a part of them is held out."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from flatout.data import Arrays
 
-# Targets with more different values than this are quantities, not classes.
+# Most different values of targets that count as classes.
 _MOST_CLASSES = 1000
 _SHOWN = 5
-# The share of unseen labels that is reported: a rare label may be held out by chance.
+# Share of unseen labels above which they are reported: a rare label may be held out by chance.
 _MOST_UNSEEN = 0.5
 
 

@@ -1,4 +1,4 @@
-"""By which ids a forward reads tables of embeddings, and which of a batch's samples read a row."""
+"""Records the ids by which a forward reads embedding tables, and the samples that read a row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.data import Batch, samples_of_items
 
 
 class TableReads(TorchFunctionMode):
-    """Within, notes by which ids F.embedding and F.embedding_bag read tables, as modules do."""
+    """Records ids in this context with which F.embedding and F.embedding_bag read tables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,9 +30,9 @@ class TableReads(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def samples(self, weight: torch.Tensor, rows: list[int], batch: Batch) -> list[int]:
-        """The samples, by their place in the batch, that have read rows of a table.
+        """Return the samples, by their place in the batch, that have read given rows of a table.
 
-        Where it does not show which sample an id is of, that is left out.
+        Ids whose sample is unknown are left out.
         """
         size = batch.size
         samples: set[int] = set()

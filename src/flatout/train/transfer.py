@@ -1,7 +1,7 @@
-"""What travels between a notebook and the ranks of its fit, as files in their own folder.
+"""Transfer between a notebook and the ranks of its fit, by files in a folder of their own.
 
-Classes and functions that were defined in the notebook travel with their code. Large arrays are
-mapped by the ranks, not read, so that all of them share one copy.
+Classes and functions that were defined in the notebook are sent with their code. Ranks map large
+arrays into memory instead of reading them, so that all ranks share one copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flatout.models import weights_of
 from flatout.train.state import FittingTrainer
 from flatout.unhooked import unhooked
 
-# What a Trainer makes again in each process.
+# Attributes that a Trainer creates again in each process.
 _OWN = ("loop", "_fit", "history")
 
 
@@ -39,7 +39,7 @@ def pack(
     job = {
         "kind": type(trainer),
         "state": state,
-        # A Keras model is made again from its description: the optimizer's parameters with it.
+        # A Keras model is created from its description, with new parameters for the optimizer.
         "parameters": list(trainer.model.parameters()),
         "args": args,
         "kwargs": kwargs,
@@ -61,18 +61,18 @@ def pack(
             raw = buffer.raw()
             sizes.append((file.tell(), raw.nbytes))
             file.write(raw)
-            file.write(bytes(-file.tell() % 64))  # numpy likes its arrays aligned
+            file.write(bytes(-file.tell() % 64))  # aligns arrays for numpy
     (folder / "sizes").write_bytes(pickle.dumps(sizes))
 
 
 def unpack(folder: Path) -> tuple[FittingTrainer, tuple[Any, ...], dict[str, Any]]:
-    """In a rank: the Trainer and the arguments of its fit."""
+    """Read the Trainer and the arguments of its fit; called in a rank."""
     sys.path[:] = pickle.loads((folder / "path").read_bytes())
     sizes = pickle.loads((folder / "sizes").read_bytes())
     arrays = []
     if sizes:
         with open(folder / "arrays", "rb") as file:
-            # Copied where it is written to, and by this rank alone.
+            # A page is copied when this rank writes to it.
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         arrays = [mapped[start : start + size] for start, size in sizes]
     with open(folder / "job", "rb") as file:
@@ -85,7 +85,7 @@ def unpack(folder: Path) -> tuple[FittingTrainer, tuple[Any, ...], dict[str, Any
 
 
 def _follow_parameters(trainer: FittingTrainer, sent: list[Any]) -> None:
-    """Let the optimizer hold the parameters of the model that was made here."""
+    """Replace the optimizer's parameters by those of the model that was created here."""
     here = list(trainer.model.parameters())
     if all(own is other for own, other in zip(here, sent, strict=True)):
         return
@@ -98,11 +98,11 @@ def _follow_parameters(trainer: FittingTrainer, sent: list[Any]) -> None:
     optimizer.state.update(moved)
 
 
-# -- and back ------------------------------------------------------------------------------------
+# -- results -------------------------------------------------------------------------------------
 
 
 def pack_result(folder: Path, trainer: FittingTrainer, callbacks: list[Any]) -> None:
-    """In rank 0: write what training has changed, whole or not at all."""
+    """Write the results of training, whole or not at all; called in rank 0."""
     scheduler = trainer.scheduler
     result = {
         "weights": {name: tensor.cpu() for name, tensor in weights_of(trainer.model).items()},
@@ -119,7 +119,7 @@ def pack_result(folder: Path, trainer: FittingTrainer, callbacks: list[Any]) -> 
 
 
 def unpack_result(folder: Path, trainer: FittingTrainer) -> dict[str, Any] | None:
-    """In the notebook: what came back, with references to its own objects; None without any."""
+    """Read the results with references to the notebook's own objects; None without any."""
     if not (folder / "result").exists():
         return None
     parts = pickle.loads((folder / "result").read_bytes())
@@ -129,7 +129,7 @@ def unpack_result(folder: Path, trainer: FittingTrainer) -> dict[str, Any] | Non
 
 
 def pack_error(folder: Path, rank: int, error: BaseException) -> None:
-    """In a rank: leave the exception that ends it, with its traceback."""
+    """Write the exception that ends a rank, with its traceback."""
     import cloudpickle
 
     text = "".join(traceback.format_exception(error))

@@ -1,4 +1,4 @@
-"""Warm start: yesterday's weights and optimizer state, today's steps and schedule."""
+"""Warm start: weights and optimizer state of an earlier run, with new step count and schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def warm_start(
 ) -> tuple[str, Signature | None]:
     """Load weights and, from a checkpoint, the optimizer's state.
 
-    The optimizer's options (learning rate and so on) are those it was made with now.
+    The optimizer keeps its present options, such as the learning rate.
     """
     path = str(source).rstrip("/")
     if is_model_file(path) or path.endswith(TORCH_FILES):

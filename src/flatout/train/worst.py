@@ -37,13 +37,12 @@ class WorstSample:
     """A sample with a high loss.
 
     Attributes:
-        loss: of this sample alone, without weights of samples.
-        number: of the sample in the data, or where it comes in them.
-        where: file, line or image that it comes from; "" where the data do not say.
-        target: its class by name where that is known, else by number; a value; None of anything
-            larger.
-        predicted: likewise, what the model gives.
-        probability: that the model gives to the class that it predicts; None without classes.
+        loss: loss of this sample alone, without sample weights.
+        number: number of the sample in the data, or its position.
+        where: file, line or image of the sample; "" where the data do not name any.
+        target: its class by name if known, else by number; or a value; None for larger targets.
+        predicted: the model's prediction in the same form.
+        probability: the model's probability for the predicted class; None without classes.
     """
 
     loss: float
@@ -55,18 +54,18 @@ class WorstSample:
 
 
 class Worst(list[WorstSample]):
-    """Samples with the highest loss, the worst first. A list with a table, data and a picture."""
+    """Samples with the highest loss, the highest first: a list with a table, data and a picture."""
 
     def __init__(self, samples: Sequence[WorstSample], images: Sequence[torch.Tensor | None]):
         super().__init__(samples)
         self._images = images
 
     def as_dict(self) -> list[dict[str, Any]]:
-        """Plain data, a dict for each sample."""
+        """Return plain data, a dict for each sample."""
         return [asdict(sample) for sample in self]
 
     def __repr__(self) -> str:
-        """A line for each sample."""
+        """Return a table with a line for each sample."""
         rows = [("loss", "target", "predicted", "sample")]
         for item in self:
             share = "" if item.probability is None else f" ({item.probability:.0%})"
@@ -79,7 +78,7 @@ class Worst(list[WorstSample]):
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> Figure:
-        """Draw the images into an image file, the worst first, with true and predicted class."""
+        """Draw the images into an image file, the highest loss first, with both classes."""
         samples = [
             (s, image) for s, image in zip(self, self._images, strict=True) if image is not None
         ]
@@ -107,7 +106,7 @@ class Worst(list[WorstSample]):
 def worst(
     objective: Objective, loop: Loop, source: Source, n: int, classes: Sequence[str] | None
 ) -> Worst:
-    """The `n` samples of a source with the highest loss, of all ranks."""
+    """Return the `n` samples of a source with the highest loss, over all ranks."""
     loss = objective.sample_loss()
     guard.check_state(objective.model, "looking for the worst samples")
     loop.be_ready(objective.model)
@@ -142,7 +141,7 @@ def worst(
 
 
 def _worst_of(found: Sequence[Any], n: int) -> list[Any]:
-    # A NaN is worse than any number.
+    # NaN counts as the highest loss.
     return nlargest(
         n, found, key=lambda value: math.inf if math.isnan(value[0].loss) else value[0].loss
     )

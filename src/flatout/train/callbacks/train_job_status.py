@@ -1,4 +1,4 @@
-"""How far a fit is, for the status of a Kubeflow TrainJob: `kubectl get trainjob NAME -o yaml`."""
+"""Progress of a fit in the status of a Kubeflow TrainJob: `kubectl get trainjob NAME -o yaml`."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from flatout.train.state import FitState
 
 _URL, _CA, _TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{what}" for what in ("URL", "CA_CERT", "TOKEN"))
-# Kubeflow asks for 5 s or more between two requests.
+# Seconds between two requests; Kubeflow requires at least 5.
 _EVERY_S = 10.0
 _ANSWER_S = 5.0
-# Letters that a metric's name and value may have, and metrics.
+# _LONGEST: most characters of a metric's name and value. _MOST: most metrics.
 _LONGEST, _MOST = 64, 32
 
 
 def asked_for() -> list[Callback]:
-    """The callback, where the cluster has told where to send it."""
+    """Return the callback if the cluster has set the address."""
     return [TrainJobStatus()] if os.environ.get(_URL) else []
 
 
 class TrainJobStatus(Callback):
-    """Tells Kubeflow's controller how much is done, how long the rest takes, and the figures.
+    """Sends progress, remaining time and figures to Kubeflow's controller.
 
-    A thread looks at the state and sends it, so that no step is held up. What cannot be sent is
-    said once, and training goes on.
+    A thread reads the state and sends it, so that no step waits. A failure to send is reported
+    once, and training continues.
 
     https://www.kubeflow.org/docs/components/trainer: status of a TrainJob.
     """
@@ -47,19 +47,19 @@ class TrainJobStatus(Callback):
         self._has_failed = False
 
     def on_fit_start(self, state: FitState) -> None:
-        """Begin to tell."""
+        """Start to send."""
         self._over.clear()
         self._began = monotonic(), done_part(state)
         self._thread = threading.Thread(target=self._watch, args=(state,), daemon=True)
         self._thread.start()
 
     def on_fit_end(self, state: FitState) -> None:
-        """Tell that all is done, or how far it came where it was stopped early."""
+        """Send that training is complete, or its progress if it was stopped early."""
         self._end()
         self._send(state, 100 if state.stop_reason is None else None)
 
     def on_fit_error(self, state: FitState, error: BaseException) -> None:
-        """Tell nothing more: Kubernetes sees how the job ends."""
+        """Stop sending: Kubernetes detects how the job ends."""
         self._end()
 
     def _end(self) -> None:
@@ -85,7 +85,7 @@ class TrainJobStatus(Callback):
     def _status(self, state: FitState, percent: int | None) -> dict[str, Any]:
         done = done_part(state)
         status: dict[str, Any] = {
-            # Whole only once it is: the last percent may hold an evaluation and a checkpoint.
+            # Below 100 until the end: the last percent may include an evaluation and a checkpoint.
             "progressPercentage": min(99, int(100 * done)) if percent is None else percent,
             "lastUpdatedTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
@@ -103,7 +103,7 @@ class TrainJobStatus(Callback):
 
 
 def _post(body: dict[str, Any]) -> None:
-    with open(os.environ[_TOKEN]) as file:  # it changes while the job runs
+    with open(os.environ[_TOKEN]) as file:  # the token changes while the job runs
         token = file.read().strip()
     request = Request(
         os.environ[_URL],

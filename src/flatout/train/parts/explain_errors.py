@@ -1,4 +1,4 @@
-"""Explains errors of a step that torch words for its own developers."""
+"""Explains errors of a step whose torch messages are hard to understand."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flatout.train.tables import explain_ids, ids_checked_in_step
 
 
 class ExplainErrors(Part):
-    """Names the sample and the table of an id without a row, and the layer without a kernel."""
+    """Names the sample and table of an id without a row, and the operator without a kernel."""
 
     def __init__(self, loop: LoopState) -> None:
         self._loop = loop
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
-        """Make the step; an error names its cause."""
+        """Make the step; explain the cause of an error."""
         loop = self._loop
         try:
             return run(step)
@@ -36,13 +36,13 @@ class ExplainErrors(Part):
 
 
 class IdChecks(Part):
-    """Refuses ids that a table would take though it has no such row, as Keras' tables do."""
+    """Refuses ids without a row that a table would accept, as Keras' tables do."""
 
     def __init__(self, loop: LoopState) -> None:
         self._loop = loop
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
-        """Make the step; its ids are checked where torch does not check them."""
+        """Make the step; check its ids if torch does not."""
         with self._ids_checked(step.batches):
             return run(step)
 

@@ -16,7 +16,7 @@ class FirstStepChecks(Part):
     """Refuses a loss that broadcasts or calls backward, and names layers without gradients.
 
     Args:
-        loop: whose steps are checked.
+        loop: the Loop whose steps are checked.
         checks_loss: whether the loss is the user's own function. The Trainer checks its losses
             itself, where outputs and targets are known.
     """
@@ -25,7 +25,7 @@ class FirstStepChecks(Part):
         self._loop, self._checks_loss = loop, checks_loss
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
-        """Make the step; the first one of its optimizers is watched."""
+        """Make the step, with checks if it is the first step of its optimizers."""
         if step.turn.has_stepped:
             return run(step)
         if self._checks_loss:
@@ -43,7 +43,7 @@ class TrainingMode(Part):
         self._trains = False  # whether the latest step was made in training mode
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
-        """Make the step, in whichever mode the model is."""
+        """Make the step; report a change to evaluation mode."""
         trains = self._loop.model.training
         if self._trains and not trains:
             self._loop.note(

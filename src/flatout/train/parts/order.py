@@ -1,4 +1,4 @@
-"""Which Part acts around which: the outermost first, with the reason for its place."""
+"""Order of the Parts around a step, the outermost first, with the reason for each place."""
 
 from __future__ import annotations
 

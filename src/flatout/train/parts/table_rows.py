@@ -10,13 +10,13 @@ from flatout.train.tuning import report_tables
 
 
 class TableRows(Part):
-    """Brings the rows that a step reads to this rank, and leaves tables that are read whole."""
+    """Fetches the rows that a step reads, and excludes tables that a step reads whole."""
 
     def __init__(self, loop: LoopState) -> None:
         self._loop = loop
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
-        """Make the step; lookups give rows of this rank and of others."""
+        """Make the step; lookups return rows of this rank and of other ranks."""
         stepper = self._loop.stepper
         shards = stepper.switch.shards
         if shards is None:
