@@ -28,9 +28,9 @@ class Arrival:
     Attributes:
         node: its number.
         host: its name.
-        pid: of its agent.
-        key: distinguishes it from another one with the same number.
-        facts: what must be the same on all nodes, by name.
+        pid: the process id of its agent.
+        key: distinguishes it from another node with the same number.
+        facts: by name, values that must be the same on all nodes.
     """
 
     node: int
@@ -41,7 +41,7 @@ class Arrival:
 
     @classmethod
     def read(cls, words: str | bytes) -> Arrival:
-        """From what `words` wrote."""
+        """Parse the output of `words`."""
         return cls(**json.loads(words))
 
     def words(self) -> str:
@@ -55,12 +55,12 @@ class Arrival:
 def facts_here(
     script: str, is_module: bool, ranks: int | None, recipe: Mapping[str, object]
 ) -> dict[str, str]:
-    """Return what this node is about to run.
+    """Return the facts about the command that this node is about to run.
 
     Args:
         script: a path, or the name of a module.
-        is_module: which of the two.
-        ranks: on this node; None where the first node is to say.
+        is_module: whether `script` is the name of a module.
+        ranks: number of ranks on this node; None if the first node decides.
         recipe: the fields that are asked for by name.
     """
     path = _file_of(script) if is_module else Path(script)
@@ -89,7 +89,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def disagreement(came: Sequence[Arrival]) -> WorldError | None:
-    """Return the error of the newest of the nodes that have come; None where it agrees."""
+    """Return the error of the newest node that has come, or None if it agrees."""
     first, newest = came[0], came[-1]
     same = next((item for item in came[:-1] if item.node == newest.node), None)
     if same is not None:

@@ -1,8 +1,9 @@
 """An agreement of ranks at a point that each of them passes, without a collective.
 
-Those that ask count themselves in the job's store, and wait. The others only count the points that
-they have passed, which their watches tell at each beat. Who knows first writes the verdict into the
-store, where none is written over: all that ask read the same.
+Ranks that ask count themselves in the job's store, and wait. Other ranks only count the points that
+they have passed, and their watches report the count at each beat. The first rank that knows the
+result writes the verdict to the store, where it is never overwritten. So all ranks that ask read
+the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.1
 def all_ask(
     store: Any, point: int, ranks: int, is_passed: Callable[[int], bool], patience_s: float
 ) -> bool:
-    """Ask at a point, and wait until all ranks do, or one is known to have passed it."""
+    """Ask at a point, and wait until all ranks ask, or one is known to have passed it."""
     verdict, until = f"point/{point}/verdict", monotonic() + patience_s
     if store.add(f"point/{point}/asked", 1) == ranks:
         store.compare_set(verdict, "", _ALL)

@@ -1,7 +1,7 @@
-"""A barrier of the ranks of one node: none goes on before all have come.
+"""A barrier of the ranks of one node: no rank continues before all have come.
 
-Each pair of ranks has two pipes. A byte through them takes a few microseconds, and their end tells
-that a rank has ended.
+Each pair of ranks has two pipes. A byte through a pipe takes a few microseconds, and a closed pipe
+shows that its rank has ended.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from flatout.world import messages
 
 
 class Group(NamedTuple):
-    """Ranks with their own channel: what they do there is in order among them alone.
+    """Ranks with their own channel, on which only their own operations are in order.
 
     Attributes:
-        ranks: of the World.
-        own: where this rank stands among them, from 0.
+        ranks: numbers in the World.
+        own: index of this rank in `ranks`, from 0.
         channel: torch's process group.
     """
 
@@ -32,9 +32,9 @@ class Barrier:
     """The pipes of one rank.
 
     Args:
-        to: by rank, where this one writes.
-        of: by rank, where it reads what that one has written.
-        timeout_s: how long one waits for another rank.
+        to: by rank, the pipes that this rank writes.
+        of: by rank, the pipes that this rank reads.
+        timeout_s: most seconds to wait for another rank.
     """
 
     def __init__(self, to: dict[int, FileIO], of: dict[int, FileIO], timeout_s: float) -> None:
@@ -45,7 +45,7 @@ class Barrier:
             poll.register(of[rank], select.POLLIN)
 
     def __call__(self) -> None:
-        """Wait for all.
+        """Wait for all ranks.
 
         Raises:
             RuntimeError: a rank has ended, or has not come in time.
@@ -63,9 +63,10 @@ class Barrier:
 
 
 def barrier_of(group: Group, timeout_s: float) -> Barrier | None:
-    """Return the barrier of a group's ranks, which all call it; None where files are out of reach.
+    """Return the barrier of a group's ranks, which all call this, or None if files are out of
+    reach.
 
-    So it is in containers that share a host, but not their processes.
+    Files are out of reach in containers that share a host, but not their processes.
     """
     others = [rank for rank in group.ranks if rank != group.ranks[group.own]]
     ends = {rank: os.pipe2(os.O_CLOEXEC) for rank in others}
@@ -86,13 +87,13 @@ def barrier_of(group: Group, timeout_s: float) -> Barrier | None:
             pipe = FileIO(opened(pid, fd, os.O_WRONLY), "wb")
         except OSError:
             break
-        # Processes of two containers may have the same numbers: then it is this rank's own pipe.
+        # Processes of two containers may have the same numbers. Then this is the rank's own pipe.
         if os.fstat(pipe.fileno()).st_ino != inode:
             pipe.close()
             break
         to[rank] = pipe
     all_could = all(gathered(group, len(to) == len(others)))
-    # Only what the others have opened stays, so that a pipe ends with its rank.
+    # Only the ends that other ranks have opened stay, so that a pipe ends with its rank.
     for pipe in writing.values():
         pipe.close()
     if all_could:
@@ -108,5 +109,5 @@ def gathered(group: Group, value: Any) -> list[Any]:
 
 
 def opened(pid: int, fd: int, flags: int) -> int:
-    """A file that another process of this node has open, as a file of this one's."""
+    """Open a file that another process of this node has open."""
     return os.open(f"/proc/{pid}/fd/{fd}", flags | os.O_CLOEXEC)

@@ -1,8 +1,8 @@
-"""The number of ranks that a script is fastest on, measured: `flatout run --devices auto`.
+"""The number of ranks with which a script is fastest, measured: `flatout run --devices auto`.
 
-The script is started on each number of ranks twice, in the one order and then in the other, and
-ended inside its first fit. More ranks are chosen only where they are faster beyond what two equal
-measurements differ by.
+The script is started twice on each number of ranks, in ascending and then in descending order, and
+is ended inside its first fit. More ranks are chosen only if their advantage exceeds the difference
+between two equal measurements.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from flatout.words import counted, rounded
 from flatout.world.nodes import device_asked, devices_here
 from flatout.world.place import RANK_TRIAL, RANKS_TRIED, without_launcher
 
-# A script may load its data first, and decide its settings by measuring.
+# Most seconds until a script reports: it may load its data first, and measure its settings.
 _PATIENCE_S = 300.0
 _LOOK_EVERY_S = 0.05
-# What no two machines can be told apart by.
+# Smallest ratio of two speeds that counts as a difference.
 _FLOOR = 1.03
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Steps a second on a number of ranks, measured twice."""
+    """Steps per second on a number of ranks, measured twice."""
 
     ranks: int
     first: float
@@ -49,13 +49,13 @@ class Speed:
 
     @property
     def noise(self) -> float:
-        """By which factor the two differ."""
+        """The ratio of the two measurements, at least 1."""
         low, high = sorted((self.first, self.second))
         return high / low
 
 
 def candidates() -> list[int]:
-    """Numbers of ranks worth trying here: the powers of two, and one for each device."""
+    """Return the numbers of ranks to try here: powers of two, and one for each device."""
     # Ranks that share a GPU are slower than one.
     most = 1 if device_asked().startswith("cuda:") else devices_here()[0]
     return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
@@ -64,7 +64,7 @@ def candidates() -> list[int]:
 def choose(
     command: Callable[[int], Sequence[str]], script: Path | None, say: Callable[[str], None]
 ) -> int:
-    """The number of ranks that a script trains fastest on, on this node."""
+    """Return the number of ranks on this node with which the script trains fastest."""
     tried = candidates()
     if len(tried) == 1:
         return 1
@@ -98,7 +98,7 @@ def choose(
 
 
 def fastest(speeds: Sequence[Speed]) -> Speed:
-    """The fastest, where it beats fewer ranks by more than equal measurements differ by."""
+    """Return the fastest speed if it beats fewer ranks by more than equal measurements differ."""
     floor = max(_FLOOR, *(speed.noise for speed in speeds))
     chosen = speeds[0]
     for speed in speeds[1:]:
@@ -135,7 +135,7 @@ def _measure(command: Sequence[str], ranks: int) -> float:
 
 
 def _wait_for(told: Path, process: psutil.Popen) -> bool:
-    """Wait for the report or the end of the script; whether it has ended."""
+    """Wait for the report or the end of the script, and return whether it has ended."""
     deadline = time.monotonic() + _PATIENCE_S
     while not told.exists() and time.monotonic() < deadline:
         if process.poll() is not None:
@@ -145,9 +145,9 @@ def _wait_for(told: Path, process: psutil.Popen) -> bool:
 
 
 def _end(process: psutil.Popen) -> None:
-    """End the script and all that it has started, at once: it must not save anything."""
+    """End the script and all processes that it has started, at once: it must not save anything."""
     with suppress(psutil.NoSuchProcess):
-        process.suspend()  # an agent would start killed ranks again
+        process.suspend()  # an agent would restart killed ranks
         below = process.children(recursive=True)
         for child in below:
             with suppress(psutil.NoSuchProcess):

@@ -8,7 +8,7 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
-# So many of the latest collectives are known by name: more than may be begun ahead of the others.
+# Number of latest collectives whose names are kept: more than one rank may begin ahead of others.
 _KEPT = 64
 _HERE = (str(Path(__file__).with_name("world.py")), contextlib.__file__)
 _PACKAGE = Path(__file__).parents[1]
@@ -22,8 +22,8 @@ class Waiting(NamedTuple):
     """A collective that a rank has come to and that is not over.
 
     Attributes:
-        number: of the collective, or APART.
-        since: on `perf_counter_ns`' clock.
+        number: number of the collective, or APART.
+        since: its begin on `perf_counter_ns`' clock.
     """
 
     number: int
@@ -34,13 +34,14 @@ class CollectiveLog:
     """The collectives of one rank, in order. One thread writes; any thread may read.
 
     Attributes:
-        begun: how many collectives this rank has come to; the latest one's number.
-        recent: (number, what it is for, step) of the latest.
+        begun: number of collectives that this rank has come to, which is also the latest one's
+            number.
+        recent: number, purpose and step of each of the latest.
         step: the training step that this rank is in, or has done last.
-        waiting: the one that it is in now, or None.
-        waited: how long it has been in collectives, in ns.
+        waiting: the collective that the rank is in now, or None.
+        waited: nanoseconds spent in collectives.
         is_lost: whether the last one failed.
-        passed: how many points this rank has passed at which ranks may ask for something together.
+        passed: number of points passed at which ranks may ask together (see `World.all_ask`).
     """
 
     def __init__(self) -> None:
@@ -53,15 +54,15 @@ class CollectiveLog:
         self.passed = 0
 
     def restart(self) -> None:
-        """Count from the beginning, with ranks that were not there before."""
+        """Count from 0 again, with other ranks."""
         self.begun, self.waiting, self.is_lost = 0, None, False
         self.recent.clear()
 
     def begin(self, what: str) -> int:
-        """Come to the next collective; returns its number.
+        """Count the next collective, and return its number.
 
         Args:
-            what: what it is for; without it the line that calls stands for it.
+            what: its purpose; by default the calling line.
         """
         self.begun += 1
         self.recent.append((self.begun, what or _calling_line(), self.step))
@@ -69,7 +70,7 @@ class CollectiveLog:
 
 
 def named(what: str, step: int) -> str:
-    """A collective in words."""
+    """Return the description of a collective."""
     return f"{what}, step {step}" if step else what
 
 

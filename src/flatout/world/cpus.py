@@ -10,12 +10,12 @@ from flatout.world.world import World
 
 
 def own_cpus(cpus: Sequence[int], rank: int, ranks: int) -> list[int]:
-    """A rank's part of some CPUs: disjoint, and of about equal size; of too few, one CPU each.
+    """Return a rank's part of some CPUs: disjoint, of about equal size; of too few, one CPU each.
 
     Args:
-        cpus: of the node, in order, so that neighbors share caches.
-        rank: on this node, from 0.
-        ranks: on this node.
+        cpus: the CPUs of the node, in order, so that neighbors share caches.
+        rank: number of the rank on this node, from 0.
+        ranks: number of ranks on this node.
     """
     if ranks > len(cpus):
         return [cpus[rank % len(cpus)]]
@@ -23,12 +23,13 @@ def own_cpus(cpus: Sequence[int], rank: int, ranks: int) -> list[int]:
 
 
 def share_cpus(world: World, process: Process) -> None:
-    """Bind this rank to its part of the node's CPUs, with as many threads, unless told otherwise.
+    """Bind this rank to its part of the node's CPUs, with equally many threads, unless set
+    otherwise.
 
     Ranks that their launcher has bound to CPUs of their own keep them.
     """
     here = world.place
-    # All ranks decide alike: nodes may have unlike numbers of them.
+    # All ranks must decide the same, and nodes may have different numbers of ranks.
     if world.size == here.nodes or process.affinity != "per_rank":
         return
     mine = sorted(given_affinity())

@@ -1,14 +1,13 @@
-"""Ranks without which a job can go on: the ranks say which, and their agent which it has dropped.
+"""Ranks without which a job can continue: the ranks name them, and their agent drops them.
 
-So it is where workers need not wait for one another. An agent starts such a rank again by itself,
-which then waits until the others take it back: all meet as at the start, once more.
-What they tell one another goes through the job's store, a few words in all. Other launchers know
-nothing of it, and end all ranks.
+This works if workers need not wait for each other. An agent restarts such a rank alone. The rank
+then waits until the others take it back, and all meet as at the start. Their messages, a few words
+in all, go through the job's store. Other launchers do not know them, and end all ranks.
 
-    may-end             which ranks, as JSON
-    times               how often the others have taken ranks back
-    dropped-TIMES-RANK  that one was dropped since
-    back-TIMES-RANK     that one waits to be taken back
+    may-end             ranks that may be dropped, as JSON
+    times               number of times that ranks were taken back
+    dropped-TIMES-RANK  set if that rank was dropped since then
+    back-TIMES-RANK     set if that rank waits to be taken back
 """
 
 from __future__ import annotations
@@ -35,7 +34,10 @@ _times = 0
 
 
 def may_end(ranks: Collection[int]) -> None:
-    """Let the job go on without these ranks if they are killed from now on; all ranks call it."""
+    """Let the job continue without these ranks if they are killed from now on.
+
+    All ranks call this.
+    """
     if set(ranks) == _said or STARTED_BY not in os.environ:
         return
     _said.clear()
@@ -59,17 +61,17 @@ def is_any_dropped() -> bool:
 
 
 def are_back(ranks: Collection[int]) -> bool:
-    """Return True if ranks that were dropped all wait to be taken back."""
+    """Return True if all dropped ranks wait to be taken back."""
     return bool(ranks) and all(_is_any("back", [rank]) for rank in ranks)
 
 
 def comes_back() -> bool:
-    """Return True if this rank was started again by itself."""
+    """Return True if this rank was restarted alone."""
     return COMES_BACK in os.environ
 
 
 def register_return(rank: int) -> str:
-    """Wait, as a rank that comes back, to be taken back; returns the name under which all meet."""
+    """Wait, as a restarted rank, to be taken back, and return the name of the meeting."""
     global _times
     store = _store()
     _times = int(store.add("times", 0))
@@ -78,12 +80,12 @@ def register_return(rank: int) -> str:
 
 
 def meeting() -> str:
-    """Under which name all meet the next time."""
+    """Return the name of the next meeting of all ranks."""
     return f"again-{_times}"
 
 
 def have_met() -> None:
-    """Note, as each of the ranks, that all have met."""
+    """Note, on each rank, that all have met."""
     global _times
     _times += 1
     if place().rank == 0:
@@ -91,12 +93,12 @@ def have_met() -> None:
 
 
 def times() -> int:
-    """Return how often the ranks have taken other ranks back."""
+    """Return the number of times that ranks were taken back."""
     return _times
 
 
 def come_to(times: int) -> None:
-    """Set, as a server that is no rank, how often the ranks have taken other ranks back."""
+    """Set, on a server that is no rank, the number of times that ranks were taken back."""
     global _times
     _times = times
 
@@ -111,7 +113,7 @@ def _is_any(what: str, ranks: Collection[int]) -> bool:
 
 
 def drops(rank: int, agents: Any) -> bool:
-    """Return, as an agent, True if the job goes on without a rank that was killed."""
+    """Return, in an agent, True if the job continues without a rank that was killed."""
     with suppress(RuntimeError):
         if agents.check(["may-end"]) and rank in json.loads(agents.get("may-end")):
             times = agents.add("times", 0)
@@ -122,12 +124,12 @@ def drops(rank: int, agents: Any) -> bool:
 
 
 def times_of(agents: Any) -> int:
-    """Return, as an agent, how often ranks were taken back."""
+    """Return, in an agent, the number of times that ranks were taken back."""
     return int(agents.add("times", 0))
 
 
 def store_of_agent(port: int, nodes: int, rounds: int) -> Any:
-    """The store as an agent reaches it."""
+    """Return the store, connected from an agent."""
     import torch.distributed as dist
 
     timeout = timedelta(seconds=_STORE_S)

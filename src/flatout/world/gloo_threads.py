@@ -17,8 +17,9 @@ _TIMES, _EVERY_S = 3, 0.002
 
 
 def wait_until_idle(tasks: Path = Path("/proc/self/task"), longest_s: float = 2.0) -> None:
-    """Wait until no thread of gloo has work left, or for a moment if the system does not show
-    it.
+    """Wait until no thread of gloo has work left, at most `longest_s` seconds.
+
+    Returns after a moment if the system does not show the threads.
     """
     until, times = monotonic() + longest_s, 0
     while times < _TIMES and monotonic() < until:
@@ -35,6 +36,6 @@ def _is_idle(task: Path) -> bool:
         if (task / "comm").read_text().strip() != _NAME:
             return True
         state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return True
     return state == "S"

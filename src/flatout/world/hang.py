@@ -1,4 +1,4 @@
-"""A collective that does not end, in words: who has not come to it, and what that rank does."""
+"""Explanation of a collective that does not end: the missing rank, and its activity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from flatout.world.collective_log import APART, named
 
-# Of so many missing ranks the stacks are shown.
+# _STACKS: most missing ranks whose stacks are printed. _RANKS: most ranks that are listed.
 _STACKS = 4
 _RANKS = 8
 
@@ -17,13 +17,13 @@ class RankStatus:
     """The state of a rank, as it reports it, or as far as other ranks know.
 
     Attributes:
-        begun: how many collectives it has come to.
+        begun: number of collectives that it has come to.
         waiting: the number of the one that it is in, or None.
-        recent: (number, what it is for, step) of the latest.
-        process: which it is, for people.
-        state: what others found who looked at it, because it did not answer; empty where it did.
-        stack: of its main thread, as lines, where that is known.
-        passed: how many points it has passed at which ranks may ask for something together.
+        recent: number, purpose and step of each of the latest.
+        process: a description of its process.
+        state: the result of another rank's inspection if the rank did not answer, else "".
+        stack: the lines of its main thread's stack, if known.
+        passed: number of points passed at which ranks may ask together.
     """
 
     begun: int = 0
@@ -35,11 +35,11 @@ class RankStatus:
     passed: int = 0
 
     def at(self, number: int) -> str | None:
-        """Return what the collective of this number was for on this rank, without the step."""
+        """Return the purpose of the collective of this number on this rank, without the step."""
         return next((what for call, what, _ in self.recent if call == number), None)
 
     def name(self, number: int) -> str:
-        """Return what the collective of this number was for, with the step."""
+        """Return the purpose of the collective of this number, with the step."""
         return next(
             (named(what, step) for call, what, step in self.recent if call == number),
             f"collective {number}",
@@ -51,9 +51,9 @@ class Hang:
     """The facts about a collective that does not end.
 
     Attributes:
-        lines: for people.
+        lines: a description.
         blame: the same in half a sentence.
-        culprits: the ranks that the others wait for; empty where that is not known.
+        culprits: the ranks that the others wait for; empty if unknown.
     """
 
     lines: list[str]
@@ -62,13 +62,13 @@ class Hang:
 
 
 def explain(number: int, rank: int, stands: Mapping[int, RankStatus], seconds: float) -> Hang:
-    """Say who keeps a collective from ending."""
+    """Explain which ranks keep a collective from ending."""
     name = stands[rank].name(number)
     waited = f"rank {rank} has waited {seconds:.0f} s in {name}"
     if number == APART:
         return _explain_apart(rank, stands, seconds)
     late = [value for value, stand in stands.items() if stand.begun < number]
-    # A rank that waits for another one itself is not what the others wait for.
+    # A rank that itself waits for another one is not the cause.
     missing = [item for item in late if stands[item].waiting is None or stands[item].state] or late
     if missing:
         blame = f"{_ranks(missing)} did not come to {name}"
@@ -87,7 +87,7 @@ def explain(number: int, rank: int, stands: Mapping[int, RankStatus], seconds: f
         )
         blame = f"rank {rank} was in {name}, rank {others[0]} in {theirs}"
         return _with_stacks(first, blame, [rank, *others], stands)
-    # Ranks that pass on to one another what they compute are in one collective meanwhile.
+    # Ranks of a pipeline are in one collective while they compute and pass on results.
     busy = [
         value for value, stand in stands.items() if (stand.begun, stand.waiting) == (number, None)
     ]

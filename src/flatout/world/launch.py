@@ -1,7 +1,7 @@
-"""Starting the ranks of a job on this node, by torch.distributed's elastic agent.
+"""Starts the ranks of a job on this node, by torch.distributed's elastic agent.
 
-The agent starts the ranks, watches them, and starts all of them again where one was killed, unless
-the others can go on without it. A rank that ends by its own error is no reason to try again: the
+The agent starts and watches the ranks. If one was killed, it starts all ranks again, unless the
+others can continue without it. A rank that ends by its own error is not restarted, because the
 error would come again.
 """
 
@@ -43,20 +43,21 @@ from flatout.world.rendezvous import Rendezvous
 from flatout.world.stores import own_files
 from flatout.world.world import TIMEOUT_S, LostRank
 
-# How long nodes wait for one another at the start.
+# Most seconds that nodes wait for each other at the start.
 WAIT_S = 900.0
-# After this long without a sign of another node the job ends, or sooner where collectives may not
-# take as long.
+# Seconds without a sign of another node after which the job ends; less if the timeout of
+# collectives is shorter.
 _SILENT_S = 60.0
-# How often the agent looks after its ranks.
+# Seconds between the agent's checks of its ranks.
 _LOOK_EVERY_S = 0.1
-# What ranks may take to write their last checkpoint after a stop signal; to end where another one
-# has failed; where they have lost it; and where it was killed.
+# Seconds that ranks have to end. _LAST_WORDS_S: to write the last checkpoint after a stop signal.
+# _OTHERS_S: after another rank has failed. _SOON_S: after they have lost it. _LAST_BREATH_S: after
+# it was killed.
 _LAST_WORDS_S, _OTHERS_S, _SOON_S, _LAST_BREATH_S = 120, 30, 5, 1
 
 _OF_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-# How ranks end that have only lost another one.
+# Exit codes of ranks that have only lost another rank.
 _LEFT = (LostRank.code, -signal.SIGTERM)
 
 Failures = Mapping[int, ProcessFailure]
@@ -90,12 +91,12 @@ def run_ranks(
 
     Args:
         command: as for `launch`.
-        rendezvous: where the nodes meet.
+        rendezvous: the meeting of the nodes.
         restarts: as for `launch`.
-        logs: where what the ranks print goes; where this process prints, if None.
+        logs: destination of the ranks' output; None for that of this process.
 
     Raises:
-        WorldError: the nodes do not meet, or lose one another.
+        WorldError: the nodes do not meet, or lose each other.
         SignalException: a stop signal came; the ranks got it too, and have ended.
     """
     os.environ[STARTED_BY] = str(os.getpid())
@@ -106,7 +107,7 @@ def run_ranks(
             role="flatout",
             local_world_size=rendezvous.nodes.here,
             entrypoint=command[0],
-            # torch takes ${local_rank} in arguments for its own; these are the script's as they are
+            # torch replaces ${local_rank} in arguments; these are passed to the script unchanged
             args=tuple(argument.replace("$", "$$") for argument in command[1:]),
             rdzv_handler=rendezvous,
             max_restarts=restarts,
@@ -119,7 +120,7 @@ def run_ranks(
             rendezvous.end(error.what)
             raise
         except BaseException as error:
-            agent.kill()  # whatever is left, where a second signal has cut the end short
+            agent.kill()  # ends what is left if a second signal has cut the end short
             rendezvous.end(f"was stopped ({error})")
             raise
         if result.is_failed():
@@ -164,7 +165,7 @@ def _stop_signals() -> Iterator[None]:
         raise SignalException(f"signal {signum}", sigval=signal.Signals(signum))
 
     if threading.current_thread() is not threading.main_thread():
-        yield  # where Python allows no handlers
+        yield  # Python allows no handlers in this thread
         return
     heeded = not_ignored(*_STOPS, signal.SIGQUIT)
     # Torch's agent sets handlers too, even for signals that this process ignores.
@@ -182,21 +183,21 @@ def _stop_signals() -> Iterator[None]:
 
 
 class _Agent(LocalElasticAgent):
-    """Starts ranks again only where one was killed, not where its own error ended it.
+    """Restarts ranks only if one was killed, not if its own error ended it.
 
-    All nodes count the starts alike, whichever of them the killed rank was on.
+    All nodes count the starts equally, on whichever node the killed rank was.
     """
 
     def __init__(self, spec: WorkerSpec, rendezvous: Rendezvous, logs: LogsSpecs) -> None:
         super().__init__(spec, logs_specs=logs)
         self._shutdown_timeout = _LAST_WORDS_S
         self._nodes = rendezvous
-        # Ranks of this node that this agent has ended, since another one has failed.
+        # Ranks of this node that this agent has ended, because another rank has failed.
         self._ended_here: set[int] = set()
-        # Ranks of this node that were killed, and without which the others go on.
+        # Ranks of this node that were killed, and without which the others continue.
         self._dropped: set[int] = set()
-        # Those that were started again by themselves: how often the others had taken ranks back
-        # before; and how many may be yet.
+        # _started: ranks that were restarted alone, and the number of times that ranks had been
+        # taken back before. _more: number of further restarts.
         self._started: dict[int, int] = {}
         self._more = spec.max_restarts
         self._has_stopped = False
@@ -210,7 +211,7 @@ class _Agent(LocalElasticAgent):
         timeout: int | None = None,
         **_: object,
     ) -> None:
-        # Agents of torch 2.11 and 2.12 cannot be told how long to wait.
+        # Agents of torch 2.11 and 2.12 have no option for this wait.
         if self._pcontext is not None:
             self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
         super()._shutdown(death_sig)
@@ -238,7 +239,7 @@ class _Agent(LocalElasticAgent):
             return RunResult(WorkerState.HEALTHY)
         result: RunResult = self._without_dropped(super()._monitor_workers(worker_group))
         if result.state == WorkerState.SUCCEEDED and not self._nodes.finished():
-            return RunResult(WorkerState.HEALTHY)  # another node may want all to start again
+            return RunResult(WorkerState.HEALTHY)  # another node may request a restart of all
         if not result.is_failed():
             return result
         self._note_own_kills(result)
@@ -318,7 +319,8 @@ class _Agent(LocalElasticAgent):
         failed = [code for rank, code in codes.items() if code and rank not in self._dropped]
         if failed and running:
             self._ended_here = running
-            # What the others are at is lost where one was killed, so none may make all wait.
+            # After a kill the current step of the other ranks is lost, so no rank may delay the
+            # restart.
             killed, lost = any(map(_is_kill, failed)), all(code in _LEFT for code in failed)
             patience = _LAST_BREATH_S if killed else _SOON_S if lost else _OTHERS_S
             ranks.close(signal.SIGTERM, timeout=patience)
@@ -394,7 +396,7 @@ def _is_kill(code: int) -> bool:
 
 
 def first_failure(failures: Failures) -> tuple[int, ProcessFailure]:
-    """The rank that failed first, and how; not one that only lost another."""
+    """Return the rank that failed first, and its failure, not one that only lost another rank."""
     culprits = {
         rank: failure for rank, failure in failures.items() if failure.exitcode not in _LEFT
     }
@@ -402,7 +404,7 @@ def first_failure(failures: Failures) -> tuple[int, ProcessFailure]:
 
     def order(rank: int) -> tuple[bool, bool, int, int]:
         failure = among[rank]
-        # What the agent has ended itself says least.
+        # A failure that the agent caused itself says least.
         return (
             not _was_killed(failure),
             failure.exitcode == -signal.SIGTERM,

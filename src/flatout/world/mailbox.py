@@ -1,8 +1,8 @@
-"""Ranks of one node give one another bytes in memory that all of them see.
+"""Exchange of bytes between the ranks of one node in shared memory.
 
-Each rank writes into its own box, all meet, and each reads where the others have what is meant
-for it. There are two boxes in turn: a rank that writes into one of them again has met all others
-since they have read it.
+Each rank writes into its own box, all meet, and each reads its bytes from the boxes of the others.
+Each rank uses two boxes in turn. Before a rank writes into one of them again, it has met all others
+after they have read it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from flatout.world.barrier import Barrier, Group, barrier_of, gathered, opened
 from flatout.world.messages import to_eight
 
 _WORD = 8
-# A box begins with as many bytes, and becomes at least twice as large where it must.
+# Fewest bytes of a box. A box that is too small becomes at least twice as large.
 _LEAST_BYTES = 1 << 20
-_TOLD = 4  # of a rank's two boxes, where they are now
+_TOLD = 4  # integers of a rank's two boxes that say where they are now
 
 
 class _Box(NamedTuple):
-    """The place and the memory of a rank's box.
+    """The file and the memory of a rank's box.
 
     Attributes:
-        file: the rank's number of it.
-        memory: its memory here.
-        bytes: the same, uint8 of shape (bytes,).
-        address: where that begins.
+        file: the rank's descriptor of the file.
+        memory: its memory, mapped here.
+        bytes: the same as uint8 of shape (bytes,).
+        address: the begin of the memory.
     """
 
     file: int
@@ -45,7 +45,7 @@ class Mailbox:
     """The boxes of one rank.
 
     Args:
-        group: ranks of one node, which all make theirs at once.
+        group: ranks of one node, which all create theirs at the same time.
         meet: their barrier.
     """
 
@@ -67,7 +67,7 @@ class Mailbox:
     def exchange(
         self, note: Sequence[int], parts: Sequence[Sequence[torch.Tensor]]
     ) -> tuple[list[list[int]], list[torch.Tensor]]:
-        """Do what `World.exchange` does."""
+        """Exchange notes and tensors like `World.exchange`."""
         ranks = len(parts)
         lengths = [sum([to_eight(tensor.nbytes) for tensor in part]) for part in parts]
         at = (1 + len(note) + 2 * ranks) * _WORD
@@ -92,16 +92,16 @@ class Mailbox:
         return notes, result
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, by rank, all of one shape and dtype; good until the next call."""
+        """Return every rank's tensor, by rank, all of one form; valid until the next call."""
         _write(self._begin(tensor.nbytes), 0, [tensor])
         whole = [item[: tensor.nbytes] for item in self.meet()]
         return [item.view(tensor.dtype).view(tensor.shape) for item in whole]
 
     def reserve(self, length: int) -> int:
-        """Let boxes that are made from now on have room for so many bytes from the beginning.
+        """Give boxes that are made from now on room for at least `length` bytes.
 
         Returns:
-            bytes of this rank's two boxes then, as long as no more is sent at once.
+            bytes of this rank's two boxes, as long as no more is sent at once.
         """
         self._least = max(self._least, length)
         return 2 * _in_pages(self._least)
@@ -112,19 +112,19 @@ class Mailbox:
         return sum(len(boxes[self._own].bytes) for boxes in self._boxes if self._own in boxes)
 
     def room(self, length: int) -> torch.Tensor:
-        """This rank's next box, to be filled before `meet`: uint8 of shape (length,)."""
+        """Return this rank's next box, to be filled before `meet`: uint8 of shape (length,)."""
         return self._begin(length).bytes[:length]
 
     def meet(self) -> list[torch.Tensor]:
-        """Wait for all; the box of each, by rank, which may be longer than what is in it.
+        """Wait for all, and return each rank's box, which may be longer than its content.
 
-        They are to be read before the next call of anything here.
+        The boxes are valid until the next call of a method here.
         """
         self._meet()
         return [self._of(rank).bytes for rank in range(len(self._pids))]
 
     def close(self) -> None:
-        """Others can open nothing here any more."""
+        """Close the files, so that other ranks can open nothing here any more."""
         for boxes in self._boxes:
             own = boxes.pop(self._own, None)
             if own is not None:
@@ -162,7 +162,7 @@ class Mailbox:
 
 
 def mailbox_of(group: Group, timeout_s: float) -> Mailbox | None:
-    """Return the mailbox of a group's ranks, which all call it; None where they share no memory."""
+    """Return the mailbox of a group's ranks, which all call this; None if they share no memory."""
     meet = barrier_of(group, timeout_s)
     return None if meet is None else Mailbox(group, meet)
 

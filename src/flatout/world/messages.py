@@ -1,6 +1,6 @@
-"""Messages between ranks besides sums: plain values as JSON and tensors, never as pickle.
+"""Messages between ranks other than sums: plain values as JSON and tensors, never as pickle.
 
-A message with a value is 8 bytes with the length of its head, the head as JSON, and the tensors'
+A message with a value has 8 bytes with the length of its head, the head as JSON, and the tensors'
 bytes. The head holds the value without its tensors, and their names, dtypes and shapes.
 """
 
@@ -19,7 +19,7 @@ _LENGTH = 8
 
 
 def pack(value: Any, what: str = "") -> torch.Tensor:
-    """A value as bytes, shape (bytes,), uint8, on the CPU."""
+    """Return a value as bytes: uint8 of shape (bytes,), on the CPU."""
     import torch
 
     from flatout.values import flat_bytes, flatten
@@ -42,7 +42,7 @@ def pack(value: Any, what: str = "") -> torch.Tensor:
 
 
 def unpack(message: torch.Tensor, what: str = "") -> Any:
-    """The value that `pack` took; its tensors lie on the CPU.
+    """Return the value that `pack` took; its tensors are on the CPU.
 
     Args:
         message: the result of `pack`, shape (bytes,), uint8, on the CPU.
@@ -87,7 +87,7 @@ def unpack(message: torch.Tensor, what: str = "") -> Any:
 
 
 def gather(value: Any, size: int, channel: Any = None, what: str = "") -> list[Any]:
-    """The values of all ranks of a channel, by rank there."""
+    """Return the values of all ranks of a channel, by rank in the channel."""
     import torch
     import torch.distributed as dist
 
@@ -110,7 +110,7 @@ def exchange(
     lengths: Sequence[int] | None = None,
     channel: Any = None,
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """Do what `World.exchange` does, on a channel of torch's; None is that of all ranks."""
+    """Exchange like `World.exchange`, on a channel of torch's; None is that of all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -133,17 +133,17 @@ def exchange(
 
 
 def to_eight(size: int) -> int:
-    """A number of bytes, up to the next multiple of 8."""
+    """Round a number of bytes up to the next multiple of 8."""
     return -(-size // 8) * 8
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their bytes, each tensor's from a multiple of 8 on."""
+    """Return the bytes of tensors, each of which begins at a multiple of 8."""
     import torch
 
     pieces = []
     for tensor in tensors:
-        # One number is contiguous with any stride, with which it has no view as bytes.
+        # A single number is contiguous with any stride, but some strides allow no view as bytes.
         flat = tensor.as_strided((tensor.numel(),), (1,))
         pieces.append(flat.view(torch.uint8))
         if rest := to_eight(tensor.nbytes) - tensor.nbytes:
@@ -152,7 +152,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def from_rank(value: Any, source: int, own: int, what: str = "") -> Any:
-    """One rank's value, on every rank."""
+    """Return one rank's value, on every rank."""
     import torch
     import torch.distributed as dist
 

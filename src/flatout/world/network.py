@@ -1,4 +1,4 @@
-"""Facts about a node's network: who listens on a port, and which interface leads where."""
+"""Facts about a node's network: the process on a port, and the interface to a host."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LOOPBACK = "127.0.0.1"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the interface which ranks use to reach one another."""
 
-# Reserved for examples: what leads there leads to all that is not near. Nothing is sent.
+# Addresses reserved for examples. Their route is the route to all distant hosts; nothing is sent.
 _FAR = (("192.0.2.1", 9), ("2001:db8::1", 9))
 
 
 def listener(port: int) -> str:
-    """The process that uses a TCP port of this node, in words; "" where that cannot be seen."""
+    """Return the process that uses a TCP port of this node, in words; "" if it is hidden."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.Error:
@@ -45,10 +45,10 @@ def is_here(host: str) -> bool:
 
 
 def listening_address(host: str) -> str:
-    """The own address by which other nodes reach this one, which they know by a name or address.
+    """Return the own address through which other nodes reach this node by a name or address.
 
-    A name may lead to loopback on the host that bears it, or to something that passes packets on,
-    or be known to none yet: then it is the address by which this node reaches others.
+    A name may lead to loopback on its own host, or to a device that forwards packets, or not
+    resolve yet. Then the result is the address from which this node reaches others.
     """
     result = _addresses_of(host)
     if result and (host == "localhost" or host in result):  # an address, as it was given
@@ -78,7 +78,7 @@ def reached_at(host: str) -> str:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens on one address of this node."""
+    """Return a socket that listens on one address of this node."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=1024)
 
@@ -100,10 +100,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def source_address(host: str, port: int) -> str:
-    """The own address from which packets to a host leave; nothing is sent.
+    """Return the own address from which packets to a host leave. Sends nothing.
 
     Raises:
-        OSError: there is no way there.
+        OSError: there is no route.
     """
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -112,9 +112,9 @@ def source_address(host: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has an address, such as eth0."""
+    """Return the interface that has an address, such as eth0."""
     if _is_loopback(address):
-        return "lo"  # all of them are its own, though it lists only one
+        return "lo"  # all loopback addresses are its own, though it lists only one
     wanted = address.partition("%")[0]
     return next((interface for interface, item in _addresses() if item == wanted), None)
 

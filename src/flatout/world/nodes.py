@@ -1,9 +1,9 @@
-"""Which node this is of how many, for starting ranks on it: from the command, or a cluster's words.
+"""The number of this node and the count of nodes, from the command or a cluster's variables.
 
-Kubeflow's trainer sets PET_NNODES and its like. SageMaker's toolkits set SM_HOSTS; where a
-container is started without them, its agent has written the same into a file. Where srun or mpirun
-has started one process on each of several nodes, and the command says how many ranks a node has,
-their variables say it; otherwise each such process is a rank itself.
+Kubeflow's trainer sets PET_NNODES and similar variables. SageMaker's toolkits set SM_HOSTS; in
+containers without them, SageMaker's agent has written the same to a file. srun or mpirun may have
+started one process on each of several nodes. If the command then has a number of ranks per node,
+their variables give the nodes; otherwise each such process is a rank itself.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Nodes:
     """The nodes on which the ranks of a job are started.
 
     Attributes:
-        count: how many nodes there are.
-        rank: of this one, from 0.
-        rendezvous: "host:port" where the nodes meet, on the first of them; "" on one node alone.
-        ranks: how many ranks each node has; None where no one has said.
-        is_open: whether the first node is to say how many, which it measures.
-        origin: what has said so, for people.
-        servers: how many parameter servers compute nothing: beside the ranks of one node, or one on
-            each of the last nodes.
+        count: number of nodes.
+        rank: number of this node, from 0.
+        rendezvous: "host:port" where the nodes meet, on the first node; "" on one node alone.
+        ranks: number of ranks on each node; None if not given.
+        is_open: whether the first node measures the number of ranks and sends it.
+        origin: the source of these values, in words.
+        servers: number of servers that compute nothing: on the ranks' node, or one on each of the
+            last nodes.
     """
 
     count: int = 1
@@ -56,12 +56,12 @@ class Nodes:
 
     @property
     def computing(self) -> int:
-        """The number of nodes whose ranks compute."""
+        """Number of nodes whose ranks compute."""
         return self.count - self.servers if self.count > 1 else 1
 
     @property
     def here(self) -> int:
-        """The number of processes that this node starts."""
+        """Number of processes that this node starts."""
         if self.rank >= self.computing:
             return 1
         return (self.ranks or 1) + (self.servers if self.count == 1 else 0)
@@ -82,17 +82,17 @@ def asked_for(
     rendezvous: str | None,
     servers: int = 0,
 ) -> Nodes:
-    """Return the nodes that a command asks for; a cluster's variables fill in what it leaves out.
+    """Return the nodes that a command asks for, completed by a cluster's variables.
 
     Args:
-        ranks: on each node that computes.
-        count: how many nodes.
-        rank: which of them this is.
-        rendezvous: where they meet.
-        servers: how many servers compute nothing.
+        ranks: number of ranks on each node that computes.
+        count: number of nodes.
+        rank: number of this node.
+        rendezvous: the address where the nodes meet.
+        servers: number of servers that compute nothing.
 
     Raises:
-        WorldError: it makes no sense, or there are fewer devices than ranks.
+        WorldError: the numbers make no sense, or there are fewer devices than ranks.
     """
     found = nodes()
     if (ranks is not None or servers) and count is None and found.count == 1:
@@ -116,15 +116,15 @@ def asked_for(
 
 
 def check_devices(ranks: int, device: str | None = None) -> None:
-    """Refuse more ranks than devices: they would share one, which is slower than fewer ranks.
+    """Refuse more ranks than devices: ranks that share a device are slower than fewer ranks.
 
     Args:
-        ranks: on this node.
-        device: world.device as it is asked for; None as `flatout run` was told. Where it is the
-            CPU, or one GPU by its number that ranks are to share, CPUs count.
+        ranks: number of ranks on this node.
+        device: the requested world.device; None for that of `flatout run`. For the CPU, or one GPU
+            by number that ranks share, CPUs count.
 
     Raises:
-        WorldError: there are fewer GPUs, or without any fewer CPUs.
+        WorldError: there are fewer GPUs or, without GPUs, fewer CPUs.
     """
     if ranks == 1:
         return
@@ -145,7 +145,7 @@ def check_devices(ranks: int, device: str | None = None) -> None:
 
 
 def devices_here(device: str | None = None) -> tuple[int, str]:
-    """Return how many ranks have a device each on this node, and its kind: "GPU" or "CPU"."""
+    """Return the number of ranks with a device each on this node, and its kind: "GPU" or "CPU"."""
     from flatout.measure import usable_cpus
 
     if (device_asked() if device is None else device) in ("auto", "cuda") and has_gpus():
@@ -163,7 +163,7 @@ def has_gpus() -> bool:
 
 
 def device_asked() -> str:
-    """Return the world.device that `flatout run` was given; "auto" where it was given none."""
+    """Return the world.device that was passed to `flatout run`, or "auto"."""
     if not (os.environ.get("FLATOUT_RECIPE") or os.environ.get("FLATOUT_SET")):
         return "auto"
     from flatout.recipe import effective
@@ -189,7 +189,7 @@ def nodes(environ: Mapping[str, str] | None = None, resources: Path = _RESOURCES
 
 
 def launched_nodes(environ: Mapping[str, str] | None = None) -> Nodes | None:
-    """The nodes on each of which srun or mpirun has started one process; None where none has."""
+    """Return the nodes on each of which srun or mpirun has started one process, or None."""
     place = launched(environ)
     if place.nodes == 1 or place.nodes != place.world_size:
         return None
@@ -257,7 +257,7 @@ def is_port(text: str) -> bool:
 
 
 def checked(found: Nodes) -> Nodes:
-    """Refuse what makes no sense."""
+    """Refuse numbers that make no sense."""
     if found.count < 1 or not 0 <= found.rank < found.count:
         raise WorldError(
             f"expected a node from 0 to {max(0, found.count - 1)}, found node {found.rank} of "
@@ -280,7 +280,7 @@ def check_servers(found: Nodes) -> None:
     """Refuse servers that leave too few ranks.
 
     Raises:
-        WorldError: with how many there may be.
+        WorldError: the message has the possible numbers.
     """
     servers, ranks = found.servers, found.computing * (found.ranks or 1)
     if found.computing < 1:
@@ -303,16 +303,16 @@ def check_servers(found: Nodes) -> None:
 
 
 def check_servers_set(servers: int, settings: Sequence[str]) -> None:
-    """Refuse `--servers` beside settings that say otherwise, before anything starts.
+    """Refuse `--servers` with settings that contradict it, before anything starts.
 
-    Where these name no strategy, the script may.
+    If the settings name no strategy, the script may.
 
     Args:
-        servers: how many compute nothing.
-        settings: of `--set`.
+        servers: number of servers that compute nothing.
+        settings: the values of `--set`.
 
     Raises:
-        RecipeError: with what was expected; or a setting is not good.
+        RecipeError: a setting contradicts `--servers`, or is not valid.
     """
     from flatout.recipe import Recipe, apply
 

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class Pair:
-    """One end of it: what is sent comes in order.
+    """One end of a channel between two processes, which receives in order of sending.
 
     Args:
         channel: torch's process group of two.
-        own: which of the two this process is, 0 or 1; the channel may number them otherwise.
+        own: number of this process, 0 or 1, independent of its rank in the channel.
     """
 
     def __init__(self, channel: Any, own: int) -> None:
@@ -26,15 +26,15 @@ class Pair:
         self._peer = 1 - channel.rank()
 
     def send(self, tensor: torch.Tensor) -> Any:
-        """Begin to send a tensor; torch's `Work`."""
+        """Begin to send a tensor, and return torch's `Work`."""
         return self._channel.send([tensor], self._peer, 0)
 
     def receive(self, into: torch.Tensor) -> Any:
-        """Begin to receive one; likewise."""
+        """Begin to receive a tensor, and return torch's `Work`."""
         return self._channel.recv([into], self._peer, 0)
 
     def tell(self, value: Any) -> None:
-        """Send a value, as `World.gather` takes it."""
+        """Send a value, as for `World.gather`."""
         import torch
 
         message = messages.pack(value)
@@ -42,7 +42,7 @@ class Pair:
         self.send(message).wait()
 
     def hear(self) -> Any:
-        """The value that the other one tells; its tensors lie on the CPU."""
+        """Return the value that the other process sends; its tensors are on the CPU."""
         import torch
 
         length = torch.zeros(1, dtype=torch.int64)
@@ -52,7 +52,7 @@ class Pair:
         return messages.unpack(message)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of both ends, which both call it: that of 0 first."""
+        """Return the values of both ends, that of process 0 first. Both call this."""
         if self.own == 0:
             self.tell(value)
             return [value, self.hear()]
@@ -62,7 +62,6 @@ class Pair:
 
 
 def open_pair(store: Any, own: int, timeout_s: float) -> Pair:
-    """Meet another process at a store."""
     import torch.distributed as dist
 
     timeout = timedelta(seconds=timeout_s)
@@ -72,7 +71,7 @@ def open_pair(store: Any, own: int, timeout_s: float) -> Pair:
 
 
 def tell_parts(pairs: Sequence[Pair], value: Any) -> None:
-    """Tell several others how many bytes a value has, and each its part of them, all at once."""
+    """Send the number of bytes of a value, and a part of them to each process, all at once."""
     import torch
 
     message = messages.pack(value)

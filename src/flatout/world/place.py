@@ -1,7 +1,7 @@
-"""Which rank this process is, from the environment that a launcher gave it.
+"""The rank of this process, from the environment of its launcher.
 
-Known are torchrun (and whatever sets its variables, as Kubeflow's PyTorchJob does), Open MPI's and
-MPICH's mpirun, and SLURM's srun.
+Known launchers are torchrun (and others that set its variables, such as Kubeflow's PyTorchJob),
+Open MPI's and MPICH's mpirun, and SLURM's srun.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from itertools import takewhile
 
 from flatout.errors import WorldError
 
-# Where rank 0 listens if no one says, plus what tells jobs on one machine apart.
+# Default port of rank 0: _FIRST_PORT plus a number below _PORTS that differs between jobs on one
+# machine.
 _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
@@ -32,7 +33,7 @@ RANKS_TRIED = "FLATOUT_RANKS_TRIED"
 """Set for the job behind such trials: steps a second by number of ranks on this node, as JSON."""
 
 
-# Without these no process takes itself for one of several that a cluster has started.
+# Without these variables a process does not count as one of several that a cluster has started.
 _LAUNCHED = frozenset(
     [
         *("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_SIZE"),
@@ -46,15 +47,15 @@ class Place:
     """A rank's place in its job. All numbers are from 0.
 
     Attributes:
-        rank: of this process, in the whole job.
-        world_size: how many ranks there are.
-        local_rank: of this process, on its node.
-        local_world_size: how many ranks its node has.
-        node: which node it is.
-        nodes: how many there are.
-        address: where rank 0 listens.
-        port: on which it does.
-        launcher: what started the ranks, for people.
+        rank: number of this process in the whole job.
+        world_size: number of ranks.
+        local_rank: number of this process on its node.
+        local_world_size: number of ranks on its node.
+        node: number of its node.
+        nodes: number of nodes.
+        address: the address where rank 0 listens.
+        port: the port where rank 0 listens.
+        launcher: the program that started the ranks, in words.
     """
 
     rank: int = 0
@@ -78,13 +79,13 @@ ALONE = Place()
 
 
 def place(environ: Mapping[str, str] | None = None) -> Place:
-    """Find out which rank this process is.
+    """Return the rank of this process.
 
     Args:
-        environ: None means that of the process.
+        environ: the environment; None for that of the process.
 
     Returns:
-        Its place, or `ALONE` where no launcher has set one.
+        Its place, or `ALONE` if no launcher has set one.
 
     Raises:
         WorldError: the variables are incomplete, or contradict each other.
@@ -95,7 +96,7 @@ def place(environ: Mapping[str, str] | None = None) -> Place:
 
 
 def launched(environ: Mapping[str, str] | None = None) -> Place:
-    """Which of the processes this is that mpirun or srun has started; `ALONE` where neither has."""
+    """Return the place of a process that mpirun or srun has started, or `ALONE`."""
     env = os.environ if environ is None else environ
     for known in (_open_mpi, _slurm, _mpich):
         result = known(env)
@@ -105,14 +106,14 @@ def launched(environ: Mapping[str, str] | None = None) -> Place:
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without what a cluster tells of other nodes: for ranks of this one alone."""
+    """Return an environment without a cluster's variables about other nodes."""
     return {name: value for name, value in environ.items() if name not in _LAUNCHED}
 
 
 def restarts(environ: Mapping[str, str] | None = None) -> int:
-    """Return how often the ranks of this job were started again.
+    """Return the number of times that the ranks of this job were started again.
 
-    By the agent after one of them was killed, or by SLURM after a preemption and its like.
+    An agent starts them again after one was killed, and SLURM after a preemption, for example.
     """
     env = os.environ if environ is None else environ
     by_agent = number_in(env, "TORCHELASTIC_RESTART_COUNT", 0)
@@ -157,7 +158,7 @@ def _open_mpi(env: Mapping[str, str]) -> Place | None:
         world_size=world,
         local_rank=number_in(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
         local_world_size=local,
-        # Ranks are laid out node after node, unless mpirun was told otherwise.
+        # Ranks are numbered node after node, unless mpirun was configured otherwise.
         node=number_in(env, "OMPI_COMM_WORLD_RANK") // local if local else 0,
         nodes=-(-world // local) if local else 1,
         address=address or "127.0.0.1",
@@ -227,7 +228,7 @@ def _mpich(env: Mapping[str, str]) -> Place | None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """SLURM's short form of ranks per node: "2(x3),1" is [2, 2, 2, 1]."""
+    """Parse SLURM's short form of ranks per node: "2(x3),1" is [2, 2, 2, 1]."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -241,7 +242,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(text: str) -> str:
-    """The first host of SLURM's short form of a list: that of "n[07-12,20],m1" is n07."""
+    """Return the first host of SLURM's short form of a list: n07 for "n[07-12,20],m1"."""
     head = "".join(takewhile(lambda letter: letter not in ",[", text))
     inside = re.match(re.escape(head) + r"\[(\d+)[^\]]*\]([^,\[]*)", text)
     if inside is not None:
@@ -317,7 +318,7 @@ def is_host(text: str) -> bool:
 
 
 def number_in(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A variable of the environment as a whole number."""
+    """Return a variable of the environment as an integer."""
     if default is not None and not env.get(name):
         return default
     text = _text(env, name)

@@ -1,9 +1,9 @@
-"""The nodes of a job come together before its first rank, and see that all run the same.
+"""The first meeting of a job's nodes, before its first rank, which checks that all run the same.
 
-The first node keeps a store at the rendezvous, and gives the verdict:
+The first node keeps a store at the rendezvous, and decides:
 
     came                a line for each node that has come, with what it is about to run
-    agreed, refused     the verdict; heard: how many know of a refusal
+    agreed, refused     the verdict; heard: number of nodes that know of a refusal
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from flatout.world.tunnel import Gate, Tunnel, entered
 T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.05
-# After this long people want to know what is being waited for, and again every minute.
+# Seconds until the first message about the wait, and between messages.
 _SAY_AFTER_S, _SAY_EVERY_S = 5.0, 60.0
-# How long the first node stays so that the others hear its verdict.
+# Seconds that the first node stays so that the others get its verdict.
 _LAST_WORDS_S = 5.0
 
 
@@ -43,9 +43,9 @@ class Preflight:
     """The nodes' first meeting.
 
     Attributes:
-        address: of this node, by which the others and it reach one another, once it is open.
-        store_port: where the store is reached on loopback of this node, once it is open.
-        own: what this node says of itself.
+        address: the address through which this node and the others communicate, once it is open.
+        store_port: the port of the store on loopback of this node, once it is open.
+        own: the facts about this node.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class Preflight:
 
     @property
     def where(self) -> str:
-        """The rendezvous, for people."""
+        """The rendezvous, in words."""
         return f"{self.host}:{self.port}"
 
     @property
     def who(self) -> str:
-        """This node, for people."""
+        """This node, in words."""
         return f"node {self.nodes.rank}, {self.own.host}"
 
     def open(self) -> tuple[Any, list[Arrival]]:
-        """Meet the other nodes; the store, and all who have come."""
+        """Meet the other nodes, and return the store and the arrivals of all nodes."""
         until = time.monotonic() + self._wait_s
         if self.nodes.rank == 0:
             self._store = self._keep_store()
@@ -121,7 +121,7 @@ class Preflight:
         return store
 
     def _enter(self, until: float) -> str:
-        """Wait until the first node lets this one in; the address that leads there from here."""
+        """Wait until the first node admits this one, and return the connection's own address."""
         waiting = Waiting()
         while True:
             try:
@@ -140,7 +140,7 @@ class Preflight:
                     do=f"set the same {VARIABLE} in the environment of flatout run on every node",
                 ) from error
             except OSError as error:
-                # A name that is not known yet may come with it.
+                # The name may resolve once that node has started.
                 why = error.strerror or str(error)
             if time.monotonic() > until:
                 raise WorldError(
@@ -153,12 +153,12 @@ class Preflight:
             time.sleep(4 * _LOOK_EVERY_S)
 
     def close(self) -> None:
-        """Let no more nodes in."""
+        """Admit no more nodes."""
         if self._gate is not None:
             self._gate.close()
 
     def connect(self) -> Any:
-        """Its own connection to the store."""
+        """Return a new connection to the store."""
         return TCPStore(
             LOOPBACK,
             self.store_port,
@@ -257,13 +257,13 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
 
 class Waiting:
-    """Says now and then what is waited for."""
+    """Prints now and then what this process waits for."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + _SAY_AFTER_S
 
     def say(self, line: str) -> None:
-        """Say it, if it is time to."""
+        """Print a line, if it is time to."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _SAY_EVERY_S

@@ -1,12 +1,12 @@
 """The meeting of a job's nodes: before its first rank, and whenever the ranks start again.
 
-All of it goes through one store, which the first node keeps and the ranks use too; besides what the
-preflight leaves there,
+All of it uses one store, which the first node keeps and the ranks use too. In addition to the keys
+of the preflight, it has
 
-    round/N             how many nodes have come to the N-th start of the ranks
-    done/N              how many nodes' ranks have all ended well since then
+    round/N             number of nodes that have come to the N-th start of the ranks
+    done/N              number of nodes whose ranks have all ended well since then
     beat/NODE           changes while that node's agent lives
-    ended               why the job is over; heard: how many know
+    ended               the reason why the job is over; heard: number of nodes that know it
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from flatout.world.preflight import Preflight, Waiting
 
 _LOOK_EVERY_S = 0.05
 _BEAT_EVERY_S = 0.1
-# After this long a node counts as silent, when the loss of a rank is to be explained.
+# Seconds after which a node counts as silent in the explanation of a lost rank.
 _SILENCE_S = 5.0
-# In the store, the signal with which the node of a server alone was stopped.
+# Key of the signal that stopped a node with only a server.
 _STOP = "stopped"
 
 
@@ -83,7 +83,7 @@ class Rendezvous(RendezvousHandler):
         self._own = self._preflight.own
         self._hosts = {nodes.rank: self._own.host}
         self._heard: dict[int, tuple[bytes, float]] = {}
-        # What the listening thread has found, and what it is to tell.
+        # Results of the listening thread, and messages that it sends.
         self._trouble: str | None = None
         self._counts = _NodeCounts(0, 0, 0, 0)
         self._done = 0
@@ -95,10 +95,10 @@ class Rendezvous(RendezvousHandler):
         self._listening: threading.Thread | None = None
 
     def open(self) -> None:
-        """Meet the other nodes, and see that all are about to run the same.
+        """Meet the other nodes, and check that all are about to run the same.
 
         Raises:
-            WorldError: the port is in use, a node does not come, or they disagree.
+            WorldError: the port is in use, a node does not come, or nodes disagree.
         """
         self._store, came = self._preflight.open()
         if self.nodes.count == 1:
@@ -135,7 +135,7 @@ class Rendezvous(RendezvousHandler):
             self._look()
             waiting.say("waiting for the other nodes to start their ranks again")
             time.sleep(_LOOK_EVERY_S)
-        # What the agent of one node alone says to itself, no other process need hear.
+        # On one node, no other process needs the agent's messages to itself.
         store = HashStore() if self.nodes.count == 1 else self._store
         return RendezvousInfo(
             PrefixStore(f"start-{self.rounds}", store),
@@ -145,7 +145,7 @@ class Rendezvous(RendezvousHandler):
         )
 
     def interface(self) -> str | None:
-        """By which the ranks of all nodes reach one another."""
+        """The interface through which the ranks of all nodes communicate."""
         return interface_of(self._preflight.address)
 
     @property
@@ -158,7 +158,7 @@ class Rendezvous(RendezvousHandler):
         return (result.round, result.here) == (self.rounds, self.nodes.count)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many other nodes want all ranks to start again.
+        """Return the number of other nodes that want all ranks to start again.
 
         Raises:
             WorldError: the job is over on another node, or one is silent.
@@ -170,7 +170,8 @@ class Rendezvous(RendezvousHandler):
         return result.waiting if result.round == self.rounds else 0
 
     def finished(self) -> bool:
-        """Tell that the ranks of this node have ended well; whether those of all nodes have.
+        """Report that the ranks of this node have ended well, and return whether those of all nodes
+        have.
 
         Raises:
             WorldError: the job is over on another node, or one is silent.
@@ -183,19 +184,19 @@ class Rendezvous(RendezvousHandler):
         return (result.round, result.done) == (self.rounds, self.nodes.count)
 
     def end(self, why: str) -> None:
-        """Tell the other nodes that the job is over; the first node stays until they have heard."""
+        """Report to other nodes that the job is over. The first node stays until they know."""
         if self._listening is not None and not self._over.is_set():
             self._last_words = f"node {self.nodes.rank} ({self._own.host}): {why}"
             self._over.set()
             self._listening.join(self._last_words_s)
 
     def tell_stop(self, signum: int) -> None:
-        """This node was given a stop signal; the first one hears of it where this has no rank."""
+        """Note a stop signal of this node. A node without ranks reports it to the first node."""
         if self.nodes.rank >= self.nodes.computing:
             self._own_stop = signum
 
     def silent(self) -> str:
-        """Which node has not been heard of for some seconds, in words; "" where all have."""
+        """Return the nodes that have been silent for some seconds, in words, or ""."""
         now = time.monotonic()
         return ", ".join(
             f"node {node} ({self._hosts[node]}) has been silent for {now - since:.0f} s"
@@ -217,7 +218,8 @@ class Rendezvous(RendezvousHandler):
                 if store.check(["ended"]):
                     why = store.get("ended").decode()
                     store.add("heard", 1)
-                    # Where all have agreed to stop, the ranks of this node are about to end too.
+                    # If all nodes have agreed to stop, the ranks of this node are also about to
+                    # end.
                     self._over.wait(self._last_words_s)
                     self._trouble = self._trouble or why
                     return
@@ -226,7 +228,7 @@ class Rendezvous(RendezvousHandler):
             if self._last_words is not None:
                 store.set("ended", self._last_words)
                 store.add("heard", int(self.nodes.rank > 0))
-                # Who keeps the store stays until the others have heard.
+                # The node that keeps the store stays until the others know.
                 while self.nodes.rank == 0 and store.add("heard", 0) < self.nodes.count - 1:
                     time.sleep(_LOOK_EVERY_S)
         except RuntimeError:
@@ -266,19 +268,20 @@ class Rendezvous(RendezvousHandler):
         where = self._preflight.where
         return f"node 0 ({self._hosts[0]}) at {where} does not answer any more"
 
-    # -- what the agent wants to know besides ----------------------------------------------------
+    # -- further methods for the agent
+    # ----------------------------------------------------------------
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks meet in this store."""
+        """True, because ranks meet in this store."""
         return True
 
     def get_backend(self) -> str:
-        """The name of this way to meet."""
+        """Return the name of this rendezvous backend."""
         return "flatout"
 
     def get_run_id(self) -> str:
-        """The name of the job."""
+        """Return the name of the job."""
         return f"flatout-{self._own.key}"
 
     def is_closed(self) -> bool:
@@ -286,11 +289,11 @@ class Rendezvous(RendezvousHandler):
         return self._over.is_set()
 
     def set_closed(self) -> None:
-        """The job is over."""
+        """Note that the job is over."""
         self._over.set()
 
     def shutdown(self) -> bool:
-        """Nothing more will be asked."""
+        """End the rendezvous: the agent asks nothing more."""
         self._over.set()
         if self._listening is not None:
             # Python must not end while its own thread is about to leave the store's C++.

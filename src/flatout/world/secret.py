@@ -1,7 +1,7 @@
-"""The secret of a job: who takes part shows that it knows it, and never sends it.
+"""The secret of a job: each participant proves that it knows the secret, without sending it.
 
-On several nodes the user gives it, the same on all, as FLATOUT_SECRET. On one node the agent makes
-one for its ranks.
+On several nodes the user sets the same FLATOUT_SECRET on all. On one node the agent creates a
+secret for its ranks.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _YES, _NO = b"y", b"n"
 
 
 class UnknownPeer(WorldError):
-    """The error that no gate of Flatout listens there."""
+    """Raised if the peer is no gate of Flatout."""
 
 
 class Refused(WorldError):
-    """One of the two sides does not know the secret of the other."""
+    """Raised if one of the two sides does not know the secret of the other."""
 
 
 def secret() -> bytes:
-    """Return the secret of this job; empty where none was given."""
+    """Return the secret of this job, or b"" if there is none."""
     return os.fsencode(os.environ.get(VARIABLE, ""))
 
 
 def new_secret() -> str:
-    """One that cannot be guessed."""
+    """Return a secret that cannot be guessed."""
     return token_hex(32)
 
 
 def admit(peer: socket.socket) -> bool:
-    """Return True if the peer that has connected knows the secret; the peer learns the answer."""
+    """Check that a connected peer knows the secret, and send the peer the result."""
     own = token_bytes(_NONCE)
     peer.sendall(_GREETING + own)
     answer = _receive(peer, _NONCE + _PROOF)
@@ -56,13 +56,13 @@ def admit(peer: socket.socket) -> bool:
 
 
 def enter(gate: socket.socket) -> None:
-    """Show who listens there that this process knows the secret, and see that it does too."""
+    """Prove to a gate that this process knows the secret, and check that the gate knows it too."""
     try:
         greeting = _receive(gate, len(_GREETING) + _NONCE)
     except TimeoutError:
         raise UnknownPeer("it does not greet as Flatout does") from None
     if not greeting:
-        raise ConnectionError("it has closed the connection")  # too many come at once
+        raise ConnectionError("it has closed the connection")  # too many connect at once
     if not greeting.startswith(_GREETING):
         raise UnknownPeer("it does not greet as Flatout does")
     theirs, own = greeting[len(_GREETING) :], token_bytes(_NONCE)
@@ -77,12 +77,12 @@ def enter(gate: socket.socket) -> None:
 
 
 def check_channel(rank: int, size: int, channel: Any = None) -> None:
-    """See that all who have joined a channel know the secret; all its ranks call it."""
+    """Check that all ranks of a channel know the secret. All its ranks call this."""
     prove(rank, lambda value: messages.gather(value, size, channel))
 
 
 def prove(rank: int, gather: Callable[[Any], list[Any]]) -> None:
-    """Prove the secret where the messages of all peers travel in another way."""
+    """Prove the secret to all peers, whose messages `gather` exchanges."""
     if not secret():
         return
     nonces = [str(item).encode() for item in gather(token_hex(_NONCE))]

@@ -1,8 +1,8 @@
-"""Processes of a job that are parameter servers and compute nothing.
+"""Processes of a job that are only parameter servers and compute nothing.
 
-`flatout run --servers` starts them behind the ranks: beside those of one node, or one on each of
-the last nodes. A rank is told of fewer processes than there are, so that its World has those alone
-that compute. Both meet at the job's store.
+`flatout run --servers` starts them after the ranks: on the same node as the ranks, or one on each
+of the last nodes. A rank's environment counts only the ranks, so that its World has only processes
+that compute. Servers and ranks meet at the job's store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Servers(NamedTuple):
     """The servers of a job, as a rank knows them.
 
     Attributes:
-        size: how many there are.
+        size: number of servers.
         are_here: whether they share the ranks' node; else each has a node of its own.
     """
 
@@ -34,20 +34,20 @@ class Servers(NamedTuple):
 
 
 def apart() -> Servers | None:
-    """Return, as a rank, the servers that compute nothing; None where there are none."""
+    """Return, on a rank, the separate servers of the job, or None."""
     words = os.environ.get(SERVERS, "").split()
     return Servers(int(words[0]), words[1] == "here") if len(words) == 2 else None
 
 
 def number_of(here: Place) -> int | None:
-    """Which server a process is that was started for a job with some; None where it is a rank."""
+    """Return the number of a server process in a job with servers, or None for a rank."""
     number = here.rank - (here.world_size - int(os.environ[SERVERS]))
     return number if number >= 0 else None
 
 
 def become_rank(here: Place, env: MutableMapping[str, str]) -> None:
-    """Let a process that is to be a rank know of the ranks alone."""
-    # A number alone is what the launcher has set.
+    """Let the environment of a rank count only the ranks."""
+    # A single number is the value that the launcher has set.
     count, are_here = int(env[SERVERS]), here.nodes == 1
     env["WORLD_SIZE"] = str(here.world_size - count)
     env["LOCAL_WORLD_SIZE"] = str(here.local_world_size - count * are_here)
@@ -57,14 +57,14 @@ def become_rank(here: Place, env: MutableMapping[str, str]) -> None:
 
 
 def become_server(here: Place, env: MutableMapping[str, str]) -> None:
-    """Let a process that is to be a server reach ranks of its node by loopback."""
+    """Let a server process reach ranks of its node by loopback."""
     if here.nodes == 1:
         for variable in INTERFACES:
             env.setdefault(variable, "lo")
 
 
 def open_store(timeout_s: float) -> Any:
-    """Open the store where servers and ranks meet, on its own connection."""
+    """Open the store where servers and ranks meet, with a new connection."""
     import torch.distributed as dist
 
     there = connect(place(), timedelta(seconds=timeout_s))
@@ -74,7 +74,7 @@ def open_store(timeout_s: float) -> Any:
 def pair_of(
     store: Any, session: int, server: int, rank: int, *, is_rank: bool, timeout_s: float
 ) -> Pair:
-    """The channel between a server and a rank, which both call."""
+    """Return the channel between a server and a rank, which both call."""
     import torch.distributed as dist
 
     own = dist.PrefixStore(f"{session}-{server}-{rank}", store)  # type: ignore[attr-defined]

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from flatout.processes import machine, state_and_start
 
-# On this signal a process writes its stacks, no matter who holds the interpreter.
+# _SIGNAL: the signal on which a process writes its stacks, whichever thread holds the interpreter.
+# _WRITES_WITHIN_S: most seconds until it has written them.
 _SIGNAL = signal.SIGRTMAX - 5
 _WRITES_WITHIN_S = 1.0
 _STATES = {
@@ -29,22 +30,23 @@ _STATES = {
     "Z": "has ended",
     "X": "has ended",
 }
-# Frames that every script has below its own.
+# Files of the frames that every script has below its own.
 _LAUNCHING = ("flatout/world/start.py", "<frozen runpy>")
 _COLLECTIVES = "flatout/world/world.py"
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process, for those who ask about it.
+    """A process, as others identify it.
 
     Attributes:
-        pid: its number.
-        started: when it was started, in the kernel's ticks: a later one with its pid has another.
+        pid: its process id.
+        started: its start in the kernel's ticks, which differs for a later process with the same
+            id.
         host: its host's name.
-        machine: the same for processes that see one another's numbers.
+        machine: the same for processes that see each other's ids.
         thread: ident of its main thread.
-        stacks: a file descriptor that its stacks are written to on a signal; -1 where it has none.
+        stacks: the file descriptor that its stacks are written to on a signal; -1 if it has none.
     """
 
     pid: int
@@ -56,12 +58,12 @@ class Process:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Describe the process."""
         return f"process {self.pid} on host {self.host}"
 
 
 def this_process() -> Process:
-    """This one; from now on it writes its stacks when others on this machine ask."""
+    """Return this process, which from now on writes its stacks when others on this machine ask."""
     pid = os.getpid()
     return Process(
         pid=pid,
@@ -74,19 +76,19 @@ def this_process() -> Process:
 
 
 def own_stack() -> list[str]:
-    """The stack of this process' main thread as lines, outermost first."""
+    """Return the stack of this process' main thread as lines, outermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = [] if frame is None else list(traceback.extract_stack(frame))
     while frames and frames[0].filename.endswith(_LAUNCHING):
         del frames[0]
-    # Of a collective that it waits in, nothing is said but who called it.
+    # Frames within a collective are left out; its caller is enough.
     inside = (n for n, item in enumerate(frames) if item.filename.endswith(_COLLECTIVES))
     del frames[next(inside, len(frames)) :]
     return "".join(traceback.format_list(frames)).splitlines()
 
 
 def look_at(other: Process) -> tuple[str, list[str]]:
-    """Return what a process of this machine that does not answer is doing."""
+    """Return the activity of a process of this machine that does not answer."""
     state, started = _seen(other.pid)
     if started != other.started:
         return "has ended", []
@@ -110,7 +112,7 @@ def process_state(pid: int) -> str:
 def _answer_signals() -> int:
     if not hasattr(os, "memfd_create") or signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return -1
-    # A file in memory: others read it through /proc, and it goes when the process does.
+    # A file in memory, which others read through /proc and which ends with the process.
     descriptor = os.memfd_create("flatout-stacks")
     faulthandler.register(_SIGNAL, file=descriptor, all_threads=True)
     return descriptor

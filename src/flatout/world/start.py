@@ -1,7 +1,7 @@
 """Runs a script as one rank: `python -m flatout.world.start script.py args`.
 
-What is added to the script: an optimizer that steps in a script whose ranks never met is stopped,
-and of several ranks only the one that failed tells its story.
+Two checks are added to the script. An optimizer step in a script whose ranks never met is stopped.
+If several ranks fail, only the one that failed first prints its error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from flatout.world.dropped import is_any_dropped
 from flatout.world.place import STARTED_BY, place
 from flatout.world.world import LostRank, is_first_to_fail
 
-# A rank that has lost another one lets that one speak and leave first: then what has started the
-# ranks ends this one.
+# Seconds that a rank waits after it has lost another one, so that the other one prints and ends
+# first. Then the launcher ends this one.
 POLITE_S = 20.0
 _LOOK_EVERY_S = 0.1
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -59,7 +59,7 @@ def _run(arguments: list[str]) -> None:
 def end_with_parent() -> None:
     """Let the system kill this rank when the agent that started it is killed.
 
-    No one would watch it any more, and the one who starts the job again must not meet it: the last
+    No process would watch the rank any more, and a restarted job must not meet it: the last
     checkpoint holds.
     """
     agent = os.environ.get(STARTED_BY, str(os.getppid()))

@@ -1,8 +1,8 @@
-"""The store of keys and bytes by which ranks meet, and how a rank reaches it.
+"""The store of keys and bytes in which ranks meet, and connections to it.
 
 Ranks that one agent has started on one node meet in a file in memory that the agent holds. The
-kernel lets no other user open it, where torch's TCPStore answers any process that connects. Other
-launchers leave only an address.
+kernel lets no other user open it, whereas torch's TCPStore answers any process that connects. Other
+launchers provide only an address.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "FLATOUT_STORE"
 
-# Of each rank on a board, in a file whose pages exist where they are written.
+# Bytes of each rank on a board. The file's pages exist only once they are written.
 _ROOM = 1 << 20
 _HEAD = 8
 _READS = 5
@@ -32,9 +32,9 @@ class OwnFiles(NamedTuple):
     """Files in memory that the ranks of one node share.
 
     Attributes:
-        port: of the job, which distinguishes it from one that is started within.
-        store: of torch's FileStore.
-        board: of a `Board`.
+        port: the job's port, which distinguishes the job from one that is started within it.
+        store: path of torch's FileStore.
+        board: path of a `Board`.
     """
 
     port: int
@@ -44,7 +44,7 @@ class OwnFiles(NamedTuple):
 
 @contextmanager
 def own_files(port: int) -> Iterator[dict[str, str]]:
-    """Hold such files as an agent; gives the variable by which its ranks find them."""
+    """Hold such files in an agent, and yield the variable by which its ranks find them."""
     if not hasattr(os, "memfd_create"):
         yield {}
         return
@@ -59,7 +59,7 @@ def own_files(port: int) -> Iterator[dict[str, str]]:
 
 
 def files_of(here: Place) -> OwnFiles | None:
-    """Return the files that the agent of this rank holds; None where there are none."""
+    """Return the files that the agent of this rank holds, or None."""
     words = os.environ.get(VARIABLE, "").split()
     if len(words) != 3 or words[0] != str(here.port) or here.nodes > 1:
         return None
@@ -67,14 +67,14 @@ def files_of(here: Place) -> OwnFiles | None:
 
 
 def open_store(here: Place, timeout: timedelta) -> Any:
-    """Open the store where the ranks meet; the first rank makes it where no agent keeps it."""
+    """Open the store where the ranks meet. The first rank creates it if no agent keeps it."""
     if files_of(here) is not None or here.rank > 0 or agent_keeps_it():
         return connect(here, timeout)
     return served(_address(here), here.port, timeout)
 
 
 def served(address: str, port: int, timeout: timedelta) -> Any:
-    """A store of torch's that listens on one address; by itself it would on all."""
+    """Return a torch store that listens on only one address. By default it would listen on all."""
     import torch.distributed as dist
 
     listening = listen(address, port)
@@ -89,7 +89,7 @@ def served(address: str, port: int, timeout: timedelta) -> Any:
 
 
 def connect(here: Place, timeout: timedelta) -> Any:
-    """Its own connection to the store of this job."""
+    """Return a new connection to the store of this job."""
     import torch.distributed as dist
 
     files = files_of(here)
@@ -124,30 +124,30 @@ def _check_one_node(here: Place) -> None:
 
 
 def agent_keeps_it() -> bool:
-    """Return True if an agent keeps the store, also while ranks start again."""
+    """Return True if an agent keeps the store, also while ranks restart."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class Board:
-    """The latest text of each rank. A FileStore would keep all that were ever written."""
+    """The latest text of each rank. A FileStore would keep all texts."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def write(self, rank: int, text: str) -> None:
-        """Replace the text of a rank; one that is too long is left out."""
+        """Replace the text of a rank. A text that is too long is dropped."""
         content = text.encode()
         if len(content) <= _ROOM - _HEAD:
             head = len(content).to_bytes(4, "little") + zlib.crc32(content).to_bytes(4, "little")
             os.pwrite(self._file, head + content, rank * _ROOM)
 
     def read(self, rank: int) -> str | None:
-        """The text of a rank; None where it has written none."""
+        """Return the text of a rank, or None if it has written none."""
         for _ in range(_READS):
             head = os.pread(self._file, _HEAD, rank * _ROOM)
             length = int.from_bytes(head[:4], "little")
             content = os.pread(self._file, length, rank * _ROOM + _HEAD)
-            # It may be just being written.
+            # The text may be incomplete while it is written.
             if length and zlib.crc32(content) == int.from_bytes(head[4:], "little"):
                 return content.decode()
         return None

@@ -1,8 +1,9 @@
-"""The way of other nodes to the job's store: through a gate that asks for the secret.
+"""The connection of other nodes to the job's store, through a gate that requires the secret.
 
-The store itself listens on loopback, since torch's has no authentication. On the first node a gate
-listens on the interface that leads to the other nodes. On these a port on loopback stands for the
-store, from which each connection goes to the gate. Behind the handshake bytes pass as they are.
+The store itself listens on loopback, because torch's store has no authentication. On the first node
+a gate listens on the interface that leads to the other nodes. On each other node a port on loopback
+represents the store, and forwards each connection to the gate. After the handshake, bytes are
+passed on unchanged.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from flatout.world.network import LOOPBACK, listen
 from flatout.world.secret import admit, enter
 
 _HANDSHAKE_S = 5.0
-# Who does not know the secret must not cost more than so many threads.
+# _AT_ONCE: most threads for connections, so that peers without the secret cost no more. _PIECE:
+# bytes that are passed on at a time.
 _AT_ONCE = 64
 _PIECE = 1 << 16
 _AGAIN_S = 0.05
 
 
 class Gate:
-    """Lets connections of those who know the secret through to a port on loopback."""
+    """Passes connections of peers that know the secret to a port on loopback."""
 
     def __init__(self, listening: socket.socket, port: int) -> None:
         self._port = port
@@ -35,7 +37,7 @@ class Gate:
         _serve(listening, self._receive)
 
     def close(self) -> None:
-        """Let no more in."""
+        """Accept no more connections."""
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
@@ -54,10 +56,10 @@ class Gate:
 
 
 class Tunnel:
-    """A port on loopback that stands for the store of another node.
+    """A port on loopback that represents the store of another node.
 
     Attributes:
-        port: on loopback.
+        port: the port on loopback.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -72,7 +74,7 @@ class Tunnel:
 
 
 def entered(host: str, port: int) -> socket.socket:
-    """A connection through a gate."""
+    """Return a connection through a gate."""
     gate = socket.create_connection((host, port), timeout=_HANDSHAKE_S)
     try:
         enter(gate)
@@ -83,10 +85,10 @@ def entered(host: str, port: int) -> socket.socket:
 
 
 def _serve(listening: socket.socket, receive: Callable[[socket.socket], None]) -> None:
-    """Receive each that connects in its own thread, while this process lives."""
+    """Handle each connection in its own thread, while this process lives."""
 
     def one(peer: socket.socket) -> None:
-        # Its other end finds the connection closed, and tells.
+        # The other end finds the connection closed, and reports it.
         with peer, suppress(OSError, WorldError):
             receive(peer)
 
@@ -97,7 +99,7 @@ def _serve(listening: socket.socket, receive: Callable[[socket.socket], None]) -
             except OSError:
                 if listening.fileno() < 0:
                     return
-                time.sleep(_AGAIN_S)  # that one is gone already, or there are too many
+                time.sleep(_AGAIN_S)  # that peer is gone already, or there are too many
                 continue
             try:
                 threading.Thread(target=one, args=(peer,), daemon=True).start()
@@ -108,7 +110,7 @@ def _serve(listening: socket.socket, receive: Callable[[socket.socket], None]) -
 
 
 def _carry(here: socket.socket, other: socket.socket) -> None:
-    """Pass on what comes from either side, until one of them has ended."""
+    """Pass on bytes from either side, until one side has ended."""
     with selectors.DefaultSelector() as ready:
         for source, target in ((here, other), (other, here)):
             source.settimeout(None)

@@ -1,9 +1,9 @@
-"""A thread beside each rank that says who keeps the others waiting.
+"""A thread in each rank that reports the rank that other ranks wait for.
 
-At a slow beat each rank tells the job's store where it stands among the collectives. One that has
-waited too long in one asks all others for their Python stacks. Their watches answer, for it is not
-they who are stuck; of a rank whose watch does not answer, another one on its machine finds out what
-its process does. Then one rank prints what is known, and the job goes on waiting.
+Each rank regularly writes its position among the collectives to the job's store. A rank that has
+waited too long in a collective asks all other ranks for their Python stacks. Their watch threads
+answer, because these are not stuck. If a watch does not answer, another watch on its machine
+inspects that process. Then one rank prints the facts, and the job continues to wait.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from flatout.world.place import Place, restarts
 from flatout.world.stacks import Process, look_at, own_stack, this_process
 from flatout.world.stores import Board, agent_keeps_it, connect, files_of
 
-# How often a rank tells where it stands, at most and as a share of the patience.
+# Interval of a rank's reports: _BEAT_S is the largest one in seconds, _SHARE a share of the
+# patience.
 _BEAT_S, _SHARE = 5.0, 0.1
-# How many beats the others have to answer, before someone looks at their process, and until what
-# is known is told. So long before patience ends they are asked, so that it is told when it does.
+# Beats after a question. _LOOK_AFTER: beats until a process that has not answered is inspected.
+# _TELL_AFTER: beats until the result is printed. Questions are asked this long before the patience
+# ends, so that the result is printed when it ends.
 _LOOK_AFTER, _TELL_AFTER = 2, 5
-# But no less: a process that is looked at may take that long.
+# Fewest seconds of these times, because inspecting a process may take this long.
 _LEAST_S = 1.0
-# Where the watch of a rank that does not come says nothing.
+# _LEAST_PATIENCE_S: fewest seconds to wait for a missing rank whose watch reports nothing. _LATEST:
+# number of latest collectives in a report.
 _LEAST_PATIENCE_S = 30.0
 _LATEST = 16
 
@@ -50,7 +53,7 @@ class _Question(NamedTuple):
 
 
 class RankWatch:
-    """Watch one rank, and report a collective that does not end."""
+    """Watches one rank, and reports a collective that does not end."""
 
     def __init__(
         self, here: Place, log: CollectiveLog, patience_s: float, store_s: float = 10.0
@@ -71,14 +74,14 @@ class RankWatch:
         self._said: set[tuple[str | None, tuple[int, ...]]] = set()
 
     def watch_only(self, ranks: Sequence[int]) -> None:
-        """The others have ended, and are not waited for."""
+        """Watch only these ranks, because the others have ended."""
         self._ranks = tuple(ranks)
 
     def start(self) -> None:
-        """Begin; without a store that can be reached nothing is watched."""
+        """Begin. If no store can be reached, nothing is watched."""
         with suppress(RuntimeError):
             self._store = _store_of(self._here, self._store_s)
-            # Known before anything can go wrong, also to those who look at it from outside.
+            # Reported before anything can go wrong, because processes outside also read it.
             self._set(f"process/{self._here.rank}", asdict(self._process))
             self._tell_where_it_stands()
             self._thread.start()
@@ -98,7 +101,7 @@ class RankWatch:
         if self._here.rank != 0 or agent_keeps_it() or self._board is not None:
             return
         if hasattr(sys, "last_value"):
-            return  # it has failed, and the others are to know soon
+            return  # this rank has failed, and the others must know soon
         self._set("over", True)
         until = monotonic() + 2 * self._beat
         while left < len(self._ranks) and monotonic() < until:
@@ -106,7 +109,7 @@ class RankWatch:
             left = self._store.add("left", 0)
 
     def blame(self) -> str:
-        """Who keeps the job from going on, in half a sentence; empty if that is not known."""
+        """Return the rank that stops the job, in half a sentence; "" if unknown."""
         with suppress(RuntimeError):
             if self._store is not None:
                 return str(self._get("blame") or "")
@@ -120,7 +123,7 @@ class RankWatch:
         return True
 
     def all_ask(self) -> bool:
-        """Return True if all ranks ask at this rank's point; waits until that is known."""
+        """Return True if all ranks ask at this rank's point. Waits until that is known."""
         with suppress(RuntimeError):
             if self._store is not None:
                 point, ranks = self._log.passed, len(self._ranks)
@@ -135,7 +138,7 @@ class RankWatch:
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # Where the store is gone the job is at its end, and that is told by others.
+        # Without a store the job is at its end, which others report.
         with suppress(RuntimeError, OSError):
             while not self._over.wait(self._next_look()):
                 if self._store.check(["over"]):
@@ -231,7 +234,8 @@ class RankWatch:
         seconds = (clock() - question.since) / 1e9
         hang = explain(question.collective, self._here.rank, stands, seconds)
         kind = stands[self._here.rank].at(question.collective), hang.culprits
-        # What was told before is told in short: a callback of rank 0 that takes long each epoch.
+        # A repeated report is printed in short, such as of a callback of rank 0 that is slow each
+        # epoch.
         say(*(hang.lines[:1] if kind in self._said else hang.lines))
         self._said.add(kind)
         self._set("blame", hang.blame)

@@ -1,6 +1,6 @@
 """The collectives of a job's ranks, on torch.distributed. One rank is a World too.
 
-torch is imported when ranks join, so that a command may ask where it stands without it.
+torch is imported when ranks join, so that a command can read the rank without it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
     from flatout.world.mailbox import Mailbox
 
-# How long a rank waits for the others to come at the start.
+# Longest time that a rank waits for other ranks at the start.
 _PATIENCE = timedelta(minutes=10)
-# How long one that comes back waits until they take it back: its agent ends it where they do not.
+# Longest time that a restarted rank waits until other ranks take it back. Its agent ends it if they
+# do not.
 _RETURNING = timedelta(days=30)
 
 TIMEOUT_S = 600
@@ -43,11 +44,11 @@ HANG_S = 30
 
 
 class LostRank(WorldError, SystemExit):
-    """Another rank has ended, or does not answer; this one leaves with its own code.
+    """Raised if another rank has ended, or does not answer. This rank exits with its own code.
 
     Args:
-        what: happened.
-        is_told: whether the other one has been named: it has nothing to say itself.
+        what: a description of the event.
+        is_told: whether the other rank has been named already, so that this one prints nothing.
     """
 
     code = 75
@@ -61,39 +62,40 @@ class PendingCollective(NamedTuple):
     """A collective that has begun: `World.until` waits for its end.
 
     Attributes:
-        work: torch's.
-        number: of the collective on this rank.
+        work: torch's object.
+        number: number of the collective on this rank.
     """
 
     work: Any
     number: int
 
     def wait(self) -> None:
-        """Wait in a thread beside the rank's own, of which no one takes note."""
+        """Wait in another thread than the rank's own, without a log entry."""
         self.work.wait()
 
 
-_shares_gpus = False  # in the channel that is open
+_shares_gpus = False  # of the open channel
 
 
 class World:
     """The ranks of a job.
 
-    Every rank must call each collective, in the same order. Each takes words for what it is for:
-    they are told where a rank does not come to it.
+    Every rank must call each collective, in the same order. Each collective takes a description of
+    its purpose, which is printed if a rank does not come to it.
 
     Args:
-        place: of this rank.
-        timeout_s: how long a collective may take, in seconds.
-        device: where tensors lie that ranks add up, such as "cpu" or "cuda:0".
+        place: the place of this rank.
+        timeout_s: most seconds of a collective.
+        device: the device of tensors that ranks sum, such as "cpu" or "cuda:0".
 
     Attributes:
-        rank: of this process, from 0.
-        size: how many ranks there are.
-        ids: of each rank the number by which it was started.
-        place: with nodes and local ranks, as they were started.
-        collectives: the collectives so far.
-        shares_gpus: whether two ranks have one GPU: then gloo adds up, for NCCL refuses that.
+        rank: number of this process, from 0.
+        size: number of ranks.
+        ids: for each rank, the number by which it was started.
+        place: the nodes and local ranks, as they were started.
+        collectives: the log of collectives so far.
+        shares_gpus: whether two ranks have the same GPU. Then gloo computes sums, because NCCL
+            refuses that.
     """
 
     def __init__(self, place: Place, timeout_s: float = TIMEOUT_S, *, device: str = "cpu") -> None:
@@ -113,12 +115,12 @@ class World:
     def sum(
         self, tensor: torch.Tensor, what: str = "", *, later: bool = False
     ) -> PendingCollective | None:
-        """Add up a tensor of all ranks, in place.
+        """Sum a tensor over all ranks, in place.
 
         Args:
-            tensor: of the same shape and dtype on every rank.
-            what: it is for.
-            later: return something to wait for with `until`, at once.
+            tensor: a tensor of the same shape and dtype on every rank.
+            what: the purpose of the sum.
+            later: whether to return at once, with an object for `until`.
         """
         if self.size == 1:
             return None
@@ -130,23 +132,24 @@ class World:
         return PendingCollective(work, number) if later else None
 
     def begun(self, work: Any, what: str) -> PendingCollective:
-        """Take note of what all ranks have begun together, to wait for it with `until`.
+        """Log work that all ranks have begun together, and return an object for `until`.
 
         Args:
-            work: has a `wait()`.
-            what: it is for.
+            work: an object with `wait()`.
+            what: the purpose of the work.
         """
         return PendingCollective(work, self.collectives.begin(what))
 
     def until(self, later: PendingCollective) -> None:
-        """Wait for what was begun."""
+        """Wait for work that was begun."""
         with _together(self, later.number):
             later.work.wait()
 
     def until_done(self, later: PendingCollective) -> None:
-        """Wait for what was begun, on the host too: NCCL lets the GPU alone wait.
+        """Wait for work that was begun, also on the host: with NCCL, `wait` makes only the GPU
+        wait.
 
-        So a rank that does not come is named, and waiting for it counts as such.
+        So a rank that does not come is named, and the time of waiting is measured.
         """
         with _together(self, later.number):
             later.work.wait()
@@ -156,14 +159,14 @@ class World:
                 torch.cuda.current_stream(self.device).synchronize()
 
     def within(self, later: PendingCollective) -> AbstractContextManager[None]:
-        """Mark the block as part of a collective: on a GPU reading a sum is what waits."""
+        """Mark the block as part of a collective: on a GPU, reading a sum is the actual wait."""
         return _together(self, later.number)
 
     @contextmanager
     def waiting_apart(self) -> Iterator[None]:
-        """Mark a wait of a rank that steps apart; the wait is no collective.
+        """Mark a wait of a rank that steps independently; the wait is no collective.
 
-        If the wait is too long, the ranks that do not go on are named, as in a collective.
+        If the wait is too long, the ranks that do not continue are named, as in a collective.
 
         Raises:
             LostRank: a channel failed within the block; the error names the rank at fault if known.
@@ -183,14 +186,15 @@ class World:
             log.waiting = outer
 
     def gather(self, value: Any, what: str = "") -> list[Any]:
-        """Every rank's value, by rank; its tensors come back on the CPU.
+        """Return every rank's value, by rank; its tensors are on the CPU.
 
         Args:
-            value: plain data, numpy arrays and tensors, as `flatout.values.tree.flatten` takes.
-            what: it is for.
+            value: plain data, numpy arrays and tensors, as `flatout.values.tree.flatten` takes
+                them.
+            what: the purpose.
 
         Raises:
-            WorldError: the value holds something else.
+            WorldError: the value contains another type.
         """
         if self.size == 1:
             return [value]
@@ -200,12 +204,12 @@ class World:
     def gather_tensors(
         self, tensor: torch.Tensor, what: str = "", *, by_message: bool = False
     ) -> list[torch.Tensor]:
-        """Every rank's tensor, by rank, in one collective.
+        """Return every rank's tensor, by rank, in one collective.
 
         Args:
-            tensor: contiguous, of the same shape and dtype on every rank, where ranks add up.
-            what: it is for.
-            by_message: as ranks send, even where they share memory.
+            tensor: contiguous, of the same shape and dtype on every rank, on the device for sums.
+            what: the purpose.
+            by_message: whether to use messages even if ranks share memory.
         """
         if self.size == 1:
             return [tensor]
@@ -228,20 +232,20 @@ class World:
         *,
         lengths: Sequence[int] | None = None,
     ) -> tuple[list[list[int]], list[torch.Tensor]]:
-        """Tell all ranks some numbers, and send tensors to each.
+        """Send a list of numbers to all ranks, and tensors to each.
 
-        In what comes each tensor begins at a multiple of 8 bytes.
+        In the received bytes, each tensor begins at a multiple of 8 bytes.
 
         Args:
-            note: of the same length on every rank.
-            parts: by rank, on the CPU, contiguous; those for this rank too.
-            what: it is for.
-            lengths: of what each rank sends to this one, in bytes, where all ranks know theirs.
-                Then notes need not come: None is told of them.
+            note: the numbers, of the same length on every rank.
+            parts: the tensors by rank, on the CPU, contiguous; including those for this rank.
+            what: the purpose.
+            lengths: for each rank, the bytes that it sends to this one, if all ranks know theirs.
+                Then notes may be missing, and the result has none.
 
         Returns:
-            every rank's note, and the bytes that it has sent to this one, by rank: uint8 of shape
-            (bytes,), to be read before the next exchange.
+            every rank's note, and the bytes that each rank has sent to this one: uint8 of shape
+            (bytes,), valid until the next exchange.
         """
         if self.size == 1:
             return [list(note)], [messages.joined(parts[0])]
@@ -263,27 +267,27 @@ class World:
         return _shared["mailbox"]
 
     def from_first(self, value: Any, what: str = "") -> Any:
-        """Rank 0's value, on every rank; of the others it is not looked at.
+        """Return rank 0's value on every rank. Values of other ranks are ignored.
 
         Args:
-            value: as `gather` takes it.
-            what: it is for.
+            value: plain data, as for `gather`.
+            what: the purpose.
 
         Raises:
-            WorldError: on rank 0, the value holds something else.
+            WorldError: on rank 0, the value contains another type.
         """
         return self.from_rank(value, 0, what)
 
     def from_rank(self, value: Any, source: int, what: str = "") -> Any:
-        """One rank's value, on every rank; of the others it is not looked at.
+        """Return one rank's value on every rank. Values of other ranks are ignored.
 
         Args:
-            value: as `gather` takes it.
-            source: the rank that has it.
-            what: it is for.
+            value: plain data, as for `gather`.
+            source: the rank whose value counts.
+            what: the purpose.
 
         Raises:
-            WorldError: on that rank, the value holds something else.
+            WorldError: on that rank, the value contains another type.
         """
         if self.size == 1:
             return value
@@ -294,9 +298,9 @@ class World:
         """Write one rank's tensor into that of every rank.
 
         Args:
-            tensor: contiguous, of the same shape and dtype on every rank, where ranks add up.
-            source: the rank that has it.
-            what: it is for.
+            tensor: contiguous, of the same shape and dtype on every rank, on the device for sums.
+            source: the rank whose tensor counts.
+            what: the purpose.
         """
         if self.size == 1:
             return
@@ -306,11 +310,11 @@ class World:
             dist.broadcast(tensor, src=source)
 
     def by_first(self, do: Callable[[], Any], what: str = "") -> Any:
-        """Return the result of `do` on rank 0, on every rank; where it raises there, all ranks do.
+        """Run `do` on rank 0, and return its result on every rank. If it raises, all ranks raise.
 
         Args:
-            do: what only rank 0 runs, and gives something as `gather` takes it.
-            what: it is for.
+            do: a function that only rank 0 calls; its result is a value as for `gather`.
+            what: the purpose.
         """
         result = failed = None
         try:
@@ -326,26 +330,27 @@ class World:
         return result
 
     def wait(self, what: str = "") -> None:
-        """Until all ranks have come here."""
+        """Wait until all ranks have come here."""
         self.gather(None, what)
 
     def count_points(self) -> None:
-        """Let all ranks count the points of `all_ask` from the same number on; all call it."""
+        """Let all ranks count the points of `all_ask` from the same number. All ranks call this."""
         counts = self.gather(self.collectives.passed, "points passed")
         self.collectives.passed = max(counts)
 
     def all_ask(self, asks: bool) -> bool:
         """Return True if all ranks ask for the same at a point that each of them passes.
 
-        All call it at the same points. There is no collective: one that does not ask goes on at
-        once, and one that does waits until all do, or until the watch of another tells that it has
-        gone on, which takes a tenth of `patience_s`, and 5 seconds at most.
+        All ranks call this at the same points. There is no collective: a rank that does not ask
+        continues at once. A rank that asks waits until all ranks ask, or until the watch of another
+        rank reports that it has continued. That takes a tenth of `patience_s`, and 5 seconds at
+        most.
 
         Args:
-            asks: whether this rank does.
+            asks: whether this rank asks.
 
         Returns:
-            the same to all that ask; False to the others.
+            the same to all ranks that ask; False to the others.
         """
         if self.size == 1:
             return asks
@@ -354,10 +359,10 @@ class World:
         return all_do
 
     def among(self, *parts: Sequence[int], user: str = "") -> Group | None:
-        """Its own channel for each part of the ranks; that of this rank's part, if any.
+        """Return the channel of this rank's part of the ranks, or None if it is in no part.
 
-        All ranks call it, with the same parts. It is made once, for each user by itself: what two
-        threads do on one channel would get mixed up.
+        All ranks call this, with the same parts. Each `user` gets a channel of its own, created
+        once, because operations of two threads on one channel would get mixed up.
         """
         sets = tuple(tuple(part) for part in parts)
         known = (user, sets)
@@ -369,18 +374,18 @@ class World:
             with _together(self, number):
                 made = [dist.new_group(list(part), timeout=timeout) for part in sets]
                 own = [pair for pair in zip(sets, made, strict=True) if self.rank in pair[0]]
-                for part, one in own:  # which may number its ranks in another order
+                for part, one in own:  # another call may have used the ranks in another order
                     check_channel(one.rank(), len(part), one)
             _groups[known] = next((Group(p, p.index(self.rank), one) for p, one in own), None)
         return _groups[known]
 
     def go_on_with(self, ids: Sequence[int]) -> None:
-        """Leave out ranks that have ended; channels among parts of the ranks end, too.
+        """Leave out ranks that have ended; this closes all channels among parts of the ranks.
 
-        Those that stay call it, where an agent keeps the store. They keep their order.
+        The remaining ranks call this, if an agent keeps the store. They keep their order.
 
         Args:
-            ids: of those that stay, as in `ids`.
+            ids: numbers of the remaining ranks, as in `ids`.
         """
         own = self.ids[self.rank]
         _close_channels()
@@ -397,7 +402,7 @@ class World:
             _open_channel(store, self.rank, self.size, self.device, timeout)
 
     def take_back(self) -> None:
-        """Meet all ranks that were started, also those that were left out, which wait for it."""
+        """Meet all ranks that were started, including dropped ones, which wait for it."""
         _close_channels()
         self.ids = tuple(range(self.place.world_size))
         self.rank, self.size = self.place.rank, self.place.world_size
@@ -408,12 +413,12 @@ class World:
         dropped.have_met()
 
     def store(self, name: str) -> Any:
-        """The ranks' common store of keys and bytes (torch's), on its own connection.
+        """Return the ranks' common store of keys and bytes (torch's), with a new connection.
 
-        So a thread may use it while others use theirs.
+        A thread may thus use it while other threads use theirs.
 
         Args:
-            name: what the keys are for; other names have other keys.
+            name: a prefix for the keys; stores of other names have other keys.
         """
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
@@ -421,7 +426,7 @@ class World:
         return dist.PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined]
 
     def part(self, count: int) -> tuple[int, int]:
-        """Which of `count` things in order are this rank's: from the first to before the second."""
+        """Return the range of `count` ordered items that belongs to this rank."""
         return count * self.rank // self.size, count * (self.rank + 1) // self.size
 
     def __str__(self) -> str:
@@ -447,7 +452,7 @@ def _together(world: World, number: int) -> Iterator[None]:
         if isinstance(error, WorldError):
             raise
         log.is_lost = True
-        # Without the place in gloo's source, and its advice.
+        # Without the source position of gloo, and its advice.
         words = re.sub(r"^\[[^\]]*\] *", "", str(error).split("\n")[0]).split(". ")[0].strip()
         blame = "" if _watch is None else _watch.blame()
         raise LostRank(
@@ -465,20 +470,20 @@ ONE = World(ALONE)
 _joined: World | None = None
 _groups: dict[tuple[str, tuple[tuple[int, ...], ...]], Group | None] = {}
 _watch: RankWatch | None = None
-_shared: dict[str, Mailbox | None] = {}  # once it was looked for
+_shared: dict[str, Mailbox | None] = {}  # set once a mailbox was searched for
 
 
 def join(device: str = "cpu", timeout_s: float = TIMEOUT_S, patience_s: float = HANG_S) -> World:
-    """The World of this process: with the ranks beside it that a launcher has started, if any.
+    """Return the World of this process, with all ranks that a launcher has started.
 
     Args:
-        device: where tensors lie that ranks add up, such as "cpu" or "cuda:0", which is the
+        device: the device of tensors that ranks sum, such as "cpu" or "cuda:0"; a GPU is the
             current one.
-        timeout_s: how long a collective may take, in seconds.
-        patience_s: after how long in one a rank says who is missing, in seconds.
+        timeout_s: most seconds of a collective.
+        patience_s: seconds in a collective after which a rank reports the missing ranks.
 
     Raises:
-        WorldError: the others do not come, or what the launcher says makes no sense.
+        WorldError: other ranks do not come, or the launcher's variables make no sense.
     """
     global _joined, _watch
     if _joined is not None:
@@ -509,7 +514,7 @@ def is_first_to_fail() -> bool:
 
 
 def leave() -> None:
-    """End this process' part in the World; ranks that go on without it will fail."""
+    """End this process' part in the World. Ranks that continue without it will fail."""
     global _joined, _watch
     if _watch is not None:
         _watch.stop()
@@ -536,7 +541,7 @@ def _open_channel(store: Any, rank: int, size: int, device: str, timeout: timede
 
     gpus = _gpus(store, rank, size, device)
     _shares_gpus = len({*gpus}) < len(gpus)
-    # gloo by itself takes CUDA's tensors, too.
+    # With this name alone, gloo would also take CUDA tensors.
     backend = "cpu:gloo,cuda:nccl" if gpus and not _shares_gpus else "gloo"
     dist.init_process_group(backend, store=store, world_size=size, rank=rank, timeout=timeout)
     check_channel(rank, size)
@@ -588,7 +593,7 @@ def _meet(
 
 
 def _all_here(store: Any, here: Place, patience: timedelta) -> None:
-    """Wait for the slowest rank: from then on the timeout of collectives holds."""
+    """Wait for the slowest rank. From then on, the timeout of collectives holds."""
     if store.add("came", 1) == here.world_size:
         store.set("all", "")
     store.wait(["all"], patience)

@@ -31,9 +31,7 @@ class Form:
 
     @classmethod
     def of(cls, value: torch.Tensor, samples: int, other: torch.Tensor, others: int) -> Form | None:
-        """Derive the form from the value in two batches, or return None if its sizes fit no
-        rule.
-        """
+        """Derive the form from the value in two batches; return None if its sizes fit no rule."""
         if value.dim() != other.dim() or value.dtype != other.dtype:
             return None
         apart = [(a - b, samples - others) for a, b in zip(value.shape, other.shape, strict=True)]

@@ -210,7 +210,7 @@ class KerasModel(TorchModel):
         return f"{self.module.name} without weights"
 
     def structure(self) -> str:
-        """Return the model's configuration, or a description of a layer without one."""
+        """Return the first layer with weights, in words. Names of inner modules say little."""
         try:
             return str(self.module.to_json())
         except Exception:

@@ -113,9 +113,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         return _Scaler(self.keras, device) if scales else None
 
     def drives(self, optimizer: Any, variables: Sequence[Any]) -> bool:
-        """Return whether this wraps that optimizer over these variables (`compile` may change
-        both).
-        """
+        """Return whether this wraps that optimizer over these variables."""
         driven = {*map(id, self._variables)}
         return optimizer is self.keras and {*map(id, variables)} == driven and not self._late
 
