@@ -138,7 +138,7 @@ class Batch(NamedTuple):
         return self if self.is_jagged else self.rows(0, count)
 
     def repeated(self, size: int) -> Batch:
-        """Return `size` samples that repeat those of this batch, to measure the memory of a batch.
+        """Return `size` samples that repeat those of this batch, to measure time and memory.
 
         A jagged batch stays as it is.
         """

@@ -1,4 +1,4 @@
-"""A report of values that reading has changed: one line for each such column."""
+"""Lines about values that reading has changed: one line for each changed column."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flatout.data.origins import Gather, alone
 
 Lines = dict[str, str]
 
-# The name of a change: a float holds a whole number only rounded.
+# Name of a change: a float dtype has rounded a whole number.
 ROUNDED = "rounded"
 
 _numbers = itertools.count()
-# All objects by key. A copy in a worker process has the key of its original.
+# All Changes objects by key. A copy in a worker process has the key of its original.
 _here: WeakValueDictionary[tuple[int, int], Changes] = WeakValueDictionary()
 
 

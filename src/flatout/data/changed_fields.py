@@ -1,4 +1,4 @@
-"""A search for whole numbers of text formats that floats hold only rounded."""
+"""Search in text formats for whole numbers that a float dtype rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.data.block import Numbers, Ragged, Values
 from flatout.data.changed import ROUNDED, Changes, exact_up_to, rounded_words
 from flatout.data.decoder import Encoded
 
-# Rows of a block in whose text a rounded whole number is searched for.
+# Most rows of a block whose text is searched for a rounded whole number.
 _SEARCHED_ROWS = 64
 _WHOLE = re.compile(rb"[+-]?\d+(\.0*)?")
 
@@ -58,7 +58,7 @@ def note_rounded_fields(
 
 
 def fields_by_row(rows: Encoded, split: Callable[[bytes], list[bytes]]) -> FieldsOf:
-    """Return a function that splits the text of the first few of the rows that it is given."""
+    """Return a function that splits the text of the first _SEARCHED_ROWS rows that it gets."""
 
     def fields_of(near: Numbers) -> Iterator[list[bytes]]:
         for row in near[:_SEARCHED_ROWS]:

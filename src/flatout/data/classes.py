@@ -1,4 +1,4 @@
-"""Names of classes by number, and rows whose classes get the numbers of other data."""
+"""Names of classes by number, and rows whose classes are renumbered as in other data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOLD = 8
 _SHOWN = 300
 COLUMNS, TEXTS = "the columns of the input", "the texts of column"
 DATASET = "the classes of the Dataset"
-# Options of schemas that set the meaning of an index or id, with their names in messages.
+# Options of schemas that decide the meaning of an index or id, with their names in messages.
 _RULES = {"base": "the index from which LibSVM counts", "buckets": "the buckets of hashed ids"}
 _TABLES = ("csv", "parquet", "arrow", "table")
 
@@ -50,7 +50,7 @@ def meanings_of(origin: Any) -> dict[str, str]:
     options, names = schema.options, {column.name for column in schema.columns}
     result = {key: str(options[name]) for name, key in _RULES.items() if name in options}
     if any(column.ids for column in schema.columns):
-        result.pop(_RULES["base"], None)  # LibSVM ids are used as they are
+        result.pop(_RULES["base"], None)  # LibSVM ids do not change
     if schema.format == "libsvm" and "features" in names:
         result["the number of features"] = str(schema["features"].shape[0])
     known, open_ones = options.get("categories", {}), options.get("unknown", ())

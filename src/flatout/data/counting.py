@@ -1,4 +1,4 @@
-"""The targets of all samples of an epoch, for counting classes."""
+"""Targets of all samples of an epoch, to count classes."""
 
 from __future__ import annotations
 

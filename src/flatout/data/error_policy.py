@@ -25,7 +25,7 @@ class ErrorPolicy:
         self.max_errors = max_errors
         self.count = 0
         self._known: list[tuple[str, str]] = []  # place and fault of the first bad rows
-        self._noted = 0  # number of rows skipped over all passes
+        self._noted = 0  # number of rows skipped so far
         self._asked = 0  # number of these rows that `new_notes` has reported
         self._lock = Lock()
 

@@ -70,7 +70,7 @@ class Reading(NamedTuple):
     Attributes:
         piece: bytes that are read at a time.
         longest_row: most bytes of a row. A row that does not end within them is damaged.
-        quiet_s: seconds within which no progress is printed and files are assumed to be unchanged.
+        quiet_s: seconds between two lines of progress, and between two checks for changed files.
     """
 
     piece: int = 64 << 20

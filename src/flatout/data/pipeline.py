@@ -332,7 +332,7 @@ class Pipeline(Staged["Pipeline"]):
         if shard is None or not shard.has_own_rows or shard.steps is not None or size is None:
             return self
         if not self.seekable:
-            return self  # own_pipes.py
+            return self  # see own_pipes.py
         stages = [stage for stage in self.stages if stage is not shard]
         turns = passes(stages)
         own = self._of_shard(replace(shard, steps=turns)) if shard.presharded else self

@@ -41,7 +41,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the three generators within the block and put their states back after it."""
+    """Seed the three generators within the block, and restore their states after it."""
     before = random_state()
     seed_all(seed)
     try:

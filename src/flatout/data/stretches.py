@@ -18,7 +18,7 @@ class Stretches:
     When the source's own epoch ends, its next one begins. All other properties are the source's.
 
     Args:
-        source: of batches.
+        source: the source of the batches.
         steps: number of batches in an epoch.
         restarts: begin each epoch with the source's first batch, as a validation does.
 
@@ -63,11 +63,11 @@ class Stretches:
         return f"{self._steps:,} batches an epoch, of {self.of.describe()}"
 
     def peek(self, count: int) -> list[Batch]:
-        """Return up to `count` first batches of epoch 0, without using them up."""
+        """Return the first `count` batches of epoch 0, which epoch 0 then still contains."""
         return self.of.peek(min(count, self._steps))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resume needs besides (epoch, step)."""
+        """Return the state that a resume needs in addition to (epoch, step)."""
         if self.seekable:
             return {}
         return {"pass": self._pass, "first": self._first, "of": self.of.state_dict()}

@@ -1,4 +1,4 @@
-"""Waits for other processes, which are reported and end when a signal stops the training."""
+"""Waits for other processes. A wait is reported, and ends when a signal stops the training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WaitStopped(DataError):
 
 @contextmanager
 def waits_end_when(asked: Callable[[], bool]) -> Iterator[None]:
-    """Within the block, end each `Waiting` in any thread as soon as `asked` returns True."""
+    """Within the block, end each `Waiting` in any thread once `asked` returns True."""
     _asked.append(asked)
     try:
         yield
@@ -28,7 +28,7 @@ def waits_end_when(asked: Callable[[], bool]) -> Iterator[None]:
 
 
 class Waiting:
-    """One wait; the waiting code calls `look` again and again."""
+    """One wait. The waiting code calls `look` repeatedly."""
 
     def __init__(
         self,

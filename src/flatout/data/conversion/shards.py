@@ -39,7 +39,7 @@ _UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, Recu
 
 
 class Sink(Protocol):
-    """A shard that is being written."""
+    """An unfinished shard."""
 
     def write(self, encoded: Any) -> None:
         """Append rows that the writer has encoded."""
@@ -70,7 +70,7 @@ class Writer(Protocol):
         ...
 
     def open(self, out: CountedFile) -> Sink:
-        """Begin a shard."""
+        """Open a shard."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""mixup and cutmix: each sample of a batch blended with the one before it."""
+"""mixup and cutmix: each sample of a batch is blended with the sample before it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def send(pipe: Any, value: Any) -> None:
     """Send a value through a duplex pipe, whose other end only `receive` may read.
 
     Raises:
-        OSError: the other end is closed, or the memory does not suffice.
+        OSError: the other end is closed, or there is not enough memory.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)

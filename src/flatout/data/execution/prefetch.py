@@ -23,7 +23,7 @@ class _Copied(NamedTuple):
 
 
 class _Copier:
-    """Copies batches to a device. On a CPU the same steps run, with neither stream nor pinning."""
+    """Copies batches to a device. On a CPU, the same steps run without stream and pinning."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Read an iterator's items ahead in a thread, or make them in processes, if that is faster."""
+"""Reading of an iterator ahead in a thread, or by processes, if that is faster."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class EpochReader:
         if workers == "thread" or (workers != "auto" and most):
             self._asked = workers
         self._most, self._against = most, against
-        # The candidates that remain to be tried, and the setting that they are compared with.
+        # Candidates that are still to be tried, and the setting that a candidate is compared with.
         self._todo = ["thread", *(["processes"] if most else [])] if workers == "auto" else []
         self._before: Workers = 0
         self._before_s = self._plain_s = 0.0
@@ -98,11 +98,11 @@ class EpochReader:
 
     @property
     def is_asked(self) -> bool:
-        """True if the user has chosen where batches are made."""
+        """Whether the user has chosen where batches are made."""
         return self._asked != 0
 
     def starts(self) -> Workers:
-        """Begin an epoch, and return `settled` for it."""
+        """Start an epoch, and return `settled` for it."""
         self._batches, self._seconds, self._waited, self._start_s = 0, 0.0, 0.0, 0.0
         self._last = self.clock()
         if self._asked != 0 and self.settled == 0 and not self.trials:

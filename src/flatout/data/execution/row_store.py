@@ -96,7 +96,7 @@ class Arena(Protocol):
 
 
 class MemoryArena:
-    """An arena that grows in memory."""
+    """Values that are kept in memory, which grows."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._values = np.empty(1024, dtype)

@@ -1,4 +1,4 @@
-"""The files of a store: in the cache folder, or in memory that the processes of a host share."""
+"""Files of a store: in the cache folder, or in memory that the processes of a host share."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ class BadValue(Exception):
         self.byte = byte
 
 
-# A function that gets a column with whole numbers too large for its dtype to hold them all. Its
-# arguments are the column's name, the table's values, the converted values, and a function that
-# returns the row of a value.
+# A function that gets a column with whole numbers that its dtype may round. Its arguments are the
+# column's name, the table's values, the converted values, and a function that returns the row of a
+# value.
 Large: TypeAlias = "Callable[[str, npt.NDArray[Any], npt.NDArray[Any], Callable[[int], int]], None]"
 
 
@@ -238,9 +238,9 @@ def _index_in(array: pa.Array, values: list[Any]) -> pa.Array:
     return pa.array(codes, pa.int32()).take(index.indices)
 
 
-# The largest number that may be an id. Larger numbers are measurements, and may be rounded.
+# Largest number that may be an id. Larger numbers are measurements, which may be rounded.
 _LARGEST_ID = 2.0**64
-# The number of categories per row from which looking up each row is faster than hashing all.
+# Categories per row from which on looking up each row is faster than hashing all categories.
 _MANY = 4
 # Objects made from a schema's lists: made once, not for every batch.
 _MADE: dict[tuple[int, str], tuple[list[Any], Any]] = {}
@@ -303,7 +303,7 @@ def note_rounding(
 def note_rounding_of(
     table: pa.Table, schema: Schema, changes: Changes, where: Callable[[int], str]
 ) -> None:
-    """Note each column of a table, such as ids, whose whole numbers floats round."""
+    """Note each column of a table, such as ids, whose whole numbers a float dtype rounds."""
     fields = {field.name: field.type for field in table.schema}
     for name, dtype in may_be_rounded(fields, schema).items():
         column = table[name]

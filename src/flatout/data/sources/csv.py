@@ -75,7 +75,7 @@ def csv(
             numbers: `{"color": ["red", "green"]}` makes int64 0 and 1, and other texts are errors.
             A list of names, or None in place of the texts, learns them from all rows. The sorted
             texts then get numbers from 1, and 0 stands for a missing or any other text. For a
-            target, numbers start at 0, and other texts are errors. Unnamed columns of text whose
+            target, numbers start at 0, and other texts are errors. Other columns of text whose
             values repeat are learned too; columns of names or prose are refused.
         dates: columns of dates, or the format of each: `{"day": "%d.%m.%Y"}`. They become days
             since 1970-01-01, float32. ISO 8601 is detected in other columns, too.

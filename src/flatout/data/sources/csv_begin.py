@@ -180,7 +180,7 @@ def _is_beyond_int64(column: pa.ChunkedArray) -> bool:
 
 
 def _type_of(column: pa.ChunkedArray, decimal: str) -> pa.DataType:
-    if pa.types.is_binary(column.type):  # text that is no UTF-8
+    if pa.types.is_binary(column.type):  # the texts are not UTF-8
         return pa.string()
     if not pa.types.is_string(column.type):
         return column.type

@@ -1,4 +1,4 @@
-"""A search for CSV values that reading changes: codes that lose zeros, rounded whole numbers."""
+"""Search for CSV values that reading changes: codes that lose zeros, rounded whole numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MINUS, _SLASH = b"-/"
 
 
 class CsvChanges:
-    """Find the first value of each column that decoding changes."""
+    """Finds the first value of each column that decoding changes."""
 
     def __init__(
         self, changes: Changes, names: Sequence[str], numeric: Sequence[str], dialect: Dialect
@@ -87,7 +87,7 @@ class CsvChanges:
 
 
 def _zeros_before_digits(content: Bytes, delimiter: int) -> Numbers:
-    """Return places of zeros that begin a longer field, and a few places that begin no field."""
+    """Return places of zeros that start a longer field, and a few places that start no field."""
     found = content[:-1] == ord("0")
     found &= content[1:] > _SLASH
     before = content[:-2] < _MINUS

@@ -62,7 +62,7 @@ class CsvDecoder:
 
     @property
     def notes(self) -> list[str]:
-        """Return lines about the way in which the files are read, and about changed values."""
+        """Lines about the dialect of the files, and about changed values."""
         return [*self.changes.notes(), *self._notes]
 
     def split(self, buffer: Bytes, final: bool) -> Split:
@@ -181,7 +181,7 @@ def _is_number(type: pa.DataType) -> bool:
 
 
 def _some(rows: Encoded, wanted: Numbers) -> Encoded:
-    """Return the wanted rows. `where` of the result takes a row's number among them."""
+    """Return the wanted rows, whose `where` takes a row's number among them."""
     return rows._replace(
         starts=rows.starts[wanted],
         ends=rows.ends[wanted],

@@ -121,8 +121,8 @@ class DatasetSource:
         try:
             yield from self.made(self._loader, epoch, start_step)
         except Exception:
-            # Ends the workers now. The error's traceback may keep this source in a reference cycle,
-            # and workers that only the garbage collector ends take seconds to go.
+            # End the workers now. The error's traceback may keep this source in a reference cycle,
+            # and workers that only the garbage collector ends take seconds to end.
             self._loader = self._new_loader()
             raise
 

@@ -8,7 +8,7 @@ from torch.nn.functional import interpolate
 
 from flatout.data.sources.arrays import Arrays
 
-# load_digits counts ink from 0 to 16 in each of its 8x8 cells.
+# Largest amount of ink in each of the 8x8 cells of load_digits, which counts from 0.
 _MOST_INK = 16
 
 

@@ -60,7 +60,7 @@ def stream_schema(format: Format, given: Given | None, wrap: Wrap | None) -> Sch
 def decoder_of(
     schema: Schema, wrap: Wrap | None, name: str, changes: Changes | None = None
 ) -> StreamDecoder:
-    """Return a decoder for one pass over the pipe `name`; `changes` notes the changed values."""
+    """Return a decoder for one pass over the pipe `name`; `changes` keeps the changed values."""
     if schema.format == "tfrecord" and wrap:
         return _Examples(schema)
     if schema.format == "csv":

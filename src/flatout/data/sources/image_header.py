@@ -197,9 +197,7 @@ def _other(whole: str | IO[bytes], head: bytes) -> tuple[int, int, int]:
 
 
 def check_png(data: bytes | memoryview) -> None:
-    """Compare the checksums of a PNG's chunks; Pillow does not check the chunks that hold
-    pixels.
-    """
+    """Compare the checksums of a PNG's chunks. Pillow does not check those of pixels."""
     view, at = memoryview(data), len(_PNG)
     if view[:at] != _PNG:
         return
@@ -207,7 +205,7 @@ def check_png(data: bytes | memoryview) -> None:
         size, kind = struct.unpack_from(">I4s", view, at)
         end = at + 8 + size
         if end + 4 > len(view):
-            return  # the file is cut off: the decoder reports that
+            return  # the file is truncated, which the decoder reports
         (wanted,) = struct.unpack_from(">I", view, end)
         if zlib.crc32(view[at + 4 : end]) != wanted:
             raise Damaged(f"the PNG is damaged: chunk {kind!r} at byte {at:,} has a wrong CRC-32")

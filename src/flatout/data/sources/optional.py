@@ -8,7 +8,7 @@ from flatout.errors import DataError
 
 
 def require(package: str, extra: str, kind: str) -> None:
-    """Import a package, or say how to install it."""
+    """Import a package, or raise an error that states how to install it."""
     try:
         import_module(package)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""A watch over a DataLoader's workers, which names a silent worker and ends all on a stop."""
+"""Watches a DataLoader's workers, names a silent worker, and ends all workers on a stop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flatout.console import say_as_is
 from flatout.data.waiting import Waiting, WaitStopped
 from flatout.world import place, process_state
 
-# Seconds of waiting before a line is printed. Starting a worker or making a batch takes time, too.
+# Seconds of waiting before a line is printed, since starting a worker or making a batch takes time.
 _PATIENCE_S = 15.0
 # Seconds between checks for a signal, which ends the wait.
 _LOOK_S = 1.0
@@ -149,7 +149,7 @@ class Watched:
         if not self._start:
             return words
         words += f": worker {len(self.workers)} imports the script and unpickles the dataset"
-        pid = getattr(self._start["self"], "pid", None)  # a fork server tells it later
+        pid = getattr(self._start["self"], "pid", None)  # a fork server sets it later
         if pid is None:
             return words
         return (

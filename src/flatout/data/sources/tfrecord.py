@@ -106,7 +106,7 @@ class TfrecordDecoder:
         return errors.block(columns, bad)
 
     def _explain(self, rows: Encoded, row: int, code: int) -> tuple[str, str] | None:
-        """Return words for a feature that a record lacks, and the advice to set a default."""
+        """Return a line about a feature that a record lacks, and the advice to set a default."""
         if code != kernel.Bad.MISSING:
             return None
         record = rows.buffer[rows.starts[row] : rows.ends[row]].tobytes()

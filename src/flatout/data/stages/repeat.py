@@ -15,7 +15,7 @@ from flatout.data.stages.stage import P, Plan, Stage, Writable, only
 
 @dataclass(frozen=True)
 class Repeat(Stage):
-    """Several passes as one epoch."""
+    """Several passes are one epoch."""
 
     times: int
 

@@ -42,7 +42,7 @@ class ParquetWriter:
 
 
 class ParquetFile:
-    """A shard that is being written."""
+    """An unfinished shard."""
 
     def __init__(self, out: CountedFile, schema: pa.Schema) -> None:
         self._writer = pq.ParquetWriter(

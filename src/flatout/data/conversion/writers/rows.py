@@ -93,7 +93,7 @@ def write_rows(
     tell: Tell,
     notes: Callable[[], list[str]],
 ) -> None:
-    """Fill the folder."""
+    """Write all rows to a new folder."""
     digest = digest_of(json.dumps(settings, sort_keys=True))
     try:
         filling = Filling(target, layout, pieces[-1].stop, digest)

@@ -59,7 +59,7 @@ class TfrecordWriter:
 
 
 class TfrecordFile:
-    """A shard that is being written."""
+    """An unfinished shard."""
 
     def __init__(self, out: CountedFile) -> None:
         self._out = out
