@@ -1,4 +1,4 @@
-"""Backward passes."""
+"""Hook that times backward passes, and passes their losses to the detectors."""
 
 from __future__ import annotations
 

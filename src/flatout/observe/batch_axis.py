@@ -19,7 +19,7 @@ _NODES, _PLACES, _KINDS = 64, 4, 4
 
 
 class BatchAxis:
-    """Records the inputs of sequence-first layers in a few steps of each training.
+    """Record of the inputs of sequence-first layers, from a few steps of each training.
 
     Only two kinds of batches are conclusive. The samples of a batch that a DataLoader shuffles have
     no order. A batch of texts whose targets are the texts shifted by one place reveals which
@@ -110,7 +110,7 @@ class BatchAxis:
 
 
 def leads_with_samples(watch: Watch, shape: Any) -> bool:
-    """Whether the first of these sizes, and no other, is that of a loader's shuffled batch."""
+    """Return whether the first size, and no other, is that of a loader's shuffled batch."""
     loader = watch.lanes.loader
     if loader is None:
         return False

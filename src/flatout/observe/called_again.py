@@ -1,4 +1,4 @@
-"""Calls a model again, to test whether an output changes with the token that it is to predict.
+"""Repeated call of a model, to test if an output changes with the token that it is to predict.
 
 The script's training is not affected. Random states, modes, buffers and other state of the model
 and of the user's objects are restored (train/held_state.py). A model is not called if the code of
@@ -160,7 +160,7 @@ def _untouched(torch: Any, module: Any) -> Iterator[Callable[[], None]]:
 
 
 def can_be_called_again(torch: Any, module: Any) -> bool:
-    """Whether a model's forward only computes, as far as its code shows."""
+    """Return whether a model's forward only computes, as far as its code shows."""
     hooks = torch.nn.modules.module
     if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
         return False
@@ -375,7 +375,7 @@ class _Open:
 
 
 class _Way:
-    """Follows a change from later to earlier places through the layers.
+    """Path of a change through the layers, from later to earlier places.
 
     Attributes:
         layer: name and class of the layer whose output is the first to change at earlier places.

@@ -170,7 +170,7 @@ class Calls:
         """Extrapolate the counts of this kind to all steps.
 
         Args:
-            kind: of the calls.
+            kind: kind of the calls.
             window: number of steps in which they were counted.
             since: step from which on they are counted again, in addition to `window`.
         """

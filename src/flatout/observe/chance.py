@@ -1,4 +1,4 @@
-"""Judges whether equal samples in training and validation may be a coincidence."""
+"""Estimate of the probability that equal samples in training and validation are a coincidence."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _follows(column: Any, by: Any, different: int) -> bool:
 
 
 def is_no_chance(shared: int, trained: Sequence[int], held_out: Sequence[int], bits: float) -> bool:
-    """Whether `shared` samples of a validation equal training samples more often than by chance.
+    """Return whether `shared` validation samples equal training samples more often than by chance.
 
     Chance is estimated from the bits of a sample, and from the rate of equal samples within one
     part.

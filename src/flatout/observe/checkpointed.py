@@ -19,7 +19,7 @@ _COUNTED_FROM, _COUNTED_UNTIL, _TIMED_UNTIL = 2, 6, 20
 
 
 class Checkpointed:
-    """Measures the checkpointed parts of a forward pass, in the first steps."""
+    """Time and memory of the checkpointed parts of a forward pass, from the first steps."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch

@@ -28,7 +28,7 @@ NO_STEP = (
 
 
 class Clipping:
-    """Records torch's clipping functions and gradient scalers."""
+    """Hooks on torch's clipping functions and gradient scalers."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch

@@ -14,7 +14,7 @@ _WHOLE = "_compile.compile_inner"
 
 
 class Compiles:
-    """Reads Dynamo's counters, if something is compiled."""
+    """Values of Dynamo's counters, if something is compiled."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -34,7 +34,7 @@ class Compiles:
         if not is_anything_compiled() or self._watch.lanes.steps < _LOOKS[0]:
             return []
         dynamo: Any = sys.modules["torch._dynamo.utils"]
-        # Copied, since reading a missing key of a Counter-like dict would add it.
+        # Copied to a dict, since reading a missing key of a defaultdict would add it.
         graphs = dict(dynamo.counters).get("stats", {}).get("unique_graphs", 0)
         times = dict(getattr(dynamo, "compilation_time_metrics", {})).get(_WHOLE, ())
         return [(self._watch.lanes.steps, int(graphs), float(sum(times)))]

@@ -31,7 +31,7 @@ _EACH_ROUND = (ast.With, ast.AsyncWith, ast.Try)
 
 
 class CopiedLists:
-    """Inspects lists in some steps.
+    """Inspection of lists in some steps.
 
     Attributes:
         histories: lines that copy or read a whole list that grows evenly with each step.

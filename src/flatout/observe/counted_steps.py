@@ -13,7 +13,7 @@ LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 def is_counted(backward: Site, step: Site) -> bool:
-    """Whether several iterations' backward passes go into a step.
+    """Return whether the backward passes of several iterations go into a step.
 
     The first case: the step is under an `if` with a remainder in its test, and the backward pass is
     above it, in the same iteration of the same loop. The second case: the step follows a loop

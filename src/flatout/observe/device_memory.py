@@ -12,7 +12,7 @@ _STEPS = (2, 10, 50)
 
 
 class DeviceMemory:
-    """Reads the counters of torch's allocator, which needs no wait for a kernel."""
+    """Values of the counters of torch's allocator, which are read without a wait for a kernel."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch

@@ -41,7 +41,7 @@ class Ran(NamedTuple):
 
 
 class DeviceSteps:
-    """Profiles some steps of a script that trains on a GPU.
+    """Profiler of some steps of a script that trains on a GPU.
 
     To be made when torch is imported: an optimizer's hooks cannot be changed while it steps.
     """

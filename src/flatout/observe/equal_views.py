@@ -26,7 +26,7 @@ _CALLS, _NEAR = 4, 1e-5
 
 
 class Views:
-    """Inspects models that are called with images."""
+    """Inspection of models that are called with images."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch

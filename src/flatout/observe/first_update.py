@@ -21,7 +21,7 @@ _LAST = 8
 
 
 class FirstUpdate:
-    """Compares matrices of the models before and after their first step."""
+    """Comparison of the models' matrices before and after the first step."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

@@ -35,7 +35,7 @@ _RESETS = (
 
 
 class Folds:
-    """Follows the loops over scikit-learn's splits.
+    """Tracker of the loops over scikit-learn's splits.
 
     Attributes:
         found: a finding for each loop.

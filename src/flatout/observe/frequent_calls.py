@@ -29,7 +29,7 @@ class _Place(NamedTuple):
 
 
 class FrequentCalls:
-    """Times calls by kind. For kinds that are too frequent, some steps represent all.
+    """Timer of calls by kind. For kinds that are too frequent, some steps represent all.
 
     Attributes:
         most_share: largest share of the time that timing a kind of calls may take.

@@ -25,7 +25,7 @@ _DROPOUTS = (
 
 
 class Functional:
-    """Records calls in some steps.
+    """Record of misused functions, from some steps.
 
     Attributes:
         dropouts: where a module's forward calls dropout without `training=`.

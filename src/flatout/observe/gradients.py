@@ -29,7 +29,7 @@ class _Interval:
 
 
 class Gradients:
-    """Inspects the gradients of all optimizers' tensors, in a few steps."""
+    """Inspection of the gradients of all optimizers' tensors, in a few steps."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch

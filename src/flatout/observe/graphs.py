@@ -27,7 +27,7 @@ _ASKED = 8
 # Time to find the referrers of objects, as a multiple of the time to find the objects.
 _LOOKS_TO_ASK = 4
 # _FEWEST: looks that are enough to detect growth; _NS_A_BLOCK: estimated ns of a look per allocated
-# block; _CHEAP_NS: longest look that is made, even if expensive, until there are enough.
+# block; _CHEAP_NS: longest look that is always made, until there are _FEWEST.
 _FEWEST = 2
 _NS_A_BLOCK, _CHEAP_NS = 40, 150_000_000
 _WAITS = "graphs: so many objects are alive that looking through them costs too much"
@@ -35,7 +35,7 @@ _CONTAINERS = (list, tuple, dict, set, deque)
 
 
 class Graphs:
-    """Counts the graph nodes that are alive.
+    """Counter of the graph nodes that are alive.
 
     Attributes:
         nodes: [step, number of nodes] of each look.

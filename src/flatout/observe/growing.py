@@ -48,7 +48,7 @@ class _History:
 
 
 class GrowingHistories:
-    """Measures the results of concatenations in some steps.
+    """Sizes and times of concatenations, from some steps.
 
     Attributes:
         histories: results that grow by about the same amount with each step.

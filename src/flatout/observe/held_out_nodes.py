@@ -27,7 +27,7 @@ _MASKS = ("train_mask", "val_mask", "test_mask")
 
 
 class NodeLosses:
-    """Inspects the targets of the first losses.
+    """Inspection of the targets of the first losses.
 
     Attributes:
         found: a finding for each line.

@@ -17,7 +17,7 @@ _FROM, _STEPS = 4, 3
 
 
 class Inside:
-    """Measures within the models that are trained, and those that no optimizer steps."""
+    """Measurements within trained models, and of models that no optimizer steps."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -161,12 +161,12 @@ def _frozen_in(module: Any) -> Iterator[Any]:
 
 
 def acts_in_training(module: Any) -> bool:
-    """Whether the module is in train mode and then draws random numbers or updates statistics."""
+    """Return whether the module is in train mode, and then draws numbers or updates statistics."""
     name = type(module).__name__
     is_one = any(kind in name for kind in ("Dropout", "BatchNorm", "DropPath"))
     return bool(module.training) and (is_one or drops_within(module))
 
 
 def is_leaf(module: Any) -> bool:
-    """Whether the module has parameters of its own and no submodules."""
+    """Return whether the module has parameters of its own and no submodules."""
     return bool(module._parameters) and not module._modules

@@ -50,7 +50,7 @@ class _Held:
 
 
 class KeptLosses:
-    """Inspects the variables of the script's frames in a few steps.
+    """Inspection of the variables of the script's frames in a few steps.
 
     Attributes:
         found: variables that hold more graphs with each step.

@@ -11,7 +11,7 @@ from flatout.observe.unused_calls import last_name
 
 
 def loaded_later(site: Site) -> Site | None:
-    """Return where a state dict is loaded that `site` takes as the best one so far; None if not."""
+    """Return where a state dict is loaded that `site` takes as the best one, or None."""
     function, tree = function_at(site.file, site.line), parsed(site.file)
     if function is None or tree is None:
         return None

@@ -100,7 +100,7 @@ class _Seen:
 
 
 class Labels:
-    """Inspects the labels of some batches."""
+    """Inspection of the labels of some batches."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch

@@ -47,7 +47,7 @@ _DATALOADER = "torch.utils.data.dataloader"
 
 
 class TimeLapse:
-    """Ends the loaders and loops of a running script early."""
+    """Control that ends the loaders and loops of a running script early."""
 
     def __init__(self, watch: Watch, loops: Loops, code: Rewriting, seconds: float) -> None:
         self._watch, self._lanes = watch, watch.lanes
@@ -95,7 +95,7 @@ class TimeLapse:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the time-lapse has begun."""
+        """True once the time-lapse has begun."""
         return bool(self._began_s)
 
     def _interrupt(self, process: int) -> None:

@@ -14,7 +14,7 @@ from flatout.observe.watch import Watch
 
 
 class LaterBackwards:
-    """Inspects the losses of backward passes while it is open."""
+    """Hook that inspects the losses of backward passes while it is open."""
 
     def __init__(self, torch: Any, watch: Watch, look: Callable[[Any], None]) -> None:
         self._torch = torch

@@ -47,7 +47,7 @@ _STANDS_STILL = 0.5
 
 
 class LeakedTargets:
-    """Compares input columns with targets, in the first steps of each training."""
+    """Comparison of input columns with targets, in the first steps of each training."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch

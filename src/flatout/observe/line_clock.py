@@ -15,7 +15,7 @@ _LONGEST_NS = 200_000_000
 
 
 class LineClock:
-    """Times lines of the user's code in one thread, with the library code that they call.
+    """Timer of lines of the user's code in one thread, with the library code that they call.
 
     Attributes:
         ns: time of each line, by file and number, without the user's lines that it calls.

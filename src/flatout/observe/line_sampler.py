@@ -29,7 +29,7 @@ _LARGEST = 2.0
 
 
 class LineSampler:
-    """Samples the stepping thread's stacks from its first step on; to be made in that thread."""
+    """Sampler of the stepping thread's stacks from the first step on; to be made in that thread."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

@@ -92,7 +92,7 @@ class SeenLoader(Loaded):
         self._kept_at_first: int | None = None
 
     def is_like(self, loader: Any) -> bool:
-        """Whether a loader has the same settings."""
+        """Return whether a loader has the same settings."""
         facts = facts_of(loader, self.facts.site)
         return all(getattr(facts, name) == getattr(self.facts, name) for name in _SET_UP)
 

@@ -74,12 +74,12 @@ class Loops:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a loop is open whose iterations are steps."""
+        """True while a loop is open whose iterations are steps."""
         return any(map(self._steps, self._open))
 
     @property
     def is_counting(self) -> bool:
-        """Whether a loop with a length is open whose iterations are steps."""
+        """True while a loop with a length is open whose iterations are steps."""
         return any(self._steps(item) and item.length is not None for item in self._open)
 
     def epochs_of(self) -> list[tuple[int, int]]:

@@ -86,7 +86,7 @@ class _Reduced(NamedTuple):
 
 
 class LossGraphs:
-    """Inspects the graphs that backward is called on.
+    """Inspection of the graphs that backward is called on.
 
     Attributes:
         looks: number of inspected graphs.

@@ -15,7 +15,7 @@ from flatout.observe.watch import Watch
 from flatout.processes import descendants
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-# Half of the most memory samples kept; they are spread evenly over all steps.
+# Half of the largest number of memory samples, which are spread evenly over all steps.
 _LOOKS = 64
 # _FIRST_LOOKS: first samples without a minimum distance; _APART_S: fewest seconds between later
 # samples, so that short steps are not slowed down.
@@ -24,7 +24,7 @@ _JOB_LOOKS = 30
 
 
 class Meters:
-    """Samples the process in some steps, and the whole job once a second."""
+    """Meters of the process, read in some steps, and of the whole job, read once a second."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

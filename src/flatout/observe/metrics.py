@@ -18,7 +18,7 @@ _NO_METRIC = ("make_", "get_", "check_", "pairwise_", "distance", "kernel")
 
 
 class MetricHooks:
-    """Times metrics; a metric called within another is not timed itself."""
+    """Timer of metrics; a metric that is called within another one is not timed itself."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

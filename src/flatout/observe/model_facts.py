@@ -68,7 +68,7 @@ def describe(module: Any, facts: Model, *, whole: bool) -> None:
 
 
 def drops_within(module: Any) -> bool:
-    """Whether a layer other than Dropout drops numbers in train mode.
+    """Return whether a layer other than Dropout drops numbers in train mode.
 
     It may drop between the layers of a recurrent network, within attention, or by a function that
     its own forward calls.

@@ -82,7 +82,7 @@ class SeenModel(Called):
         self._gradients: dict[str, int] = {}
 
     def in_training(self, module: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether the layers compute as in training in a call with these arguments.
+        """Return whether the layers compute as in training in a call with these arguments.
 
         The mode of a Keras model's module has no meaning: `predict` leaves it in evaluation. If a
         call without `training=` reaches layers that compute otherwise in training, they evaluate.
@@ -152,7 +152,7 @@ class SeenModel(Called):
             self._is_asked, self.later_site = False, here(3)
 
     def is_evaluated_in_most(self, steps: int) -> bool:
-        """Whether calls in most of `steps` steps were classified as evaluation."""
+        """Return whether calls in most of `steps` steps were classified as evaluation."""
         return 2 * len(self._evaluated_in) > steps
 
     def was_not_evaluated(self) -> None:
@@ -161,7 +161,7 @@ class SeenModel(Called):
         self._evaluated_in.clear()
 
     def is_open(self, mode: Mode) -> bool:
-        """Whether it was called in this mode for a purpose that is still unknown."""
+        """Return whether the model was called in this mode for a purpose that is still unknown."""
         return mode in self._open
 
     def evaluates(self, mode: Mode) -> None:
@@ -201,14 +201,14 @@ class SeenModel(Called):
         return next((site for site in self._evaluated.values() if site is not None), None)
 
     def is_evaluated(self, steps: int) -> bool:
-        """Whether it was called to evaluate during `steps` steps.
+        """Return whether the model was called to evaluate during `steps` steps.
 
         Evaluation calls in most steps are a part of the step, as those of a target network are.
         """
         return len(self._evaluated_in) > 0 and not self.is_evaluated_in_most(max(2, steps))
 
     def is_part_of(self, other: SeenModel) -> bool:
-        """Whether it is a submodule called only while the other was built, as by Keras."""
+        """Return whether it is a submodule called only while `other` was built, as by Keras."""
         return self.calls <= _BUILDING < other.calls and self.tensors <= other.tensors
 
     def result(self, steps: int) -> Model:
@@ -238,7 +238,7 @@ def _share(module: Any, some: set[str], of: set[str]) -> float:
 
 
 def changes_in_training(facts: Model) -> bool:
-    """Whether the output depends on train mode, as with dropout or normalization by batch."""
+    """Return whether the output depends on train mode, as with dropout or BatchNorm."""
     return any(
         "Dropout" in layer or "BatchNorm" in layer or "DropPath" in layer for layer in facts.layers
     )
@@ -250,7 +250,7 @@ def _line_of_users(frame: FrameType) -> tuple[CodeType | None, int]:
 
 
 class Models:
-    """Observes calls of all modules at first, later only of the outermost modules' classes."""
+    """Hooks on the calls of all modules at first, later only of the outermost modules' classes."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch

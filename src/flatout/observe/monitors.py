@@ -19,7 +19,7 @@ _KERAS = {"EarlyStopping": "stops", "ModelCheckpoint": "keeps", "ReduceLROnPlate
 
 
 class Monitors:
-    """Records callbacks of Lightning, Keras and transformers when a training begins to use them.
+    """Record of callbacks of Lightning, Keras and transformers, when a training first uses them.
 
     Attributes:
         found: a Monitor for each callback.

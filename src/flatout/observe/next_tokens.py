@@ -1,4 +1,4 @@
-"""Check whether a model that is to predict the next token sees it: its mask is missing or wrong.
+"""Check if a model that is to predict the next token sees it: its mask is missing or wrong.
 
 In a step of each training, the target of the loss is compared with the model's input tokens
 (shifted_targets.py). If it equals them, shifted by one, the model is called again after the step
@@ -20,7 +20,7 @@ from flatout.observe.shifted_targets import Place, place_in
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
-# Steps between which calls are recorded. In the latter, hooks for the first steps are already gone.
+# Steps between which calls are recorded. At the latter step, no other hooks judge calls of layers.
 _FROM, _UNTIL = 2, 3
 # Most backward passes that are inspected.
 _LOOKS = 4
@@ -39,7 +39,7 @@ class _Call(NamedTuple):
 
 
 class NextTokens:
-    """Inspects the trained models in a step of each training.
+    """Inspection of the trained models in a step of each training.
 
     Attributes:
         found: models that see the token they are to predict.

@@ -31,7 +31,7 @@ _LEAST_NUMBERS = 256
 
 
 class Numbers:
-    """Checks the numbers of the models that are trained."""
+    """Checker of the numbers of the trained models."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch
@@ -86,7 +86,7 @@ class Numbers:
 
 
 def flushes_subnormals(torch: Any) -> bool:
-    """Whether this thread computes zero where a result is subnormal."""
+    """Return whether this thread computes zero where a result is subnormal."""
     smallest = torch.full((1,), torch.finfo(torch.float32).tiny, dtype=torch.float32, device="cpu")
     return float((smallest * 0.5).item()) == 0.0
 

@@ -1000,7 +1000,7 @@ class LeftOut:
 
     @property
     def is_proven(self) -> bool:
-        """Whether leaving the call out makes a step shorter beyond the noise."""
+        """True if leaving the call out makes a step shorter beyond the noise."""
         return self.measured.low > 1 + self.measured.floor
 
 

@@ -55,7 +55,7 @@ class SeenOptimizer:
         self._first: Callable[[], Any] = (lambda: None) if first is None else ref(first)
 
     def has_same(self, optimizer: Any) -> bool:
-        """Whether the other optimizer has the same class and the same first parameter."""
+        """Return whether the other optimizer has the same class and the same first parameter."""
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         first = next(iter(tensors_of(optimizer)), None)
         return first is not None and self.facts.kind == name and self._first() is first
@@ -141,7 +141,7 @@ def _rows(gradient: Any) -> tuple[int, int]:
 
 
 class StepFinder:
-    """Finds the steps of the script.
+    """Finder of the script's steps.
 
     A step is one round of all optimizers that take turns, each after its backward passes.
 

@@ -58,7 +58,7 @@ def users_code() -> Iterator[tuple[str, ast.Module]]:
 
 
 def is_at(node: ast.stmt | ast.expr, line: int) -> bool:
-    """Whether a node spans the line."""
+    """Return whether a node spans the line."""
     return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 

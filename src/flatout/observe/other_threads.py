@@ -18,9 +18,9 @@ from flatout.observe.watch import Watch
 
 # Seconds between two samples of the threads. Sampling slows down if it takes too much of a CPU.
 _EVERY_S = 0.04
-# The numbers of the steps in which other threads are searched for.
+# Numbers of the steps in which other threads are searched.
 _ASKED = (1, 10, 100)
-# The fewest samples of a thread to report it, and the most threads of the user to sample.
+# _FEWEST: fewest samples of a thread that is reported; _MOST: most threads that are sampled.
 _FEWEST, _MOST = 20, 16
 _OURS = "flatout-"
 # Files in which a thread waits for another thread.
@@ -44,7 +44,7 @@ class _Thread:
 
 
 class OtherThreads:
-    """Sample the threads that run the user's code, except the thread that makes steps.
+    """Sampler of the threads that run the user's code, except the stepping thread.
 
     Attributes:
         seconds: CPU seconds that sampling has taken.

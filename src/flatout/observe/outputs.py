@@ -39,7 +39,7 @@ def watch_outputs(watch: Watch) -> None:
 
 
 class Told:
-    """Times calls that print or log.
+    """Timer of calls that print or log.
 
     They are timed in all steps, or only in some that represent all, where timing costs too much.
     """

@@ -54,7 +54,7 @@ def _is_same(states: Any, last: Any) -> bool:
 
 
 class Recurrent:
-    """Inspects the cells of the trained models, in a few steps."""
+    """Inspection of the cells of the trained models, in a few steps."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch

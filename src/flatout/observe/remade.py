@@ -104,7 +104,7 @@ class _Row:
 
 
 class Remade:
-    """Follows successive optimizers of the same parameters."""
+    """Tracker of successive optimizers of the same parameters."""
 
     def __init__(self, torch: Any, watch: Watch, tables: Tables) -> None:
         self._watch = watch

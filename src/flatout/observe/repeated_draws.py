@@ -101,7 +101,7 @@ class _Draws:
 
 
 class RepeatedDraws:
-    """Records what is drawn from generators."""
+    """Record of draws from generators."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch

@@ -56,7 +56,7 @@ class _Place:
 
 
 class RepeatedSeeds:
-    """Records seeding of the generators of `random`, NumPy and torch."""
+    """Record of the seeding of generators of `random`, NumPy and torch."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

@@ -39,7 +39,7 @@ def random_bytes(torch: Any) -> bytes:
 
 
 def has_peers() -> bool:
-    """Whether this process has joined a process group of several ranks."""
+    """Return whether this process has joined a process group of several ranks."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return False

@@ -107,7 +107,7 @@ def _imported(node: ast.AST, folder: Path, home: Path) -> Iterator[Path]:
 
 
 def steps_schedules(trees: Iterable[ast.Module]) -> bool:
-    """Whether a line in these files steps an object with a scheduler's name or class."""
+    """Return whether a line in these files steps an object with a scheduler's name or class."""
     receivers: set[str] = set()
     schedulers: set[str] = set()
     for tree in trees:
@@ -150,7 +150,7 @@ def _called(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 class Rewriting:
-    """Compiles the user's files with a wrapper around their loops, and conditions before calls.
+    """Compiler of the user's files that wraps loops, and puts conditions before calls.
 
     Attributes:
         loops: file and line of each loop, by its number.
@@ -224,7 +224,7 @@ class Rewriting:
 
 
 class _Loops(ast.NodeTransformer):
-    """Wraps the iterable of a loop whose body steps or evaluates."""
+    """Wrapper of the iterable of a loop whose body steps or evaluates."""
 
     def __init__(self, stepping: set[str], number: Callable[[int], int]) -> None:
         self._stepping = stepping

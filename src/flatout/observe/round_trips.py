@@ -10,7 +10,7 @@ _FROM, _STEPS = 3, 6
 
 
 class RoundTrips:
-    """Recognizes the host memory that a tensor was copied to.
+    """Record of the host memory that tensors were copied to, to recognize it.
 
     Results computed from the copy lie elsewhere, and are not recognized.
 

@@ -59,7 +59,7 @@ class Moments:
     spread: Spread | None = None
 
     def is_of_same(self, other: Moments | None) -> bool:
-        """Whether both have equal counts, means and variances, as moments of the same rows have."""
+        """Return whether counts, means and variances are equal, as for moments of the same rows."""
         return (
             other is not None
             and self.count == other.count
@@ -87,8 +87,8 @@ class Samples:
         is_named: whether `rows` are hashes of the files that samples are read from.
         series: the series that the samples are windows of, steps by columns; None without one.
         whole: a longer series of the script that contains `series`; None without one.
-        windows: for each sample that can be a window of a series, a hash of all steps but the last
-            and one of all steps but the first; None for other samples.
+        windows: where samples can be windows of a series, two hashes of each sample: of all steps
+            but the last, and of all steps but the first; None otherwise.
         bits: upper limit of the bits that distinguish samples. Where it is small, samples may be
             equal by chance.
         of_all: moments of all rows of the table from which the samples are picked; None where the
@@ -352,7 +352,7 @@ def _held(dataset: Any) -> list[Any]:
 
 
 def is_in_memory(value: Any) -> bool:
-    """Whether the value is a dense tensor or numpy array of numbers."""
+    """Return whether the value is a dense tensor or numpy array of numbers."""
     import numpy as np
     import torch
 

@@ -47,7 +47,7 @@ class _Fitted:
 
 
 class Scalers:
-    """Records fit and transform, before the training begins."""
+    """Record of fit and transform, before the training begins."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

@@ -35,7 +35,7 @@ class _Watched:
 
 
 class Schedules:
-    """Records torch's schedulers."""
+    """Record of torch's schedulers."""
 
     def __init__(self, module: Any, watch: Watch) -> None:
         self._watch = watch

@@ -63,7 +63,7 @@ def outermost(chains: list[list[int]], clean: list[int]) -> list[int]:
 
 
 class SideEffects:
-    """Checks which of some calls do not affect training.
+    """Check of some calls for effects on training.
 
     Attributes:
         changed: by call number, names of the state that the call has changed; "" for none.
@@ -90,7 +90,7 @@ class SideEffects:
 
     @property
     def is_done(self) -> bool:
-        """Whether enough executions were checked."""
+        """True once enough executions were checked."""
         return all(looks >= _LOOKS for looks in self._looks.values()) or self._took >= _LONGEST_NS
 
     def end(self) -> list[int]:

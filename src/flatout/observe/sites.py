@@ -46,7 +46,7 @@ def name_files(named: Callable[[str], str]) -> None:
 
 @lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
-    """Whether a file, as its code names it, is the user's and not an installed package's."""
+    """Return whether a file, as its code names it, is the user's and not an installed package's."""
     if file.startswith("<"):
         return file.startswith(("<ipython", "<stdin"))
     real = os.path.realpath(file)

@@ -35,7 +35,7 @@ class _Read(NamedTuple):
 
 
 class SkippedSteps:
-    """Counts numbers that were not finite and that no backward pass followed."""
+    """Counter of numbers that were not finite and that no backward pass followed."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch

@@ -21,8 +21,8 @@ _AT_END, _OFTEN, _MISSES = 1e-6, 3, 5e-3
 # _SCALED: fewest measured columns in a range, as a share; _REACHED: share of their ends that are
 # reached, since test data out of sight may reach the others; _FEWEST: fewest ends that are reached.
 _SCALED, _REACHED, _FEWEST = 0.5, 0.6, 3
-# Shares of the columns at the lower and at the upper end that reach it in few rows. Many columns
-# hold zeros, and pixels are often black or white.
+# Smallest shares, of the columns that reach the lower and the upper end, that reach it in few rows.
+# Many columns hold zeros, and pixels are often black or white.
 _LOW_SELDOM, _HIGH_SELDOM = 1 / 3, 2 / 3
 # Tolerance of the mean and variance of evenly spaced numbers, such as ranks and times.
 _EVEN = 2e-3
@@ -95,7 +95,7 @@ class Spread:
 
     @property
     def is_median(self) -> Any:
-        """Whether zero is the median of each column, by any definition of the median."""
+        """Columns whose median is zero, by any definition of the median; an array of booleans."""
         import numpy as np
 
         half = self.count / 2
@@ -186,7 +186,7 @@ def _is_even(spread: Spread, mean: Any, variance: Any) -> Any:
 
 
 def has_median(alone: Spread, both: Spread) -> bool:
-    """Whether the median of each measured column is zero over all rows, but not over the training
+    """Return whether each measured column's median is zero over all rows, but not over the training
     rows alone."""
     measures = both.different > _DIFFERENT
     count = int(measures.sum())

@@ -63,7 +63,7 @@ class _Taken:
 
 
 class StateLoads:
-    """Follows state dicts from where they are taken to where they are loaded."""
+    """Tracker of state dicts, from where they are taken to where they are loaded."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._watch = watch

@@ -76,7 +76,7 @@ class _Followed:
 
 
 class StepGradients:
-    """Inspects the gradients before each step, and where they are zeroed."""
+    """Inspection of the gradients before each step, and where they are zeroed."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch

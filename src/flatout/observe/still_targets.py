@@ -57,7 +57,7 @@ class _Pair:
 
 
 class StillTargets:
-    """Finds such copies before the first step, and checks them at the end."""
+    """Finder of such copies before the first step, which checks them at the end."""
 
     def __init__(self, torch: Any, watch: Watch, uses: GradientUse) -> None:
         self._torch = torch
@@ -145,7 +145,7 @@ def _pair(copy: SeenModel, own: dict[str, Any], model: SeenModel, theirs: dict[s
 
 
 def is_fresh(torch: Any, module: Any) -> bool:
-    """Whether a module's weights look freshly initialized, never trained.
+    """Return whether a module's weights look freshly initialized, never trained.
 
     Norms then multiply by 1 or 0 and add 0. Biases are 0, or lie with their weights within the
     bound of torch's initialization. Weights without a bias may be initialized differently in a

@@ -10,7 +10,7 @@ from flatout.observe.watch import Watch
 
 
 class Switches:
-    """Records calls of switches, and the state of all switches at the first backward pass.
+    """Record of calls of switches, and of their state at the first backward pass.
 
     Attributes:
         on: names of the switches that were on; None before that pass.

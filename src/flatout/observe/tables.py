@@ -51,7 +51,7 @@ class _HeldTable:
 
 
 class Tables:
-    """Searches the tables of the first calls of models."""
+    """Search for the tables of the first calls of models."""
 
     def __init__(self, torch: Any, watch: Watch) -> None:
         self._torch = torch

@@ -191,7 +191,7 @@ class Log:
 
     @property
     def has_summaries(self) -> bool:
-        """Whether loggers other than print and logging are imported, whose time is not measured."""
+        """True if loggers other than print and logging are imported, whose time is not measured."""
         return bool(_summaries())
 
     def take_out(self) -> None:

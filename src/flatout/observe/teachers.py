@@ -29,7 +29,7 @@ _COPY = 0.5
 
 
 class Teachers:
-    """Inspects models that no optimizer steps, in a few steps of each training."""
+    """Inspection of models that no optimizer steps, in a few steps of each training."""
 
     def __init__(self, torch: Any, watch: Watch, uses: GradientUse) -> None:
         self._torch = torch

@@ -131,7 +131,7 @@ def copying(original: Any, watch: Watch, trips: RoundTrips | None = None) -> Any
 
 
 class IndexWindow:
-    """Times batches made by advanced indexing, in a few steps only.
+    """Timer of batches made by advanced indexing, in a few steps only.
 
     The hook runs for every use of square brackets, in datasets too, so it would cost too much in
     all steps. The measured steps represent all.

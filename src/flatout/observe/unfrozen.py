@@ -30,7 +30,7 @@ _NAMED = 8
 
 
 class NeverFrozen:
-    """Inspects the trained models, once in each training.
+    """Inspection of the trained models, once in each training.
 
     Attributes:
         found: a finding for each attribute and kind of owner.

@@ -35,7 +35,7 @@ def last_name(node: ast.expr) -> str:
 
 
 def is_compiled(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a decorator may replace the function, as those of numba and triton do."""
+    """Return whether a decorator may replace the function, as those of numba and triton do."""
     decorators = {last_name(decorator) for decorator in node.decorator_list}
     return bool(decorators - _WELL_KNOWN - EVALUATES)
 

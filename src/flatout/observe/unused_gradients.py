@@ -68,7 +68,7 @@ class _Pass:
 
 
 class GradientUse:
-    """Follows gradients from the backward passes to the steps that use them.
+    """Tracker of gradients, from the backward passes to the steps that use them.
 
     Attributes:
         looks: number of backward passes that were followed.

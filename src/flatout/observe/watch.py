@@ -95,7 +95,7 @@ class Watch:
 
     @property
     def is_beginning(self) -> bool:
-        """Whether a training is in its first steps, which the Python hooks record."""
+        """True while a training is in its first steps, which the Python hooks record."""
         return self.lanes.steps < self.began + AFTER_STEPS
 
     @property
@@ -220,7 +220,7 @@ class Watch:
             self.notes[_failure(error)] = None
 
     def affords(self, ns: int) -> bool:
-        """Whether another look of `ns` keeps the total within its share of the observed time."""
+        """Return whether another look of `ns` keeps all looks within their share of the time."""
         watched = self.lanes.last - self._since
         return self._waited_ns + ns <= _LOOKING_SHARE * watched
 

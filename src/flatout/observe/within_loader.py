@@ -75,7 +75,7 @@ class Probe:
 
     @property
     def is_done(self) -> bool:
-        """Whether enough was measured."""
+        """True once enough was measured."""
         return self.looks >= _LOOKS or self.batches >= _BATCHES
 
     def look(self, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Writes the observation atomically: about once a second, and at the end.
+"""Atomic writing of the observation: about once a second, and at the end.
 
 Meanwhile, `flatout top` shows this process.
 """
