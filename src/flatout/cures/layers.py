@@ -21,7 +21,7 @@ def tensors_of(part: Any) -> dict[str, Any]:
 
 
 def layers_of(part: Any) -> dict[str, list[str]]:
-    """Return what defines a module's computation besides tensors: code, attributes and hooks."""
+    """Return code, attributes and hooks, which with the tensors define a module's computation."""
     layers = {}
     for path, inner in part.named_modules():
         # The root's own forward and hooks are left out: they are Flatout's, or do not change.
@@ -33,7 +33,7 @@ def layers_of(part: Any) -> dict[str, list[str]]:
 
 
 def words_of(layer: Any, without: Collection[str] = ()) -> list[str]:
-    """Return what defines a layer's computation besides its tensors and inner layers.
+    """Return a layer's class, code and attributes, which with its tensors define its computation.
 
     Args:
         layer: a module.

@@ -121,7 +121,7 @@ def _of_gpu(rank: Observation) -> Critical | None:
 
 def _kernel(name: str) -> str:
     plain = re.sub(r"<.*|\(.*", "", name.removeprefix("void ")).rpartition("::")[2]
-    if _OF_TEMPLATE.fullmatch(plain):  # the first template argument tells these kernels apart
+    if _OF_TEMPLATE.fullmatch(plain):  # the first template argument distinguishes them
         plain = re.split(r"[<>,( ]", name.partition("<")[2])[0].rpartition("::")[2]
     return plain[:_KERNEL] + ("..." if len(plain) > _KERNEL else "")
 

@@ -50,7 +50,7 @@ class FirstLook:
         seconds: duration of the run.
         interrupted_by: number of the signal, such as Ctrl-C's, that this process got; None if none.
         held: how the script was contained: "overlay", "landlock" or "python"; "" in place.
-        lacks: kinds of containment that this machine does not have, as in trials.process.Process.
+        lacks: actions of the script that nothing contains here, as in trials.process.Process.
         uncontained: why the script could not be contained here; "" if it was, or had not to be.
         refused: attempts that were not allowed: {"kind", "what", "where"}.
         opened: mode and path of each opened path, in order, if asked for. The mode is "read",

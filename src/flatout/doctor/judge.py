@@ -76,7 +76,7 @@ class Verdict:
 
     @property
     def explained(self) -> float | None:
-        """Smallest share over the ranks of step time that is attributed to a line."""
+        """Smallest share, of any rank, of step time that is attributed to lines."""
         known = [rank.explained for rank in self.observations]
         return min((share for share in known if share is not None), default=None)
 

@@ -17,7 +17,7 @@ from flatout.cache_folder import remove as remove_made
 from flatout.doctor.trials import scratch
 from flatout.unfinished import is_abandoned, is_unfinished
 
-# Folders of the cache folder. The words say what a user loses by removing a folder.
+# Folders of the cache folder. The words describe what a user loses by removing a folder.
 KINDS = {
     "auto": "measured settings of models",
     "looks": "which settings ended runs",

@@ -26,9 +26,8 @@ _SMALL_DISK = 2 * 2**30
 # Least share of free memory. With less, the kernel may kill a job or swap.
 _SMALL_MEMORY = 0.1
 # Oldest version of torch that Flatout supports.
-# Variables that libraries set for their own use, and users do not set for speed.
 _OLDEST_TORCH = (2, 11)
-# Set by libraries for themselves, and by no one who wants to be faster.
+# Variables that libraries set for their own use, and users do not set for speed.
 _NOT_MEANT = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
 
 # Advice that the checks of scripts give too.

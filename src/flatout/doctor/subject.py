@@ -27,7 +27,7 @@ class Subject(Protocol):
         printed: the file that holds its output.
         code: its exit code, -N if signal N ended it; None until known.
         held: how its file access is contained: "overlay", "landlock" or "python"; "" in place.
-        lacks: kinds of containment that this machine does not have, as in Process; empty in place.
+        lacks: actions of the script that nothing contains here, as in Process; empty in place.
     """
 
     printed: Path

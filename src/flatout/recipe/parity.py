@@ -57,7 +57,7 @@ def _looked_up(name: str, names: dict[str, Parity]) -> Parity:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts besides the change itself on which the parity of a change depends.
+    """Facts about the model on which the parity of a change depends, in addition to the change.
 
     Args:
         batch_coupled: a sample's result depends on the other samples of its batch in training, as

@@ -70,7 +70,7 @@ class FirstLookReport:
         is_last: True if no trials follow, so that the next commands are shown here.
         cures: number of findings that trials could prove.
         held: the containment: "overlay", "landlock" or "python"; "" in place.
-        lacks: kinds of containment that this machine does not have, as in trials.process.Process.
+        lacks: actions of the script that nothing contains here, as in trials.process.Process.
         uncontained: why the script was not contained; "" if it was, or ran in place on request.
         verbose: True if all findings are shown in full, with the checks that had no signal.
     """

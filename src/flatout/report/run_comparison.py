@@ -6,10 +6,10 @@ Each run is judged against the first one by the time per sample in the steady st
 the medians, with the interval of `measure/series.py`. A run is slower or faster if the whole
 interval lies beyond the noise.
 
-Noise is the difference between runs with the first run's settings in the same folder. With four or
-more of them it is the 95% prediction interval for two further runs. With fewer it is 6%, by which
-two processes of the same job may differ (see `baseline.py`), or their own difference if larger. It
-is never less than the noise within either run.
+Noise is the difference between runs with the first run's settings in its parent folder. With four
+or more of them it is the 95% prediction interval for two further runs. With fewer it is 6%, by
+which two processes of the same job may differ (see `baseline.py`), or their own difference if
+larger. It is never less than the noise within either run.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from flatout.report.baseline import FLOOR, differences, hardware
 from flatout.report.run import FEWEST_STEPS, SeenRun, names_of
 from flatout.words import count_words, counted, duration, rounded, size_words
 
-# _MOST_BESIDE: most runs next to the first that are read to measure noise. _FEWEST_ALIKE: fewest
-# runs with the first run's settings for the prediction interval.
+# _MOST_BESIDE: most runs in the first run's parent folder that are read to measure noise.
+# _FEWEST_ALIKE: fewest runs with the first run's settings for the prediction interval.
 _MOST_BESIDE, _FEWEST_ALIKE = 50, 4
 _LEAST_NOISE = 0.001
 _WIDTH = 80

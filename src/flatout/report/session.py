@@ -51,7 +51,7 @@ class Asked:
     Attributes:
         recipe: file to which proven settings will be written.
         seconds, steps: limits of the first look's observation of steps.
-        proves: True to run trials; None to ask the user.
+        proves: True to run trials, False to run none, None to ask the user.
         seeds: number of seeds of whole runs with and without the prescribed cures; 0 for none.
         target: loss for which whole runs report the time until they reach it. None for the lowest
             loss that both reach.

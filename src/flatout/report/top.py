@@ -31,7 +31,7 @@ from flatout.words import clock, count_words, size_words
 # Lanes in the table, by short name; all other lanes of a step are "other".
 _LANES = {"input": "input", "forward": "fwd", "backward": "bwd", "sync": "sync", "optimizer": "opt"}
 _MOST_PROCESSES = 20
-# A rank counts as silent after _SILENT_S seconds and _SILENT_STEPS of its steps without news.
+# A rank counts as silent after the longer of _SILENT_S seconds and the time of _SILENT_STEPS steps.
 _SILENT_S, _SILENT_STEPS = 5.0, 3
 _EVERY_S, _FIRST_S = 1.0, 0.5
 

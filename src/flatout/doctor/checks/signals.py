@@ -129,7 +129,7 @@ def run_steps(observation: Observation) -> float:
 
 
 def held_out(observation: Observation) -> list[Loader | Table]:
-    """Return the inputs that were only evaluated and whose samples were compared with training."""
+    """Return the inputs that were only evaluated, and whose samples are in one table each."""
     evaluated = [item for item in observation.inputs if not item.in_training]
     known = [item for item in evaluated if item.shared_rows is not None or item.scaling is not None]
     if evaluated and not known:
@@ -138,7 +138,7 @@ def held_out(observation: Observation) -> list[Loader | Table]:
 
 
 def in_losses(observation: Observation, kind: str) -> list[InLoss]:
-    """Return the findings of this kind in the graphs of losses."""
+    """Return the observations of this kind in the graphs of losses."""
     if not observation.loss_looks:
         raise NoSignal("no graph of a loss was looked at")
     return [item for item in observation.in_losses if item.kind == kind]

@@ -25,7 +25,7 @@ _LEAST_FLOOR = 0.02
 # two quadruples. _SLOWER_START: factor by which a start may take longer than the first.
 _BLOCKS, _SHORTEST_S = 10, 0.3
 _SLOWER_START = 1.3
-# A trial is given up if the first steps with the cure take at least this factor longer.
+# A cure that gains nothing after its first steps is given up if these take this factor longer.
 _HOPELESS = 4.0
 LEFT = "it stays as written"
 

@@ -14,7 +14,7 @@ from flatout.observe import Loader, Observation
 
 _EPOCHS = ("--epochs", "--num-epochs", "--num_epochs", "--max-epochs", "--max_epochs")
 _STEPS = ("--max-steps", "--max_steps")
-# Fewest blocks with evaluation or saving. Of fewer, one more or less would change the result much.
+# Fewest blocks with evaluation or saving. With fewer, one more or less changes the result much.
 _FEWEST_BLOCKS = 4
 # Fewest such blocks of each side to compare the duration of one evaluation on both.
 _FEWEST_COMPARED = 2

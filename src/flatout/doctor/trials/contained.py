@@ -23,7 +23,7 @@ REFUSED = "refused"
 
 
 def begin() -> None:
-    """Contain this process as its environment says."""
+    """Contain this process as its environment variables describe."""
     variable = os.environ.get(VARIABLE)
     if variable is None:
         return

@@ -23,7 +23,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 # Values from <sys/mount.h> and <fcntl.h>.
 _MOUNT_SETATTR = 442  # the same number on every architecture
 _AT_CWD, _ATTR_READ_ONLY = -100, 1
-# Not covered: no plain files, or used to communicate. /dev/shm is mounted anew and so ends empty.
+# Folders that are not covered: no plain files, or used by processes to communicate. /dev/shm is
+# mounted anew, so that no shared memory of the trial stays in it.
 _AS_THEY_ARE = ("/proc", "/sys", "/dev")
 _SHARED_MEMORY = "/dev/shm"
 _MOST = 400

@@ -56,7 +56,7 @@ class Process:
 
     Attributes:
         held: how its files are contained: "overlay", "landlock" or "python".
-        lacks: kinds of containment that this machine does not have. "signals": to other processes
+        lacks: actions of the script that nothing contains here. "signals": to other processes
             of the user. "orphans": they may outlive a killed supervisor. "network": of native code
             and child programs. "ranks": the same, since its ranks meet on another machine.
         pid: process ID of the script.

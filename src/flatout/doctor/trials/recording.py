@@ -21,7 +21,7 @@ from flatout.observe import EVALUATION, SAVING, Lanes, Watch
 
 # Most steps, and most batches of a loader, that are recorded.
 _MOST = 2000
-# Most indices of a batch that are hashed. They suffice to tell one order from another.
+# Most indices of a batch that are hashed. They suffice to distinguish orders of samples.
 _INDICES = 256
 # _READ: first batches of each loader whose contents are hashed, to detect random augmentation.
 # _BYTES: most bytes of each tensor that are hashed.

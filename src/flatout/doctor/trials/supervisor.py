@@ -45,7 +45,7 @@ class _Script:
             script itself.
         pid: process ID of the script.
         held: how its files are contained: "overlay", "landlock" or "python".
-        lacks: kinds of containment that this machine does not have, as in Process.
+        lacks: actions of the script that nothing contains here, as in Process.
         apart: the script's own namespaces; None without.
     """
 
