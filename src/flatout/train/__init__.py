@@ -1,4 +1,4 @@
-"""Training: one step, Loop, Trainer and its verbs, and what `auto` decides.
+"""Training: one step, Loop, Trainer, and the settings that `auto` decides.
 
 The path of a step: trainer.py, fit.py, loop.py, feed.py, part.py, step.py. Around that path:
 
@@ -16,8 +16,8 @@ cuda_graph*.py, function_watch.py: run steps as CUDA graphs.
 evaluate*.py, forward_graph.py, predict.py: evaluation and prediction, batch size measured.
 model_ids.py, grow_tables.py: give tables of the model rows for the ids of the data.
 guard.py: finds the cause of a NaN.
-checkpointing.py, resume.py, same_job.py: write checkpoints, and go on from one.
-counted.py, explanation.py: count the operators of a step; explain why a fit ran as it did.
+checkpointing.py, resume.py, same_job.py: write checkpoints, and resume from one.
+counted.py, explanation.py: count the operators of a step; explain the speed of a fit.
 recording.py, profiled.py: write the Profile of a run.
 objective.py, compiled.py: the model, loss and optimizer that a Trainer trains; of Keras too.
 notebook*.py: a fit on ranks that a notebook spawns.

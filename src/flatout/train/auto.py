@@ -73,7 +73,7 @@ _DRAWS = "the model draws random numbers"
 # Reasons for settings: while a trial is running, and after a run that ended during the trial.
 MEASURING, _NOT_MEASURED = "being measured", "was not measured: the run ended"
 
-# Order of trials: options that help others come first, then those with the largest effect.
+# Order of trials: options that help other options come first, then options with large effects.
 _ORDER = {
     field: place
     for place, field in enumerate(
@@ -357,7 +357,7 @@ def know_machine(search: Search, device: torch.device) -> None:
 
 
 def agree(decision: Decision, world: World) -> None:
-    """Make all ranks try the same options in the same order, without those that fail on a rank."""
+    """Make all ranks try the same options in the same order, except any that fail on a rank."""
     search = decision.search
     own = None
     if search is not None:

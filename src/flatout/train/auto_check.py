@@ -169,7 +169,7 @@ class FirstCheck:
         return replace(facts, draws_random=facts.draws_random or drawn, draws_by_layout=by_layout)
 
     def _takes_few(self) -> bool:
-        """Return whether a few samples of the batch show what the whole batch does.
+        """Return whether the model takes a few samples of the batch in place of the whole batch.
 
         Compiled code would compile again for a few samples, and then round differently. So the
         whole batch is compiled first.
@@ -424,7 +424,7 @@ class FirstCheck:
         return why
 
     def rounding(self, batch: Batch, settings: Settings) -> float:
-        """Return how far gradients differ from those at plain precision, as a share of the norm."""
+        """Return the difference of gradients from plain precision, as a share of their norm."""
         check = copy.copy(self)
         check._few, check._random = batch, random_state()
         exact = settings.but(precision=self.plain.precision)

@@ -9,7 +9,7 @@ setting that may have ended it.
 The process may have been killed for another reason, so a single mark excludes no setting:
 
 - On a CPU and one rank, a marked setting is first tried in a child process (contained.py). If the
-  child ends too, the setting is excluded; else it is treated like any other.
+  child ends too, the setting is excluded; else it is treated as any other setting.
 - Elsewhere, and where code is compiled, the setting is tried once more. It is excluded once two
   runs have left their marks.
 

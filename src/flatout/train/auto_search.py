@@ -4,7 +4,7 @@
     2  together    all options against plain, since options help one another: bf16 alone may be
                    slower where bf16 with channels_last is three times faster. Options that the
                    roofline of this model expects to lose are left out. Where steps are long,
-                   those without which a few samples ran faster are left out too.
+                   options without which a few samples ran faster are left out too.
     3  allocator   before other options, because its limits cannot be undone.
     4  one by one  each option against the best settings without this option; an option that is not
                    measured faster is dropped. If the option, or all options together, won before,
@@ -165,7 +165,7 @@ class Search:
     Attributes:
         dropped: fields that are not tried or not measured, with the reason.
         kept: fields that keep their value without a trial, with the reason.
-        slower: by field, the ratio of a step's time under the option to plain in the first check.
+        slower: by field, the ratio of a few samples' time under the option to plain settings.
         promises: by field, the saving per step that a roofline expects; set before the first block
             has ended.
         splits: whether settings may depend on the length of a step's batches.

@@ -136,7 +136,7 @@ class Compiling:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start, without those in which the child was paused."""
+        """Seconds since the start, without pauses of the child."""
         return self._ran_s + max(0.0, monotonic() - self._since)
 
     def hold(self, holds: bool) -> None:

@@ -3,9 +3,9 @@
 The folder holds `graph.pt`. `step.pt2` is there once the process has ended successfully.
 
 The started process is a guard. It starts a second process that compiles, in a process group of its
-own, because compilers would outlive that process. The guard pauses and continues the group as its
-stdin says. It kills the group and removes the folder if stdin says so or ends, or if the process
-that reads the package is gone.
+own, because compilers would outlive that process. The guard pauses and continues the group by
+commands on stdin. It kills the group and removes the folder on command, if stdin ends, or if the
+process that reads the package is gone.
 """
 
 from __future__ import annotations

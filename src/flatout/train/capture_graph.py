@@ -89,7 +89,7 @@ class Places(NamedTuple):
     """The tensors that a step reads and changes, with their names.
 
     Attributes:
-        parameters: of the optimizer, by their names in the model.
+        parameters: parameters of the optimizer, by their names in the model.
         others: parameters that do not train, and buffers.
         groups: the optimizer's parameter groups: facts, and the names of parameters that train.
         states: optimizer state of each parameter in the order of `Kind.states`; empty before its
@@ -120,7 +120,7 @@ class Places(NamedTuple):
         return [*self.parameters.values(), *self.others.values(), *states, self.flag]
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Places:
-        """The same places with other tensors."""
+        """Return the same places with other tensors."""
         left = iter(tensors)
         return self._replace(
             parameters={name: next(left) for name in self.parameters},

@@ -21,7 +21,7 @@ from flatout.train.part import Step
 def captured_steps(
     loop: Loop, compute: Any, batches: Iterator[Batch], most: int, stops: Callable[[], bool]
 ) -> Batch | None:
-    """Make steps by the compiled graph, if it is there; return a batch that it refuses."""
+    """Make steps by the compiled graph, if one is loaded; return a batch that it refuses."""
     stepper, feed, tuner = loop.stepper, loop.feed, loop.tuner
     if tuner is not None:
         most = min(most, tuner.next_step - 1 - loop.step_count)

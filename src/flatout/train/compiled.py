@@ -532,7 +532,7 @@ def _has_one_input(model: Any) -> bool:
 
 
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are not defaults: an overridden method may lack the others."""
+    """Return the arguments that are not defaults: an overridden method may lack some."""
     given = {name: value for name, value in arguments.items() if value is not None}
     return {k: v for k, v in given.items() if not (isinstance(v, str) and v == "auto")}
 

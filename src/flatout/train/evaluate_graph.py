@@ -74,7 +74,7 @@ Call = Callable[[], Any]
 
 
 class EvaluateGraph:
-    """Runs a model's calls within evaluations by compiled graphs, once they are there.
+    """Runs a model's calls within evaluations by compiled graphs, once these are compiled.
 
     Attributes:
         passes_left: evaluations like the present one that are planned after it; None where that is
@@ -195,7 +195,7 @@ class EvaluateGraph:
 
         Each record has `samples` of a call, `seconds` of the eager calls, and `chosen` ("a" eager,
         "b" the graph). `why` is the reason why the graph is not used, and `is_open` is True while
-        the graph may still come. `compile_s` and `lost_s` are the seconds of compiling, and those
+        the graph may still come. `compile_s` is the seconds of compiling. `lost_s` is the seconds
         lost to tracing and to slowed calls. Figures of a trial are included if it was made.
         """
         return [form.record() for form in self._forms if form.spent_s >= _WORTH_S]

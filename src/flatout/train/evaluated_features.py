@@ -89,7 +89,7 @@ class EvaluatedFeatures:
         undo = cut.apply()
         try:
             if isinstance(rows, NamedRows):
-                # Uses the batches read so far: a loader that starts again draws another order.
+                # Continues the open iterator: a loader that starts again would draw another order.
                 epoch = self._times[content_of(rows.samples)]
                 yield self._features.rows.completed_of(made, rows, cut, epoch)
             else:

@@ -165,7 +165,7 @@ class Explanation:
         return result
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data: what was tried and chosen, and the roofline in seconds."""
+        """Return plain data: trials, choices, and the roofline in seconds."""
         recipe = self.history.get("recipe")
         return {
             "tuning": self.history.get("tuning"),
@@ -423,7 +423,7 @@ def _spans(spans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         ranges.setdefault(words_of(span["settings"]), []).append((span["first"], span["last"]))
     for words, value in ranges.items():
         steps = sum(last - first + 1 for first, last in value)
-        # The last range is always shown: it is what the run ended with.
+        # The last range is always shown: the run ended with these settings.
         shown = value if len(value) <= _MOST_SPANS else [*value[: _MOST_SPANS - 1], value[-1]]
         listed = [f"{a:,}" if a == b else f"{a:,}-{b:,}" for a, b in shown]
         if len(shown) < len(value):

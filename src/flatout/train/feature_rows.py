@@ -179,7 +179,7 @@ class ModelRows:
             self._loop.tell(line)
 
     def hold(self, rows: FeatureRows | NamedRows) -> None:
-        """Keep a store for evaluations until several others have replaced it.
+        """Keep a store for evaluations, until several newer stores have replaced it.
 
         Its memory on a device is released meanwhile.
         """

@@ -83,7 +83,7 @@ class Choice:
     share: float = 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the choice as plain data."""
         return asdict(self)
 
     def words(self, where: str, precision: str) -> str:

@@ -231,7 +231,7 @@ def readers_of(
 def read_together(
     tables: Mapping[str, Any], readers: Mapping[str, Sequence[str]]
 ) -> list[list[str]]:
-    """Columns whose ids have the same rows, since the same weights are read by them."""
+    """Return groups of columns whose ids share rows, because they read the same weights."""
     by_weight: dict[int, dict[str, None]] = {}
     for name, columns in readers.items():
         by_weight.setdefault(id(table_weight(tables[name])), {}).update(dict.fromkeys(columns))

@@ -385,7 +385,7 @@ _CONTAINERS = tuple(_REFILLED)
 _READ = ("__getitem__", "__iter__", "keys", "values", "items")
 _PYTHONS = ("builtins", "collections", "array")
 _OF_PYTHON = (*_CONTAINERS, OrderedDict, defaultdict, Counter)
-# Python's own classes that only store what users put in.
+# Python's own classes that only store the user's objects.
 _LIKE_OWN = (UserDict, UserList, SimpleNamespace, Namespace)
 
 

@@ -324,7 +324,7 @@ class History:
             axes.axhline(milliseconds, linestyle=":", color="0.3" if q == 50 else "C3", label=label)
         # A first step that compiles takes minutes; other steps should stay distinguishable.
         top = min(times.max() * 1.05, np.percentile(times, 99) * 3)
-        axes.set_ylim(0, top * 1.2)  # the legend stands above
+        axes.set_ylim(0, top * 1.2)  # leaves room for the legend
         axes.legend(loc="upper right", ncols=2)
 
     def _plot_lanes(self, axes: Axes) -> None:

@@ -163,7 +163,7 @@ class KerasCallbacks(Callback):
     def on_epoch_end(self, state: FitState) -> None:
         """Call `on_epoch_end`; figures that callbacks add to the logs are kept."""
         logs = _in_keras_order(state.logs)
-        # One by one with the same logs, since each may add to them what the next one reads.
+        # One by one with the same logs, since each may add figures that the next one reads.
         with self._whole_weights(state):
             for callback in self._callbacks.callbacks:
                 callback.on_epoch_end(state.epoch, logs)

@@ -30,7 +30,7 @@ def scale_rates(
     if len(optimizers) > 1:
         steps = None  # the user's loop decides which optimizer steps on a batch
     first = optimizer_adapter(optimizers[0])
-    # Keras may combine batches for an update; steps of a warm-up are still ours.
+    # Keras may combine batches for an update; a warm-up still counts Flatout's steps.
     together = first.batches_per_update
     batch = None if batch is None else batch * together
     updates = None if steps is None else -(-steps // together)

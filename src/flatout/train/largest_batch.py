@@ -83,7 +83,7 @@ class LargestBatch:
     tried: tuple[TriedStep, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the result as plain data."""
         return {
             "batch_size": self.batch_size,
             "ranks": self.ranks,

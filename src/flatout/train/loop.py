@@ -100,7 +100,7 @@ class Loop(LoopState):
     rounding: RoundingWatch
     _other_job: OtherJob | None = None
     _trial: RankTrial | None = None
-    # Exception that was being handled when training began, so it is not what ends training.
+    # Exception that was being handled when training began, so it does not count as the cause.
     _earlier_error: BaseException | None = None
 
     # -- before training ---------------------------------------------------------------------

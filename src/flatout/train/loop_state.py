@@ -386,7 +386,7 @@ class LoopState:
         return self._saved == (self.epoch, self.step_count)
 
     def next_checkpoint(self) -> str:
-        """The path that `save` would return now."""
+        """Return the path that `save` would return now."""
         return self.checkpointing.next_path(self.step_count)
 
 

@@ -1,9 +1,9 @@
 """Losses as (sum, weight): the division comes after all sums are added up.
 
-The weight is the divisor of the sum. It is the number of samples for most losses, and the number of
-tokens that are not ignored, or the sum of class weights, for others. Micro-batches and ranks then
-add up to exactly the loss of the whole batch. If the weight is the number of samples, the mean is
-computed directly, which saves an operation.
+The weight is the divisor of the sum. It is the number of samples for most losses. For other losses
+it is the number of tokens that are not ignored, or the sum of class weights. Micro-batches and
+ranks then add up to exactly the loss of the whole batch. If the weight is the number of samples,
+the mean is computed directly, which saves an operation.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class FromTorchmetrics:
         self._any = False
 
     def state_dict(self) -> Any:
-        """The metric's state tensors."""
+        """Return the metric's state tensors."""
         state = {name: _copied(value) for name, value in self._metric.metric_state.items()}
         return {"any": self._any, "count": self._metric._update_count, "state": state}
 

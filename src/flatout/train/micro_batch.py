@@ -101,7 +101,7 @@ def jagged_out_of_memory(size: int, when: str, on_rank: str) -> OutOfMemory:
 
 
 def not_split_alone(what: str, size: int, when: str, on_rank: str, *, staged: bool) -> OutOfMemory:
-    """Return the error for memory that ran out on a rank that others wait for within a step."""
+    """Return the error for memory that ran out on a rank that other ranks wait for in a step."""
     return OutOfMemory(
         f"memory ran out{on_rank}, and {what} may meet other ranks' within a step, so that none "
         "can take its part again",

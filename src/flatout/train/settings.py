@@ -68,7 +68,7 @@ class Settings(make_dataclass("Values", _VALUES, frozen=True)):  # type: ignore[
         return replace(self, **changes)
 
     def other_than(self, plain: Settings) -> dict[str, Any]:
-        """Return the Recipe's fields in which these settings differ from others, with values."""
+        """Return the Recipe's fields in which these settings differ from `plain`, with values."""
         values = {field: getattr(self, name) for name, field in FIELDS.items()}
         return {f: v for f, v in values.items() if v != getattr(plain, f.partition(".")[2])}
 

@@ -130,7 +130,7 @@ class Straggler(NamedTuple):
 
 
 def straggler(times: Sequence[Times], waits: bool = True) -> Straggler | None:
-    """Return the ranks that are clearly slower than the others, or None."""
+    """Return the ranks that are clearly slower than the other ranks, or None."""
     stretches = min(len(of_rank.own_ms) for of_rank in times)
     if stretches < _FEWEST or len(times) == 1:
         return None

@@ -66,7 +66,7 @@ class Trainer:
 
     Args:
         model: the user's own object; it holds the trained weights afterwards. A `keras.Model` on
-            the torch backend is trained likewise; if it is compiled, its loss, metrics and
+            the torch backend is trained too; if it is compiled, its loss, metrics and
             optimizer are those of `compile`.
         loss: a standard name (cross_entropy, nll, binary_cross_entropy, mse, mae, huber), a torch
             loss, or a callable `(output, target)` giving a mean or (sum, weight). Of a model of
@@ -117,6 +117,7 @@ class Trainer:
     signature: Signature | None = None
     # Run folder from which the next fit resumes, after lost ranks have been taken back.
     _folder: str | None = None
+    # Lines about the conversion of the input, which `fit` prints.
     input_lines: Sequence[str] = ()
     # Clocks, facts of the machine and limits that `auto` uses. A test replaces them.
     terms = TERMS
@@ -242,7 +243,7 @@ class Trainer:
         progress: bool | None = None,
         resume: bool | str = False,
     ) -> History:
-        """Train until `epochs` epochs are done, and return what happened.
+        """Train until `epochs` epochs are done, and return the History.
 
         A compiled Keras model trains as by `model.fit`, and `history.history` is as Keras' own.
 

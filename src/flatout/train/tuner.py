@@ -47,7 +47,7 @@ _LOOKS = 4
 
 
 class Tuner(Part):
-    """Tune a run while it goes on.
+    """Tries settings on the steps of a run.
 
     Attributes:
         search: the candidates and their results.

@@ -1,4 +1,4 @@
-"""What is called while a fit runs: a file per callback."""
+"""Callbacks of a fit, each in a file of its own."""
 
 from flatout.train.callbacks.best_checkpoint import BestCheckpoint
 from flatout.train.callbacks.callback import Callback, Figures

@@ -53,38 +53,38 @@ class Callback:
         return not type(self).__module__.startswith("flatout.")
 
     def prepare(self, state: FitState) -> None:
-        """Called before settings are decided, and before a checkpoint is loaded."""
+        """Act before settings are decided, and before a checkpoint is loaded."""
 
     def check(self, state: FitState, figures: Figures) -> None:
-        """Called before the first epoch: raise errors here that an epoch's end would show."""
+        """Act before the first epoch: raise errors here that an epoch's end would show."""
 
     def watched_batches(self, state: FitState, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return the batches of an epoch, for a callback that acts before each batch is used."""
         return batches
 
     def on_fit_start(self, state: FitState) -> None:
-        """Called before the first epoch."""
+        """Act before the first epoch."""
 
     def on_epoch_start(self, state: FitState) -> None:
-        """Called before the first step of each epoch."""
+        """Act before the first step of each epoch."""
 
     def on_step(self, state: FitState) -> None:
-        """Called after an optimizer step, once in `every` steps."""
+        """Act after an optimizer step, once in `every` steps."""
 
     def on_evaluate_end(self, state: FitState) -> None:
-        """Called after an evaluation; `state.logs` holds its `val_` figures."""
+        """Act after an evaluation; `state.logs` holds its `val_` figures."""
 
     def on_epoch_end(self, state: FitState) -> None:
-        """Called after each epoch; `state.logs` holds all of its figures."""
+        """Act after each epoch; `state.logs` holds all of its figures."""
 
     def on_checkpoint(self, state: FitState, path: str) -> None:
-        """Called with the path of a checkpoint; it may still be being written."""
+        """Act on the path of a checkpoint, which may still be incomplete."""
 
     def on_fit_end(self, state: FitState) -> None:
-        """Called at the end of training, also after an early stop."""
+        """Act at the end of training, also after an early stop."""
 
     def on_fit_error(self, state: FitState, error: BaseException) -> None:
-        """Called with the error that ends the fit; it is raised to the user afterwards."""
+        """Act on the error that ends the fit; the error is raised to the user afterwards."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what an exact resume needs: tensors and plain data, nested as you like."""

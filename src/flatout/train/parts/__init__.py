@@ -1,1 +1,1 @@
-"""What acts around a step: a file for each Part. `order.py` says which acts around which."""
+"""Parts that act around a step, each in a file of its own; `order.py` has their order."""

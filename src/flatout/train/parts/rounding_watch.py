@@ -64,7 +64,7 @@ class RoundingWatch(Part):
         if loop.is_tuning() or not self._applies():
             return
         began = clock()
-        # Some ranks may have kept features where others have not.
+        # Only some of the ranks may have kept features.
         is_kept = isinstance(batches[0].inputs, Features)
         own = 0.0 if is_kept else self._share(step.compute, batches[0], step.turn)
         share = max(loop.world.gather(own))
