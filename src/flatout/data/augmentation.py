@@ -23,6 +23,7 @@ Pixels: TypeAlias = npt.NDArray[Any]
 # quarter turns, any flip gives the same eight orientations, each equally likely.
 _ORIENTATIONS = {None: (0,), "horizontal": (0, 4), "vertical": (0, 6), "both": (0, 4, 6, 2)}
 _TURNS, _ALL = (0, 1, 2, 3), tuple(range(8))
+# Number of parts that `five_crop` chooses from.
 _CORNERS = 5
 _CROPS = ("crop", "five_crop", "random_resized_crop")
 # Index, in a sample's sequence of random numbers, of the number that decides each choice.

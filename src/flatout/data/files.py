@@ -33,11 +33,14 @@ from flatout.words import counted, size_words
 
 Paths: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
+# Bytes that are copied at a time.
 _PIECE = 4 << 20
+# Seconds between two lines about the progress of a copy.
 _QUIET_S = 1.0
 # Most bytes per compressed byte. Text and records have 3 to 20; more are mostly zeros, or made to
 # fill a disk.
 _MOST_RATIO = 200
+# Bytes to which any compressed file may decompress.
 _ALWAYS_UNPACKED = 256 << 20
 _MAGIC = {
     b"\x1f\x8b": "gzip",

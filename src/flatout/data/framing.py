@@ -18,6 +18,7 @@ from flatout.data.decoder import Bytes, Split
 from flatout.data.pipe import Pipe
 from flatout.errors import DataError
 
+# Default for the most bytes of a record.
 LONGEST_RECORD = 64 << 20
 
 _MAGIC = 0xCED7230A
@@ -25,6 +26,7 @@ _MAGIC_BYTES = struct.pack("<I", _MAGIC)
 _HEAD = struct.Struct("<II")
 _LENGTH_BITS = 29
 _MOST = (1 << _LENGTH_BITS) - 1
+# Flags of a RecordIO part: a whole record, or the first, a middle or the last part of one.
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
 # Bytes of a record's framing, which do not count toward its size.
 _FRAMING = 1 << 12

@@ -39,8 +39,11 @@ from flatout.kernels import lines
 from flatout.measure import available_bytes, usable_cpus
 from flatout.words import size_words
 
+# Version of the stored format of an index.
 _VERSION = 1
+# Bytes at the start and at the end of a file that its digest covers.
 _ENDS = 1 << 16
+# Rows that one task surveys.
 _SURVEYED = 1 << 15
 # Share of the free memory that the files' bytes may use.
 _HELD = 0.25

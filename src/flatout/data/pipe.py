@@ -25,6 +25,7 @@ STANDARD_INPUT = "-"
 # decoded.
 CAPACITY = 1 << 20
 
+# Seconds between two checks whether `stop` was called.
 _SLICE_S = 0.1
 # Seconds after which bytes are returned, however few they are.
 _MOMENT_S = 0.05

@@ -13,6 +13,7 @@ from rich.table import Column
 from flatout.terminal import Console
 from flatout.words import clock, count_words
 
+# Seconds before a terminal shows a bar.
 _QUIET_S = 1.0
 _DRAWINGS_PER_S = 4
 # Reports the number of rows done so far, and further words.

@@ -17,6 +17,7 @@ from flatout.errors import DataError
 Size: TypeAlias = tuple[int, int]
 Pair: TypeAlias = tuple[float, float]
 
+# Random parts that are tried for each image before the fallback.
 _TRIES = 10
 # Indices, in a sample's sequence of random numbers, after those of `Augmentation`.
 _TOP, _LEFT, _FIRST = 16, 17, 18

@@ -7,6 +7,7 @@ import numpy as np
 from flatout.data.decoder import Bytes, Split
 from flatout.kernels import lines
 
+# Bytes that are searched at a time for the last newline.
 _BACK = 1 << 16
 
 

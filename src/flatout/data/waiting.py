@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from flatout.console import say_as_is
 from flatout.errors import DataError
 
+# Factor between the waiting times of two lines.
 _WORDS_GROW = 4
 _asked: list[Callable[[], bool]] = []
 

@@ -32,7 +32,9 @@ from flatout.errors import DataError
 from flatout.kernels import crc32c
 from flatout.words import size_words
 
+# Version of the manifest's format.
 VERSION = 1
+# Bytes of a shard that are read at once to compute its checksum.
 _PIECE = 16 << 20
 # Errors that a damaged or forged manifest may cause.
 _UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, RecursionError)

@@ -35,7 +35,9 @@ _OWN = (
 )  # fmt: skip
 # Arguments that are not part of an architecture: seeds of layers, and values that differ by rank.
 _UNTOLD = ("seed", "device", "dtype", "rank", "world_size")
+# Levels of nested values that count.
 _DEEPEST = 8
+# Items up to which a container's items count; of a longer one, only the length counts.
 _LONGEST = 1_000
 
 

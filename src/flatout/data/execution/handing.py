@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Bytes of a message that hold the size of its tensors.
 _SIZE_BYTES = 8
+# Alignment of each tensor in shared memory, in bytes.
 _ALIGNED = 64
 
 

@@ -46,6 +46,7 @@ _QUICK_NS = 100_000
 # Nanoseconds of a run: as many batches as are made in this time are made together. Python's share
 # of the work, which threads cannot divide, is then done once for all batches of the run.
 _RUN_NS = 4_000_000
+# Most batches of a run.
 _LONGEST_RUN = 16
 # Most batches that are measured to find the cost of a batch.
 _FIRST = 5

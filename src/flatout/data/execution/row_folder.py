@@ -32,6 +32,7 @@ from flatout.errors import DataError, as_data_error
 
 Opener: TypeAlias = Callable[[str, int], int]
 
+# Version of the folder's format.
 VERSION = 2
 _DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError, RecursionError)
 _AGAIN = "the folder is damaged: delete it and make it again"

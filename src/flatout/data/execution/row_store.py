@@ -24,6 +24,7 @@ from flatout.kernels import lines
 
 # Place of a ragged row's values in an arena.
 PLACE = np.dtype([("start", np.int64), ("length", np.int64)])
+# Alignment of a row, in bytes.
 _ALIGNED = 8
 
 

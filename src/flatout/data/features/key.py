@@ -14,6 +14,7 @@ import torch
 # Version of the format of rows, and of Flatout's code that decides their bytes.
 VERSION = 1
 _LIBRARIES = ("torch", "keras", "numpy", "pillow", "simplejpeg")
+# Threads that compute digests of tensors.
 _THREADS = 4
 
 

@@ -32,8 +32,11 @@ Names: TypeAlias = npt.NDArray[np.uint64]
 
 # `row` is the CRC-32C of the row; `own` is the CRC-32C of the record's bytes before it.
 RECORD = np.dtype([("name", np.uint64, 2), ("row", np.uint32), ("own", np.uint32)])
+# Bytes of a record that its own checksum covers.
 _SEALED = RECORD.itemsize - 4
+# Alignment of each tensor of a row, in bytes.
 _ALIGNED = 8
+# Records for which memory is allocated at first.
 _FIRST_ROOM = 1024
 
 

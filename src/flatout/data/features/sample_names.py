@@ -12,7 +12,9 @@ from torch import Tensor
 NAMES_VERSION = 1
 """Version of the names of samples."""
 
+# Bytes of a name.
 _BYTES = 16
+# Seed of the fixed factors of the hash.
 _SEED = 20_261_126
 
 

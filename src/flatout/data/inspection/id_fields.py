@@ -19,7 +19,9 @@ from flatout.words import rounded
 _MOST_FIELDS = 128
 # Number of ids up to which a field gets a row for each id, without other advice.
 _FEW = 1000
+# Share of values with unknown ids from which on the advice is to hash new ids.
 _MANY_UNKNOWN = 0.2
+# Fewest buckets that the advice names.
 _FEWEST_BUCKETS = 1024
 HASH = 'hash, few ids come again: vocabulary = "none"'
 """Advice for a field whose ids should share rows."""

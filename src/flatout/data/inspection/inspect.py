@@ -32,6 +32,7 @@ from flatout.words import size_words
 
 # Images that are decoded for the report; decoding all would take too long.
 _FEW = 512
+# Decoded bytes of a block.
 _BLOCK_BYTES = 16 << 20
 # _MANY_FILES: number of files from which on a note advises to join small files. _SMALL_FILE: mean
 # size in bytes below which files are small.

@@ -244,6 +244,7 @@ _LARGEST_ID = 2.0**64
 _MANY = 4
 # Objects made from a schema's lists: made once, not for every batch.
 _MADE: dict[tuple[int, str], tuple[list[Any], Any]] = {}
+# Most objects in _MADE.
 _MOST_MADE = 256
 
 

@@ -63,6 +63,7 @@ from flatout.measure import usable_cpus
 _OPTIONS = ("delimiter", "quote", "header", "missing", "bools", "decimal", "encoding")
 # Rows whose texts one task reads.
 _LOOKED_AT = 1 << 16
+# Version of the cached texts.
 _VERSION = 1
 
 

@@ -16,11 +16,13 @@ from flatout.errors import as_data_error
 # Tried in this order. A tab, semicolon or bar that gives all rows equally many fields is almost
 # always the delimiter, but commas are frequent in numbers and texts, too.
 _DELIMITERS = ("\t", ";", "|", ",")
+# _BYTES: most bytes of a sample. _ROWS: most rows of a sample.
 _BYTES, _ROWS = 1 << 16, 64
 _NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
 _WITH_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
 _WITH_POINT = re.compile(r"[+-]?\d*\.\d+([eE][+-]?\d+)?")
 _DATE = re.compile(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}([ T].*)?")
+# Numbers that may be years in a header.
 _YEARS = range(1900, 2101)
 _MARKS = {
     codecs.BOM_UTF32_LE: "utf-32",

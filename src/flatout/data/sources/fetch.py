@@ -23,7 +23,9 @@ from flatout.console import say_as_is
 from flatout.errors import DataError, as_data_error
 from flatout.words import size_words
 
+# Seconds without a byte after which a download fails.
 _TIMEOUT_S = 30.0
+# Most bytes that are read at a time.
 _PIECE = 1 << 20
 # Seconds between two lines about the progress of a download.
 _QUIET_S = 1.0

@@ -24,6 +24,7 @@ _SUFFIXES = (
 )
 # A folder that archives made on macOS contain. Names with a leading dot are no data either.
 _NO_CLASS = "__MACOSX"
+# Threads that search folders and read headers.
 _THREADS = 16
 # Names of folders that hold parts of the data, each with class folders in it.
 _SPLITS = (

@@ -24,6 +24,7 @@ from flatout.data.sources.image_files import (
 from flatout.data.sources.image_header import Header
 from flatout.errors import DataError
 
+# Most skipped files that a note names.
 _TOLD = 3
 
 

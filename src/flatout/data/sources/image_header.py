@@ -24,14 +24,21 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000")
 # Bytes that hold most headers; the rest of a file is read only if its header is longer.
 _HEAD = 4096
+# Most bytes of an image file.
 _MOST_BYTES = 1 << 30
+# Most segments of a JPEG before its size.
 _MOST_SEGMENTS = 4096
 # Twice Pillow's limit for a warning, which is Pillow's limit for an error.
 _MOST_PIXELS = 178_956_970
+# JPEG's markers of segments with the image's size.
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# JPEG's markers that no length follows.
 _WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD8)})
+# Other markers of JPEG; _APP1 holds Exif data, and _FILL is padding.
 _START_OF_SCAN, _END, _APP1, _FILL = 0xDA, 0xD9, 0xE1, 0xFF
+# Exif's tag of the orientation.
 _ORIENTATION = 0x0112
+# Exif's types of 16-bit and 32-bit numbers.
 _SHORT, _LONG = 3, 4
 
 

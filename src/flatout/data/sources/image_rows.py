@@ -29,6 +29,7 @@ from flatout.data.sources.image_header import Damaged, Header
 from flatout.errors import DataError
 from flatout.words import counted
 
+# Most classes that a description lists.
 _TOLD = 3
 
 

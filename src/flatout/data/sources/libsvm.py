@@ -28,6 +28,7 @@ _DENSE = 1024
 _NO_LIMIT = 2**62
 # Code of a row without the qid that the schema needs; the kernel itself has no such code.
 _NO_QID = 255
+# Width that no row exceeds, for ragged rows.
 _ANY_WIDTH = 2**31 - 1
 
 

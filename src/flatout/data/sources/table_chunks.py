@@ -50,6 +50,7 @@ from flatout.errors import DataError
 from flatout.measure import usable_cpus
 from flatout.words import size_words
 
+# Decoded bytes of a part from which on a note advises smaller parts.
 _LARGE = 1 << 30
 
 

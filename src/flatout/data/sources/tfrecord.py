@@ -125,6 +125,7 @@ def _feature(column: Column) -> Any:
 
 # Records from which a schema is inferred, where none is given.
 _LOOKED_AT = 1000
+# Bytes that are read at a time to find the first records.
 _PIECE = 8 << 20
 
 

@@ -25,6 +25,7 @@ from flatout.errors import DataError
 _FEW, _SHARE, _SHARE_OF_SOME = 32, 0.5, 0.95
 _NUMBERISH = re.compile(r"[\s€$£%+-]*\d[\d\s.,'/:%€$£TZ+-]*")
 _WHOLE = re.compile(r"\s*[+-]?\d+\s*")
+# Share of texts like numbers or dates from which on a column is not taken for categories.
 _MOSTLY = 0.9
 _ALIKE = "which look like numbers or dates"
 

@@ -16,6 +16,7 @@ from flatout.data.origins import Stream, is_rows
 from flatout.data.stages.stage import P, Plan, Stage, Writable
 from flatout.errors import DataError
 
+# Batches of a window for by_length=True.
 _BY_LENGTH_WINDOW = 64
 
 

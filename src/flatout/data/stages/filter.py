@@ -18,6 +18,7 @@ from flatout.errors import DataError
 
 # Samples that are made and checked together.
 _CHUNK = 4096
+# Seconds between two lines about progress.
 _QUIET_S = 1.0
 
 

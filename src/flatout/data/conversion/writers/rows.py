@@ -23,6 +23,7 @@ from flatout.data.execution.row_store import Layout
 from flatout.data.schema import Schema
 from flatout.errors import DataError
 
+# Decoded bytes of a piece of rows.
 PIECE_BYTES = 4 << 20
 
 
