@@ -197,7 +197,7 @@ class SeenModel(Called):
 
     @property
     def evaluated_at(self) -> Site | None:
-        """The user's line that called it to evaluate; None without an evaluation."""
+        """User's line that called the model to evaluate; None without an evaluation."""
         return next((site for site in self._evaluated.values() if site is not None), None)
 
     def is_evaluated(self, steps: int) -> bool:
@@ -208,7 +208,7 @@ class SeenModel(Called):
         return len(self._evaluated_in) > 0 and not self.is_evaluated_in_most(max(2, steps))
 
     def is_part_of(self, other: SeenModel) -> bool:
-        """Return whether it is a submodule called only while `other` was built, as by Keras."""
+        """Return whether this model is a submodule, called only while Keras built `other`."""
         return self.calls <= _BUILDING < other.calls and self.tensors <= other.tensors
 
     def result(self, steps: int) -> Model:
@@ -405,7 +405,7 @@ class Models:
                     model.facts.autocast = str(dtype).removeprefix("torch.")
 
     def look_at_gradients(self) -> None:
-        """Record, before an optimizer steps, the parameters and table rows without a gradient."""
+        """Record the parameters and embedding rows with a gradient, before an optimizer steps."""
         for model in self._watch.models:
             module = model.ref()
             if module is None or not model.has_parameters or not self._is_trained_here(module):

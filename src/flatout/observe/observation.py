@@ -100,8 +100,8 @@ class Loader:
     Attributes:
         kind: the class, as module.Name.
         site: where the user iterates over it.
-        made_at: the user's line that made the loader. Where a library made several loaders of one
-            dataset, the line of the first of them.
+        made_at: the user's line that made the loader; if a library made it, the user's line that
+            made the first loader of the same dataset.
         dataset: class of the dataset. `length` and `dataset_site` (of its `__getitem__`) are set
             where the dataset has them.
         batch_size, num_workers, persistent_workers, pin_memory, drop_last, prefetch_factor: as in
@@ -251,7 +251,7 @@ class Optimizer:
         parameters: number of parameter tensors.
         elements: number of elements in the parameters.
         local_bytes: bytes of the parameter parts that this rank holds.
-        devices, dtypes: of the parameters.
+        devices, dtypes: devices and dtypes of the parameters.
         sparse_share: share of the embedding rows updated by a step whose gradient is not zero.
             Every row of a sparse gradient counts as one with a gradient.
         rates: learning rate of its first parameter group in some of its first steps: [step, rate].
@@ -262,14 +262,14 @@ class Optimizer:
             zero; options of Keras optimizers have torch's names.
         kept_gradients: number of its first steps in which backward added to gradients left from
             the step before, and the number of steps checked; None where this was not checked.
-        gradient_looks: number of steps in which its parameters were checked for a gradient.
+        gradient_looks: number of checks in which any of its parameters had a gradient.
         unreached: names and shapes of its trainable parameters that never had a gradient, in
             models that were called.
         orphans: shapes of the parameters without a gradient that belong to no called model.
         without_grad: the unreached parameters of layers that were called during training, but
             always with gradients disabled, by the line `no_grad_site`.
-        cut: names of the first parameters of a model that are called with gradients enabled and
-            get no gradient, although all later parameters do.
+        cut: names of the first parameters of a model, where these get no gradient although all
+            later parameters do, and although their layers are called with gradients enabled.
         steps_without: number of steps before which none of its parameters had a gradient, and the
             number of steps checked.
         discarded: number of backward passes whose gradients were zeroed before a step, at
@@ -357,7 +357,7 @@ class Monitor:
         mode: direction that counts as better: "min" or "max".
         metric_kind: "loss" or "score", guessed from the metric's name.
         acts: the effect: "stops" the training, "keeps" the best weights, or "lowers" the rate.
-        is_default: whether `mode` is the default, not given by the script.
+        is_default: whether `mode` equals the callback's default.
         site: where the callback is made.
     """
 
@@ -377,8 +377,8 @@ class InLoss:
     Attributes:
         kind: the finding. "twice": the input of a loss already has the function applied that the
             loss applies. "pairs": output and target were broadcast against one another. "nan": NaN
-            values were replaced. "skipped": some losses were not finite, and the script skipped the
-            step. "labels": the number of classes, and their order in their source column.
+            or infinity was replaced. "skipped": some losses were not finite, and the script skipped
+            the step. "labels": the number of classes, and their order in their source column.
             "padding": padding counts as a target. "bounded": a loss takes scores after ReLU or
             tanh. "single": softmax over a single score. "undivided": means of several batches were
             summed for a step. "cut": a term ends in a tensor that is newly made in each step.
@@ -596,7 +596,7 @@ class SharedFolds:
 
 @dataclass
 class StateLoad:
-    """A load of a state dict that changes nothing, or nothing that the script can want.
+    """A load of a state dict that has no effect.
 
     Attributes:
         kind: "unmatched" where no name matches the module. "own" where it holds the module's own
@@ -720,7 +720,7 @@ class LeakedTarget:
 
     Attributes:
         column: index of the column in a flattened sample.
-        factor: multiplier that turns the column into the target; 1 for a copy.
+        factor: multiplier that turns the column into the target, up to an offset; 1 for a copy.
         samples: number of compared samples; the column matches in all of them.
         values: number of different targets among these samples.
         shape: shape of a sample.
@@ -915,7 +915,7 @@ class OtherThread:
         name: its name in Python.
         site: the user's line that it runs most often, while it does not wait for another thread.
         busy: share of the stack samples in which it did not wait.
-        share: share of these busy samples that were at `site`.
+        share: share of all its stack samples that were at `site`.
     """
 
     name: str

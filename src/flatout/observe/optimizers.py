@@ -68,11 +68,11 @@ class SeenOptimizer:
 
     @property
     def steps(self) -> int:
-        """Number of its steps."""
+        """Number of steps of the optimizer."""
         return sum(self.backwards.values())
 
     def tensors(self) -> list[Any]:
-        """Return the tensors that it steps; none once it is garbage-collected."""
+        """Return the tensors that the optimizer steps; none once the optimizer is freed."""
         optimizer = self.ref()
         return [] if optimizer is None else tensors_of(optimizer)
 

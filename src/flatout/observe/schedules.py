@@ -29,7 +29,7 @@ class _Watched:
         self.is_part = self.is_known = self.is_counted = False
 
     def ask(self, scheduler: Any) -> None:
-        """Record when its rate ends, which takes a thousand times as long as one of its steps."""
+        """Record when the rate ends, which takes a thousand times as long as a scheduler step."""
         self.facts.ends_after, self.facts.made_for = ends_after(scheduler), made_for(scheduler)
         self.is_known = True
 

@@ -34,7 +34,7 @@ FOLDER, LOADER = "FLATOUT_OBSERVE_FOLDER", "FLATOUT_OBSERVE_LOADER"
 # _LOOKS: stack samples after which a probe is complete; _BATCHES: batches after which it is
 # complete; _EVERY_S: seconds between two samples.
 _LOOKS, _BATCHES, _EVERY_S = 300, 48, 0.002
-# Numbers of batches after which a worker writes its measurements, in addition to the end.
+# Numbers of batches after which a worker writes its measurements. It writes them at the end, too.
 _TOLD = (1, 2, 3, 4, 16)
 _LINES = 10
 # Number of the batch (from 0) whose lines are timed by a trace function.
