@@ -11,7 +11,7 @@ FIELD = "compute.fused_optimizer"
 
 
 def fuse_steps(torch: Any, steps: ScriptSteps) -> None:
-    """Check each optimizer before it steps; fuse it again after its state was loaded."""
+    """Fuse each optimizer that allows it before it steps, and again after its state was loaded."""
     refused: set[int] = set()
 
     def look(optimizer: Any) -> None:

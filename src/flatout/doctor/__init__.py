@@ -1,14 +1,20 @@
-"""Diagnosis of a training job: what slows or endangers it, and how to fix that.
+"""Diagnosis of a training job: what slows or endangers it, and how to cure that.
 
-report/session.py takes a script through it. first_look.py runs the script under observation;
-checks/ has a file per check, which makes Findings of Observations, or raises NoSignal; judge.py
-makes a Verdict of them, over all ranks. edits/ are changes of the user's code, proposals.py the
-one that a finding names. prove.py and proving/ try each cure, then the winners together: a
-Prescription. trials/pair.py measures two contained processes block by block, verify.py compares
-whole runs over several seeds. machine.py is flatout doctor alone. Each process of a trial has a
-supervisor (trials/supervisor.py), which contains it, stops it between its blocks, and ends it
-when the trial's end of its pipe closes; the script dies with its supervisor (PR_SET_PDEATHSIG).
-Files are copied on write, by the kernel (overlay.py), else by landlock.py and redirect.py.
+report/session.py calls the parts of this room in order. For `flatout doctor` without a script it is
+machine.py alone.
+
+first_look.py      runs a script under observation.
+checks/            one file per check, which makes Findings from Observations or raises NoSignal.
+judge.py           makes a Verdict from the findings of all ranks.
+proposals.py       writes the edits of the user's code that a finding asks for, by edits/.
+prove.py           tries each cure, then the winners together, and makes a Prescription, by proving/.
+trials/pair.py     measures two contained processes of the script block by block.
+verify.py          compares whole runs of several seeds.
+
+Each process of a trial has a supervisor (trials/supervisor.py), which contains it, and stops it
+between its blocks. It ends the process when the trial's end of their pipe closes. The script dies
+with its supervisor (PR_SET_PDEATHSIG). Files are copied on write: by the kernel (overlay.py), or
+else by redirect.py, with landlock.py against other writes.
 """
 
 from flatout.lazy import attach

@@ -1,4 +1,4 @@
-"""Current activity of running jobs: lanes of each rank, or of any process its use of resources.
+"""Current activity of running jobs: the lanes of each rank, or the resources of any process.
 
 Top().sample()                    all jobs that publish their lanes
 Top(pid=4242).sample()            a process and all its children

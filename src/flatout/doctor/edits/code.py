@@ -95,7 +95,7 @@ class Code:
     # -- nodes -----------------------------------------------------------------------------------
 
     def statements(self, line: int) -> list[ast.stmt]:
-        """Return the innermost statements of a line; a compound statement counts by its head."""
+        """Return the innermost statements of a line; of a compound one, only its head counts."""
         result = [
             node
             for node in ast.walk(self.tree)

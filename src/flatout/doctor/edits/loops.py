@@ -38,8 +38,8 @@ def tell_less(at: FoundAt) -> list[Edit]:
 def call_less(at: FoundAt) -> list[Edit]:
     """Put a condition before a call that was observed not to change the training.
 
-    Assignments that only this call reads are put under the condition too. A loop without a step
-    number gets a counter.
+    Assignments that only this call reads are put under the condition too. If no loop has a step
+    number, a counter is added.
     """
     call, code = at.statement, at.code
     first = next((item.first for item in at.seen.left_out if str(item.site) == at.finding.where), 0)

@@ -6,10 +6,10 @@ batches that loader workers prefetch. Its first steps, as many as the queue and 
 counted. Time between steps that the process reports, such as evaluation, is not counted either,
 unless it is what the trial is about.
 
-The speed of a machine depends on the previous load. On two virtual CPUs steps of 2 ms took 3 ms
-for a second after steps of 15 ms had run. Steps of 15 ms took 12 ms for 200 ms after the others.
-Both effects make the ratio smaller than that of processes that each run alone. So the last trial,
-whose result is promised, lets each side warm up before it counts.
+The speed of a machine depends on the previous load. On two virtual CPUs steps of 2 ms took 3 ms for
+a second after steps of 15 ms had run. Steps of 15 ms took 12 ms for 200 ms after steps of 2 ms had
+run. Both effects make the ratio smaller than that of processes that each run alone. So the last
+trial, whose result is promised, lets each side warm up before it counts.
 
 A script that ends by itself may be restarted, so that short scripts can be measured too. A stays
 alive from one B to the next. A script may slow down with each step, if something grows or if

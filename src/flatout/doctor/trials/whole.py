@@ -20,7 +20,7 @@ from flatout.doctor.trials.recording import Record, Stepping
 from flatout.observe import Lanes
 
 LAST = 0.05
-"""Share of the last steps whose mean loss is the final loss of a run."""
+"""Share of the steps, from the end of a run, whose mean loss is the final loss."""
 
 # Steps between reads of the losses from the device, which are then written.
 _EVERY = 256
