@@ -7,7 +7,7 @@ first_look.py      runs a script under observation.
 checks/            one file per check, which makes Findings from Observations or raises NoSignal.
 judge.py           makes a Verdict from the findings of all ranks.
 proposals.py       writes the edits of the user's code that a finding asks for, by edits/.
-prove.py           tries each cure, then the winners together, and makes a Prescription, by proving/.
+prove.py           tries each cure, then the winners together: a Prescription, by proving/.
 trials/pair.py     measures two contained processes of the script block by block.
 verify.py          compares whole runs of several seeds.
 

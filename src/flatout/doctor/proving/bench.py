@@ -80,7 +80,7 @@ class Bench:
 
     @contextmanager
     def beside(self, cure: Cure) -> Iterator[Against]:
-        """Add a cure to both sides of measurements in this context; yield the side to compare with."""
+        """Add a cure to both sides of measurements in this context; yield the plain side."""
         self._beside = cure
         try:
             with self.against(NOTHING) as against:
