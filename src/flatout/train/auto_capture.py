@@ -21,7 +21,7 @@ from flatout.words import duration
 FIELD = "compute.capture"
 # Reason against compiling in a run of unknown length, until that has lasted for longer.
 NOT_YET = "a run of unknown length repays compiling only once it has lasted some minutes"
-# Longest step, in seconds, that is compiled: in longer steps operators outweigh the calls of them.
+# Longest step, in seconds, that is compiled: in longer steps, calls take a small share of the time.
 _SHORT_S = 0.005
 # Time that steps lose while a child compiles on another CPU, as a share of the compiling time.
 _SLOWED = 0.05

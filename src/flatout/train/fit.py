@@ -137,7 +137,7 @@ class Fit:
         try:
             self._run()
         except (LostRank, WaitStopped):
-            # A signal that was noted only. Its sender started the ranks, and ends this one.
+            # Raise a recorded signal again: it comes from the launcher, and ends this rank.
             self.signals.pass_on()
             raise
         except RuntimeError as error:

@@ -23,7 +23,7 @@ _LOOKED_AT, _SHARE = 24, 0.25
 _STEPS = 120
 # Smallest ratio of the run's estimated times for which another precision is chosen.
 _FASTER = 1.1
-# Time of a step on kept features, as a multiple of its backward (forward: half of the backward).
+# Time of a step on kept features, as a multiple of its backward; the forward takes half as long.
 _LIVE = 1.5
 _FIELDS = ("compute.precision", "compute.memory_format")
 

@@ -62,7 +62,7 @@ _KEPT = (bool, int, float, str, type(None), torch.Tensor, tuple)
 _OF_TORCH = frozenset(vars(nn.Module()))
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if type(value) is OrderedDict)
 _OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
-# Objects with these attributes may be in use by another thread, so they are not restored.
+# Objects with an attribute of these types may be in use by another thread: not restored.
 _OF_THREADS = (threading.Thread, type(threading.Lock()), type(threading.RLock()))
 # Objects that are skipped: some have states of their own, which a check that makes updates restores
 # itself, and data in a file must not be written to.

@@ -33,7 +33,7 @@ from flatout.train.loop import Loop
 from flatout.train.snapshot import untouched
 from flatout.words import counted
 
-# Ids per column in a test batch that finds the tables that read a column.
+# Numbers reserved for each column in a test batch, which finds the tables that read a column.
 _APART = 1 << 22
 
 

@@ -470,7 +470,7 @@ class Stepper:
             if is_freed:
                 return
         largest = max(batch.size for batch in batches)
-        # Before the first step the ranks do not compute together yet, but messages count them.
+        # Before the first step ranks do not compute together yet, but the message names the rank.
         world = self.world if self._norms is None else self._norms.ranks
         on_rank = f" on rank {world.rank}" if world.size > 1 else ""
         when = f"step {step}" if step else "before the first step"

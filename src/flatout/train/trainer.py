@@ -723,7 +723,7 @@ class Trainer:
             self.loop.feed.inputs = before
 
     def _agreed(self, source: Source) -> Source:
-        world = self.world()  # from here on the first rank speaks for all
+        world = self.world()  # joins the ranks; from here on only the first rank prints
         return source.agreed(world.gather) if isinstance(source, Pipeline) else source
 
     def metadata(self) -> dict[str, str]:
