@@ -126,7 +126,7 @@ class NumbersGuard(Part):
             return stepper.wanted_pieces(batch)
 
         def explain(_: Step) -> Any:
-            # The culprit is the first batch with a bad loss. If only a gradient is bad, batch 1 is named.
+            # The first batch with a bad loss; if only a gradient is bad, the first batch of all.
             culprit = next(iter(batches), None)
             if len(batches) > 1:
                 with untouched(model, compute), stepper.forward_alone():
