@@ -50,8 +50,8 @@ class EpochReader:
     """Choose between epochs if a thread, processes or the training itself make the batches.
 
     In the first epoch each batch is made when training asks for it. If training waited for batches,
-    a thread reads the next epoch ahead, and goes on if its steps took less time. If training still
-    waits and processes can make the batches, processes are tried in the same way.
+    a thread reads the next epoch ahead, and continues if its steps took less time. If training
+    still waits and processes can make the batches, processes are tried in the same way.
 
     Args:
         workers: "auto" for this choice, "thread" for a thread if one may read, or the number of

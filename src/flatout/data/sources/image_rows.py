@@ -154,7 +154,7 @@ class ImageRows(Rows):
         kept: list[int] = []
         for place, number in enumerate(numbers.tolist()):
             if number in self._bad:
-                continue  # an image is counted once, in whatever number of epochs it comes
+                continue  # an image is counted once over all epochs
             lost: set[str] = set()
             try:
                 decode(content(place), headers[place], look, pixels[len(kept)], scratch, lost)

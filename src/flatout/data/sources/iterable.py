@@ -30,7 +30,7 @@ class IterableSource:
     """Batches from an iterator that is opened again every epoch.
 
     A resume in the middle of an epoch reads the batches before it and drops them. `state_dict`
-    holds the random states at the epoch's begin, so that shuffles and augmentations are repeated.
+    holds the random states at the epoch's start, so that shuffles and augmentations are repeated.
     These are the states of the global generators of torch, Python and numpy, and of the generators
     that a DataLoader and its sampler own. They are set for the replay. After the replay the global
     generators have their earlier states again.

@@ -39,7 +39,7 @@ class Watched:
     memory of a batch from a worker and heeds no signal until that worker answers.
 
     Args:
-        patience_s: seconds from the begin of a wait to its first line.
+        patience_s: seconds from the start of a wait to its first line.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ def balanced(groups: Sequence[Numbers], each: int, seed: int) -> Order:
     """Return an order with `each` rows of every group in an epoch, in which groups take turns.
 
     All rows of a group come equally often. Rows for a remainder are taken in a drawn order, from
-    where the epoch before has stopped. So no row comes twice more than another.
+    where the epoch before has stopped. So the uses of two rows never differ by more than one.
     """
     turns = [group[drawn(len(group), seed, _CLASSES + at)] for at, group in enumerate(groups)]
 
