@@ -70,7 +70,7 @@ class Converted:
         files: paths of the files.
         rows: rows in the files.
         bytes: bytes of the files.
-        found: rows that an earlier run, which was stopped, had written.
+        found: number of these rows that an earlier run had written.
         seconds: duration of the conversion.
         schema: the path of the schema that reads the files; None where they contain it.
         read: a line of Python that reads the files.

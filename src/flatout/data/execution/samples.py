@@ -187,7 +187,7 @@ class Made:
     def __init__(self) -> None:
         self._form: Form | None = None
         self._draws: bool | None = None
-        # Columns of vectors of which two had different lengths.
+        # Columns whose vectors were found to differ in length.
         self._ragged: set[str] = set()
         self._lock = Lock()
 

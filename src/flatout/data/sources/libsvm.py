@@ -24,7 +24,7 @@ Layout = Literal["dense", "fixed", "ragged"]
 
 # Most features for which rows become dense vectors with a place for each feature.
 _DENSE = 1024
-# Largest index that int64 holds, minus room for subtracting the base.
+# Limit of indices where the schema states no number of features. int64 can hold it plus the base.
 _NO_LIMIT = 2**62
 # Code of a row without the qid that the schema needs; the kernel itself has no such code.
 _NO_QID = 255
