@@ -30,8 +30,12 @@ from flatout.observe.taken_out import Input, Items, Log, OneCall, Sync, summing
 from flatout.observe.watch import Watch
 from flatout.world import Place
 
+# _WARM_STEPS: uncounted first steps of a block, in addition to prefetched batches; _FEWEST_STEPS:
+# fewest counted steps.
 _WARM_STEPS, _FEWEST_STEPS = 2, 3
+# Shortest and longest time that a block should take, in seconds: _SHORTEST_S and _LONGEST_S.
 _SHORTEST_S, _LONGEST_S = 0.1, 1.0
+# Most A B B A quadruples of a lane.
 _PAIRS = 8
 # Most steps in which calls are checked for side effects.
 _WATCHED = 12

@@ -11,6 +11,7 @@ from flatout.observe.observation import OverBatch
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
+# Steps of each training between which layers are hooked: _FROM and _UNTIL.
 _FROM, _UNTIL = 2, 5
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0")
 # _NODES: most graph nodes that are searched; _PLACES: fewest tokens of a text; _KINDS: fewest

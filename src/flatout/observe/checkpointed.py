@@ -14,7 +14,8 @@ from flatout.observe.lanes import BACKWARD
 from flatout.observe.watch import Watch
 
 KIND = "checkpoint"
-# Bytes are counted from the first of these steps to the second, and times are taken until the last.
+# _COUNTED_FROM, _COUNTED_UNTIL: steps between which bytes are counted; _TIMED_UNTIL: step until
+# which times are recorded.
 _COUNTED_FROM, _COUNTED_UNTIL, _TIMED_UNTIL = 2, 6, 20
 
 

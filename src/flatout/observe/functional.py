@@ -16,6 +16,7 @@ from flatout.observe.observation import InLoss, OverBatch, Site
 from flatout.observe.sites import here, is_users
 from flatout.observe.watch import Watch
 
+# Steps of each training between which functions are hooked: _FROM and _UNTIL.
 _FROM, _UNTIL = 1, 5
 # Largest value of a log-probability, for rounding.
 _ROUNDING = 1e-3

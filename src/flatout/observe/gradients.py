@@ -14,8 +14,9 @@ from flatout.observe.watch import Watch
 
 # Steps after which parameters are checked for a gradient.
 _LOOKS = (1, 2, 3, 5, 8, 11, 15, 20, 30, 50, 100, 200)
-# Steps between which layers without a gradient are hooked, to see whether they are called.
+# Steps between which layers without a gradient are hooked, from _FROM to _UNTIL, to record calls.
 _FROM, _UNTIL = 5, 8
+# Most names of parameters that are recorded.
 _NAMED = 20
 
 

@@ -16,6 +16,7 @@ from flatout.observe.observation import Growing, Site
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
+# Steps between which functions are hooked: _FROM and _UNTIL.
 _FROM, _UNTIL = 9, 18
 # _AGAIN: steps from which on findings are checked again, since a window of the last entries, such
 # as losses[-100:], stops growing; _STEPS: number of steps of such a check.

@@ -13,6 +13,7 @@ from flatout.hooks import after_forward, before_forward, is_anything_compiled
 from flatout.observe.model_facts import drops_within, unwrapped
 from flatout.observe.watch import Watch
 
+# _FROM: step after which modules are hooked; _STEPS: number of measured steps.
 _FROM, _STEPS = 4, 3
 
 

@@ -21,6 +21,7 @@ from flatout.observe.observation import KeptGraphs, Site
 from flatout.observe.sites import is_users
 from flatout.observe.watch import Watch
 
+# Steps of each training after which variables are inspected.
 _LOOKS = (5, 9, 13, 17)
 # Fewest of these looks in which a variable must hold more than before.
 _FEWEST = 3

@@ -17,7 +17,7 @@ from flatout.observe.lanes import Lanes
 
 # Most steps in an iteration: a loop with more is a loop over epochs.
 _STEPS_IN_A_TURN = 2
-# Iterations after which a loop ends early: of one that steps, and of one that evaluates.
+# Iterations after which a loop ends early. STEPPING: if it steps; EVALUATING: if it evaluates.
 STEPPING, EVALUATING = 4, 2
 # Fewest steps of a loop that counts as an epoch.
 _AN_EPOCH = 2

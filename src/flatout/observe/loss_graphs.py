@@ -65,7 +65,7 @@ _REDUCED = (
     "BinaryCrossEntropyWithLogitsBackward0",
     "BinaryCrossEntropyBackward0",
 )
-_MEANS, _SUMS = 1, 2  # torch's numbers of reductions
+_MEANS, _SUMS = 1, 2  # torch's codes of the reductions "mean" and "sum"
 # Details that are summed over several graphs.
 _ADDED = ("hidden", "of", "padded")
 _FILE = re.compile(r'File "(.*)", line (\d+)')

@@ -20,6 +20,7 @@ _LOOKS = 64
 # _FIRST_LOOKS: first samples without a minimum distance; _APART_S: fewest seconds between later
 # samples, so that short steps are not slowed down.
 _FIRST_LOOKS, _APART_S = 8, 0.2
+# Most samples of the whole job.
 _JOB_LOOKS = 30
 
 

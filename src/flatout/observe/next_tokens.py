@@ -20,7 +20,8 @@ from flatout.observe.shifted_targets import Place, place_in
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
-# Steps between which calls are recorded. At the latter step, no other hooks judge calls of layers.
+# Steps between which calls are recorded, from _FROM to _UNTIL. At _UNTIL, no other hooks judge
+# calls of layers.
 _FROM, _UNTIL = 2, 3
 # Most backward passes that are inspected.
 _LOOKS = 4

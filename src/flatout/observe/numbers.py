@@ -18,15 +18,18 @@ from typing import Any
 from flatout.observe.model_facts import local, not_finite, some_of
 from flatout.observe.watch import Watch
 
-# Largest shares of the time that checks may take: of all time, of the time between evaluations, and
-# of the time between saves.
+# Largest shares that checks may take. _SHARE: of all time; _SHARE_EVALUATING: of the time between
+# evaluations; _SHARE_SAVING: of the time between saves.
 _SHARE, _SHARE_EVALUATING, _SHARE_SAVING = 0.0005, 0.001, 0.001
+# Step after which all numbers are read first.
 _FIRST_LOOK = 3
 # Number of first saves before which all numbers are always read.
 _SAVES = 3
+# Most names of tensors that are recorded.
 _NAMED = 20
 # Most numbers of each tensor that are checked for being subnormal.
 _SAMPLE = 2**16
+# Fewest numbers of a tensor that is checked for subnormal numbers.
 _LEAST_NUMBERS = 256
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# Seconds between two polls of open and mapped files.
 _LOOK_EVERY_S = 0.1
 READ, WRITTEN, LISTED = "read", "written", "listed"
 

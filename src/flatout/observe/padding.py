@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Fewest places in a row, and fewest rows, of a batch of sequences.
+# Fewest places in a row (_LEAST_PLACES) and fewest rows (_LEAST_ROWS) of a batch of sequences.
 _LEAST_PLACES, _LEAST_ROWS = 8, 2
 # Most rows of a batch that are inspected.
 _ROWS = 16

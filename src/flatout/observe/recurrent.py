@@ -11,6 +11,7 @@ from flatout.observe.observation import Cell, Site
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
+# Steps between which cells are hooked: _FROM and _UNTIL.
 _FROM, _UNTIL = 4, 7
 # Fewest iterations of a loop: a shorter one costs little.
 _LEAST = 4

@@ -6,6 +6,7 @@ from typing import Any
 
 from flatout.observe.watch import Watch
 
+# _FROM: step after which tensors are followed; _STEPS: number of steps.
 _FROM, _STEPS = 3, 6
 
 

@@ -29,6 +29,7 @@ _ROWS, _COLUMNS = 2**16, 128
 _STEPS, _OF_WINDOWS = 8, 2**23
 # Fewest columns of a row of statistics: shorter rows may be equal by chance.
 _FIGURES = 2
+# Multiplier of the hash of windows.
 _ODD = 0x9E3779B97F4A7C15
 # Most labels of a dataset that are read.
 _LABELS = 2**18

@@ -21,8 +21,9 @@ _AT_END, _OFTEN, _MISSES = 1e-6, 3, 5e-3
 # _SCALED: fewest measured columns in a range, as a share; _REACHED: share of their ends that are
 # reached, since test data out of sight may reach the others; _FEWEST: fewest ends that are reached.
 _SCALED, _REACHED, _FEWEST = 0.5, 0.6, 3
-# Smallest shares, of the columns that reach the lower and the upper end, that reach it in few rows.
-# Many columns hold zeros, and pixels are often black or white.
+# Smallest shares of columns that reach an end in few rows. _LOW_SELDOM: of those that reach the
+# lower end; _HIGH_SELDOM: of those that reach the upper end. Many columns hold zeros, and pixels
+# are often black or white.
 _LOW_SELDOM, _HIGH_SELDOM = 1 / 3, 2 / 3
 # Tolerance of the mean and variance of evenly spaced numbers, such as ranks and times.
 _EVEN = 2e-3

@@ -18,7 +18,7 @@ from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
-# Steps between which each optimizer's gradients are inspected.
+# Steps between which each optimizer's gradients are inspected: _FROM and _UNTIL.
 _FROM, _UNTIL = 1, 12
 # Number of smallest parameters among which one with a gradient is followed.
 _ASKED = 8

@@ -22,6 +22,7 @@ from flatout.observe.watch import Watch
 
 # Most training calls of models for which tables are searched, and most evaluation calls.
 _CALLS = 4
+# _NAMES: most names of a frame that are searched; _FRAMES: most of the user's frames.
 _NAMES, _FRAMES = 300, 8
 # _NUMBERS: most numbers of a searched table; _COLUMNS: columns of a row that are compared;
 # _TOGETHER: most remaining rows whose columns are compared all at once.

@@ -137,6 +137,7 @@ class IndexWindow:
     all steps. The measured steps represent all.
     """
 
+    # _FROM: step after which indexing is timed; _STEPS: number of timed steps.
     _FROM, _STEPS = 3, 6
 
     def __init__(self, torch: Any, watch: Watch) -> None:

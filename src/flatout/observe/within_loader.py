@@ -36,6 +36,7 @@ FOLDER, LOADER = "FLATOUT_OBSERVE_FOLDER", "FLATOUT_OBSERVE_LOADER"
 _LOOKS, _BATCHES, _EVERY_S = 300, 48, 0.002
 # Numbers of batches after which a worker writes its measurements. It writes them at the end, too.
 _TOLD = (1, 2, 3, 4, 16)
+# Most of the user's lines that are reported.
 _LINES = 10
 # Number of the batch (from 0) whose lines are timed by a trace function.
 _TIMED_BATCH = 2
