@@ -394,7 +394,7 @@ def agree(decision: Decision, world: World) -> None:
 
 
 def started(running: ResolvedRecipe, requested: Recipe, search: Search) -> ResolvedRecipe:
-    """Return the Recipe during a search, in which settings under trial have that reason."""
+    """Return the Recipe during a search: settings under trial have the reason "being measured"."""
     choices = {
         option.field: running.choices[option.field].model_copy(update={"reason": MEASURING})
         for option in search.options

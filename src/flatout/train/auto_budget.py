@@ -23,7 +23,8 @@ class Budget:
     """The time that tuning may take.
 
     Attributes:
-        steps, terms: as given.
+        steps: planned number of optimizer steps; None if that is unknown.
+        terms: clocks and limits of `auto`.
         step_s: best estimate of a step's seconds; at first a lower bound.
         input_s: best estimate of the seconds for which a step waits for its batches.
         elapsed_s: seconds since the first step.

@@ -101,7 +101,7 @@ def read(name: str) -> KeptSettings | None:
 
 
 def chosen_here() -> Counter[str]:
-    """Return, by field, the number of latest jobs on this machine with a setting not plain."""
+    """Count, by field, the latest jobs on this machine whose value was not the plain one."""
     votes: Counter[str] = Counter()
     try:
         kept = sorted((cache_folder() / _KIND).glob("*.toml"), key=lambda p: -p.stat().st_mtime)

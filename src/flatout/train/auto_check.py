@@ -98,7 +98,7 @@ class FirstCheck:
     """Run a few samples under settings, and compare results and times with plain settings.
 
     Attributes:
-        compute, plain, budget: as given.
+        compute, plain, budget: arguments of the constructor.
         dropped: fields that cannot be used, with the reasons.
         slower: the factor by field by which the few samples took longer; "together" for all fields
             at once, or for `fastest`.

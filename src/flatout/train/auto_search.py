@@ -87,7 +87,7 @@ class Option:
 
     Attributes:
         field: its dotted name in the Recipe.
-        trial: of a value other than the plain one.
+        trial: the value to try, with the reason why it may be faster.
     """
 
     field: str

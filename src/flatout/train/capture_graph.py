@@ -48,7 +48,7 @@ class Graph(NamedTuple):
     """A traced step or forward, as code of torch.fx.
 
     Attributes:
-        code: of a function `forward(self, *inputs)` that returns a list of tensors.
+        code: source of a function `forward(self, *inputs)` that returns a list of tensors.
         constants: tensors that the function reads from `self`, by name.
         inputs: shape, strides and dtype of each input.
         reads_ids: whether the graph reports an id or label that is out of range: a step by

@@ -1,6 +1,6 @@
 """The update of a small model as part of a CUDA graph: clipping, the check for NaN, fused kernels.
 
-They are those of `optim/update.py`, which wait for nothing. A graph has recorded the optimizer's
+The operations come from `optim/update.py` and wait for nothing. A graph has recorded the optimizer's
 options, such as its learning rate, and the addresses of parameters and states. If one of these
 changes, the step is recorded again.
 """

@@ -474,7 +474,7 @@ class _TracedForward:
 
     Attributes:
         digest: its name in the cache.
-        attributes: of the traced model's modules.
+        attributes: attributes of the model's modules at the time of tracing.
         versions: version counters of the graph's constants at the time of tracing.
     """
 

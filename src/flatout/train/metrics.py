@@ -57,7 +57,7 @@ class MeanOf(Mean):
     """The mean over all batches of a per-batch mean, or of a per-batch (sum, weight).
 
     Attributes:
-        name: of the function.
+        name: name of the function.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any], is_of_samples: bool = False) -> None:

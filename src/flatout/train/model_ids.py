@@ -255,7 +255,7 @@ def _check_shared_rows(
 
 
 class _Apart:
-    """A test stand-in for IdMap that gives each id of a batch a distinct number."""
+    """A stand-in for IdMap that gives each id of a batch a distinct number."""
 
     def __init__(self, column: str, number: int) -> None:
         self.column, self.numbers = column, range((number + 1) * _APART, (number + 2) * _APART)

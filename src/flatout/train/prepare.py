@@ -20,7 +20,7 @@ from flatout.train.resume import first_samples, source_state
 
 
 def place_model(loop: LoopState, model: nn.Module) -> list[str]:
-    """Move the model and its optimizers' state; return lines about a device not requested."""
+    """Move the model and its optimizers' state; return lines for the user about the device."""
     asked = loop.requested.world
     device, loop.why_device = device_here(asked)
     loop.feed.set_device(device)

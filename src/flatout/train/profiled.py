@@ -172,7 +172,7 @@ def _noise(loop: LoopState) -> float | None:
 
 
 def kind_of(loop: LoopState) -> Kind:
-    """Return the API that the loop was started by."""
+    """Return the API in use: "Trainer", "Keras" or "Loop"."""
     if loop.trainer_facts is None:
         return "Loop"
     return "Keras" if adapter_of(loop.model).framework == "Keras" else "Trainer"

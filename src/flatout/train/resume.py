@@ -41,7 +41,7 @@ class Resume:
     """A checkpoint that a Loop resumes from.
 
     Attributes:
-        name: of the checkpoint.
+        name: name of the checkpoint.
         own: the `own` argument that each rank gave to `Loop.save`, by rank.
     """
 

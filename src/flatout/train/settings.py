@@ -134,7 +134,7 @@ class Switch:
 
     @property
     def guards_group_norms(self) -> bool:
-        """Whether a GroupNorm may get images in channels_last, also by its function."""
+        """Whether GroupNorm, as a module or a function, may get images in channels_last."""
         may_meet = self._has_group_norms or self.now.memory_format == "channels_last"
         return self._is_cpu and may_meet
 

@@ -69,9 +69,9 @@ class Trainer:
             the torch backend is trained too; if it is compiled, its loss, metrics and
             optimizer are those of `compile`.
         loss: a standard name (cross_entropy, nll, binary_cross_entropy, mse, mae, huber), a torch
-            loss, or a callable `(output, target)` giving a mean or (sum, weight). Of a model of
-            several outputs: a dict of such, by the output's name (or, for a tuple, in its order).
-            "cross_entropy" by default.
+            loss, or a callable `(output, target)` giving a mean or (sum, weight). For a
+            model with several outputs: a dict of losses by the output's name (for a tuple, in its
+            order). "cross_entropy" by default.
         loss_weights: the factor of each loss in the total, by name, for several losses. A loss
             without a factor counts once.
         optimizer: an optimizer, its class, a callable taking the parameters, or a name (adam,
