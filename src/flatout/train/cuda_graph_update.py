@@ -1,8 +1,8 @@
 """The update of a small model as part of a CUDA graph: clipping, the check for NaN, fused kernels.
 
-The operations come from `optim/update.py` and wait for nothing. A graph has recorded the optimizer's
-options, such as its learning rate, and the addresses of parameters and states. If one of these
-changes, the step is recorded again.
+The operations come from `optim/update.py` and wait for nothing. A graph has recorded the
+optimizer's options, such as its learning rate, and the addresses of parameters and states. If one
+of these changes, the step is recorded again.
 """
 
 from __future__ import annotations

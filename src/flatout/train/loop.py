@@ -270,7 +270,7 @@ class Loop(LoopState):
         """Count the epoch and forget its loss.
 
         Args:
-            figures: figures of the epoch, for the Profile of a run folder; None takes the mean loss.
+            figures: the epoch's figures, for the Profile of a run folder; None takes the mean loss.
         """
         if (recording := self.monitor.recording) is not None:
             recording.end_epoch({"loss": self.mean_loss()} if figures is None else figures)
