@@ -1,10 +1,10 @@
-"""How much CPU and memory the control groups (cgroups, version 1 or 2) leave to this process.
+"""The CPU time and memory that control groups (cgroups, version 1 or 2) leave to this process.
 
-A container's limit may stand on any group from the process's own up to the mount, so every level is
-read and the smallest limit counts. The files and their meaning: the Linux kernel's
+A container's limit may be set on any group from the process's own up to the mount, so every level
+is read and the smallest limit counts. The files and their meaning: the Linux kernel's
 admin-guide/cgroup-v2 and admin-guide/cgroup-v1/memory, and scheduler/sched-bwc.
 
-`root` is the folder that holds `proc` and `sys`; only tests give another than "/".
+`root` is the folder that holds `proc` and `sys`; only tests use another one than "/".
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class _Group(NamedTuple):
 
 
 def cgroup_cpu_quota(root: Path = Path("/")) -> float | None:
-    """Returns how many CPUs' worth of time the cgroups allow, or None where they set no quota."""
+    """Return the CPUs' worth of time that the cgroups allow, or None if they set no quota."""
     quotas = [quota for group in _groups("cpu", root) if (quota := _quota(group)) is not None]
     return min(quotas, default=None)
 
 
 def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
-    """Returns the cgroups' memory limit in bytes, or None where they set none.
+    """Return the cgroups' memory limit in bytes, or None if they set none.
 
     Version 2's `memory.high` counts as a limit: beyond it the kernel slows the process down.
     """
@@ -39,10 +39,10 @@ def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def cgroup_memory_available(root: Path = Path("/")) -> int | None:
-    """Returns the bytes that the cgroups still allow, or None where they set no limit.
+    """Return the bytes that the cgroups still allow, or None if they set no limit.
 
-    At each level that is the limit less what is used, where file pages (which the kernel gives back
-    under pressure) do not count as used; /proc/meminfo's MemAvailable counts the same way.
+    At each level that is the limit less the used bytes. File pages, which the kernel frees under
+    pressure, do not count as used; /proc/meminfo's MemAvailable counts the same way.
     """
     left = [
         max(0, limit - max(0, _used(group) - _reclaimable(group)))
@@ -53,7 +53,7 @@ def cgroup_memory_available(root: Path = Path("/")) -> int | None:
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """Returns how many CPUs this process may keep busy: its affinity, cut by the cgroup's quota.
+    """Return the number of CPUs that this process may keep busy, by its affinity and cgroup quota.
 
     A quota of 2.5 CPUs counts as 2: a third thread would be throttled at every barrier.
     """
@@ -75,8 +75,8 @@ def _groups(controller: str, root: Path) -> Iterator[_Group]:
         return
     mount_root, top = mount
     own = top / path.removeprefix(mount_root).lstrip("/")
-    # Seen from another cgroup namespace the path does not exist below the mount; the mount then
-    # shows the container's own group.
+    # From another cgroup namespace the path does not exist below the mount. The mount then is the
+    # container's own group.
     if ".." in own.parts or not own.is_dir():
         own = top
     yield _Group(own, version)

@@ -1,18 +1,18 @@
-"""Where the time of steps goes on a device that runs behind the host, such as a GPU.
+"""The time of the parts of a step on an asynchronous device, such as a GPU.
 
-There the host only queues what a step computes, so that its clock tells how long queueing took. At
-the end of each lane an event goes into the device's stream, too; the device notes when it passes.
-Events are read some steps later, when they have passed, and rows of the Timeline follow then:
-nothing waits for the device but what waits for it anyway.
+With such a device the host only queues computations, so that its clock measures the time of
+queueing. So an event is also queued at the end of each lane, and the device notes the time when it
+reaches the event. Events are read some steps later, when they have passed, and rows of the Timeline
+are written then. This adds no waiting for the device.
 
-    lanes.begin()               a batch is there: what the step computes is queued from here on
+    lanes.begin()               a batch is there: the step's computations are queued from here on
     lanes.mark("forward")       the forward pass is queued
     ...
-    lanes.record(...)           what the host's clock says of the step, as of Timeline.record
+    lanes.record(...)           the host's times of the step, as for Timeline.record
 
-A step's lanes are what lies between its events. What lies between two steps' events is time in
-which the device waited: as much of the host's lanes there (input, copy, host) as fits into it, all
-by the same share. So a device that is always busy has no input lane, however long the host takes.
+A step's lanes are the times between its events. In the time between two steps' events the device
+waited. It is assigned to the host's lanes of that time (input, copy, host), in proportion, up to
+their length. So a device that is always busy has no input lane, however long the host takes.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _MARKED = ("forward", "backward", "sync", "optimizer")
 
 @dataclass(slots=True)
 class _Step:
-    """One that is queued.
+    """A step that is queued.
 
     Attributes:
-        first: the event with which it begins.
-        ends: its lanes, each with the event where it ends.
-        start: of the step, on the host's clock; all times are in ns.
-        input, copy, others, frozen: of the host, before it queued the step.
-        queueing: how long that took.
-        host: of the host, after that.
-        samples: of the step.
+        first: the event at its begin.
+        ends: its lanes, each with the event at its end.
+        start: begin of the step on the host's clock; all times are in ns.
+        input, copy, others, frozen: times of the host before it queued the step.
+        queueing: time of queueing.
+        host: time of the host after that.
+        samples: number of samples of the step.
     """
 
     first: Event
@@ -64,12 +64,12 @@ class _Step:
 
 
 class DeviceLanes:
-    """Writes the rows of a Timeline by what passed on the device. One thread uses it.
+    """Writes the rows of a Timeline by the device's times. For one thread.
 
     Args:
-        timeline: of the steps.
-        new_event: makes an event that is timed.
-        stream: gives the stream in which steps are queued.
+        timeline: the steps.
+        new_event: creates an event that is timed.
+        stream: returns the stream in which steps are queued.
     """
 
     def __init__(
@@ -85,32 +85,33 @@ class DeviceLanes:
 
     @property
     def steps(self) -> int:
-        """How many have no row yet."""
+        """Number of steps that have no row yet."""
         return len(self._queued) + (self._row is not None)
 
     @property
     def samples(self) -> int:
-        """On how many these trained."""
+        """Number of samples of the steps that have no row yet."""
         waiting = 0 if self._row is None else self._row[8]
         return waiting + sum(step.samples for step in self._queued)
 
     def forget(self) -> None:
         """Drop the steps whose rows are not written."""
         self._queued: deque[_Step] = deque()
-        # The latest step that has passed: its row, until what follows it is known; its last event,
-        # when that passed, and when the host had queued it.
+        # _row: the row of the latest step that has passed, kept until the following time is known.
+        # _before: that step's last event, the time when it passed, and the time when the host had
+        # queued it.
         self._row: list[int] | None = None
         self._before: tuple[Event, int, int] | None = None
 
     def begin(self) -> None:
-        """What a step computes is queued from here on."""
+        """Note that the step's computations are queued from here on."""
         self._stream = self._current()
         self._spare += [event for _, event in self._marks]
         self._marks = []
         self.mark("")
 
     def mark(self, lane: str) -> None:
-        """What was queued since the mark before is of a lane; one may come several times."""
+        """Assign work that was queued since the last mark to a lane, which may occur repeatedly."""
         if self._stream is not None:
             event = self._spare.pop() if self._spare else self._new_event()
             event.record(self._stream)
@@ -127,22 +128,22 @@ class DeviceLanes:
         host: int,
         samples: int,
     ) -> None:
-        """A step is queued; in ns, by the host's clock.
+        """Record the times of a queued step, in ns by the host's clock.
 
         Args:
-            start: of the step, on `perf_counter_ns`' clock.
-            input: it fetched its batch.
-            copy: it brought the batch to the device.
-            others: it waited for other ranks meanwhile.
-            frozen: layers were computed whose results are kept.
-            queueing: from the first mark to the last.
-            host: what came after them.
-            samples: of all ranks.
+            start: begin of the step, on `perf_counter_ns`' clock.
+            input: time of fetching its batch.
+            copy: time of bringing the batch to the device.
+            others: time of waiting for other ranks in between.
+            frozen: time of computing layers whose results are kept.
+            queueing: time from the first mark to the last.
+            host: time after the last mark.
+            samples: number of samples, of all ranks.
         """
         if not self._marks:
             self.begin()
         if len(self._marks) == 1:
-            self.mark("forward")  # it was made in one piece
+            self.mark("forward")  # the step was computed in one piece
         (_, first), *ends = self._marks
         self._marks, self._stream = [], None
         self._queued.append(
@@ -154,14 +155,14 @@ class DeviceLanes:
         """Write the rows of steps that have passed.
 
         Args:
-            wait: for all of them; else for none.
+            wait: whether to wait for all steps.
         """
         try:
             while self._queued and (wait or self._queued[0].last.query()):
                 if wait:
                     self._queued[0].last.synchronize()
                 self._pass(self._queued.popleft())
-        except RuntimeError:  # the device has failed: who trains is told elsewhere
+        except RuntimeError:  # the device has failed, which is reported elsewhere
             self.forget()
         if wait:
             self._write(1.0)
@@ -205,10 +206,10 @@ def _ns(begin: Event, end: Event) -> int:
 
 
 def cuda_lanes(timeline: Timeline, device: Any) -> DeviceLanes:
-    """Those of a CUDA device.
+    """Return the lanes of a CUDA device.
 
     Args:
-        timeline: of the steps.
+        timeline: the steps.
         device: a `torch.device`.
     """
     import torch

@@ -1,8 +1,8 @@
-"""What of a machine decides how fast a job runs, so that a measurement is not trusted elsewhere.
+"""The facts of a machine that decide a job's speed, so that no measurement is trusted elsewhere.
 
-Nothing here imports torch or creates a device context: versions come from package metadata, GPU
+No code here imports torch or creates a device context: versions come from package metadata, GPU
 names from NVML. The kernel's release is left out: it changes with every update, and a measurement
-would be thrown away for nothing.
+would be discarded without need.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from flatout.measure.cgroup import cgroup_memory_limit, usable_cpus
 
-# Flag in /proc/cpuinfo -> what people call it, the one that matters most to training first.
+# Flag in /proc/cpuinfo -> common name, in the order of importance for training.
 _INSTRUCTIONS = {
     "amx_bf16": "AMX-bf16",
     "amx_fp16": "AMX-fp16",
@@ -40,19 +40,19 @@ _INSTRUCTIONS = {
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """One machine as a training job sees it. An empty text means that the fact is not known.
+    """One machine as a training job finds it. An empty text is an unknown fact.
 
     Args:
         os: the system and its architecture, such as "Linux x86_64".
         cpu: the processor's model name.
         cpus: the CPUs that this process may keep busy (affinity and cgroup quota).
         cpus_total: the logical CPUs of the machine.
-        instructions: the instruction sets that matter to training, as the kernel spells them.
+        instructions: the instruction sets that matter to training, in the kernel's spelling.
         memory_gib: the memory that this process may use, in GiB, rounded.
-        gpus: the names of the GPUs in NVML's order, whatever CUDA_VISIBLE_DEVICES hides.
+        gpus: the names of the GPUs in NVML's order, including those hidden by CUDA_VISIBLE_DEVICES.
         torch: torch's version with its build, such as "2.13.0+cu130".
         python: Python's version without the patch level.
-        libc: the C library and its version; its allocator is part of a CPU job's speed.
+        libc: the C library and its version; its allocator affects a CPU job's speed.
     """
 
     os: str
@@ -67,7 +67,7 @@ class Fingerprint:
     libc: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON or TOML: texts, integers and lists of texts."""
+        """Return plain data for JSON or TOML: texts, integers and lists of texts."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
@@ -81,7 +81,7 @@ class Fingerprint:
 
     @property
     def words(self) -> str:
-        """One line, such as `torch 2.13 · 2 of 64 CPUs · AMX-bf16 · 23 GiB`."""
+        """Description in one line, such as `torch 2.13 · 2 of 64 CPUs · AMX-bf16 · 23 GiB`."""
         parts = [f"torch {'.'.join(self.torch.split('.')[:2])}" if self.torch else "no torch"]
         for name in dict.fromkeys(self.gpus):
             count = self.gpus.count(name)
@@ -94,7 +94,7 @@ class Fingerprint:
         return " · ".join(parts)
 
     def differences(self, other: Mapping[str, Any]) -> list[str]:
-        """Returns a line for each fact that differs from another machine's `as_dict()`.
+        """Return a line for each fact that differs from another machine's `as_dict()`.
 
         A fact that only one of the two knows is a difference.
         """
@@ -108,12 +108,12 @@ class Fingerprint:
 
 @cache
 def fingerprint(root: Path = Path("/")) -> Fingerprint:
-    """Returns this machine's fingerprint, taken once per process and folder.
+    """Return this machine's fingerprint, taken once per process and folder.
 
     The first call decides: threads that are pinned later do not change it.
 
     Args:
-        root: the folder that holds `proc` and `sys`; only tests give another than "/".
+        root: the folder that holds `proc` and `sys`; only tests use another one than "/".
     """
     cpu, instructions = _processor(root)
     return Fingerprint(
@@ -160,7 +160,7 @@ def _gpu_names() -> tuple[str, ...]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        # No driver library, or a driver that is not loaded: there is no GPU to compute on.
+        # There is no driver library, or it is not loaded, so there is no GPU to compute on.
         return ()
     try:
         handles = [
@@ -189,12 +189,12 @@ def _libc() -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON and TOML give it back."""
+    """Return a value as JSON and TOML would return it."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def value_words(value: Any) -> str:
-    """A value for people."""
+    """Return the description of a value."""
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"
     return "unknown" if value in (None, "") else str(value)

@@ -1,7 +1,7 @@
-"""When Python's garbage collector ran, noted by `gc.callbacks`.
+"""The times at which Python's garbage collector ran, noted by `gc.callbacks`.
 
-A collection stops every thread, in whatever lane it happens to fall. One callback serves all
-clocks, and stands in `gc.callbacks` only while one of them runs.
+A collection stops every thread, in any lane. One callback serves all clocks, and is in
+`gc.callbacks` only while one of them runs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CollectorClock:
         return total
 
     def take_before(self, when: int) -> list[tuple[int, int]]:
-        # A collection may run at any allocation here, so it notes into its own list.
+        # A collection may run at any allocation here, so it notes into a list of its own.
         noted, self.noted = self.noted, []
         count = bisect_left(noted, (when,))
         self.noted[:0] = noted[count:]

@@ -1,9 +1,10 @@
-"""What a running job shows of itself: one small file for each rank, for `flatout top`.
+"""The state of a running job for `flatout top`: one small file for each rank.
 
     cache_folder()/live/<pid>.json
 
-It is written at the end of a step, about once a second, and taken away at the end. No thread, and
-nothing here can fail the job: what cannot be written is left out. FLATOUT_LIVE=0 turns it off.
+The file is written at the end of a step, about once a second, and removed at the end. There is no
+thread, and no failure here can fail the job: a write that fails is left out. FLATOUT_LIVE=0 turns
+it off.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ SUBMITTED = "FLATOUT_SUBMITTED"
 
 _EVERY_NS = 1_000_000_000
 _NEVER = 2**63
-# Lanes are of these last seconds, starvation is counted over those.
+# _RECENT_S: last seconds whose lanes are reported. _WATCHED_S: last seconds that are checked for
+# starvation.
 _RECENT_S, _WATCHED_S = 5.0, 60.0
-# A stretch of which so much went to waiting for input is counted as starved.
+# Smallest fraction of a period spent waiting for input that counts as starved.
 _STARVED = 0.25
-# Live files take a few hundred bytes, observations some more.
+# Largest size of a file that is read. Live files take a few hundred bytes, observations some more.
 _MOST_BYTES = 16 << 20
 _MOST_RANKS = 1_000_000
-# What one clock read twice may differ by: the same process has the same start.
+# Largest difference in seconds between two readings of the same process' start.
 _SAME_START_S = 2.0
 
 
@@ -51,15 +53,15 @@ class Live:
     """Writes this rank's file.
 
     Attributes:
-        due: on `perf_counter_ns`' clock; at the end of a step after that, call `write`.
+        due: time on `perf_counter_ns`' clock; call `write` at the end of the first step after it.
 
     Args:
-        timeline: of the steps.
-        rank: of this process.
-        world_size: how many ranks train together.
-        job: the same text in all ranks of a job, and in no other job of this machine; None takes
-            where rank 0 listens, or who started the ranks.
-        run: the folder of the run, if it has one.
+        timeline: the steps.
+        rank: number of this process.
+        world_size: number of ranks that train together.
+        job: the same text in all ranks of a job, and in no other job of this machine. None derives
+            it from rank 0's address, or from the process that started the ranks.
+        run: the folder of the run, or None.
     """
 
     def __init__(
@@ -78,14 +80,14 @@ class Live:
         self.due = _NEVER if _is_off() else clock() + _EVERY_NS
 
     def write(self) -> None:
-        """Write what the steps of the last seconds took."""
+        """Write the times of the steps of the last seconds."""
         now = clock()
         self.due = now + _EVERY_NS
-        with suppress(Exception):  # whatever it is, the job is worth more
+        with suppress(Exception):  # no error here is worth the job
             self._write(now)
 
     def close(self) -> None:
-        """Take the file away, and those of killed processes; a second call changes nothing."""
+        """Remove the file, and those of killed processes. A second call changes nothing."""
         if self._finalize is not None:
             self._finalize()
         if self.due != _NEVER:
@@ -100,7 +102,7 @@ class Live:
 
     def _look(self, now: float) -> deque[_Look]:
         steps = self._timeline.steps
-        if steps < self._looks[-1].steps:  # the Timeline was begun again
+        if steps < self._looks[-1].steps:  # the Timeline was reset
             self._looks = deque([_Look(now - _EVERY_NS / 1e9, 0, {})])
         _note(self._looks, self._look_at(now))
         return self._looks
@@ -133,20 +135,20 @@ def remove_own_file() -> None:
 
 @dataclass
 class Rank:
-    """A rank of a running job, as its file says.
+    """A rank of a running job, as its file describes it.
 
     Attributes:
-        rank, world_size: in its job.
+        rank, world_size: number of the rank and count of ranks in its job.
         job: the same for all ranks of one job.
-        submitted: what `flatout submit` calls the job, None of one that was started by hand.
-        started: when its process was, in seconds since 1970.
-        updated: when the file was written, likewise.
+        submitted: the name from `flatout submit`, or None for a job that was started by hand.
+        started: start of its process, in seconds since 1970.
+        updated: time of writing the file, in seconds since 1970.
         steps: optimizer steps so far.
-        lanes_ms: per step, of the last seconds, by the names of measure.LANES; None where a lane
-            cannot be seen. Empty before the first step.
-        throughput: samples per second of all ranks; None where it is not known.
-        watched_s: how long it was watched for starvation, 60 s at most.
-        starved_s: how much of that were stretches with a quarter or more spent waiting for input.
+        lanes_ms: per step of the last seconds, by the names of measure.LANES; None for a lane that
+            cannot be measured. Empty before the first step.
+        throughput: samples per second of all ranks, or None if unknown.
+        watched_s: seconds checked for starvation, at most 60.
+        starved_s: seconds of these in periods with at least a quarter spent waiting for input.
     """
 
     pid: int
@@ -166,26 +168,26 @@ class Rank:
 
     @property
     def is_starved(self) -> bool:
-        """Whether it waits for input in most of the time that was watched."""
+        """True if the rank was starved for at least half of the checked time."""
         return self.watched_s > 0 and self.starved_s >= self.watched_s / 2
 
 
 class Ranks:
-    """Reads the files of all running jobs of this machine, again and again.
+    """Reads the files of all running jobs of this machine, repeatedly.
 
-    An observation tells the lanes since its start; those of the last seconds are the difference to
-    what was read before.
+    An observation reports the lanes since its start. The lanes of the last seconds are the
+    difference to the previous read.
     """
 
     def __init__(self) -> None:
         self._looks: dict[int, deque[_Look]] = {}
 
     def read(self) -> list[Rank]:
-        """Those whose process still runs, by job and rank."""
+        """Return the ranks whose process still runs, by job and rank."""
         result = []
         folder = cache_folder() / "live"
         for file in sorted(folder.glob("*.json")) if is_made(folder) else ():
-            # Another version of Flatout may have written it, a disk that is full, or anyone else.
+            # The file may come from another version of Flatout, a full disk, or any other program.
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                 data, _ = _read(file)
                 if data["host"] == socket.gethostname() and file.stem == str(data["pid"]):
@@ -221,7 +223,7 @@ class Ranks:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], float]:
-    # What is no file must not be waited for, and a link may lead to anything.
+    # A file that is no regular file must not block, and a link may lead anywhere.
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(handle, "rb") as opened:
         status = os.fstat(opened.fileno())
@@ -272,7 +274,7 @@ def _lanes(value: Any) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class _Look:
-    """What had been done at a time, in seconds: steps, ms in each lane, and samples."""
+    """The progress at a time, in seconds: steps, ms in each lane, and samples."""
 
     at: float
     steps: int
@@ -289,7 +291,7 @@ def _note(looks: deque[_Look], look: _Look) -> None:
 def _recent(looks: Sequence[_Look]) -> dict[str, Any]:
     last = looks[-1]
     before = next((look for look in looks if last.at - look.at <= _RECENT_S), last)
-    if last.steps == before.steps:  # a step takes longer than that
+    if last.steps == before.steps:  # a step takes longer than that interval
         before = max(
             (look for look in looks if look.steps < last.steps),
             key=lambda look: look.at,
@@ -399,7 +401,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _remove(file: Path, pid: int) -> None:
-    # A process that was forked since must not take it away.
+    # A process that was forked since then must not remove it.
     if os.getpid() == pid:
         with suppress(OSError):
             file.unlink(missing_ok=True)

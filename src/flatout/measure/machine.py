@@ -1,9 +1,9 @@
-"""What a machine can do at most, measured with torch: arithmetic, memory traffic, calls.
+"""The best rates of a machine, measured with torch: arithmetic, memory traffic, calls.
 
-Within three seconds or so, once for each machine, device and number of threads: the result is kept
-in the cache folder. A fit reads what is there, and measures only where it will last far longer.
-Where other jobs kept the machine busy meanwhile, the rates are measured again the next time, and
-the better ones kept.
+The measurement takes about three seconds, once for each machine, device and number of threads. The
+result is kept in the cache folder. A fit reads a kept result, and measures only if it will take far
+longer. If other jobs kept the machine busy, the rates are measured again the next time, and the
+better ones are kept.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from flatout.measure.fingerprint import fingerprint
 from flatout.measure.meters import finish_device
 
 _KIND = "roofline"
-# Rates are rough where one in ten differs by more between the rounds; so is what was measured once.
+# Ratio of a rate between the two rounds. ROUGH: above it for one in ten rates, the result is rough.
+# _UNKNOWN: the ratio of a rate that was measured once.
 ROUGH, _UNKNOWN = 1.3, 10.0
 # Channels, side of the kernel and groups.
 _CONVOLUTIONS = {"conv": (64, 3, 1), "conv_1x1": (128, 1, 1), "conv_depthwise": (128, 3, 128)}
 _CALLS = 200
-# Of the sides of what is measured on a GPU, which would not be busy with less.
+# Factor of the sides of measured tensors on a GPU, which smaller ones would not keep busy.
 _GPU = 4
 
 
 def known_rates(device: str, threads: int) -> dict[str, Any] | None:
-    """What was measured before; None where nothing was, or its file is damaged.
+    """Return the rates of an earlier measurement, or None if there is none or its file is damaged.
 
     Args:
         device: "cpu" or "cuda".
-        threads: of torch, in one operator.
+        threads: number of torch's threads in one operator.
     """
     try:
         data = json.loads(kept_text(_KIND, _name(device, threads)) or "")
@@ -44,18 +45,18 @@ def known_rates(device: str, threads: int) -> dict[str, Any] | None:
 
 
 def machine_rates(device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
-    """The best rates of this machine, measured the first time that someone asks.
+    """Return the best rates of this machine, measured at the first call.
 
     Args:
         device: "cpu" or "cuda".
-        threads: of torch, in one operator; None for those it has now.
+        threads: number of torch's threads in one operator; None for the present number.
 
     Returns:
-        Plain data: `flops_per_s` by "fp32/contiguous" and the like, by kind and lane; `bytes_per_s`
+        Plain data: `flops_per_s` by "fp32/contiguous" and similar, by kind and lane; `bytes_per_s`
         by precision, of `memory` and `cache`; `calls_per_s` and `nodes_per_s`, of tiny operators in
-        forward and of their nodes in backward; `spread`, how many times as large one in ten was in
-        another round, which is more than `ROUGH` where there was no time for one; and `seconds`,
-        what measuring took.
+        forward and of their nodes in backward; `spread`, the ratio between the rounds that one in
+        ten rates exceeds, which is more than `ROUGH` if there was no time for a second round; and
+        `seconds`, the time of measuring.
     """
     import torch
 
@@ -73,7 +74,7 @@ def machine_rates(device: str = "cpu", threads: int | None = None) -> dict[str, 
     if known is not None:
         least = min(rates["spread"], known["spread"])
         rates = {**_faster(rates, known), "spread": least}
-    with suppress(OSError):  # measured again the next time
+    with suppress(OSError):  # if it fails, the rates are measured again the next time
         keep_text(_KIND, _name(device, threads), json.dumps(rates))
     return rates
 
@@ -83,12 +84,12 @@ def _name(device: str, threads: int) -> str:
 
 
 def _measured(device: str, rate_s: float = 0.02, longest_s: float = 2.5) -> dict[str, Any]:
-    # There are two rounds, so that other jobs hold up one of them at most. In each of them a rate
-    # is measured once at least, and until `rate_s` have passed. The first round ends soon after
-    # half of `longest_s`, and the second with them: on a busy machine in its middle.
+    # There are two rounds, so that other jobs slow down at most one of them. In each round a rate
+    # is measured at least once, and until `rate_s` have passed. The first round ends soon after
+    # half of `longest_s`. Then the second one ends too, on a busy machine in its middle.
     started = perf_counter()
     if device != "cpu":
-        # A kernel's first call on a GPU loads it, which takes longer than all that is measured.
+        # A kernel's first call on a GPU loads it, which takes longer than the whole measurement.
         for _, measure in _probes(device):
             measure(_once)
     began = perf_counter()

@@ -1,4 +1,7 @@
-"""What this process has used and what it may still use. A call costs under a millisecond."""
+"""The memory and page faults of this process, and the memory it may still use.
+
+A call takes less than a millisecond.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def page_faults() -> int:
-    """Returns the minor page faults of this process so far, all threads together.
+    """Return the minor page faults of this process so far, of all threads.
 
-    Freshly mapped memory costs one for every page touched, again in every step when the allocator
-    gives its memory back.
+    Newly mapped memory costs one for every page touched, again in every step if the allocator
+    returns its memory to the system.
     """
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
@@ -38,16 +41,17 @@ def require_proc() -> None:
 
 
 def resident_bytes() -> int:
-    """Returns the bytes of this process that are in memory now."""
+    """Return the bytes of this process that are in memory now."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Returns the bytes that can be allocated before the machine swaps or the cgroup kills.
+    """Return the bytes that can be allocated before the machine swaps or the cgroup kills.
 
-    That is the smaller of the machine's available memory and what the cgroups still allow.
+    That is the smaller of the machine's available memory and the bytes that the cgroups still
+    allow.
     """
     import psutil
 
@@ -58,10 +62,11 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def available_on_gpu(device: torch.device) -> int:
-    """Returns the bytes of a GPU's memory that this process may still take.
+    """Return the bytes of a GPU's memory that this process may still take.
 
-    That is the smaller of what is free and what `torch.cuda.set_per_process_memory_fraction` leaves
-    to this process. What torch's allocator has reserved is taken.
+    That is the smaller of the free bytes and the part that
+    `torch.cuda.set_per_process_memory_fraction` leaves to this process. Memory that torch's
+    allocator has reserved counts as taken.
     """
     import torch
 
@@ -71,9 +76,9 @@ def available_on_gpu(device: torch.device) -> int:
 
 
 def finish_device() -> None:
-    """Waits for what this process has only queued on a device: a block's time is the device's too.
+    """Wait for queued work of this process on a device, so that a block's time includes it.
 
-    Does not import torch, nor begin to use a device.
+    Neither imports torch nor begins to use a device.
     """
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""What can be seen of any process from outside: CPU, memory, threads, bytes read."""
+"""The CPU, memory, threads and read bytes of any process, read from outside."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from flatout.errors import FlatoutError
 
 @dataclass(frozen=True)
 class ProcessUse:
-    """One process since the last look.
+    """One process since the last read.
 
     Attributes:
-        pid, parent: of the process, and of the one that started it.
-        command: with arguments; the name where they may not be read.
+        pid, parent: ids of the process, and of the process that started it.
+        command: with arguments; the name if these may not be read.
         cpu_percent: 100 is one CPU.
-        rss_bytes: resident memory, what is shared with others included.
-        threads: how many.
-        state: as the system calls it: "running", "sleeping", "disk-sleep", ...
-        read_bytes_per_s: from disks and pipes; None where the system does not say.
+        rss_bytes: resident memory, including shared memory.
+        threads: number of threads.
+        state: in the system's words: "running", "sleeping", "disk-sleep", ...
+        read_bytes_per_s: from disks and pipes; None if the system does not report it.
     """
 
     pid: int
@@ -37,16 +37,16 @@ class ProcessUse:
 
 
 class Processes:
-    """Looks at processes and all that they have started, again and again.
+    """Reads processes and all that they have started, repeatedly.
 
-    CPU and bytes are since the last look, so the first knows nothing of them.
+    CPU and bytes are those since the last read, so the first read has none.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
 
     def read(self, pid: int) -> list[ProcessUse]:
-        """The process itself, then its children and theirs.
+        """Return the process itself, then its children and theirs.
 
         Raises:
             FlatoutError: there is no such process.
@@ -60,14 +60,14 @@ class Processes:
         return [item for item in result if item is not None]
 
     def _look(self, process: Any) -> ProcessUse | None:
-        # The object that looked before knows the CPU time of then.
+        # The object of the last read knows the CPU time at that time.
         known = self._known.get(process.pid)
         if known is None or known.process != process:
             known = self._known[process.pid] = _Known(process)
         try:
             with known.process.oneshot():
                 return known.use()
-        except psutil.Error:  # it has ended
+        except psutil.Error:  # the process has ended
             self._known.pop(process.pid, None)
             return None
 
@@ -96,7 +96,8 @@ class _Known:
             counters = self.process.io_counters()
         except (psutil.AccessDenied, AttributeError):
             return None
-        # On Linux that of read(2), also where the page cache has it; elsewhere of the disk.
+        # On Linux the bytes of read(2), including those from the page cache; elsewhere those of the
+        # disk.
         total = getattr(counters, "read_chars", counters.read_bytes)
         now = time.monotonic()
         before, at, self._read, self._at = self._read, self._at, total, now

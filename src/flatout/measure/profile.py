@@ -1,9 +1,9 @@
-"""The Profile of a run: what it measured of itself, as one JSON file in its folder.
+"""The Profile of a run: its own measurements, as one JSON file in its folder.
 
     Profile.read("runs/today").steps.samples_per_s
 
-It is written while the job runs and at its end, each time whole. What a run does not know is null
-or absent, never guessed. Other versions of the schema are refused.
+The file is written while the job runs and at its end, each time whole. Unknown values are null or
+absent, never guessed. Other versions of the schema are refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RunState = Literal["running", "ended", "interrupted", "failed"]
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run went on from: the name of a checkpoint, its step (from 0 on) and epoch."""
+    """The checkpoint that a run was resumed from: its name, its step (from 0) and epoch."""
 
     checkpoint: str
     step: int
@@ -47,21 +47,21 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Steps:
-    """The optimizer steps of this process, of rank 0.
+    """The optimizer steps of this process, on rank 0.
 
     Attributes:
-        first, last: their numbers, from 1 in the run; a resumed run goes on counting.
-        samples: on how many they trained, of all ranks.
-        batch_size: samples of a step at the median, of all ranks; None where that is not known.
-        steady: how many ran, warmed up, under the settings that the run ended with; the figures
-            below are of these.
-        step_ms: durations of the latest steady steps of the median batch size, in order; of local
-            SGD each is the mean of the steps from one average to the next that end with it.
+        first, last: their numbers, from 1 in the run; a resumed run continues counting.
+        samples: number of samples that they trained on, of all ranks.
+        batch_size: median samples of a step, of all ranks; None if unknown.
+        steady: number of steps that ran, warmed up, under the settings at the end of the run; the
+            figures below are of these.
+        step_ms: durations of the latest steady steps of the median batch size, in order. With local
+            SGD each is the mean of the steps between two averages.
         per_s: [low, median, high], steps per second with the 95% interval that `median_of` gives;
             None without a steady step.
-        samples_per_s: likewise.
-        noise: by how much this process differs from itself, 0.01 is 1%: the median floor of its own
-            A/A measurements; None where it made none.
+        samples_per_s: [low, median, high] of samples per second, in the same way.
+        noise: relative difference of this process from itself, 0.01 is 1%: the median floor of its
+            own A/A measurements; None without these.
     """
 
     first: int
@@ -77,10 +77,10 @@ class Steps:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Steps of one rank alone, without what ranks do together.
+    """Steps of a rank that runs alone, without communication.
 
     Attributes:
-        local_batch: samples of each.
+        local_batch: samples of each step.
         seconds: of each step.
     """
 
@@ -93,7 +93,7 @@ class RanksOnHost:
     """Steps of several ranks at once on one host, each alone with its part of the CPUs.
 
     Attributes:
-        ranks: how many.
+        ranks: number of ranks.
         local_batch: samples of a rank's step, whatever the number of ranks.
         seconds: of steps.
     """
@@ -105,19 +105,19 @@ class RanksOnHost:
 
 @dataclass(frozen=True)
 class RankProfile:
-    """What a rank tells.
+    """The report of a rank.
 
     Attributes:
         rank: its number.
         node: the number of its host, from 0.
         host: its name.
-        device: where it computed, such as "cpu" or "cuda:0".
-        threads: of torch.
-        steps: how many it has made when it told.
+        device: the device on which it computed, such as "cpu" or "cuda:0".
+        threads: number of torch's threads.
+        steps: number of steps at the time of the report.
         lanes_ms: milliseconds per step by lane, over all its steps.
         quantiles_ms: of its latest steady steps, 2,000 at most, by lane, and of "step" as a whole:
             five numbers, see `QUANTILES`.
-        waited_ms: per step in which it waited for other ranks.
+        waited_ms: milliseconds per step of waiting for other ranks.
         use: over time, by column, see `flatout.measure.use.COLUMNS`.
         machine: the fingerprint of its host.
     """
@@ -137,36 +137,37 @@ class RankProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a run measured of itself.
+    """A run's own measurements.
 
     Attributes:
-        state: "running" while it does, and of one that was killed.
-        error: what ended it, in one line; None where nothing did.
-        began, written: Unix seconds, when the Loop was prepared, and this was written.
-        startup_s: from the start of the process to the end of preparing, in seconds.
-        evaluation_s, saving_s: in all, of rank 0, in seconds.
-        resumed: where it went on from; None where it began. All figures are of what came after.
-        model: `name`, `parameters`, `trained`, both in numbers.
-        job: what identifies this job, in words, such as `loss` or `optimizer 1`.
-        world: `size`, `nodes`, `ranks_per_node`, `strategy`, and where there are some,
-            `servers_apart`: how many servers compute nothing.
-        versions: `flatout`, `torch`, `python`, and `keras` where it is used.
-        network: `address`, `interface`, `mbit_per_s` of rank 0 where there are several ranks.
+        state: "running" while the run lives; it stays so if the run is killed.
+        error: the error that ended the run, in one line, or None.
+        began, written: Unix seconds of preparing the Loop, and of writing this.
+        startup_s: seconds from the start of the process to the end of preparing.
+        evaluation_s, saving_s: total seconds on rank 0.
+        resumed: the checkpoint that the run was resumed from, or None. All figures are of the time
+            after it.
+        model: `name`, `parameters`, `trained`, the last two as numbers of values.
+        job: identifies this job, in words, such as `loss` or `optimizer 1`.
+        world: `size`, `nodes`, `ranks_per_node`, `strategy`, and with separate servers,
+            `servers_apart`: the number of servers that compute nothing.
+        versions: `flatout`, `torch`, `python`, and `keras` if it is used.
+        network: `address`, `interface`, `mbit_per_s` of rank 0 if there are several ranks.
         recipe: `summary`, `values`, `reasons` and `measured`, by the names of the Recipe's fields.
         data: `words`, `digest`, `samples`, `batches`, `files`, `bytes`, `newest` (Unix seconds);
-            `largest_batch`, where batches were made as large as memory allows.
-        input: `bytes_per_sample` as batches hold it, `samples_per_s` that the input could give,
+            `largest_batch`, if batches were made as large as memory allows.
+        input: `bytes_per_sample` in batches, `samples_per_s` that the input could reach,
             `stages_ms` per batch of one thread, `threads`, `processes`, `waited` (a share).
         communication: `reduction`; `buckets`, each with `bytes` and `ready_ms` after the backward
-            began; `sparse_bytes_per_step` that this rank sent; `bytes_per_average`, of
-            local SGD and of a run of one rank, which would send as many there.
-        ranks: each of those that told; of one that was killed the first alone.
-        epochs: `epoch` (from 1), `step`, `samples` and `at_s` (seconds) since this process began
-            to train, and the figures of the epoch.
-        notes: what was said while training.
-        step_times: by local batch, where `flatout run --profile-batches` asked for them.
-        ranks_on_host: by ranks, where that has measured them; what `--devices auto` has measured
-            stands in `world`.
+            began; `sparse_bytes_per_step` that this rank sent; `bytes_per_average`, for local SGD
+            and for a run of one rank, which would send this number there.
+        ranks: the reports of ranks; only that of the first rank if the run was killed.
+        epochs: `epoch` (from 1), `step`, `samples` and `at_s` (seconds) since this process began to
+            train, and the figures of the epoch.
+        notes: messages printed while training.
+        step_times: by local batch, if `flatout run --profile-batches` asked for them.
+        ranks_on_host: by number of ranks, if that option has measured them. The measurements of
+            `--devices auto` are in `world`.
     """
 
     run: str
@@ -197,7 +198,7 @@ class Profile:
     ranks_on_host: list[RanksOnHost] = field(default_factory=list)
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Write it into a run folder, whole or not at all.
+        """Write the Profile into a run folder, whole or not at all.
 
         Raises:
             OSError: it cannot be written.

@@ -1,17 +1,17 @@
-"""The least that a training step can take on a machine, by what its operators compute and move.
+"""The least time of a training step on a machine, by its operators' arithmetic and memory traffic.
 
 An operator takes as long as its arithmetic or its memory traffic, whichever is longer, at the best
-rates that were measured (machine.py), and the time to call it. Such a bound orders settings
-before they are tried, and says how far a job is from its machine's limit (Williams et al. 2009,
-"Roofline"). It is a model: what it says of a setting is no measurement.
+rates that were measured (machine.py), plus the time to call it. Such a bound orders settings before
+they are tried, and shows a job's distance from its machine's limit (Williams et al. 2009,
+"Roofline"). It is a model, not a measurement of a setting.
 
     counts = {"device": "cpu", "threads": 2, "machine": "0123456789ab", "samples": 64,
               "lanes": {"forward": {"matmul": {"calls": 3, "flops": 1e9, "bytes": 2e6,
                                                "cached_bytes": 1e6}}},
               "weights": {"bytes": 4e6, "state_bytes": 8e6, "tensors": 6}}
 
-Bytes are those of fp32; `cached_bytes` is the part of them in operators so small that a cache holds
-what they touch. `models/operators.py` counts them.
+Bytes are those of fp32. `cached_bytes` is the part of them in operators whose tensors fit in a
+cache. `models/operators.py` counts them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ KINDS = (
 )
 """Kinds of operators. All but those with their own arithmetic are bound by memory alone."""
 
-# Whose best rate is that of matrix products.
+# Kinds whose best rate is that of matrix products.
 _AS_MATMUL = ("attention", "recurrent")
-# What `compute.fp32_operators` keeps in fp32.
+# Kinds that `compute.fp32_operators` keeps in fp32.
 _KEPT_IN_FP32 = ("attention", "conv_depthwise")
-# Settings by which these take fewer passes over memory; about half of them are taken to go.
+# Settings by which these kinds take fewer passes over memory; the bound assumes half as many.
 _FEWER_PASSES = {
     "compute.fused_norms": ("normalization", "elementwise"),
     "compute.rewrites": ("elementwise",),
@@ -54,16 +54,16 @@ _KNOWN = (
     "compute.capture",
     "compute.cuda_graph",
 )
-# No operator is expected to run at less than this part of the best rates.
+# Largest assumed ratio of an operator's time to its time at the best rates.
 _FAR = 5.0
 
 
 class PossibleSaving(NamedTuple):
-    """What a setting may save of a step, alone or beside the others.
+    """The possible saving of a setting in a step, alone or with the others.
 
     Attributes:
-        saved_s: seconds by which the bound of a step falls; negative where it rises.
-        most_s: seconds that all operators may take which it changes.
+        saved_s: seconds by which the bound of a step falls; negative if it rises.
+        most_s: most seconds that all operators changed by the setting may take.
     """
 
     saved_s: float
@@ -73,13 +73,13 @@ class PossibleSaving(NamedTuple):
 def bound(
     counts: Mapping[str, Any], rates: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, dict[str, float]]:
-    """The least seconds of a step by lane, "forward", "backward" and "optimizer", and by kind.
+    """Return the least seconds of a step by lane ("forward", "backward", "optimizer") and kind.
 
     Args:
-        counts: of the step's operators, as above.
-        rates: of the machine, as `machine_rates` gives them.
-        settings: fields of the Recipe that are not plain, such as `{"compute.precision": "bf16"}`;
-            those that a roofline knows nothing of change nothing.
+        counts: counts of the step's operators, as in the module's example.
+        rates: rates of the machine, from `machine_rates`.
+        settings: fields of the Recipe that differ from plain, such as `{"compute.precision":
+            "bf16"}`; settings that the model does not know change nothing.
     """
     result = {}
     for lane, kinds in counts["lanes"].items():
@@ -87,7 +87,7 @@ def bound(
             kinds = {"update": _fused(counts["weights"])}
         result[lane] = _of_lane(lane, kinds, rates, settings, counts["device"])
     if _precision(settings) != "fp32":
-        # Weights are read and written in bf16 before they are used, and their gradients back.
+        # Weights are read and written in bf16 before they are used, and their gradients afterwards.
         casts = 1.5 * counts["weights"]["bytes"] / rates["bytes_per_s"]["fp32"]["memory"]
         for lane in ("forward", "backward"):
             result.setdefault(lane, {})["casts"] = casts
@@ -97,7 +97,7 @@ def bound(
 def predicted(
     counts: Mapping[str, Any], rates: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> float:
-    """The least seconds of a step under these settings, with the arguments of `bound`.
+    """Return the least seconds of a step under these settings, with the arguments of `bound`.
 
     The gain that an option promises is `predicted(.., plain) / predicted(.., option)`.
     """
@@ -107,10 +107,10 @@ def predicted(
 def possible_savings(
     counts: Mapping[str, Any], rates: Mapping[str, Any], options: Mapping[str, Any]
 ) -> dict[str, PossibleSaving]:
-    """What each option may save, by field; without those that a roofline knows nothing of.
+    """Return the possible saving of each option, by field, without options unknown to the model.
 
     Args:
-        counts, rates: as of `bound`.
+        counts, rates: as for `bound`.
         options: fields of the Recipe, and the values that may be faster.
     """
     result = {}
@@ -193,6 +193,6 @@ def _of_lane(
         calls = 1
     dispatch = calls / rates["nodes_per_s" if lane == "backward" else "calls_per_s"]
     if device != "cpu":
-        # The host calls ahead while the device computes: the longer of the two shows.
+        # The host calls ahead while the device computes, so the longer of the two counts.
         dispatch = max(0.0, dispatch - sum(result.values()))
     return {**result, "dispatch": dispatch}

@@ -1,15 +1,17 @@
-"""How long steps in a row take at the median, and how sure that is.
+"""The median duration of consecutive steps, and its confidence interval.
 
-Steps that follow each other resemble each other (a neighbor's load, clocks, a
-queue that drains), so resampling them singly would promise far too narrow an interval. They are
-resampled in blocks instead (the block bootstrap: Künsch 1989, "The jackknife and the bootstrap for
-general stationary observations"; wrapped around the end: Politis and Romano 1992, "A circular
-block-resampling procedure for stationary data"). How long blocks must be follows from how far the
-resemblance reaches (Politis and White 2004, "Automatic block-length selection for the dependent
-bootstrap", with the correction of Patton, Politis and White 2009), taken from which steps lie above
-the median, since that is what moves a median. A percentile interval over few blocks is too narrow;
-it is widened as Student's t is wider than the normal (Hesterberg 2015, "What teachers should know
-about the bootstrap", the expanded percentile interval).
+Consecutive steps are correlated (a neighbor's load, clocks, a queue that drains), so resampling
+single steps would give far too narrow an interval. They are resampled in blocks instead (the block
+bootstrap: Künsch 1989, "The jackknife and the bootstrap for general stationary observations";
+wrapped around the end: Politis and Romano 1992, "A circular block-resampling procedure for
+stationary data").
+
+The length of blocks follows from the range of the correlation (Politis and White 2004, "Automatic
+block-length selection for the dependent bootstrap", with the correction of Patton, Politis and
+White 2009). It is computed on the series of whether a step is above the median, because that moves
+a median. A percentile interval over few blocks is too narrow, so it is widened as Student's t is
+wider than the normal (Hesterberg 2015, "What teachers should know about the bootstrap", the
+expanded percentile interval).
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ _Array = npt.NDArray[np.float64]
 
 
 def median_of(steps: Sequence[float], *, seed: int = 0) -> Interval:
-    """Return the median of steps in a row with its 95% interval.
+    """Return the median of consecutive steps with its 95% interval.
 
     Args:
         steps: durations in order, any unit; at least one, all above 0.
-        seed: of the resampling.
+        seed: seed of the resampling.
 
     Returns:
-        The median, and the percentile interval of the block bootstrap that the module explains.
+        The median, and the percentile interval of the block bootstrap (see the module).
     """
     values = np.asarray(steps, dtype=np.float64)
     generator = np.random.default_rng(seed)
@@ -56,13 +58,13 @@ def ratio_of_medians(
     """Return the median of `new` over that of `kept`, with its 95% interval.
 
     Args:
-        kept: durations in order of each run that was kept, any unit; of several runs the geometric
-            mean of their medians counts.
+        kept: durations in order of each kept run, any unit; for several runs the geometric mean of
+            their medians counts.
         new: durations in order of the new run, same unit.
-        seed: of the resampling.
+        seed: seed of the resampling.
 
     Returns:
-        The ratio, and the percentile interval of the block bootstrap that the module explains.
+        The ratio, and the percentile interval of the block bootstrap (see the module).
     """
     generator = np.random.default_rng(seed)
     runs = [np.asarray(run, dtype=np.float64) for run in kept]
@@ -89,7 +91,7 @@ def _expansion(blocks: float) -> float:
 def student_t(freedom: float) -> float:
     """Return the 97.5% quantile of Student's t, within 4% from 3 degrees of freedom on.
 
-    By its expansion: Abramowitz and Stegun 1964, 26.7.5.
+    Uses the expansion in Abramowitz and Stegun 1964, 26.7.5.
     """
     z = _Z
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
@@ -109,10 +111,11 @@ def _resampled_medians(values: _Array, generator: np.random.Generator) -> _Array
 
 
 def block_length(values: npt.ArrayLike) -> int:
-    """Return how many values in a row a block must hold to keep their resemblance.
+    """Return the number of consecutive values in a block that keeps their correlation.
 
-    The rule of Politis and White (2004), corrected in 2009, for blocks that wrap around, of the
-    series that says which values lie above the median. 1 where they do not resemble each other.
+    The rule of Politis and White (2004), corrected in 2009, for blocks that wrap around. It is
+    applied to the series of whether a value is above the median. Returns 1 if values are not
+    correlated.
 
     Args:
         values: in order, of shape (count,).

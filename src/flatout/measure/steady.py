@@ -1,12 +1,14 @@
-"""Growth that goes on from one measurement to the next, told apart from jumps.
+"""Detection of growth that continues from one measurement to the next, in contrast to jumps.
 
-A line with jumps is held against stairs without a slope, each with as many jumps as pay for what
-they explain (Schwarz 1978, "Estimating the dimension of a model"). Jumps are looked for one after
-the other, each where it explains most (binary segmentation: Vostrikova 1981, "Detecting disorder in
-multidimensional random processes"). Many jumps of a few times the noise cost more than they explain
-beside a line. So what a smooth curve leaves is put into another order: where levels then explain
-clearly less than before, there are levels (a permutation test: Good 2005, "Permutation, Parametric
-and Bootstrap Tests of Hypotheses").
+A line with jumps is compared with stairs without a slope. Each has as many jumps as pay for their
+explanation (Schwarz 1978, "Estimating the dimension of a model"). Jumps are found one after the
+other, each where it explains most (binary segmentation: Vostrikova 1981, "Detecting disorder in
+multidimensional random processes").
+
+Many jumps of a few times the noise cost more than they explain in addition to a line. So the
+residuals of a smooth curve are put into another order. If levels then explain clearly less than
+before, there are levels (a permutation test: Good 2005, "Permutation, Parametric and Bootstrap
+Tests of Hypotheses").
 """
 
 from __future__ import annotations
@@ -18,16 +20,17 @@ from itertools import pairwise
 from typing import NamedTuple
 
 _JUMPS = 24
-# By so much Schwarz's criterion of the line has to be lower: "strong" in Kass and Raftery 1995,
-# "Bayes factors".
+# Least difference by which Schwarz's criterion of the line must be lower than that of stairs:
+# "strong" in Kass and Raftery 1995, "Bayes factors".
 _CLEARLY = 6.0
-# The slope beside jumps lies so many of its standard deviations above zero, and is so large a share
-# of the slope over all. That is so large a share of it: what is cleared at times grows in between.
+# Limits of the slope between jumps. _DEVIATIONS: least slope in its standard deviations. _LEFT:
+# least slope as a share of the overall slope. _STAYS: least overall slope as a share of this slope,
+# because a value that is cleared at times grows in between.
 _DEVIATIONS, _LEFT, _STAYS = 2.0, 0.5, 0.3
-# Other orders that are tried, and by how much levels explain more in the one that was measured:
-# "positive" by Kass and Raftery.
+# _ORDERS: number of other orders that are tried. _LEVELS: least difference of the criterion by
+# which levels must explain the measured order better: "positive" in Kass and Raftery.
 _ORDERS, _LEVELS = 9, 4.0
-_POWERS = 4  # of a smooth curve: a cubic
+_POWERS = 4  # number of powers in a smooth curve: a cubic
 
 
 class _Squares(NamedTuple):
@@ -46,11 +49,11 @@ class _Squares(NamedTuple):
 
 
 def grows_steadily(places: Sequence[float], values: Sequence[float], noise: float) -> bool:
-    """Return whether values grow from each place to the next, beside all jumps between levels.
+    """Return whether values grow from each place to the next, apart from jumps between levels.
 
     Args:
-        places: where each was measured, in order.
-        values: what was measured.
+        places: the place of each measurement, in order.
+        values: the measured values.
         noise: the least variance of a single value.
     """
     count = len(values)
@@ -118,7 +121,7 @@ def _curve(places: Sequence[float], values: Sequence[float]) -> list[float]:
             share = _product(basis, other)
             basis = [a - share * b for a, b in zip(basis, other, strict=True)]
         norm = math.hypot(*basis)
-        if norm < 1e-9:  # of fewer places than powers
+        if norm < 1e-9:  # there are fewer places than powers
             break
         known.append([item / norm for item in basis])
         share = _product(known[-1], values)
@@ -158,7 +161,7 @@ def _fits(
 
 def _running_sums(places: Sequence[float], values: Sequence[float]) -> list[tuple[float, ...]]:
     count = len(values)
-    place, value = sum(places) / count, sum(values) / count  # lest squares lose their digits
+    place, value = sum(places) / count, sum(values) / count  # keeps digits of the squares
     result: list[tuple[float, ...]] = [(0.0,) * 5]
     for x, y in zip(places, values, strict=True):
         x, y = x - place, y - value

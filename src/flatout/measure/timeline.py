@@ -1,17 +1,17 @@
-"""What a step's time went to, as lanes.
+"""The time of each part of a step, as lanes.
 
-The loop reads the clock between its lanes and hands the durations over once per step:
+The loop reads the clock between its lanes and records the durations once per step:
 
     timeline.start()
     for every step:
         timeline.record(start, input, copy, forward, backward, sync, optimizer, host, samples)
-        timeline.add("evaluation", ns)          # what happens between two steps
+        timeline.add("evaluation", ns)          # time between two steps
     timeline.stop()
 
-The wall time from the first step's start to the last step's end is then split without remainder:
-what no step recorded and nothing added is `idle`, and the garbage collector's time is moved out of
-the lane that it interrupted into `gc`. On a GPU (device_lanes.py) rows are written some steps late,
-and what the collector took is part of its lane.
+The wall time from the first step's start to the last step's end is then split without remainder.
+Time that was neither recorded nor added is `idle`. The garbage collector's time is moved from the
+lane that it interrupted to `gc`. On a GPU (device_lanes.py) rows are written some steps late, and
+the collector's time is part of its lane.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy.typing as npt
 from flatout.errors import FlatoutError
 from flatout.measure.garbage import CollectorClock
 
-# In the order in which a step passes through them, then what lies between steps.
+# In the order in which a step passes through them, then the lanes between steps.
 LANES = (
     "input",
     "copy",
@@ -57,9 +57,9 @@ class Timeline:
     """The lanes of one rank's steps. One thread records; any thread may read.
 
     Args:
-        capacity: how many of the latest steps are kept singly (72 bytes each), rounded up to whole
-            chunks; older ones live on in the totals alone.
-        clock_reads: how often the loop reads the clock for each step, counted into
+        capacity: number of latest steps that are kept individually (72 bytes each), rounded up to
+            whole chunks; older ones are only in the totals.
+        clock_reads: number of times that the loop reads the clock in each step, for
             `added_us_per_step`: before the first lane and after each of the seven.
 
     Attributes:
@@ -91,7 +91,7 @@ class Timeline:
         weakref.finalize(self, self._collections.stop)
 
     def reset(self) -> None:
-        """Forgets everything recorded so far."""
+        """Forget all recorded steps."""
         if self.device is not None:
             self.device.forget()
         with self._lock:
@@ -107,15 +107,15 @@ class Timeline:
             self._last_end = 0
             self._in_steps = 0
             self._samples = 0
-            # Time between steps that has an owner: in the gaps before, and in the gap after step
-            # number `_owned_at`.
+            # Time between steps that was added to a lane. _owned: in earlier gaps. _owned_since: in
+            # the gap after step number `_owned_at`.
             self._owned = 0
             self._owned_since = 0
             self._owned_at = 0
             self._collections.noted.clear()
 
     def start(self) -> None:
-        """Begins to time the garbage collector; the pause since `stop()` is no one's idle time."""
+        """Begin to time the garbage collector. The pause since `stop()` is no idle time."""
         if self.device is None:
             self._collections.start()
         if self._stopped_at is not None:
@@ -124,7 +124,7 @@ class Timeline:
             self._stopped_at = None
 
     def stop(self) -> None:
-        """Ends it. A second call changes nothing."""
+        """End the timing. A second call changes nothing."""
         self.settle()
         self._collections.stop()
         if self._stopped_at is None:
@@ -142,11 +142,12 @@ class Timeline:
         host: int,
         samples: int = 0,
     ) -> None:
-        """Records one step: its start on `perf_counter_ns`' clock, then durations, all in ns.
+        """Record one step: its start on `perf_counter_ns`' clock, then durations, all in ns.
 
-        `samples` are those that the step trained on, of all ranks; 0 where that is not known.
+        `samples` is the number of samples that the step trained on, of all ranks; 0 if unknown.
         """
-        # A quarter of a microsecond: the row goes straight into the ring, sums wait for the chunk.
+        # Takes a quarter of a microsecond: the row is written to the ring, and sums wait for the
+        # chunk.
         at = self._at
         _pack_row(
             self._buffer, at, start, input, copy, forward, backward, sync, optimizer, host, samples
@@ -156,7 +157,7 @@ class Timeline:
             self._end_chunk()
 
     def add(self, lane: str, ns: int) -> None:
-        """Adds time spent between two steps, to be called as soon as that time has passed.
+        """Add time spent between two steps, as soon as that time has passed.
 
         Raises:
             FlatoutError: for a lane that cannot be added to.
@@ -173,29 +174,29 @@ class Timeline:
             self._own(ns)
 
     def settle(self) -> None:
-        """Waits for a device that is behind, so that all steps have their rows."""
+        """Wait for a device that has not finished, so that all steps have their rows."""
         if self.device is not None:
             self.device.settle(wait=True)
 
     @property
     def steps(self) -> int:
-        """How many steps were recorded."""
+        """Number of recorded steps."""
         return self._rounds * self.capacity + self._at // _ROW.size
 
     @property
     def behind(self) -> tuple[int, int]:
-        """How many more steps were made whose rows are not there yet, and on how many samples."""
+        """Number of further steps without a row yet, and their number of samples."""
         return (0, 0) if self.device is None else (self.device.steps, self.device.samples)
 
     @property
     def samples(self) -> int:
-        """On how many samples all steps have trained, those that are no longer kept included."""
+        """Number of samples of all steps, including steps that are no longer kept."""
         with self._lock:
             self._fold()
             return self._samples
 
     def lanes(self) -> dict[str, float]:
-        """Returns the milliseconds per step by lane, over all steps; zeros without a step."""
+        """Return the milliseconds per step by lane, over all steps; zeros without a step."""
         with self._lock:
             self._fold()
             steps = self._rounds * self.capacity + self._folded
@@ -206,23 +207,23 @@ class Timeline:
         return {lane: max(0, ns) / max(1, steps) / 1e6 for lane, ns in totals.items()}
 
     def critical_lane(self) -> str | None:
-        """Returns the lane that takes the most time, or None without a step."""
+        """Return the lane that takes the most time, or None without a step."""
         if not self.steps:
             return None
         lanes = self.lanes()
         return max(lanes, key=lanes.__getitem__)
 
     def rows(self) -> npt.NDArray[np.int64]:
-        """Returns the last `capacity` steps, oldest first, as (steps, 8): start, durations; ns."""
+        """Return the last `capacity` steps, oldest first, as (steps, 8): start, durations; ns."""
         return self._kept()[:, :8]
 
     def step_times(self) -> npt.NDArray[np.float64]:
-        """Returns the durations in seconds of the last `capacity` steps, oldest first (float64)."""
+        """Return the durations in seconds of the last `capacity` steps, oldest first (float64)."""
         seconds: npt.NDArray[np.float64] = self.rows()[:, 1:].sum(axis=1) / 1e9
         return seconds
 
     def step_samples(self) -> npt.NDArray[np.int64]:
-        """Returns on how many samples each of the last `capacity` steps trained (int64)."""
+        """Return the numbers of samples of the last `capacity` steps (int64)."""
         return self._kept()[:, 8]
 
     def _kept(self) -> npt.NDArray[np.int64]:
@@ -232,7 +233,7 @@ class Timeline:
             return np.concatenate([older, self._rows[:filled]])
 
     def percentiles(self, qs: Sequence[float] = (50, 90, 99)) -> dict[float, float]:
-        """Returns the percentiles of `step_times()` in seconds; nothing without a step."""
+        """Return the percentiles of `step_times()` in seconds; nothing without a step."""
         times = self.step_times()
         if not times.size:
             return {}
@@ -240,15 +241,15 @@ class Timeline:
 
     @property
     def added_us_per_step(self) -> float:
-        """What recording adds to a step, in microseconds.
+        """Microseconds that recording adds to a step.
 
-        It is counted directly, by timing the calls on an instance made for that: comparing a run
-        with and one without could not resolve it.
+        The calls are timed directly, on an instance made for that purpose. A comparison of runs
+        with and without recording could not resolve the difference.
         """
         return _cost_us(self._clock_reads)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON: lanes in ms per step, percentiles in ms."""
+        """Return plain data for JSON: lanes in ms per step, percentiles in ms."""
         return {
             "steps": self.steps,
             "lanes_ms": self.lanes(),
@@ -285,7 +286,7 @@ class Timeline:
             return
         self._folded = filled
         starts = rows[:, 0]
-        # ends[i, k] is when step i left its k-th lane.
+        # ends[i, k] is the time at which step i left its k-th lane.
         ends = starts[:, None] + np.cumsum(rows[:, 1:8], axis=1)
         *sums, samples = rows[:, 1:].sum(axis=0).tolist()
         self._samples += samples
@@ -294,7 +295,7 @@ class Timeline:
         self._in_steps += int((ends[:, -1] - starts).sum())
         if self._first_start is None:
             self._first_start = int(starts[0])
-            # What was collected before the first step is no part of the span.
+            # Collections before the first step are no part of the span.
             self._collections.take_before(self._first_start)
         self._last_end = int(ends[-1, -1])
         for began, took in self._collections.take_before(self._last_end):

@@ -1,4 +1,4 @@
-"""Whether B is faster than A: paired interleaved blocks, an interval, and a noise floor.
+"""Comparison of the speeds of A and B: paired interleaved blocks, an interval, and a noise floor.
 
 A machine drifts (clocks, heat, neighbors), so A and B run in short blocks in the order A B B A.
 Each such quadruple (a1, b1, b2, a2), in seconds per step, gives one log-ratio in which a steady
@@ -10,17 +10,17 @@ The trial's ratio is exp(median of r): time A / time B, so above 1 means that B 
 interval is the percentile bootstrap over quadruples (Efron 1979, "Bootstrap methods: another look
 at the jackknife"). Over five quadruples or fewer that is simply their range.
 
-The floor says how large a ratio this trial would have shown with A against A. It comes from the
-differences d between blocks of one configuration, a1 against a2 and b1 against b2 (in logs).
+The floor is the size of a ratio that this trial would have shown with A against A. It comes from
+the differences d between blocks of one configuration, a1 against a2 and b1 against b2 (in logs).
 Without any effect, r is distributed like (±d ± d') / 2 for two such differences drawn with random
-signs. So the medians of as many redrawn r as the trial has quadruples are what noise alone would
-have given, and the floor is the 95th percentile of their size, as exp(.) - 1. A steady drift
-cancels in r but not in d: the floor errs to the safe side.
+signs. So medians of redrawn r, as many as the trial has quadruples, show the effect of noise alone.
+The floor is the 95th percentile of their size, as exp(.) - 1. A steady drift cancels in r but not
+in d: the floor errs to the safe side.
 
-B wins only where the whole interval lies above the floor. In simulation, with normal noise and with
-one block in ten held up, A against A wins in fewer than 5% of the trials, and loses in as few,
-stopped early or not. What one process cannot see stays out of the floor: two equal models in one
-process may differ by some percent for as long as it lives. Close ratios need several processes, and
+B wins only if the whole interval is above the floor. In simulation, with normal noise and with one
+block in ten delayed, A against A wins in fewer than 5% of the trials, and loses in as few, stopped
+early or not. Differences between processes are not in the floor: two equal models in one process
+may differ by some percent for its whole life. Close ratios need several processes, and
 `bootstrap_ratio`.
 """
 
@@ -54,14 +54,14 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What a trial of A against B found.
+    """The result of a trial of A against B.
 
     Args:
         ratio: time A / time B; above 1 means that B is faster.
-        low: lower end of the ratio's 95% interval; of a single quadruple, the floor below it.
-        high: upper end of it, likewise.
-        floor: how far from 1 the ratio of A against A may lie by noise alone: 0.01 is 1%.
-        pairs: how many quadruples A B B A were run.
+        low: lower end of the ratio's 95% interval; for a single quadruple, the floor below it.
+        high: upper end of the ratio's 95% interval; for a single quadruple, the floor above it.
+        floor: largest distance from 1 of the ratio of A against A by noise alone: 0.01 is 1%.
+        pairs: number of quadruples A B B A that were run.
         a_median, b_median: over the blocks of A and of B, in seconds per step.
     """
 
@@ -76,38 +76,39 @@ class TrialResult:
 
     @property
     def wins(self) -> bool:
-        """Whether B is faster than A beyond the floor. A single quadruple proves nothing."""
+        """True if B is faster than A beyond the floor. A single quadruple proves nothing."""
         return self.pairs > 1 and self.low > 1 + self.floor
 
     @property
     def loses(self) -> bool:
-        """Whether B is slower than A beyond the floor. A single quadruple proves nothing."""
+        """True if B is slower than A beyond the floor. A single quadruple proves nothing."""
         return self.pairs > 1 and self.high < 1 - self.floor
 
     @property
     def is_tie(self) -> bool:
-        """Whether no difference is in sight; a single quadruple cannot say so."""
+        """True if no difference is visible. A single quadruple cannot show that."""
         return self.pairs > 1 and 1 - self.floor <= self.low <= self.high <= 1 + self.floor
 
     @property
     def step_s(self) -> tuple[float, float]:
-        """Seconds per step of A and of B: around their medians, and apart by the ratio.
+        """Seconds per step of A and of B, whose ratio is the trial's.
 
-        The medians themselves lie apart by another one, since quadruples differ more from each
-        other, as where a machine grows slower meanwhile, than their sides do.
+        Their geometric mean is that of the medians. The ratio of the medians differs from the
+        trial's if quadruples differ more from each other than their sides do, for example on a
+        machine that becomes slower.
         """
         middle = math.sqrt(self.a_median * self.b_median)
         return middle * math.sqrt(self.ratio), middle / math.sqrt(self.ratio)
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Plain data for a record: `ratio`, `low`, `high`, `floor` and `pairs`."""
+        """Return plain data for a record: `ratio`, `low`, `high`, `floor` and `pairs`."""
         names = ("ratio", "low", "high", "floor", "pairs")
         return {name: getattr(self, name) for name in names}
 
     @property
     def words(self) -> str:
-        """One phrase, such as `1.19x [1.17,1.21] (A/A ±0.9%)`."""
+        """Describe the result in one phrase, such as `1.19x [1.17,1.21] (A/A ±0.9%)`."""
         interval = f"[{self.low:.2f},{self.high:.2f}]"
         return f"{self.ratio:.2f}x {interval} (A/A ±{self.floor:.1%})"
 
@@ -124,24 +125,27 @@ def run_trial(
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TrialResult:
-    """Measures A against B in quadruples A B B A until the answer is clear.
+    """Measure A against B in quadruples A B B A until the answer is clear.
 
-    It is clear, from `min_pairs` quadruples on, when the interval lies beyond the floor on one side
-    (B wins or loses) or wholly within it (no difference that this trial could see). Where the ratio
-    itself matters, one beyond the floor must be as precise as asked for, too.
+    The answer is clear, from `min_pairs` quadruples on, in two cases. The interval is beyond the
+    floor on one side (B wins or loses), and as precise as requested. Or it is wholly within the
+    floor (no difference that this trial could detect).
 
     Args:
         measure_a: runs one block of steps in configuration A, after switching and warming up, and
             returns its seconds per step.
         measure_b: the same for B.
+        max_pairs: most quadruples.
+        min_pairs: fewest quadruples, unless the deadline comes first.
         deadline_s: no quadruple begins that would end, at the pace of the slowest so far, later
-            than this many seconds after the start. The first always runs.
-        floor: a floor known in advance; the larger of it and the trial's own
-            counts.
-        precision: how far apart the ends of the interval of a clear answer may lie: 0.05 is 5%.
+            than this number of seconds after the start. The first always runs.
+        floor: a floor known in advance; the larger of it and the trial's own counts.
+        precision: largest distance between the ends of the interval of a clear answer: 0.05 is 5%.
+        seed: seed of the resampling.
+        clock: returns seconds.
 
     Raises:
-        FlatoutError: if a block's time is not a positive number, or the numbers of pairs make no
+        FlatoutError: a block's time is not a positive number, or the numbers of pairs make no
             sense.
     """
     if not 1 <= min_pairs <= max_pairs:
@@ -183,18 +187,19 @@ def quadruples(
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Generator[_Side, float, TrialResult]:
-    """The trial of `run_trial` for a caller that runs the blocks itself.
+    """Run the trial of `run_trial` for a caller that runs the blocks itself.
 
-    Yields the configuration of the next block and is sent its seconds per step; returns the result.
+    Yields the configuration of the next block, takes its seconds per step by `send`, and returns
+    the result.
 
     Args:
         a: stands for configuration A.
         b: stands for configuration B.
-        max_pairs, min_pairs, deadline_s, floor, precision, seed, clock: as of `run_trial`.
-        enough: asked after each quadruple, from the first on; true ends the trial.
+        max_pairs, min_pairs, deadline_s, floor, precision, seed, clock: as for `run_trial`.
+        enough: called after each quadruple, from the first on; True ends the trial.
 
     Raises:
-        FlatoutError: if a block's time is not a positive number.
+        FlatoutError: a block's time is not a positive number.
     """
     began = clock()
     slowest = 0.0
@@ -232,17 +237,18 @@ def bootstrap_paired(a: npt.ArrayLike, b: npt.ArrayLike, *, seed: int = 0) -> In
 
 
 def bootstrap_ratio(a: npt.ArrayLike, b: npt.ArrayLike, *, seed: int = 0) -> Interval:
-    """Returns median(a) / median(b) of times that are not paired, with its 95% interval.
+    """Return median(a) / median(b) of times that are not paired, with its 95% interval.
 
-    For restarts of processes: a value for each process. Both sides are resampled independently.
+    For restarts of processes, with one value for each process. Both sides are resampled
+    independently.
 
     Args:
         a: float times of shape (restarts of A,), any unit.
         b: float times of shape (restarts of B,).
-        seed: of the resampling.
+        seed: seed of the resampling.
 
     Raises:
-        FlatoutError: if there are none, or a time is not a positive number.
+        FlatoutError: there are no times, or a time is not a positive number.
     """
     times_a, times_b = _times(a, "a"), _times(b, "b")
     generator = np.random.default_rng(seed)
@@ -255,7 +261,7 @@ def bootstrap_ratio(a: npt.ArrayLike, b: npt.ArrayLike, *, seed: int = 0) -> Int
 def _judge(a: _Array, b: _Array, floor: float, seed: int, seconds: float) -> TrialResult:
     low, ratio, high = bootstrap_paired(a, b, seed=seed)
     floor = max(floor, _floor(a, b, seed))
-    if len(a) == 1:  # nothing to resample: its own noise is all that is known
+    if len(a) == 1:  # with one value there is nothing to resample; only its own noise is known
         low, high = ratio / (1 + floor), ratio * (1 + floor)
     return TrialResult(
         ratio=ratio,

@@ -1,10 +1,10 @@
-"""What a job uses of its machine over time, in a few hundred points however long it runs.
+"""A job's use of its machine over time, in a few hundred points for any duration.
 
     use = Use()
     at the end of a step:  if clock() >= use.due: use.look()
 
-The kernel counts CPU seconds, so what lies between two looks is known however far apart they are.
-There is no thread. Once there are 256 points each two become one, and looks come half as often.
+The kernel counts CPU seconds, so the use between two reads is known however far apart they are.
+There is no thread. At 256 points, each two become one, and the interval doubles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flatout.processes import children, cpu_times_ns
 
 _EVERY_NS = 2_000_000_000
 _MOST_POINTS = 256
-# Who looks before it is due ends a point that is this part of the usual long.
+# Divisor of the usual interval: a point that is ended early takes at least this part of it.
 _LEAST = 4
 
 COLUMNS = ("seconds", "cpus", "machine", "memory_bytes", "gpu", "gpu_memory_bytes")
@@ -33,13 +33,14 @@ Point = tuple[float | None, ...]
 
 
 class Use:
-    """Looks at this process from time to time.
+    """Measures the use of this process from time to time.
 
     Args:
-        gpu: the share of time in which the GPU ran, from 0 to 1, and its used bytes; None without.
+        gpu: returns the share of time in which the GPU ran, from 0 to 1, and its used bytes; None
+            without a GPU.
 
     Attributes:
-        due: on `perf_counter_ns`' clock; call `look` after that.
+        due: time on `perf_counter_ns`' clock after which `look` must be called.
     """
 
     def __init__(self, gpu: Callable[[], tuple[float | None, int | None]] | None = None) -> None:
@@ -78,7 +79,7 @@ class Use:
             self._every_ns *= 2
 
     def as_dict(self) -> dict[str, list[float | None]]:
-        """The points by column, see `COLUMNS`; a column without any figure is left out."""
+        """Return the points by column, see `COLUMNS`; a column without any figure is left out."""
         columns = zip(*self._points, strict=True) if self._points else ()
         result = dict(zip(COLUMNS, map(list, columns), strict=False))
         return {
@@ -89,8 +90,9 @@ class Use:
 
 
 def thinned(points: list[Point]) -> list[Point]:
-    """Each two points as one, which ends where the second does: means over their time, and the
-    larger memory. A last one without a partner stays.
+    """Join each two points into one that ends with the second: mean over time, larger memory.
+
+    A last point without a partner stays.
     """
     ends = [0.0, *(point[0] or 0.0 for point in points)]
     result = []
@@ -123,16 +125,16 @@ def _used_s() -> float:
 def _machine_s() -> tuple[float, float]:
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)
-    others = ("nice", "irq", "softirq", "steal")  # guests are in user
+    others = ("nice", "irq", "softirq", "steal")  # guests are included in user
     busy = times.user + times.system + sum(getattr(times, name, 0.0) for name in others)
     return busy, busy + idle
 
 
 def mean_use(points: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
-    """Return what a job has used, by column: the mean over time, and of memory the most.
+    """Return a job's use by column: the mean over time, and of memory the largest.
 
     Args:
-        points: by column, as a Profile keeps them; what is known of none is left out.
+        points: by column, as a Profile keeps them; unknown columns are left out.
     """
     ends = [item or 0.0 for item in points.get("seconds", ())]
     spans = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
