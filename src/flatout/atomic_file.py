@@ -1,4 +1,4 @@
-"""Files that are whole or as they were before, at any instant: written beside, then renamed."""
+"""Files that are whole or unchanged at any instant: written under another name, then renamed."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def atomic_write(
     opener: Callable[[str, int], int] | None = None,
     draft: str | None = None,
 ) -> Iterator[IO[Any]]:
-    """A file to write, which replaces the one at `path` when the block ends without an error.
+    """Yield a file to write, which replaces the one at `path` if the block ends without an error.
 
     A symbolic link at `path` is replaced, and its target stays as it is. A character device, or a
     pipe of a shell such as /dev/fd/63, is not replaced: the data is written into it.
 
     Args:
-        path: of the file; text is in UTF-8.
+        path: path of the file; text is in UTF-8.
         mode: "w", or "wb" for bytes.
-        durable: whether it lasts through a power cut: the file and the folder are flushed.
-        opener: as `open` takes it.
-        draft: what the file is called while it is written, if its writer cleans up after a kill;
-            otherwise no other writer has the name, and `unfinished` knows it.
+        durable: whether to flush the file and the folder, so that they survive a power cut.
+        opener: as for `open`.
+        draft: the name of the file while it is written, if its writer cleans up after a kill; by
+            default a name that no other writer has, and `unfinished` knows.
 
     Raises:
         OSError: the file cannot be written, or `path` is a block device, such as a disk.
@@ -87,12 +87,12 @@ def _is_device(path: str | os.PathLike[str]) -> bool:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make renames in a folder last through a power cut."""
+    """Flush renames in a folder, so that they survive a power cut."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(number)
     except OSError as error:
-        # Some network and FUSE file systems know no fsync for folders.
+        # Some network and FUSE file systems have no fsync for folders.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
     finally:

@@ -1,11 +1,11 @@
-"""Where what can be made again is kept: `FLATOUT_CACHE`, or `flatout` in the user's caches.
+"""The cache of reproducible files: `FLATOUT_CACHE`, or `flatout` in the user's caches.
 
-A folder in it for each kind, private to the user. Each holds a mark that says who made it, since
-`FLATOUT_CACHE` may name a folder in which the user keeps files too: only what lies in a marked
-folder is ever removed, and through handles, so that no link leads elsewhere.
+It has a folder for each kind, private to the user. Each of these holds a mark of its creator, since
+`FLATOUT_CACHE` may name a folder in which the user keeps files too. Only files in a marked folder
+are ever removed, and through handles, so that no link leads elsewhere.
 
 Flatout loads compiled code from the cache. So it refuses a folder that belongs to another user, or
-in which another user could put files, and uses a folder among the temporary files in its place.
+in which another user could put files. It then uses a folder among the temporary files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flatout.console import say_once
 MARK = ".made-by-flatout"
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW
 _MOST_LINKS = 40
-# No file can be made at this path: it serves a user who has no folder to write in.
+# No file can be made at this path: for a user who has no folder to write in.
 _NOWHERE = Path(os.devnull, "flatout")
 
 
@@ -140,9 +140,9 @@ def _owner_of_root_folders() -> int:
 
 
 def kind_folder(kind: str) -> Path:
-    """The folder of one kind, such as "index", made and marked where it is not there or empty.
+    """Return the folder of one kind, such as "index". Create and mark it if it is missing or empty.
 
-    What processes that are gone have left in it, by a name of `unfinished.new_name()`, is removed.
+    Files that ended processes have left in it, with a name of `unfinished.new_name()`, are removed.
 
     Raises:
         OSError: the folder cannot be made, or is not safe to use.
@@ -158,7 +158,7 @@ def kind_folder(kind: str) -> Path:
         raise PermissionError(errno.EPERM, f"not used as a cache: {why}", str(folder))
     inside = os.listdir(folder)
     if not folder.is_symlink() and not inside:
-        with suppress(FileExistsError):  # another process of the user's has just done it
+        with suppress(FileExistsError):  # another process of this user has just done it
             (folder / MARK).touch(mode=0o600, exist_ok=False)
     for name in filter(unfinished.is_abandoned, inside):
         remove(folder / name)
@@ -204,16 +204,16 @@ def _open_own(path: str, flags: int) -> int:
 
 
 def is_made(folder: Path) -> bool:
-    """Whether `kind_folder` has made this folder, for this user: a link to one has not been."""
+    """Return whether `kind_folder` has made this folder for this user; False for a link to one."""
     with suppress(OSError), _opened(folder) as handle:
         return _is_marked(handle)
     return False
 
 
 def remove(path: Path) -> None:
-    """Remove a file, link or folder that lies directly in a folder that `kind_folder` has made.
+    """Remove a file, link or folder that is directly in a folder that `kind_folder` has made.
 
-    What lies elsewhere stays, as does what cannot be removed.
+    Other paths stay, and so do files that cannot be removed.
     """
     with suppress(OSError), _opened(path.parent) as handle:
         if _is_marked(handle):
@@ -221,17 +221,17 @@ def remove(path: Path) -> None:
 
 
 def remove_at(name: str, folder: int) -> None:
-    """Remove a file, a link, or a folder with all that is in it, whatever its rights.
+    """Remove a file, a link, or a folder with its content, whatever its rights.
 
-    It goes from handle to handle: no link is followed, and what is mounted within stays.
+    Works on handles: no link is followed, and file systems mounted within stay.
 
     Args:
-        name: within the folder.
-        folder: an open descriptor of it.
+        name: name within the folder.
+        folder: an open descriptor of the folder.
     """
     try:
         descriptor = os.open(name, getattr(os, "O_PATH", os.O_RDONLY) | _FOLDER, dir_fd=folder)
-    except OSError:  # no folder
+    except OSError:  # not a folder
         with suppress(OSError):
             os.unlink(name, dir_fd=folder)
         return

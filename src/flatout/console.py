@@ -1,4 +1,4 @@
-"""Telling the user something, beside what the script prints."""
+"""Messages for the user, in addition to the script's output."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from contextlib import suppress
 from textwrap import wrap
 from typing import IO
 
-# What a terminal would obey instead of showing it: control characters but for tab and newline, and
-# marks that turn the direction of text. Each has a picture of the width of one letter.
+# Characters that a terminal would obey instead of showing: control characters except for tab and
+# newline, and marks that turn the direction of text. Each is replaced by a picture of the same
+# width.
 _PICTURES = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
     0x7F: 0x2421,
     **dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),
 }
-# What sets a terminal's colors.
+# Escape sequences that set a terminal's colors.
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 _said: set[str] = set()
 
 
 def printable(text: str) -> str:
-    """Text as a terminal may get it: names of files, classes and processes can hold anything.
+    """Return text that is safe for a terminal: names of files, classes and processes can hold
+    anything.
 
-    An escape becomes ␛, which is shown and does nothing. The length stays.
+    An escape becomes ␛, which is shown and does nothing. The length stays the same.
     """
     return text if text.isprintable() else text.translate(_PICTURES)
 
 
 def colorless(text: str) -> str:
-    """What another program has printed, without the colors that it had for its terminal."""
+    """Return another program's output without its colors."""
     return _COLORS.sub("", text)
 
 
@@ -41,27 +43,27 @@ def say(*lines: str) -> None:
 
 
 def say_once(line: str) -> None:
-    """As `say`, unless this process has said it before."""
+    """Print a line like `say`, unless this process has printed it before."""
     if line not in _said:
         _said.add(line)
         say(line)
 
 
 def say_as_is(*lines: str) -> None:
-    """Print lines on stderr, at once and in one piece, as other processes may print too.
+    """Print lines on stderr, at once and in one piece, because other processes may print too.
 
     On a terminal they are broken between words.
 
-    Where stderr was closed no one is told, and nothing fails for that: what lay in its buffer would
-    be tried again when Python ends, and turn an exit code of 0 into 120.
+    If stderr was closed, nothing is printed and nothing fails. Without this care Python would write
+    the rest of the buffer when it ends, fail, and turn an exit code of 0 into 120.
     """
     stream = sys.stderr
-    if stream is None:  # as Python leaves it where it begins without one
+    if stream is None:  # Python sets None if it starts without stderr
         return
     text = folded(printable("\n".join(lines)), stream)
     raw = getattr(getattr(stream, "buffer", None), "raw", None)
     with suppress(OSError, ValueError):
-        if raw is None:  # a notebook's, or one of the user's own
+        if raw is None:  # a notebook's stream, or a custom one
             print(text, file=stream, flush=True)
         else:
             stream.flush()
@@ -69,11 +71,11 @@ def say_as_is(*lines: str) -> None:
 
 
 def folded(text: str, stream: IO[str] | None = None) -> str:
-    """Lines that are longer than a terminal is wide, broken between words.
+    """Break lines that are wider than the terminal, between words.
 
     Args:
-        text: what follows in a line is set in further than its beginning.
-        stream: where it goes, stdout if none is given; what is no terminal gets the text as it is.
+        text: the text; continuation lines are indented more than the begin of their line.
+        stream: the destination, by default stdout. If it is no terminal, the text stays as it is.
     """
     try:
         width = os.get_terminal_size((stream or sys.stdout).fileno()).columns
@@ -98,6 +100,6 @@ def _folded(line: str, width: int) -> list[str]:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an error says; the name of its type where it says nothing."""
+    """Return the first line of an error's message, or the name of its type if it has none."""
     lines = (line.strip() for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Errors for people: what went wrong, where, and what to do."""
+"""Errors for people: the expected and found values, the place, and a remedy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class FlatoutError(Exception):
     """Base of every error that Flatout raises on purpose.
 
     Args:
-        what: what was expected and what was found, in one sentence.
+        what: the expected and the found value, in one sentence.
         where: the file, line, byte, field, step or rank, if there is one.
-        do: what the reader can do about it, if anything.
+        do: the remedy for the reader, if any.
     """
 
     def __init__(self, what: str, *, where: str | None = None, do: str | None = None) -> None:
@@ -36,7 +36,7 @@ class RecipeError(FlatoutError, ValueError):
 
 
 class DeviceError(FlatoutError, RuntimeError):
-    """A device that was asked for is not here or cannot be used."""
+    """A requested device is missing or cannot be used."""
 
 
 class DataError(FlatoutError, ValueError):
@@ -45,7 +45,7 @@ class DataError(FlatoutError, ValueError):
 
 @contextmanager
 def as_data_error(what: str, where: str | None = None, do: str | None = None) -> Iterator[None]:
-    """Make a DataError of what the system says: "cannot be read: Permission denied"."""
+    """Turn an error of the system into a DataError: "cannot be read: Permission denied"."""
     try:
         yield
     except OSError as error:
@@ -73,4 +73,4 @@ class WorldError(FlatoutError, RuntimeError):
 
 
 class SubmitError(FlatoutError, RuntimeError):
-    """A job cannot be written down for a cluster, or the cluster does not take it."""
+    """A job cannot be written for a cluster, or the cluster does not accept it."""

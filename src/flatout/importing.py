@@ -15,13 +15,13 @@ _after: dict[str, list[Callable[[Any], None]]] = {}
 
 
 def before_import(name: str, hook: Callable[[], None]) -> None:
-    """Calls `hook()` before the module's code runs; what it raises, the import raises."""
+    """Call `hook()` before the module's code runs; the import raises its errors."""
     _before[name] = hook
     _begin()
 
 
 def when_imported(name: str, hook: Callable[[Any], None]) -> None:
-    """Calls `hook(module)` once the module is whole; at once where it is already."""
+    """Call `hook(module)` once the module is loaded, or at once if it is already."""
     module = sys.modules.get(name)
     if module is not None:
         hook(module)

@@ -1,9 +1,9 @@
 """Explains an `import keras` that cannot work, in a process that has imported Flatout.
 
-Which backend Keras takes is decided when it is imported, and unasked it is TensorFlow. Where that
-is not installed the import ends deep inside of Keras with a missing module. This looks at the
-choice first, and says what to set. It changes nothing; an import that can work goes its way, and so
-does a mere look whether Keras is installed.
+Keras chooses its backend when it is imported; the default is TensorFlow. If that is not installed,
+the import ends deep inside of Keras with a missing module. This module checks the choice first, and
+prints the setting to use. It changes nothing. An import that can work is not affected, nor is a
+check whether Keras is installed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _NEEDS = {
 
 
 class KerasBackendError(FlatoutError, ImportError):
-    """Keras is to take a backend that does not exist, or is not installed."""
+    """Keras would use a backend that does not exist, or is not installed."""
 
 
 def explain() -> None:
-    """Look at Keras' backend whenever Keras is imported from now on."""
+    """Check Keras' backend whenever Keras is imported from now on."""
     before_import("keras", _look)
 
 
@@ -39,7 +39,7 @@ def _look() -> None:
 
 
 def problem() -> KerasBackendError | None:
-    """Why an `import keras` could not work here; None where it can."""
+    """Return the reason why an `import keras` could not work here, or None."""
     from importlib.util import find_spec
 
     backend, source = _chosen()

@@ -1,4 +1,4 @@
-"""Names of a package that load when they are asked for, as its stub lists them."""
+"""Names of a package that load at first access, as its stub lists them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _IMPORT = re.compile(r"^from (\S+) import (\w+)", re.MULTILINE)
 def attach(
     package: str, file: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package.
+    """Return `__getattr__`, `__dir__` and `__all__` of a package.
 
     Args:
         package: its name.
-        file: of its `__init__.py`. The `__init__.pyi` beside it has a line for each name: `from
-            MODULE import NAME as NAME`.
+        file: its `__init__.py`. The `__init__.pyi` in the same folder has a line for each name:
+            `from MODULE import NAME as NAME`.
     """
     with open(f"{file.removesuffix('c')}i", encoding="utf-8") as stub:
         homes = {name: module for module, name in _IMPORT.findall(stub.read())}

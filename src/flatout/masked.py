@@ -10,8 +10,8 @@ _WORDS = (
     r"pass(?:word|wd|phrase|code)?|pwd|secrets?|tokens?|credentials?|auth(?:orization)?|bearer|pat|"
     r"signature|sig"
 )
-# A name means a secret by its last word: --hf-token, but not --token-length. Words such as
-# "password" mean a secret anywhere in a name.
+# The last word of a name shows a secret: --hf-token, but not --token-length. Words such as
+# "password" show one anywhere in a name.
 _NAME = rf"(?:(?:^|.*[^a-z]){_WORDS}|(?:^|.*[^a-z])key|.*apikey|.*(?:password|passwd|secret).*)"
 _SECRET_NAME = re.compile(_NAME.replace(_WORDS, f"(?:{_WORDS})"))
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -26,7 +26,7 @@ _KNOWN = re.compile(
 
 
 def masked(command: Iterable[str]) -> list[str]:
-    """Return the words of a command, with *** in place of each value whose name means a secret.
+    """Return the words of a command, with *** in place of each value whose name shows a secret.
 
     Covered are `--password X`, `--api-key=X`, `db.token=X`, `https://user:X@host`, parts of URLs
     and JSON, and tokens of a known form.

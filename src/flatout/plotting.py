@@ -1,4 +1,4 @@
-"""matplotlib, or what to do where it is missing."""
+"""Import of matplotlib, with a remedy if it is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def figure_class() -> type[Figure]:
-    """matplotlib's Figure, which needs no pyplot and no display.
+    """Return matplotlib's Figure, which needs no pyplot and no display.
 
     Raises:
         FlatoutError: matplotlib is missing.

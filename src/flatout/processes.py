@@ -1,4 +1,4 @@
-"""How long processes live: which one it is, with whom it ends, whose orphans it takes."""
+"""The identity and life of processes: their start, their parents and their orphans."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 def state_and_start(pid: int) -> tuple[str, int] | None:
-    """A process' state, such as "Z", and when it was started, in clock ticks since boot.
+    """Return a process' state, such as "Z", and its start in clock ticks since boot, or None.
 
-    A later one of its number has others, also where the clock was set meanwhile; None
-    where there is none to be seen. https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html.
+    A later process with the same number has another start, even if the clock was set in between.
+    https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html.
     """
     try:
         fields = _stat(pid)
@@ -30,9 +30,9 @@ def state_and_start(pid: int) -> tuple[str, int] | None:
 
 
 def cpu_times_ns(pid: int) -> tuple[int, int]:
-    """CPU time of a process, and of those of its children that have ended; zeros once it has ended.
+    """Return the CPU time of a process, and of its ended children; zeros once it has ended.
 
-    In nanoseconds, of which the kernel counts ticks, mostly of 10 ms.
+    In nanoseconds; the kernel counts ticks, mostly of 10 ms.
     """
     try:
         user, system, children_user, children_system = map(int, _stat(pid)[11:15])
@@ -46,9 +46,9 @@ def _stat(pid: int) -> list[str]:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started and that run; none where the kernel lists none."""
+    """Return the running children of a process; none if the kernel does not list them."""
     result: list[int] = []
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
                 result += map(int, file.read().split())
@@ -56,12 +56,12 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Its children, theirs, and so on."""
+    """Return the children of a process, their children, and so on."""
     return [item for child in children(pid) for item in (child, *descendants(child))]
 
 
 def machine() -> str:
-    """The same for processes that see one another in /proc."""
+    """Return a name that is the same for processes that see each other in /proc."""
     named = socket.gethostname()
     with suppress(OSError):
         named += Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -73,7 +73,7 @@ def die_with_parent(parent: int | None = None) -> None:
     """Let the system kill this process when the thread that has started it ends.
 
     Args:
-        parent: its number; this process is killed at once where that one has ended already.
+        parent: the id of the parent; if that has ended already, this process is killed at once.
     """
     _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
@@ -81,7 +81,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def adopt_orphans(adopts: bool) -> None:
-    """Whether what descendants leave without a parent becomes a child of this process."""
+    """Set whether orphaned descendants become children of this process."""
     _prctl(_SET_SUBREAPER, int(adopts), 0, 0, 0)
 
 
@@ -92,7 +92,7 @@ def not_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
 
 @contextmanager
 def asked_to_end(meet: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within, the signals that ask this process to end go to `meet`. For the main thread."""
+    """Call `meet` in the block for signals that ask this process to end. For the main thread."""
     heeded = not_ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.signal(number, meet) for number in heeded}
     try:

@@ -1,4 +1,4 @@
-"""What the source of a script says before it runs."""
+"""Facts about a script from its source, before it runs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 
 
 def file_of(script: str, *, is_module: bool) -> Path | None:
-    """The Python file that is run; None for a module outside of the current folder.
+    """Return the Python file that is run, or None for a module outside of the current folder.
 
     Args:
         script: a file, a folder with a `__main__.py`, or a module's name.
+        is_module: whether `script` is a module's name.
     """
     if not is_module:
         path = Path(script)
@@ -24,14 +25,14 @@ def file_of(script: str, *, is_module: bool) -> Path | None:
 
 
 def read(script: Path | None) -> tuple[str, set[str]]:
-    """Returns a script's source and the top-level names of what it imports; else nothing."""
+    """Return a script's source and the top-level names of its imports, or both empty."""
     if script is None:
         return "", set()
     try:
         source = script.read_text(encoding="utf-8")
         tree = ast.parse(source)
     except (OSError, ValueError, SyntaxError):
-        return "", set()  # Python will say what is wrong with it
+        return "", set()  # Python will report the error
     imported = {
         name.partition(".")[0]
         for node in ast.walk(tree)
@@ -46,9 +47,9 @@ def read(script: Path | None) -> tuple[str, set[str]]:
 
 
 def keras_backend(script: Path | None) -> dict[str, str]:
-    """Returns KERAS_BACKEND=torch for a script of Keras and torch that does not choose itself.
+    """Return KERAS_BACKEND=torch for a script of Keras and torch that does not choose itself.
 
-    Unasked, Keras takes TensorFlow, and fails to import where that is not installed.
+    By default Keras uses TensorFlow, and fails to import if that is not installed.
     """
     source, imported = read(script)
     if "KERAS_BACKEND" in os.environ or "KERAS_BACKEND" in source:

@@ -1,4 +1,4 @@
-"""Rich's Console, on which names from files and other processes are text and nothing else."""
+"""Rich's Console, which shows names from files and other processes as plain text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flatout.console import printable
 
 
 class Console(console.Console):
-    """Takes what rich's takes; control characters in text are shown, not sent."""
+    """A rich Console that shows control characters in text instead of sending them."""
 
     def render(
         self, renderable: Any, options: console.ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """As rich's, with text that a terminal may get."""
+        """Render like rich, with text that is safe for a terminal."""
         for segment in super().render(renderable, options):
             text, style, control = segment
             yield segment if control else Segment(self._encodable(printable(text)), style)

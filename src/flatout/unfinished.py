@@ -1,7 +1,7 @@
-"""Names of what is still being written, which say who writes it.
+"""Names of files that are still being written, which identify the writer.
 
-`.tmp-<host>-<pid>-<start of that process>-<count>`: a process that is killed leaves such a name
-behind. It may be removed once its writer is gone, and by no one who cannot tell.
+`.tmp-<host>-<pid>-<start of that process>-<count>`: a process that is killed leaves such a name. It
+may be removed once its writer is gone, and only by a process that can check this.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _PATTERN = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._]+)-(?P<pid>\d+)-(?P<start>\d
 
 
 def new_name() -> str:
-    """A name that no other writer, thread or earlier process has."""
+    """Return a name that no other writer, thread or earlier process has."""
     pid = os.getpid()
     return f".tmp-{_host()}-{pid}-{_started(pid)}-{next(_count)}"
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether `name` is one of ours."""
+    """Return whether `name` is one of these names."""
     return _PATTERN.fullmatch(name) is not None
 
 
 def is_abandoned(name: str) -> bool:
-    """Whether `name` is one of ours and its writer ran on this host and is gone."""
+    """Return whether `name` is one of these names and its writer ran on this host and is gone."""
     match = _PATTERN.fullmatch(name)
     if match is None or match["host"] != _host():
         return False
     start = _started(int(match["pid"]))
-    # 0: the start is not known, so a living process of that number is taken for the writer.
+    # 0: the start is unknown, so a living process of that number counts as the writer.
     return start is None or (0 not in (start, int(match["start"])) and start != int(match["start"]))
 
 

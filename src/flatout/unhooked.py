@@ -20,7 +20,7 @@ def register(without: Callable[[], AbstractContextManager[None]]) -> None:
 
 @contextmanager
 def unhooked() -> Iterator[None]:
-    """Within the block, no class has a hook of Flatout."""
+    """Remove Flatout's hooks from all classes in the block."""
     with ExitStack() as stack:
         for without in _takers:
             stack.enter_context(without())

@@ -27,7 +27,7 @@ data = typer.Typer(
 
 
 class Target(StrEnum):
-    """What `convert` writes."""
+    """Output formats of `convert`."""
 
     tfrecord = "tfrecord"
     parquet = "parquet"
@@ -35,21 +35,21 @@ class Target(StrEnum):
 
 
 class Balance(StrEnum):
-    """What `convert` does about classes."""
+    """Balancing of classes by `convert`."""
 
     class_ = "class"
     spread = "spread"
 
 
 class Sampling(StrEnum):
-    """How `convert` makes classes equally frequent."""
+    """Sampling by which `convert` makes classes equally frequent."""
 
     over = "over"
     under = "under"
 
 
 class OnError(StrEnum):
-    """What becomes of bad rows."""
+    """Handling of bad rows."""
 
     fail = "fail"
     skip = "skip"

@@ -41,7 +41,7 @@ class ConvNet(nn.Module):
 
 
 def schedule(steps: int) -> Callable[[torch.optim.Optimizer], OneCycleLR]:
-    """Return what makes the learning-rate schedule of a run of so many steps (L. Smith, 1cycle)."""
+    """Return a function that makes a 1cycle learning-rate schedule for `steps` steps (L. Smith)."""
     return partial(OneCycleLR, max_lr=PEAK_LR, total_steps=steps)
 
 

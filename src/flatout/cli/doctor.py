@@ -12,7 +12,7 @@ import typer
 
 from flatout.cli.common import AsJson, console, grid, print_json
 
-# So many files beside a script are read for the names of its options.
+# Most files in a script's folder that are searched for the names of its options.
 _FILES = 100
 
 
@@ -207,8 +207,10 @@ def _tell_misplaced(context: typer.Context, what: list[str], args: list[str]) ->
 
 
 def misplaced(args: list[str], own: set[str], script: Path | None) -> list[str]:
-    """Which of a script's arguments are options of the doctor's, by a name that is found in no
-    file beside the script."""
+    """Return those of a script's arguments that are options of the doctor.
+
+    A name that occurs in a Python file of the script's folder is the script's own.
+    """
     names = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
     mine = [name for name in dict.fromkeys(names) if name in own]
     if not mine or script is None:

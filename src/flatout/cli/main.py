@@ -37,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
-# What stands behind the script's name is the script's, also what looks like an option.
+# Words after the script's name belong to the script, even if they look like options.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command(context_settings={"allow_interspersed_args": False})(doctor)
 app.command()(top)

@@ -157,7 +157,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Job:
-    """What several ranks need besides the command that each of them runs."""
+    """The options of several ranks in addition to the command of each rank."""
 
     where: Nodes
     script: str
@@ -168,7 +168,7 @@ class _Job:
     recipe: Mapping[str, object] = field(default_factory=dict)
 
     def launch(self, start: list[str]) -> int:
-        # Here a lost connection is told in words of our own; the ranks keep torch's.
+        # Flatout reports a lost connection here in its own words; the ranks keep torch's log.
         level = os.environ.get("TORCH_CPP_LOG_LEVEL")
         os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
         from flatout.world import TIMEOUT_S, facts_here

@@ -1,10 +1,10 @@
-"""What this machine has, and where and how a job runs on it.
+"""The devices of this machine, and their selection and settings for a job.
 
 Importing this room loads neither torch nor a device driver: threads, the allocator and device
-settings must land before torch does.
+settings must be set before torch loads.
 """
 
-# Not lazily, or the module would take the place of the function.
+# Not lazily, because the submodule would replace the function of the same name.
 from flatout.devices.inventory import inventory as inventory
 from flatout.lazy import attach
 

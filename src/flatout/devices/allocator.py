@@ -1,7 +1,7 @@
-"""glibc's allocator told to keep the memory that a step frees, for the next step to use.
+"""A setting of glibc's allocator that keeps the memory that a step frees for the next step.
 
-By default glibc maps large blocks and unmaps them when freed, and hands the top of its heap back to
-the system. The kernel then clears and maps every page again in every step: page faults that can
+By default glibc maps large blocks and unmaps them when freed, and returns the top of its heap to
+the system. The kernel then clears and maps every page again in every step. These page faults can
 cost a CPU job a third of its time. The parameters are those of mallopt(3).
 """
 
@@ -20,7 +20,7 @@ _M_MMAP_THRESHOLD = -3
 
 _KEEP = {
     "MALLOC_MMAP_THRESHOLD_": 2**30,  # only blocks of 1 GiB and more are mapped on their own
-    "MALLOC_TRIM_THRESHOLD_": 2**40,  # the heap's top is never handed back
+    "MALLOC_TRIM_THRESHOLD_": 2**40,  # the heap's top is never returned
     "MALLOC_TOP_PAD_": 64 * 2**20,  # the heap grows in large strides
 }
 
@@ -34,7 +34,7 @@ _set_here: Literal["keep", "default"] | None = None
 
 @cache
 def supported() -> bool:
-    """Return whether glibc's allocator serves this process: others bring this function, too."""
+    """Return whether glibc's allocator serves this process; other allocators also have mallopt."""
     if not sys.platform.startswith("linux"):
         return False
     info, whole = _SymbolInfo(), ctypes.CDLL(None)
@@ -46,7 +46,7 @@ def supported() -> bool:
 
 
 class _SymbolInfo(ctypes.Structure):
-    """Dl_info of dladdr(3): which library a symbol is from."""
+    """Dl_info of dladdr(3): the library of a symbol."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -60,7 +60,7 @@ def keep_memory() -> bool:
     global _set_here
     if not supported():
         return False
-    # A trim threshold of -1 is "never".
+    # A trim threshold of -1 means "never".
     if not _set(_M_MMAP_THRESHOLD, _KEEP["MALLOC_MMAP_THRESHOLD_"]):
         _set(_M_MMAP_THRESHOLD, _OLD_LARGEST_MMAP_THRESHOLD)
     _set(_M_TRIM_THRESHOLD, -1)
@@ -70,12 +70,12 @@ def keep_memory() -> bool:
 
 
 def default_memory() -> bool:
-    """Makes the allocator give freed memory back, as glibc does; returns whether it could.
+    """Make the allocator return freed memory, as glibc does, and return whether that is possible.
 
-    glibc raises its thresholds while a process runs, to the largest block freed so far, at most 32
-    MiB and twice that for the heap's top, until a threshold is first set; it cannot be told to
-    start over. So those ends are set: a job compared against this is compared against glibc at its
-    best. What is free now goes back to the system at once.
+    While a process runs, glibc raises its thresholds to the largest block freed so far, until a
+    threshold is first set. The limits are 32 MiB, and twice that for the heap's top. glibc cannot
+    restart this adaptation. So these limits are set: a job compared against this is compared
+    against glibc at its best. Free memory is returned to the system at once.
     """
     global _set_here
     if not supported():
@@ -93,9 +93,9 @@ def _set(parameter: int, value: int) -> bool:
 
 
 def environment() -> dict[str, str]:
-    """Returns the variables that make a process keep its memory; none where that is not supported.
+    """Return the variables that make a process keep its memory, or none if that is not supported.
 
-    Set before Python starts they also hold for what is allocated while torch loads.
+    Set before Python starts, they also apply to memory that is allocated while torch loads.
     """
     return {name: str(value) for name, value in _KEEP.items()} if supported() else {}
 

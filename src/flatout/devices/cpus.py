@@ -1,4 +1,4 @@
-"""The CPUs: how many this process may use, and how many threads torch would start on them."""
+"""The CPUs: the number for this process, and the threads that torch would start on them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def read_cpus(root: Path = Path("/")) -> Cpus:
 
 
 def default_torch_threads(root: Path = Path("/")) -> int:
-    """Returns the threads that torch starts for one operator if no one says otherwise.
+    """Return the number of threads that torch starts for one operator by default.
 
     x86 wheels ask MKL, which counts the physical cores of the affinity; from the environment it
-    takes any number up to the machine's physical cores. Others ask OpenMP, which counts the
-    logical CPUs of the affinity. Neither looks at a cgroup's quota: a container with 2 of 64 CPUs
-    gets 32 threads.
+    takes any number up to the machine's physical cores. Other wheels ask OpenMP, which counts the
+    logical CPUs of the affinity. Neither reads a cgroup's quota: a container with 2 of 64 CPUs gets
+    32 threads.
     """
     cpus = _affinity()
     if platform.machine() not in ("x86_64", "AMD64"):

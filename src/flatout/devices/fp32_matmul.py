@@ -1,7 +1,7 @@
-"""The precision of fp32 matrix products: torch has a setting for all backends, and newer ones.
+"""The precision of fp32 matrix products, which torch sets by one old and several newer settings.
 
-A script that sets one of the newer, as in `torch.backends.cuda.matmul.fp32_precision = "tf32"`,
-leaves torch's own `get_float32_matmul_precision` without an answer: it raises.
+After a script has set one of the newer ones, such as `torch.backends.cuda.matmul.fp32_precision =
+"tf32"`, torch's own `get_float32_matmul_precision` raises.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def matmul_precision() -> str:
-    """Returns "highest", "high" or "medium", by whichever setting a script has used."""
+    """Return "highest", "high" or "medium", from the setting that a script has used."""
     import torch
 
     try:
@@ -22,7 +22,7 @@ def matmul_precision() -> str:
 
 
 def keep_matmul_precision() -> Callable[[], None]:
-    """Returns what puts the present precision back, of all backends and of each."""
+    """Return a function that restores the present precision, of all backends and of each."""
     import torch
 
     of_all = matmul_precision()

@@ -1,4 +1,4 @@
-"""How busy the NVIDIA GPUs are now, as NVML reports it; no GPU memory is taken."""
+"""The use of NVIDIA GPUs now, as NVML reports it; no GPU memory is taken."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GpuUse:
-    """One GPU in the last moments.
+    """The recent use of one GPU.
 
     Attributes:
-        index: in the order of the PCI bus, whatever CUDA calls it.
+        index: in the order of the PCI bus, whatever CUDA's number is.
         name: its model.
-        busy_percent: share of the last second or less in which any kernel ran; None where the
-            driver does not say.
-        memory_used, memory_total: in bytes; None where the driver does not say.
-        pids: who computes on it. Inside a container these numbers may name nothing.
+        busy_percent: share of the last second or less in which any kernel ran, or None if unknown.
+        memory_used, memory_total: in bytes, or None if unknown.
+        pids: processes that compute on it. Inside a container these numbers may name nothing.
     """
 
     index: int
@@ -65,11 +64,11 @@ def _use(nvml: Any, index: int) -> GpuUse:
 
 
 class GpuMeter:
-    """One NVIDIA GPU, asked again and again; each time takes some ten microseconds.
+    """One NVIDIA GPU that is read repeatedly; each read takes some ten microseconds.
 
     Args:
-        uuid: as CUDA and NVML call it, such as "GPU-5f3c...".
-        module: as of `gpu_use`.
+        uuid: from CUDA or NVML, such as "GPU-5f3c...".
+        module: as for `gpu_use`.
     """
 
     def __init__(self, uuid: str, module: Any = None) -> None:
@@ -80,8 +79,9 @@ class GpuMeter:
             self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def read(self) -> tuple[float | None, int | None]:
-        """The share of the last second or less in which it ran a kernel, from 0 to 1, and its used
-        bytes; None where the driver does not say.
+        """Return the share of the last second or less in which a kernel ran, and the used bytes.
+
+        The share is from 0 to 1. Both are None if the driver does not report them.
         """
         busy: float | None = None
         used: int | None = None

@@ -84,6 +84,6 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:
     computing = _asked(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
     drawing = _asked(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or []
-    # One that does both is listed twice, with the same memory.
+    # A process that does both is listed twice, with the same memory.
     memory = {process.pid: process.usedGpuMemory for process in [*drawing, *computing]}
     return tuple(GpuProcess(pid, memory[pid]) for pid in sorted(memory))

@@ -1,7 +1,8 @@
-"""Tensors on pages of 2 MB, where rows that lie far apart are found sooner.
+"""Tensors on pages of 2 MB, which make access to distant rows faster.
 
-A CPU keeps the places of some thousand pages. Of a table on pages of 4 KB these are some MB: nearly
-each row that a batch uses is on a page whose place has to be looked up in memory first.
+A CPU caches the addresses of some thousand pages. With pages of 4 KB these cover some MB of a
+table, so nearly each row that a batch uses is on a page whose address must first be read from
+memory.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from flatout.measure import available_bytes
 
 _PAGE = 2 * 2**20
 _MADV_HUGEPAGE = 14  # from linux/mman.h
-# Fewer bytes than these lie on pages whose places a CPU keeps.
+# Fewest bytes that are moved. A CPU caches the addresses of the pages of smaller tensors.
 _LEAST = 64 * 2**20
-# To move what is there takes a copy; what is made now may as well lie on them.
+# Fewest bytes of a new tensor that uses huge pages. It needs no copy, so the limit is lower.
 _LEAST_FRESH = 8 * 2**20
 
-# Where each tensor lay when it was put there: it may have been given other memory since.
+# The address of each tensor when it was moved: it may have got other memory since.
 _there: Any = WeakTensorKeyDictionary()
 
 
 def empty(shape: torch.Size) -> torch.Tensor:
-    """As torch.empty, of float32: on huge pages where it is large and the system has them."""
+    """Return an uninitialized float32 tensor, on huge pages if it is large and they exist."""
     fresh = torch.empty(shape)
     if fresh.nbytes >= _LEAST_FRESH and _advise(fresh):
         _there[fresh] = fresh.data_ptr()
@@ -35,10 +36,10 @@ def empty(shape: torch.Size) -> torch.Tensor:
 
 
 def move(values: torch.Tensor) -> None:
-    """Give a tensor memory of huge pages, with the same values, as `Module.to` gives it another.
+    """Move a tensor with its values to huge pages, as `Module.to` moves it to other memory.
 
-    Left as it is: one that is small, lies there already, whose memory something else refers to (a
-    view, another process), or for which there is no room twice.
+    It is not moved if it is small, or on huge pages already, or if there is no room for a copy. It
+    is not moved either if a view or another process refers to its memory.
     """
     if values.nbytes < _LEAST or _there.get(values) == values.data_ptr():
         return

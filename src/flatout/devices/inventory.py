@@ -1,4 +1,4 @@
-"""What this machine has for a training job. Neither torch nor a device context is touched."""
+"""The hardware of this machine for a training job. Uses neither torch nor a device context."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flatout.devices.visible import cuda_devices, order_is_certain
 
 @dataclass(frozen=True)
 class Inventory:
-    """What this machine has, as this process may use it.
+    """The hardware of this machine, as this process may use it.
 
     Args:
-        nvml: the GPUs of the machine, hidden ones too, and the driver.
+        nvml: the GPUs of the machine, including hidden ones, and the driver.
         cuda: the devices that CUDA shows, in its order: `cuda[1]` is `cuda:1`.
-        cuda_order_certain: whether that order is known, or CUDA's guess was guessed.
-        torch: what the installed torch was built for.
+        cuda_order_certain: whether that order is known, or is a guess of CUDA's own guess.
+        torch: the build of the installed torch.
     """
 
     cpus: Cpus
@@ -35,13 +35,13 @@ class Inventory:
 
     @property
     def driver_fits_torch(self) -> bool | None:
-        """Whether the driver runs this torch's CUDA; None where one of them has none."""
+        """True if the driver runs this torch's CUDA, or None if one of them has no CUDA."""
         if self.torch.cuda is None or self.nvml.cuda is None:
             return None
         return driver_fits(self.torch.cuda, self.nvml.cuda)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON. Sizes are in bytes."""
+        """Return plain data for JSON. Sizes are in bytes."""
         numbers = {device.uuid: index for index, device in enumerate(self.cuda)}
         gpus = [{**asdict(gpu), "cuda_index": numbers.get(gpu.uuid)} for gpu in self.nvml.gpus]
         return {
@@ -61,10 +61,10 @@ class Inventory:
 
 
 def inventory(root: Path = Path("/")) -> Inventory:
-    """Returns what this machine has. Takes some milliseconds.
+    """Return the hardware of this machine. Takes some milliseconds.
 
     Args:
-        root: the folder that holds `proc` and `sys`; only tests give another than "/".
+        root: the folder that holds `proc` and `sys`; only tests use another one than "/".
     """
     nvml = read_nvml()
     return Inventory(

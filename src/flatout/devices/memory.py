@@ -1,4 +1,4 @@
-"""The memory: what is free, what the cgroup allows, and what loader workers share."""
+"""The memory: free, allowed by the cgroup, and shared by loader workers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read_memory(root: Path = Path("/")) -> Memory:
 
 
 def read_shm(folder: Path = Path("/dev/shm")) -> Shm | None:
-    """Returns what the shared memory folder holds; None where there is none."""
+    """Return the size and use of the shared memory folder, or None if there is none."""
     try:
         stat = os.statvfs(folder)
     except OSError:

@@ -1,7 +1,7 @@
-"""Where a model runs: which device, which of its modules go there, and which stay.
+"""The placement of a model: its device, the modules that move there, and those that stay.
 
-A module stays where the user put it: by `pin`, or by having moved it to a device other than the
-CPU before. Wherever a model is spread over devices, each module takes its inputs to itself.
+A module stays where the user put it: by `pin`, or by having moved it to another device than the CPU
+before. If a model is spread over devices, each module moves its inputs to its own device.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-# How the reason begins where another device runs than was asked for.
+# Begin of the reason if another device runs than was requested.
 FALLBACK = "instead of"
 _PIN = "_flatout_pinned_to"
 _MOVED = "moved"
 
-# GPUs whose free memory differs by less than this are taken for equally free.
+# GPUs with a ratio of free memory above this count as equally free.
 _EQUALLY_FREE = 0.95
 
 
 def resolve_device(name: str, strict: bool) -> tuple[torch.device, str]:
-    """Returns the device that a name means here, and why, in words.
+    """Return the device that a name means here, and the reason, in words.
 
-    `auto` takes a CUDA device if one can be used, else the CPU; `cuda` takes any CUDA device. Of
-    several, the one with the most free memory. A device that is not here is replaced, and the
-    reason says by what and why; with `strict` it is an error.
+    `auto` takes a CUDA device if one can be used, else the CPU; `cuda` takes any CUDA device. Among
+    several, the one with the most free memory is taken. A missing device is replaced, and the
+    reason names the replacement and the cause; with `strict` it is an error.
 
     Args:
         name: "auto", "cpu", "cuda", "cuda:1" or "mps".
         strict: whether to refuse rather than fall back.
 
     Raises:
-        DeviceError: the name means no device, or the device is not here and `strict` is set.
+        DeviceError: the name means no device, or the device is missing and `strict` is set.
     """
     import torch
 
@@ -128,10 +128,10 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the modules of a model live.
+    """The devices of a model's modules.
 
     Args:
-        device: the device that was asked for; inputs belong there, and outputs come back there.
+        device: the requested device; inputs belong there, and outputs return there.
         modules: an entry for each module with its own parameters or buffers, in model order.
     """
 
@@ -149,11 +149,11 @@ class Placement:
 
     @property
     def spread(self) -> bool:
-        """Whether the model lives on more than one device, or away from `device`."""
+        """True if the model is on more than one device, or on another one than `device`."""
         return any(placed.device != str(self.device) for placed in self.modules)
 
     def describe(self) -> str:
-        """Return a line for each run of neighbors with one device and reason."""
+        """Return a line for each sequence of neighbors with one device and reason."""
         lines = []
         for (device, reason), group in itertools.groupby(self.modules, lambda placed: placed[1:]):
             names = [placed.module or "(the model itself)" for placed in group]
@@ -162,7 +162,7 @@ class Placement:
         return "\n".join(lines) or "no module has parameters or buffers"
 
     def release(self) -> None:
-        """Remove the hooks that carry inputs between devices."""
+        """Remove the hooks that move inputs between devices."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -170,12 +170,12 @@ class Placement:
 # The hooks of a model's last placement, so that placing it again does not add them twice.
 _placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
 
-# Where a placement moved a module: what the user moved is pinned, what we moved is not.
+# Devices to which a placement moved modules: the user's own moves are pins, these are not.
 _moved: WeakKeyDictionary[nn.Module, torch.device] = WeakKeyDictionary()
 
 
 def pin(module: nn.Module, device: str | torch.device) -> nn.Module:
-    """Marks a module, with all inside it, to live on a device whatever the model's; returns it."""
+    """Mark a module, with all parts inside it, for a device of its own, and return it."""
     import torch
 
     setattr(module, _PIN, torch.device(device))
@@ -183,19 +183,18 @@ def pin(module: nn.Module, device: str | torch.device) -> nn.Module:
 
 
 def place(model: nn.Module, device: str | torch.device, *, strict: bool = False) -> Placement:
-    """Moves a model to a device, except the modules that the user pinned, and says what went where.
+    """Move a model to a device, except for pinned modules, and return the devices of all modules.
 
     A module is pinned by `pin`, or by having been moved to another device than the CPU before. A
-    module that shares a parameter with a pinned one goes with it. Parameters stay the same
-    objects, so an optimizer made before holds on to them. Placing again replaces the last
-    placement.
+    module that shares a parameter with a pinned one goes with it. Parameters stay the same objects,
+    so that an existing optimizer keeps them. Placing again replaces the last placement.
 
-    A module that is pinned to a device that is not here goes where the model goes, and its reason
-    says so; with `strict` that is an error.
+    A module that is pinned to a missing device goes with the model, and its reason says so; with
+    `strict` that is an error.
 
     Raises:
         DeviceError: a parameter or buffer is on the meta device, so there is nothing to move; or
-            `strict` is set, and a module is pinned to a device that is not here.
+            `strict` is set, and a module is pinned to a missing device.
     """
     import torch
 
@@ -208,7 +207,7 @@ def place(model: nn.Module, device: str | torch.device, *, strict: bool = False)
         for module, (home, _) in homes.items():
             if all(tensor.device == home for tensor in _own(module)):
                 continue
-            # What `module.to` calls, for this module alone.
+            # `module.to` calls this method, here for this module alone.
             module._apply(_Mover(home).move, recurse=False)  # type: ignore[no-untyped-call]
     _moved.update({module: home for module, (home, reason) in homes.items() if reason == _MOVED})
     names = {module: name for name, module in model.named_modules()}

@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 def apply(process: Process) -> list[str]:
-    """Applies what a Recipe's process section says; what is at its default stays as it is.
+    """Apply a Recipe's process section; settings at their default stay as they are.
 
-    The CPUs come first, then the threads that run on them, then denormals, since trying those out
+    The CPUs are set first, then the threads that run on them, then denormals, because their test
     starts the threads.
 
     Returns:
-        A sentence for each setting that comes too late in this process.
+        A sentence for each setting that is too late in this process.
 
     Raises:
         DeviceError: the affinity names CPUs that this process cannot have, or far more threads are
-            asked for than it can use.
+            requested than it can use.
     """
     _check(process)
     late = []
@@ -56,7 +56,7 @@ def _check(process: Process) -> None:
 
 
 def environment(recipe: Recipe) -> dict[str, str]:
-    """Returns the variables that a process needs from its start to run by a Recipe.
+    """Return the variables that a process needs from its start to run by a Recipe.
 
     CPU numbers are not among them: GOMP_CPU_AFFINITY would bind the main thread to a single CPU,
     and with it every loader worker that it forks. `threads.set_affinity` before the start is
@@ -72,9 +72,9 @@ def environment(recipe: Recipe) -> dict[str, str]:
 
 
 def at_start(recipe: Recipe) -> dict[str, str]:
-    """Returns what of a Recipe a process takes up at its start, whatever it runs: field to value.
+    """Return the Recipe's values, by field, that a process adopts at its start, whatever it runs.
 
-    The rest waits for a Trainer or a Loop in it.
+    The rest waits for a Trainer or a Loop.
     """
     taken = {}
     if recipe.memory.allocator == "keep" and allocator.supported():

@@ -1,4 +1,4 @@
-"""Threads, the CPUs they run on, and how their arithmetic treats tiny numbers."""
+"""Threads, the CPUs they run on, and their handling of denormal numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
     "usable_cpus",
 ]
 
-# Enough elements that an elementwise operator is split over all threads: torch's grain is 32,768.
+# Elements that split an elementwise operator over all threads: torch's grain is 32,768.
 _SPLIT_OVER_ALL = 65_536
 
 _first_affinity: set[int] | None = None
@@ -28,10 +28,10 @@ _bound_to: set[int] | None = None
 
 
 def check_count(name: str, count: int) -> None:
-    """Refuse more threads or processes than any job here can use: starting them ends a process.
+    """Refuse more threads or processes than any job here can use, which would end a process.
 
     Raises:
-        DeviceError: naming the setting and what this machine has.
+        DeviceError: naming the setting and the CPUs of this machine.
     """
     cpus = os.cpu_count() or 1
     most = max(256, 16 * cpus)
@@ -43,7 +43,7 @@ def check_count(name: str, count: int) -> None:
 
 
 def set_threads(count: int) -> int:
-    """Sets the threads inside one operator and returns the number before."""
+    """Set the number of threads inside one operator, and return the previous number."""
     import torch
 
     before = torch.get_num_threads()
@@ -52,9 +52,9 @@ def set_threads(count: int) -> int:
 
 
 def set_interop_threads(count: int) -> bool:
-    """Sets the threads that run operators side by side; returns whether that was possible.
+    """Set the number of threads that run operators in parallel, and return whether it succeeded.
 
-    It is so once per process, and only before operators first run side by side.
+    This is possible once per process, and only before operators first run in parallel.
     """
     import torch
 
@@ -68,7 +68,7 @@ def set_interop_threads(count: int) -> bool:
 
 
 def affinity() -> set[int]:
-    """Returns the CPUs that this process may run on."""
+    """Return the CPUs that this process may run on."""
     return os.sched_getaffinity(0)
 
 
@@ -83,9 +83,9 @@ def given_affinity() -> set[int]:
 
 
 def set_affinity(cpus: Iterable[int]) -> set[int]:
-    """Binds all threads of this process to some CPUs and returns the CPUs of before.
+    """Bind all threads of this process to some CPUs, and return the previous CPUs.
 
-    Threads and processes started later inherit it.
+    Later threads and processes inherit the binding.
 
     Raises:
         DeviceError: the list is empty, or names a CPU that this process cannot have.
@@ -93,7 +93,7 @@ def set_affinity(cpus: Iterable[int]) -> set[int]:
     global _first_affinity, _bound_to
     wanted, before = set(cpus), affinity()
     _bind(wanted)
-    # The kernel drops CPUs that are not there or that a cpuset withholds, if any are left.
+    # The kernel drops missing CPUs, and those withheld by a cpuset, if any CPU is left.
     if lacking := wanted - affinity():
         _bind(before)
         raise _no_such_cpus(lacking)
@@ -104,7 +104,7 @@ def set_affinity(cpus: Iterable[int]) -> set[int]:
 
 
 def reset_affinity() -> None:
-    """Gives back the CPUs that the process had before the first `set_affinity`."""
+    """Restore the CPUs that the process had before the first `set_affinity`."""
     if _first_affinity is not None:
         _bind(_first_affinity)
 
@@ -116,7 +116,7 @@ def _bind(cpus: set[int]) -> None:
             try:
                 os.sched_setaffinity(int(thread), cpus)
             except ProcessLookupError:
-                pass  # it has ended
+                pass  # the thread has ended
             except (OSError, OverflowError, ValueError):
                 raise _no_such_cpus(cpus) from None
         bound |= starting
@@ -133,11 +133,12 @@ def _no_such_cpus(cpus: set[int]) -> DeviceError:
 
 
 def flush_denormals(on: bool) -> bool:
-    """Makes arithmetic treat denormal numbers as zero, or not; returns whether all threads do so.
+    """Set whether arithmetic treats denormal numbers as zero, and return whether all threads
+    comply.
 
     The setting belongs to each thread, and a thread inherits it when it starts: it must come before
-    the first parallel operator. Whether it came in time is tried out on denormal numbers, with an
-    operator that runs on all threads, which are then started.
+    the first parallel operator. A trial on denormal numbers shows whether it was in time. It uses
+    an operator that runs on all threads, and thus starts them.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What the installed torch was built for, read from its files: importing it would cost seconds."""
+"""The build of the installed torch, read from its files, because an import would take seconds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def _constants(source: str) -> dict[str, str]:
 
 
 def driver_fits(torch_cuda: str, driver_cuda: tuple[int, int]) -> bool:
-    """Whether a driver that offers `driver_cuda` runs a torch that was built with `torch_cuda`.
+    """Return whether a driver that offers `driver_cuda` runs a torch that was built with
+    `torch_cuda`.
 
     Within a major version any driver does (CUDA's minor version compatibility, since CUDA 11), and
     a newer driver runs older builds.

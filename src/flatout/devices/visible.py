@@ -1,9 +1,9 @@
-"""Which GPUs CUDA will show to this process, and by which number, without asking CUDA.
+"""The GPUs that CUDA will show to this process, with their numbers, without asking CUDA.
 
 The rules are those of the CUDA programming guide (environment variables CUDA_VISIBLE_DEVICES and
-CUDA_DEVICE_ORDER); for what the guide leaves open (numbers with text behind them, names given
-twice) they are those that torch.cuda.device_count uses. A slice of a GPU (MIG) counts as the first
-GPU, since a process gets one slice.
+CUDA_DEVICE_ORDER). Cases that the guide leaves open (numbers followed by text, names given twice)
+follow torch.cuda.device_count. A slice of a GPU (MIG) counts as the first GPU, because a process
+gets one slice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cuda_devices(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gp
 
 
 def order_is_certain(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> bool:
-    """Whether CUDA's numbers are known without asking CUDA.
+    """Return whether CUDA's numbers are known without asking CUDA.
 
     The default order, FASTEST_FIRST, is the driver's own guess; with GPUs of one model it is that
     of the bus.
@@ -36,7 +36,8 @@ def order_is_certain(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> boo
 def _ordered(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
     if _by_bus(environment):
         return list(gpus)
-    return sorted(gpus, key=lambda gpu: -gpu.speed)  # stable: equals stay in the bus' order
+    # stable: equal GPUs stay in the order of the bus
+    return sorted(gpus, key=lambda gpu: -gpu.speed)
 
 
 def _by_bus(environment: Mapping[str, str]) -> bool:
@@ -51,7 +52,7 @@ def _by_number(wanted: str, ordered: Sequence[Gpu]) -> list[Gpu]:
         if index in chosen:
             return []
         if not 0 <= index < len(ordered):
-            break  # an entry that names nothing hides the ones after it
+            break  # an entry that names nothing hides the entries after it
         chosen[index] = ordered[index]
     return list(chosen.values())
 
@@ -59,7 +60,7 @@ def _by_number(wanted: str, ordered: Sequence[Gpu]) -> list[Gpu]:
 def _by_name(wanted: str, ordered: Sequence[Gpu]) -> list[Gpu]:
     chosen: dict[str, Gpu] = {}
     for entry in wanted.split(","):
-        # The start of a name will do, if only one GPU's name starts so.
+        # The begin of a name is enough if only one GPU's name begins so.
         named = [gpu for gpu in ordered if entry[:4] == "GPU-" and gpu.uuid.startswith(entry)]
         if len(named) != 1:
             break

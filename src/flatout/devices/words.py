@@ -1,4 +1,4 @@
-"""The inventory in words, a row for each thing."""
+"""The inventory in words, with a row for each device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from flatout.devices.inventory import Inventory
 from flatout.devices.memory import Memory, Shm
 from flatout.words import memory_words
 
-# The units that make bf16 worth trying on a CPU.
+# CPU units with which bf16 is worth trying.
 _BF16_UNITS = {"amx_bf16": "AMX-bf16", "avx512_bf16": "AVX512-bf16", "bf16": "Arm bf16"}
 
 
 def rows(inventory: Inventory) -> list[tuple[str, str]]:
-    """Returns (what, words) rows: the CPUs, the memory, each GPU, and torch."""
+    """Return rows of (device, words): the CPUs, the memory, each GPU, and torch."""
     numbers = {device.uuid: index for index, device in enumerate(inventory.cuda)}
     gpus: list[tuple[str, str]] = []
     for gpu in inventory.nvml.gpus:

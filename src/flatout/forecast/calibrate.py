@@ -63,7 +63,7 @@ def total_seconds(job: Job, row: StepTime, draws: MachineDraws, *, growth: float
 def _corrections(
     job: Job, rows: Sequence[StepTime], draws: MachineDraws
 ) -> tuple[tuple[int, float], ...]:
-    # By number of ranks the timed step as a multiple of the model's step.
+    # By number of ranks, the ratio of the timed step to the model's step.
     off: dict[int, list[float]] = {}
     for row in rows:
         if not row.shape.silent:

@@ -1,4 +1,4 @@
-"""The seconds that ranks take to add up or exchange a tensor.
+"""The seconds that ranks take to sum or exchange a tensor.
 
 All functions take a `Link`. `bytes` are those of one rank's tensor. The terms are those of Thakur,
 Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005, and of
@@ -15,17 +15,17 @@ import numpy as np
 
 from flatout.forecast.job import Floats
 
-# Packing to 16 bits and unpacking take as long as adding up these multiples of the bytes.
+# Packing to 16 bits and unpacking take as long as summing these multiples of the bytes.
 _PACKING = 2.0
 
 
 class Link(NamedTuple):
-    """A link between ranks, with a draw in each place.
+    """A link between ranks, with one draw at each index.
 
     Attributes:
         alpha: seconds of an empty message.
         beta: seconds per byte on a host's link, in one direction.
-        gamma: seconds in which a rank adds up a byte.
+        gamma: seconds in which a rank sums a byte.
     """
 
     alpha: Floats
@@ -82,7 +82,7 @@ def power_sgd(bytes: float, ranks: int, rank: int, link: Link) -> Floats:
 
 
 def all_gather(bytes: float, ranks: int, link: Link) -> Floats:
-    """Return the time of a ring that gathers a tensor whose parts lie on the ranks."""
+    """Return the time of a ring that gathers a tensor whose parts are on the ranks."""
     return (ranks - 1) * link.alpha + (ranks - 1) / ranks * bytes * link.beta
 
 
@@ -140,14 +140,14 @@ def fullest_server(
 ) -> Floats:
     """Return the time of the fullest parameter server.
 
-    Workers send gradients to servers and get weights back. A server's link takes in the gradients
-    of each worker of another host, and sends as much. A server of equal shares has bytes / servers;
-    where tensors stay whole, no less than the largest. A server with workers on its host takes in
-    their weights, too. Its CPU adds up the gradients. Li et al., "Scaling Distributed Machine
-    Learning with the Parameter Server", 2014. Published runs collapse where this term is large.
+    Workers send gradients to servers and get weights back. A server's link carries the gradients of
+    each worker of another host, and the same bytes back. A server of equal shares has bytes /
+    servers; if tensors stay whole, at least the largest. A server with workers on its host gets
+    their weights, too. Its CPU sums the gradients. Li et al., "Scaling Distributed Machine Learning
+    with the Parameter Server", 2014. Published runs collapse where this term is large.
 
     Args:
-        beside: the workers on the server's host.
+        beside: number of workers on the server's host.
     """
     share = max(bytes / servers, largest)
     if workers == beside:

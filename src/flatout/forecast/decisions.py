@@ -14,9 +14,9 @@ from flatout.forecast.profiled import BUSY, input_wait, use_of
 from flatout.forecast.step import MachineDraws, step_terms
 from flatout.words import counted, duration, rounded
 
-# The share of a step from which input holds a job back.
+# The share of a step from which waiting for input limits a job.
 _WAITS = 0.1
-# The gain from which a change of settings is worth a word.
+# The least gain from which a change of settings is reported.
 _GAIN = 1.05
 # The share of the variance below which an unknown is not worth measuring alone.
 _TELLS = 0.15

@@ -53,7 +53,7 @@ class Spread:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the spread comes from steps."""
+        """True if the spread comes from steps."""
         return self._steps is not None
 
     def excess(self, ranks: int) -> float:

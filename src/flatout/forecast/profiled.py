@@ -94,7 +94,7 @@ class MeasuredRuns:
 
     @property
     def has_crossed(self) -> bool:
-        """Whether steps over several hosts were timed."""
+        """True if steps over several hosts were timed."""
         return any(row.shape.hosts > 1 for row in self.rows)
 
 

@@ -1,6 +1,6 @@
-"""Wrappers around functions of torch, Python and other packages, for rooms that look or change.
+"""Wrappers around functions of torch, Python and other packages, for rooms that observe or change.
 
-Torch is not imported for that.
+They do not import torch.
 
 wrapping.py has the order in which observe/, cures/ and trials wrap the same function.
 """

@@ -1,4 +1,4 @@
-"""What torch.compile compiles is what it compiles without us."""
+"""Measures that let torch.compile compile the same code as without Flatout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-# What runs in hooks, within the script's steps.
+# Packages whose code runs in hooks, within the script's steps.
 _OURS = (
     "flatout.cures",
     "flatout.doctor.trials",
@@ -18,20 +18,21 @@ _OURS = (
 
 
 def skip_our_frames(eval_frame: Any) -> None:
-    """Marks the code that hooks run, for a hook on torch._dynamo.eval_frame.
+    """Mark the code that hooks run, for a hook on torch._dynamo.eval_frame.
 
-    A hook that runs between two compiled frames would else be compiled as its own frame.
+    Otherwise a hook that runs between two compiled frames would be compiled as its own frame.
     """
     for name, module in list(sys.modules.items()):
         if name.startswith(_OURS):
-            # A warning in compiled code quotes its line: reading the file there is compiled too.
+            # A warning in compiled code quotes its line; without this, reading the file would be
+            # compiled too.
             linecache.getlines(str(module.__file__))
             for code in _codes_of(vars(module), name):
                 eval_frame.skip_code(code)
 
 
 def is_anything_compiled() -> bool:
-    """Whether the script compiles: then a function put in place of torch's compiles all again."""
+    """Return whether the script compiles; then replacing a torch function recompiles all."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters)
 

@@ -1,8 +1,8 @@
-"""The slot by which C code takes a class for a sequence.
+"""The slot by which C code recognizes a class as a sequence.
 
-CPython fills it when a class is given a `__getitem__`, and leaves it filled when that is taken away
-(`update_slot` in Objects/typeobject.c). A tensor has a `__getitem__` and no such slot: with one,
-`torch.tensor([a, b])` of two scalars asks them for their length and fails.
+CPython fills it when a class gets a `__getitem__`, and leaves it filled when that is removed
+(`update_slot` in Objects/typeobject.c). A tensor has a `__getitem__` and no such slot. With the
+slot, `torch.tensor([a, b])` of two scalars asks them for their length and fails.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-# Of Include/typeslots.h.
+# The number of `sq_item` in Include/typeslots.h.
 _SQ_ITEM = 44
-# Pointers before `tp_as_sequence` in a type, behind its header and size, and before `sq_item`.
+# _AS_SEQUENCE: number of pointers before `tp_as_sequence` in a type, after its header and size.
+# _ITEM: number of pointers before `sq_item`.
 _AS_SEQUENCE, _ITEM = 10, 3
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
@@ -23,7 +24,7 @@ def is_sequence(owner: type) -> bool:
 
 @cache
 def can_clear() -> bool:
-    """Whether the slot lies where it is looked for in this Python."""
+    """Return whether the slot is at the expected place in this Python."""
 
     class Known:
         def __getitem__(self, number: int) -> int:

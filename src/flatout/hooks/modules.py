@@ -13,17 +13,17 @@ SEARCH_STEPS = 3
 
 
 class ModuleCalls:
-    """Wraps the calls of all modules, then those of some classes alone.
+    """Wraps the calls of all modules, then those of some classes only.
 
-    Wrapping those of all costs a third of a microsecond for each submodule and call.
+    Wrapping the calls of all modules costs a third of a microsecond for each submodule and call.
 
     Args:
         torch: the module.
-        kind, around: as `wrap` takes them.
-        hooked: gets each Hook.
+        kind, around: as for `wrap`.
+        hooked: called with each Hook.
 
     Attributes:
-        classes: those whose calls are wrapped.
+        classes: classes whose calls are wrapped.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class ModuleCalls:
         self._of_all: Hook | None = None
 
     def watch(self, owner: Any) -> Hook:
-        """Wraps the calls of this class."""
+        """Wrap the calls of this class."""
         hook = wrap(owner, "__call__", self._kind, self._around)
         self._hooked(hook)
         return hook
 
     def search(self) -> None:
-        """Wraps those of all modules."""
+        """Wrap the calls of all modules."""
         if self._of_all is None:
             self._of_all = self.watch(self._module)
 
@@ -55,9 +55,9 @@ class ModuleCalls:
             self._of_all.remove()
 
     def narrow(self, classes: set[Any]) -> bool:
-        """Wraps those of these classes alone; returns False, and leaves all, where it cannot."""
+        """Wrap the calls of only these classes; if impossible, change nothing and return False."""
         if is_anything_compiled():
-            return False  # something is compiled, and would be compiled again
+            return False  # compiled code would be compiled again
         if self._of_all is None or not self._of_all.remove():
             return False
         self._of_all = None

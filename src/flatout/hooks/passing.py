@@ -1,8 +1,8 @@
 """Calls before and after forward of single modules, for a few steps, without a trace in them.
 
 A hook that torch keeps in a module is pickled, copied, counted and compiled with the module, and
-changes the number of each later hook. So modules are found by their ids, around
-`Module._call_impl`.
+changes the number of each later hook. So these hooks are kept outside of modules, by the modules'
+ids, and run around `Module._call_impl`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All that is wrapped around a function, as one stack of wrappers in a given order."""
+"""All wrappers around a function, as one stack in a given order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Hook:
     around: Callable[[Any], Any]
 
     def remove(self) -> bool:
-        """Takes the wrapper off; False where another package has wrapped the function since."""
+        """Remove the wrapper; return False if another package has wrapped the function since."""
         if self not in self.stack.hooks or not self.stack.is_in_place():
             return False
         self.stack.hooks.remove(self)
@@ -42,7 +42,7 @@ class Hook:
         return True
 
     def remake(self) -> None:
-        """Makes the wrapper again, unless another package has wrapped the function since."""
+        """Make the wrapper again, unless another package has wrapped the function since."""
         if self in self.stack.hooks and self.stack.is_in_place():
             self.stack.build()
 
@@ -101,15 +101,16 @@ unhooked.register(_without_hooks)
 
 
 def wrap(owner: Any, name: str, kind: str, around: Callable[..., Any], *args: Any) -> Hook:
-    """Puts a wrapper around `owner.name`, at the place of its kind in ORDER.
+    """Put a wrapper around `owner.name`, at the place of its kind in ORDER.
 
     Args:
         owner: a module or a class.
-        name: of a function or method there; one that a class inherits is wrapped for it alone.
+        name: the name of a function or method in it; an inherited method is wrapped for this class
+            only.
         kind: one of those in ORDER.
-        around: `around(inner, *args)` makes the wrapper of what is within it. It is called again
-            whenever that has changed.
-        *args: what `around` gets beside that.
+        around: `around(inner, *args)` returns the wrapper of `inner`. It is called again whenever
+            `inner` has changed.
+        *args: further arguments of `around`.
     """
     stack: Any = getattr(vars(owner).get(name), "_flatout_stack", None)
     # Another package's wrapper, or the same function elsewhere, may have a copy of the attribute.

@@ -1,10 +1,10 @@
-"""Callbacks for other trainers: a line of code, and their steps are seen as lanes too.
+"""Callbacks for other trainers, which record the lanes of their steps by one line of code.
 
     lightning.Trainer(callbacks=[flatout.integrations.LightningTimeline()])
     transformers.Trainer(..., callbacks=[flatout.integrations.HFTimeline()])
     keras_model.fit(..., callbacks=[flatout.integrations.KerasTimeline()])
 
-A name loads its framework when it is asked for, and no other.
+The first access to a name loads its framework, and no other.
 """
 
 from flatout.lazy import attach

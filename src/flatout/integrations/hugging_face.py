@@ -19,18 +19,17 @@ except ModuleNotFoundError as error:
 
 
 class HFTimeline(Watches, TrainerCallback):  # type: ignore[misc]
-    """Shows what the steps of `trainer.train` spend their time on.
+    """Shows the time of each part of the steps of `trainer.train`.
 
         timeline = flatout.integrations.HFTimeline()
         transformers.Trainer(..., callbacks=[timeline]).train()
 
-    At the end the first process prints two lines. A step has as many batches as accumulate.
+    At the end the first process prints two lines. With accumulation, a step has several batches.
 
-    Backward begins where the model's forward has returned and ends where the optimizer steps, so
-    gradient clipping is in it. `copy` is what the Trainer does from having a batch to calling the
-    model. Where `torch.compile` or DataParallel take over the model's call, its forward is not
-    watched: `copy` and `backward` are then within `forward`. Several ranks: `sync` is within
-    `backward`.
+    Backward begins when the model's forward has returned and ends when the optimizer steps, so that
+    it includes gradient clipping. `copy` is the time from having a batch to calling the model. If
+    `torch.compile` or DataParallel replace the model's call, its forward is not watched, and
+    `forward` includes `copy` and `backward`. With several ranks, `backward` includes `sync`.
     """
 
     def __init__(self) -> None:

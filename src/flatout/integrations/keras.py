@@ -15,18 +15,18 @@ from flatout.integrations.step_lanes import StepLanes, Watches, hidden_sync
 
 
 class KerasTimeline(Watches, Callback):  # type: ignore[misc]
-    """Shows what the steps of `model.fit` spend their time on.
+    """Shows the time of each part of the steps of `model.fit`.
 
         timeline = flatout.integrations.KerasTimeline()
         model.fit(..., callbacks=[timeline])
 
-    At the end the first rank prints two lines. Where the optimizer accumulates gradients, as many
-    batches are one step.
+    At the end the first rank prints two lines. If the optimizer accumulates gradients, a step has
+    several batches.
 
-    `copy` cannot be seen, its time is within `forward`. With `jit_compile=True` or an own
-    `train_step` that calls neither `compute_loss` nor `optimizer.apply`, backward and optimizer
-    are within `forward` too. Several ranks: `sync` is within `backward`. Keras calls the callbacks
-    in the loop's own thread where one of them, as this one, looks at each batch.
+    `copy` cannot be measured; `forward` includes it. With `jit_compile=True`, or a custom
+    `train_step` that calls neither `compute_loss` nor `optimizer.apply`, `forward` includes
+    backward and optimizer too. With several ranks, `backward` includes `sync`. Keras runs callbacks
+    in the loop's own thread if one of them, such as this one, has batch methods.
 
     Raises:
         FlatoutError: at the start of a fit on another backend than torch.
@@ -56,7 +56,7 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
                 do="set KERAS_BACKEND=torch before keras is imported",
             )
         self._end()
-        # What runs after this callback is seen by one at the very end of Keras' list.
+        # A callback at the very end of Keras' list measures the callbacks after this one.
         callers = sys._getframe(1).f_locals.get("self")
         if isinstance(callers, keras.callbacks.CallbackList):
             self._last = _Last(self._step_lanes)
@@ -79,7 +79,7 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
         return self._optimizer.gradient_accumulation_steps or 1
 
     def _watch(self, it: Any, name: str, before: Callable[[], str], during: str) -> None:
-        """Let a method tell when it begins and ends, on this object only."""
+        """Report the begin and end of a method, on this object only."""
         if name in vars(it):
             return
         lanes = self._step_lanes
@@ -91,7 +91,7 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
             finally:
                 lanes.was(during)
 
-        # Past Keras' own __setattr__, which would look for layers and variables in it.
+        # Bypasses Keras' own __setattr__, which would search for layers and variables in it.
         object.__setattr__(it, name, MethodType(watched, it))
         self._watched.append((it, name))
 
@@ -142,7 +142,7 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
 
 
 class _Last(Callback):  # type: ignore[misc]
-    """Stands at the end of Keras' callbacks: until here, they had their turn after a batch."""
+    """The last of Keras' callbacks, at which all others have run after a batch."""
 
     def __init__(self, lanes: StepLanes) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """The lanes of a Lightning Trainer's steps.
 
-Lightning tells its profiler what it begins and ends, which is finer than the callbacks' hooks:
-the fetching of a batch and its way to the device are among it. The user's profiler, whatever it is,
-hears the same as before. Backward and the optimizer's step are hooks, since a manual optimization
-does not tell the profiler of them.
+Lightning reports to its profiler what it begins and ends. This is finer than the callbacks' hooks,
+and includes fetching a batch and moving it to the device. The user's profiler gets the same reports
+as before. Backward and the optimizer's step are measured by hooks, because manual optimization does
+not report them to the profiler.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from flatout.errors import FlatoutError
 from flatout.integrations.step_lanes import StepLanes, Watches, hidden_sync
 
-# How the names of the actions end that are a lane; inside of one, the innermost counts.
+# Suffixes of the actions' names, with the lane of each; among nested actions, the innermost counts.
 _ACTIONS = {
     "run_training_epoch": "host",
     "train_dataloader_next": "input",
@@ -44,7 +44,7 @@ def _lightning() -> Any:
 
 
 class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
-    """Shows what the steps of `trainer.fit` spend their time on.
+    """Shows the time of each part of the steps of `trainer.fit`.
 
         timeline = flatout.integrations.LightningTimeline()
         lightning.Trainer(callbacks=[timeline]).fit(module, data)
@@ -52,7 +52,7 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
     At the end the first rank prints two lines. A step ends with the batch after which an optimizer
     has stepped: with accumulation, several batches are one step.
 
-    Several ranks: `sync` cannot be seen, its time is within `backward`.
+    With several ranks, `sync` cannot be measured; `backward` includes it.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class LightningTimeline(Watches, _lightning().Callback):  # type: ignore[misc]
         names = [name for name, _ in self._stack]
         if action in names:
             self._step_lanes.was(self._lane)
-            # What was entered since has ended without a word, such as a step that was skipped.
+            # Nested actions have ended without a report, such as a step that was skipped.
             del self._stack[len(names) - 1 - names[::-1].index(action) :]
 
     @property

@@ -1,4 +1,4 @@
-"""What a framework's hooks show of its steps: a Timeline, and which lanes of it are unknown."""
+"""The lanes of a framework's steps, as its hooks show them: a Timeline, and the unknown lanes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _BETWEEN = ("evaluation", "saving")
 
 
 class StepLanes:
-    """Turns marks between lanes into a Timeline: at each it is told what the time before it was.
+    """Makes a Timeline from marks, each of which names the lane of the time before it.
 
-    What was idle is left out: the Timeline finds it as the gap between two steps.
+    Idle time is left out: the Timeline finds it as the gap between two steps.
 
     Attributes:
-        timeline: of the steps so far.
-        runs: whether marks count; what a framework does outside of a fit does not.
-        within: while set, all time is of this lane, whatever the marks say.
-        lanes: that any mark has named.
-        looks: how often something else was asked in passing; each is counted as a mark's cost.
+        timeline: the steps so far.
+        runs: whether marks count; those outside of a fit do not.
+        within: while set, all time belongs to this lane, whatever the marks say.
+        lanes: lanes that any mark has named.
+        looks: number of other checks; each is counted with the cost of a mark.
     """
 
     def __init__(self) -> None:
-        # Marks are counted here, so no reading of the clock is counted there.
+        # Marks are counted here, so the Timeline counts no clock reads.
         self.timeline = Timeline(clock_reads=0)
         self.runs = False
         self.within: str | None = None
@@ -71,8 +71,8 @@ class StepLanes:
         self.lanes.add(lane)
 
     def end_step(self) -> None:
-        # What lay between its parts, such as an evaluation between two batches that accumulate,
-        # is time before it.
+        # Time between a step's parts, such as an evaluation between two accumulated batches, counts
+        # as before the step.
         self.timeline.record(self._since - sum(self._spent.values()), *self._spent.values())
         self._spent = dict.fromkeys(STEP_LANES, 0)
         if self._live is not None and self._since >= self._live.due:
@@ -95,9 +95,9 @@ class StepLanes:
 
 
 class Watches:
-    """What the callbacks of all frameworks give.
+    """Common methods of the callbacks for all frameworks.
 
-    A subclass has a StepLanes in `_step_lanes`, and tells which lanes it cannot see.
+    A subclass has a StepLanes in `_step_lanes`, and names the lanes that it cannot measure.
     """
 
     _step_lanes: StepLanes

@@ -1,4 +1,4 @@
-"""Augmented images: parts in any size and orientation, other colors, black boxes."""
+"""Augmented images: parts of any size and orientation, changed colors, black boxes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 
 ONE = 65536
 """A factor that changes nothing."""
-# Bytes of the widest vectors that are used, where the processor has them.
+# Bytes of the widest vectors that are used, if the processor has them.
 _VECTORS = 32
 
 
@@ -30,28 +30,31 @@ def change_images(
     factors: Integers | None = None,
     boxes: Integers | None = None,
 ) -> None:
-    """Copy a part of each image into `out`, mirrored and turned, with other colors and a black box.
+    """Copy a part of each image into `out`, mirrored and turned, with changed colors and a black
+    box.
 
-    Parts are resized by a triangle filter that averages over all pixels where it makes them
-    smaller, as torch's `interpolate(mode="bilinear", antialias=True)` does it with uint8 images,
-    byte for byte. The formulas of colors are torchvision's, in fixed point: values differ from
-    torchvision's by one gray level at most, and for a contrast or saturation of s by 1 + |1 - s|.
+    Parts are resized by a triangle filter that averages over all pixels when it shrinks them. The
+    result equals torch's `interpolate(mode="bilinear", antialias=True)` for uint8 images, byte for
+    byte. The formulas of colors are torchvision's, in fixed point: values differ from torchvision's
+    by at most one gray level, and for a contrast or saturation of s by at most 1 + |1 - s|.
 
     Args:
-        source: of shape (images, height, width, channels), of any dtype; uint8 where there are
-            factors, and uint8 or floats where there are parts. Each image is C-contiguous;
-            something may lie between them.
+        source: of shape (images, height, width, channels), of any dtype; uint8 with factors, and
+            uint8 or floats with parts. Each image is C-contiguous; there may be gaps between
+            images.
         out: C-contiguous, of shape (rows, height, width, channels), in other memory.
-        places: int64 of shape (rows, 3): top and left of what is copied, which may lie outside the
-            image, where all is 0; and its orientation: mirrored left to right where 4 is in it,
+        places: int64 of shape (rows, 3): top and left of the copied part, which may be outside the
+            image, where all is 0; and its orientation: mirrored left to right if it contains 4,
             then turned by 0 to 3 quarters to the left. Only squares can be turned by a quarter.
-        index: int64 of shape (rows,): which image each row is made of; None: one after the other.
-        parts: int64 of shape (rows, 4): top, left, height and width of what is resized to the size
-            of `out`, before it is mirrored and turned. Then top and left of `places` do not count.
+        index: int64 of shape (rows,): the image that each row is made of; None: one after the
+            other.
+        parts: int64 of shape (rows, 4): top, left, height and width of the part that is resized to
+            the size of `out`, before it is mirrored and turned. Then top and left of `places` do
+            not count.
         factors: int64 of shape (rows, 3), in 65536ths, from 0 to 100: of brightness, contrast and
-            saturation, in this order. That of saturation is 1 where images are gray.
-        boxes: int64 of shape (rows, 4): top, left, bottom and right of what is made 0, at last;
-            what lies outside the image is left out.
+            saturation, in this order. The factor of saturation is 1 for gray images.
+        boxes: int64 of shape (rows, 4): top, left, bottom and right of the box that is set to 0 at
+            the end; parts outside the image are left out.
 
     Raises:
         IndexError: an index is out of range.

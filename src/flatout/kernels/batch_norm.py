@@ -1,6 +1,6 @@
-"""BatchNorm in training with the ReLU behind it in two passes over memory, forward and backward.
+"""BatchNorm in training with the ReLU after it in two passes over memory, forward and backward.
 
-Where the C extension is absent, `fits` says no, and torch's own operators do the same.
+If the C extension is absent, `fits` returns False, and torch's own operators compute the same.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ _c = missing_extension.optional("_batch_norm")
 
 
 _DTYPES = (torch.bfloat16, torch.float32)
-# On fewer elements torch's operators are faster: no call into Python in backward.
+# Fewest elements at which the kernel is used. On fewer, torch's operators are faster, because their
+# backward does not call Python.
 _LEAST = 2**14
-# On fewer elements in a row of one channel, too.
+# Fewest elements in a row of one channel at which the kernel is used.
 _LEAST_SPATIAL = 512
 
 ACTIVATIONS = {None: 0, "relu": 1, "relu6": 2}
@@ -26,12 +27,12 @@ ACTIVATIONS = {None: 0, "relu": 1, "relu6": 2}
 
 
 class Saved(NamedTuple):
-    """What backward needs of forward.
+    """The values that backward needs from forward.
 
     Attributes:
         moments: mean, variance (of the batch, biased), scale and shift: float32, (4, channels).
-        epsilon: that was added to the variance.
-        activation: that followed.
+        epsilon: the number that was added to the variance.
+        activation: the activation after BatchNorm.
     """
 
     moments: torch.Tensor
@@ -40,7 +41,7 @@ class Saved(NamedTuple):
 
 
 def fits(x: torch.Tensor, *parameters: torch.Tensor | None, skip: torch.Tensor | None) -> bool:
-    """Whether the kernel takes these, and is faster on them than torch's operators."""
+    """Return whether the kernel takes these tensors, and is faster than torch's operators."""
     return (
         _c is not None
         and type(x) is torch.Tensor
@@ -95,7 +96,7 @@ def forward(
     activation: str | None,
     epsilon: float,
 ) -> tuple[torch.Tensor, Saved]:
-    """`activation(batch_norm(x) + skip)`, by the moments of the batch."""
+    """Return `activation(batch_norm(x) + skip)`, with the moments of the batch."""
     y = torch.empty_like(x)
     moments = torch.empty((4, x.shape[1]))
     _c.forward(
@@ -117,7 +118,7 @@ def backward(
     saved: Saved,
     wants_skip: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradients of x, weight, bias and skip."""
+    """Return the gradients of x, weight, bias and skip."""
     layout = _format(x)
     assert layout is not None
     gradient = gradient.to(x.dtype).contiguous(memory_format=layout)

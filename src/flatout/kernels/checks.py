@@ -1,4 +1,4 @@
-"""Checks of arrays, and the faults of rows, that the interfaces of several kernels share."""
+"""Checks of arrays, and the faults of rows, shared by the interfaces of several kernels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 class Fault(IntEnum):
-    """What may be wrong with a row, each with words: what was expected, and what was found."""
+    """The possible faults of a row, each with words for the expected and the found value."""
 
     words: str
 
     def __new__(cls, number: int, words: str) -> Fault:
-        """A member, which is its number."""
+        """Return a member, which is its number."""
         made = int.__new__(cls, number)
         made._value_ = number
         made.words = words
@@ -29,7 +29,7 @@ class Fault(IntEnum):
 
 
 def text_of(name: str, buffer: Any) -> Text:
-    """The bytes of a buffer."""
+    """Return the bytes of a buffer."""
     view = memoryview(buffer)
     if not view.c_contiguous:
         raise ValueError(f"{name}: expected C-contiguous memory")
@@ -37,7 +37,7 @@ def text_of(name: str, buffer: Any) -> Text:
 
 
 def bytes_of_rows(array: npt.NDArray[Any]) -> Text:
-    """The same memory as (rows, bytes of a row): the buffer protocol knows no datetime64."""
+    """Return the same memory as (rows, bytes of a row): the buffer protocol has no datetime64."""
     width = math.prod(array.shape[1:]) * array.dtype.itemsize
     if array.nbytes == 0:
         return np.empty((array.shape[0], width), np.uint8)

@@ -1,7 +1,7 @@
 """The clock of a training loop, and the hooks that read it several times in each step.
 
-The clock always runs for one of the lanes and keeps the durations of the latest steps. Each hook
-in C stands for a hook in Python, to which it hands the calls that are unlike those before.
+The clock always runs for one of the lanes and keeps the durations of the latest steps. Each hook in
+C replaces a hook in Python, and passes on calls that differ from earlier ones to the Python hook.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ except ImportError as error:
     raise MissingExtension("_clock") from error
 
 INPUT, COPY, FORWARD, BACKWARD, SYNC, OPTIMIZER, HOST, EVALUATION, SAVING, GC, IDLE = range(11)
-# From a backward pass to what comes next. Reports count it as the host's.
+# Lane from a backward pass to the next lane. Reports count it as the host's.
 AFTER = 11
-# Durations of single steps that are kept.
+# Number of single steps whose durations are kept.
 KEPT = 20_000

@@ -13,12 +13,12 @@ from flatout.kernels.checks import LARGEST, Fault, Numbers
 
 _c = missing_extension.required("_criteo")
 
-# Tests set this, to see what processors without AVX2 do.
+# Tests set this to run the code for processors without AVX2.
 _is_plain = False
 
 
 class Bad(Fault):
-    """What is wrong with a row."""
+    """The possible faults of a row."""
 
     TOO_FEW_FIELDS = 1, "expected a tab and another field, found the end of the row"
     TOO_MANY_FIELDS = 2, "expected the end of the row, found a tab and another field"
@@ -50,28 +50,28 @@ def parse(
 ) -> int:
     """Parse the rows `buffer[starts[i]:ends[i]]`.
 
-    A row is a label (an integer), then integers, then categories of 1 to 8 hexadecimal digits, with
-    a tab between each two. Integers and categories may be empty. An integer is at fault beyond the
-    limits of its dtype, or of int64 where that is float32.
+    A row is a label (an integer), then integers, then categories of 1 to 8 hexadecimal digits,
+    separated by tabs. Integers and categories may be empty. An integer is a fault beyond the limits
+    of its dtype, or of int64 for float32.
 
     Args:
         buffer: C-contiguous memory with the buffer protocol: bytes, a memory map, an array.
         starts: first byte of each row, int64 of shape (rows,).
-        ends: one after the last byte, where a newline may stand.
+        ends: one after the last byte, at which a newline may be.
         labels: float32, int32 or int64 of shape (rows,) to write into; None drops them.
         integers: float32, int32 or int64 of shape (rows, integers in a row) to write into.
         categories: int32 or int64 of shape (rows, categories in a row) to write into. Without
-            `buckets`, int32 gets the same 32 bits, so that 80000000 and more come out negative.
+            `buckets`, int32 gets the same 32 bits, so that 80000000 and more become negative.
         status: uint8 of shape (rows,) to write into: 0 for a good row, else a `Bad`.
-        at: int64 of shape (rows,): where in the buffer a bad row goes wrong. Places of good rows
-            stay as they are. All other outputs of a bad row become 0.
-        missing_integer: what an empty integer becomes; float32 also takes NaN.
-        missing_category: what an empty category becomes, as it is: not modulo `buckets`.
+        at: int64 of shape (rows,): the place in the buffer of a bad row's fault. Places of good
+            rows are not written. All other outputs of a bad row become 0.
+        missing_integer: the value of an empty integer; float32 also takes NaN.
+        missing_category: the value of an empty category, written as it is: not modulo `buckets`.
         buckets: write the category modulo this; 0 writes it whole. int32 takes at most 2^31.
         has_label: whether rows begin with a label.
 
     Returns:
-        How many rows are bad.
+        The number of bad rows.
 
     Raises:
         ValueError: an array has another dtype, shape or memory layout, arrays share memory, or a

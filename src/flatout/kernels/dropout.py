@@ -1,10 +1,10 @@
 """Dropout whose draws are a function of the sample, on any device and in any memory format.
 
-Which elements are kept is decided by the counter-based generator Philox 4x32-10 (Salmon, Moraes,
-Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", 2011). Its counter is (block of four
-elements, sample, draw, step) and its key the seed. So nothing is kept from call to call, and
-backward draws again what forward drew. `_dropout_core.h` says which element gets which word; here
-torch's operators do the same, bit for bit, on other devices and where the C extension is absent.
+The counter-based generator Philox 4x32-10 decides which elements are kept (Salmon, Moraes, Dror and
+Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", 2011). Its counter is (block of four elements,
+sample, draw, step) and its key the seed. So no mask is kept between calls: backward repeats the
+draws of forward. `_dropout_core.h` defines the word of each element. On other devices, and without
+the C extension, torch's operators compute the same here, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _GROUP, _BLOCKS, _ROUNDS = 32, 8, 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _BUMPS = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
-# Bytes of the numbers that the kernel multiplies; of others it only says which are kept.
+# Bytes of the dtypes that the kernel multiplies. For other dtypes it only computes the mask.
 _ITEMS = {torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
 
 
 class Draw(NamedTuple):
-    """What the draws of one call are a function of, beside the element.
+    """The values that determine the draws of one call, in addition to the element.
 
     Attributes:
-        seed: of the job.
+        seed: the job's seed.
         step: number of the optimizer step.
         draw: number of this call among those of a forward.
-        start: place of the first sample among those of the step, no matter who computes them.
-        samples: how many samples the tensor has.
-        outer: the tensor is seen as (outer, samples, rest): 1 where samples come first, as many as
-            there are time steps where these do.
+        start: index of the first sample in the step, independent of the rank that computes it.
+        samples: number of samples in the tensor.
+        outer: size of the first dimension of the tensor as (outer, samples, rest): 1 if samples
+            come first, the number of time steps if these come first.
     """
 
     seed: int
@@ -51,7 +51,7 @@ class Draw(NamedTuple):
 
 
 def dropout(x: torch.Tensor, p: float, draw: Draw, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`x / (1 - p)` where an element is kept, `x * 0` where it is not."""
+    """Return `x / (1 - p)` for kept elements, and `x * 0` for the others."""
     scale = 1 / (1 - p) if p < 1 else 0.0
     if not _takes_kernel(x) or x.dtype not in _ITEMS:
         kept = keep(x.shape, p, draw, x.device)
@@ -68,7 +68,7 @@ def dropout(x: torch.Tensor, p: float, draw: Draw, out: torch.Tensor | None = No
 
 
 def keep(shape: Sequence[int], p: float, draw: Draw, device: torch.device) -> torch.Tensor:
-    """Which elements of a tensor of this shape are kept: bool, contiguous."""
+    """Return a mask of the kept elements of a tensor of this shape: bool, contiguous."""
     if device.type != "cpu" or not _threads_are_there():
         return _keep_by_torch(shape, p, draw, device)
     kept = torch.empty(tuple(shape), dtype=torch.bool)

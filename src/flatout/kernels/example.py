@@ -21,18 +21,18 @@ from flatout.kernels.checks import Fault, Numbers
 _c = missing_extension.required("_example")
 
 
-# Rows of equal length, or values and where each row begins among them (one more than rows).
+# Rows of equal length, or a pair of values and the index at which each row begins (rows + 1).
 Values: TypeAlias = npt.NDArray[Any] | tuple[npt.NDArray[Any], Numbers]
 
 # Numbers of the fields of the message Feature.
 _KINDS = {"bytes": 1, "float": 2, "int64": 3}
-# Records that are found by one call of the extension.
+# Most records that are found by one call of the extension.
 _AT_ONCE = 1 << 16
 _KIND_OF = {np.dtype(np.uint8): 1, np.dtype(np.float32): 2, np.dtype(np.int64): 3}
 
 
 class Bad(Fault):
-    """What is wrong with a record."""
+    """The possible faults of a record."""
 
     OUTSIDE = 1, "expected a record inside the buffer, found a byte range that is not"
     LENGTH_CRC = 2, "expected the checksum of the record's length, found another one"
@@ -49,7 +49,7 @@ class Bad(Fault):
 
 
 class End(IntEnum):
-    """How a scan ended."""
+    """The reason why a scan ended."""
 
     WHOLE = 0
     FULL = 1
@@ -63,12 +63,12 @@ class Scan(NamedTuple):
     """Records found in a buffer.
 
     Attributes:
-        starts: first byte of each record, behind length and checksum; int64 of shape (records,).
-        ends: one after the last byte, where the record's checksum stands.
-        consumed: where the next frame begins: the end of the buffer, or of what is whole in it.
-        end: how the scan ended.
-        problem: what is wrong at `consumed`, expected and found; "" where nothing is, or more bytes
-            may follow.
+        starts: first byte of each record, after length and checksum; int64 of shape (records,).
+        ends: one after the last byte, at which the record's checksum is.
+        consumed: begin of the next frame: the end of the buffer, or of the whole frames in it.
+        end: the reason why the scan ended.
+        problem: the fault at `consumed`, expected and found; "" if there is none, or more bytes may
+            follow.
     """
 
     starts: Numbers
@@ -79,13 +79,13 @@ class Scan(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """A feature to look for.
+    """A feature to read.
 
     Attributes:
         name: key in the map.
-        kind: what kind of list it is.
-        width: values in each row; of the kind "bytes", bytes of the one value. None: rows differ.
-        required: whether a record without it is bad; otherwise its default takes its place.
+        kind: kind of the list.
+        width: values in each row; for the kind "bytes", bytes of the one value. None: rows differ.
+        required: whether a record without it is bad; otherwise its default replaces it.
     """
 
     name: bytes
@@ -95,7 +95,7 @@ class Feature(NamedTuple):
 
 
 class Plan:
-    """Features, prepared to be looked for. Several threads may use it at once; it can be pickled.
+    """Features, compiled for the extension. Several threads may use it at once; it can be pickled.
 
     Attributes:
         features: in the order of the outputs.
@@ -116,21 +116,21 @@ def _width(feature: Feature) -> int:
 
 
 def crc32c(data: Any, value: int = 0) -> int:
-    """The CRC-32C (Castagnoli) of bytes.
+    """Return the CRC-32C (Castagnoli) of bytes.
 
     Args:
         data: C-contiguous memory with the buffer protocol.
-        value: of what stands before, to go on from there.
+        value: the CRC-32C of preceding bytes, to continue from.
     """
     return int(_c.crc32c(data, value))
 
 
 def crc32c_blocks(data: Any, block: int) -> npt.NDArray[np.int64]:
-    """The CRC-32C of each block of bytes.
+    """Return the CRC-32C of each block of bytes.
 
     Args:
         data: C-contiguous memory with the buffer protocol.
-        block: bytes of each; the last may be shorter.
+        block: bytes of each block; the last may be shorter.
 
     Returns:
         int64 of shape (blocks,).
@@ -148,13 +148,13 @@ def crc32c_blocks(data: Any, block: int) -> npt.NDArray[np.int64]:
 
 
 def masked_crc32c(data: Any) -> int:
-    """The CRC-32C of bytes, rotated and moved, as it stands in TFRecord files."""
+    """Return the CRC-32C of bytes, rotated and shifted, as in TFRecord files."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def scan(buffer: Any, *, final: bool = True) -> Scan:
-    """Find the records of a TFRecord file by their frames, and compare each length's checksum.
+    """Find the records of a TFRecord file by their frames, and check each length's checksum.
 
     Args:
         buffer: C-contiguous memory with the buffer protocol.
@@ -209,16 +209,16 @@ def measure(
         starts: first byte of each record, int64 of shape (rows,).
         ends: one after the last byte.
         spec: the features to count.
-        lengths: int64 of shape (ragged features, rows) to write into: values in each row; of the
-            kind "bytes", bytes of the one value. 0 where a feature is missing or the record bad.
+        lengths: int64 of shape (ragged features, rows) to write into: values in each row; for the
+            kind "bytes", bytes of the one value. 0 if a feature is missing or the record bad.
         status: uint8 of shape (rows,) to write into: 0 for a good record, else a `Bad`.
-        at: int64 of shape (rows,): where in the buffer a bad record goes wrong. Places of good
-            records stay as they are.
-        check: compare length and both checksums of the frame around each record, which then has to
-            be in the buffer. False reads nothing but the record.
+        at: int64 of shape (rows,): the place in the buffer of a bad record's fault. Places of good
+            records are not written.
+        check: whether to check length and both checksums of the frame around each record, which
+            then must be in the buffer. False reads only the record.
 
     Returns:
-        How many records are bad.
+        The number of bad records.
 
     Raises:
         ValueError: an array has another dtype, shape or memory layout, or arrays share memory.
@@ -242,9 +242,9 @@ def decode(
 ) -> int:
     """Decode records into arrays.
 
-    Entries of the map may come in any order, and the last of several with the same key counts;
-    lists may be packed or not; fields that are unknown are skipped, and features that are not in
-    `spec` without a look into them. A feature that is there without a list is missing.
+    Entries of the map may come in any order, and the last of several with the same key counts.
+    Lists may be packed or not. Unknown fields are skipped, and so are features that are not in
+    `spec`. A feature without a list counts as missing.
     """
     results = (outputs, offsets, defaults, status, at, check)
     return int(_c.decode(buffer, starts, ends, spec.compiled, *results))
@@ -253,8 +253,8 @@ def decode(
 def encode(columns: Mapping[str, Values]) -> tuple[npt.NDArray[np.uint8], Numbers]:
     """Write rows as the frames of a TFRecord file, with both checksums.
 
-    Map entries come in the order of the columns and lists are packed, so that the same rows always
-    give the same bytes.
+    Map entries have the order of the columns and lists are packed, so that the same rows always
+    result in the same bytes.
     """
     if not columns:
         raise ValueError("columns: expected at least one")

@@ -1,4 +1,4 @@
-"""A number for each id of a field: how often it was seen, or its row of a table."""
+"""A number for each id of a field: its count, or its row of a table."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from flatout.kernels.checks import Numbers
 _c = missing_extension.required("_ids")
 
 
-# Fields are numbered from 0 to one less, and numbers are below 2**48.
+# Fields are numbered from 0 to FIELDS - 1, and numbers are below 2**48.
 FIELDS = 2**15
 _BITS = np.uint64(48)
 _LARGEST = 2**48 - 1
 _FEWEST = 1024
-_BYTES = 16  # of a slot
+_BYTES = 16  # bytes of a slot
 
 
 class Items(NamedTuple):
-    """What an `IdNumbers` holds, by field and id, rising; int64 of shape (ids,) each."""
+    """The content of an `IdNumbers` by field and id, rising; each int64 of shape (ids,)."""
 
     fields: Numbers
     ids: Numbers
@@ -32,10 +32,10 @@ class IdNumbers:
     """A number from 1 on for each id of a field.
 
     Args:
-        room: ids that it is made for; it grows where there are more.
+        room: expected number of ids; it grows if there are more.
 
     Attributes:
-        count: ids that it holds.
+        count: number of ids that it holds.
     """
 
     def __init__(self, room: int = 0) -> None:
@@ -43,16 +43,16 @@ class IdNumbers:
         self._slots = _slots(slots_for(room))
 
     def bytes_to_add(self, ids: int) -> int:
-        """What it takes in memory, beside what it has, to add so many that may all be new."""
+        """Return the additional bytes for adding this number of ids, all of which may be new."""
         slots = slots_for(self.count + ids)
         return 0 if slots <= len(self._slots) else _BYTES * (slots + self.count)
 
     def add(self, ids: Numbers, fields: Numbers, numbers: Numbers | None = None) -> None:
-        """Add to the numbers of ids; one that is not there begins at 0.
+        """Add to the numbers of ids; a new id begins at 0.
 
         Args:
             ids: C-contiguous int64 of shape (rows, width) or (rows,), any values.
-            fields: of the ids of a row, int64 of shape (width,), each in 0..FIELDS-1.
+            fields: the field of each id of a row, int64 of shape (width,), each in 0..FIELDS-1.
             numbers: of the shape of `ids`, such that sums stay between 1 and 2**48-1; None for 1.
         """
         done = 0
@@ -65,25 +65,25 @@ class IdNumbers:
     def rows(
         self, ids: Numbers, fields: Numbers, firsts: Numbers, buckets: Numbers, out: Numbers
     ) -> int:
-        """The row of each id: its number less 1.
+        """Write the row of each id: its number less 1.
 
-        An id that is not there has the row `firsts + hash % buckets` of its field.
+        An unknown id has the row `firsts + hash % buckets` of its field.
 
         Args:
-            ids: as `add` takes them.
-            fields: as `add` takes them.
+            ids: as for `add`.
+            fields: as for `add`.
             firsts: int64 of the shape of `fields`.
-            buckets: likewise; 0 for none.
+            buckets: int64 of the shape of `fields`; 0 for no buckets.
             out: gets the rows, int64 of the shape of `ids`.
 
         Returns:
-            the place, in the flat ids, of the first that is not there and has no bucket, or -1.
-            The row of such an id is 0.
+            the index, in the flat ids, of the first unknown id without a bucket, or -1. The row of
+            such an id is 0.
         """
         return int(_c.rows(self._slots, ids, fields, firsts, buckets, out))
 
     def items(self) -> Items:
-        """All that it holds."""
+        """Return all ids and numbers."""
         slots = self._slots[self._slots[:, 1] != 0]
         packed = slots[:, 1].view(np.uint64)
         fields = (packed >> _BITS).astype(np.int64)
@@ -105,7 +105,7 @@ class IdNumbers:
 
 
 def hash_ids(ids: Numbers, field: int) -> Any:
-    """The hash of ids of a field, uint64: the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
+    """Return the hash of a field's ids as uint64: splitmix64's finalizer (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         h = ids.astype(np.uint64) + np.uint64((int(field) + 1) * 0x9E3779B97F4A7C15 % 2**64)
         h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -114,11 +114,12 @@ def hash_ids(ids: Numbers, field: int) -> Any:
 
 
 def slots_for(ids: int) -> int:
-    """How many slots hold so many ids: a power of two, at most half of them used."""
+    """Return the number of slots for these ids: a power of two, at most half of it used."""
     return max(_FEWEST, 1 << (2 * ids - 1).bit_length() if ids else 0)
 
 
 def _slots(count: int) -> Numbers:
-    slots = np.empty((count, 2), np.int64)  # numpy asks for huge pages here, and not for zeros
+    # numpy asks for huge pages for this array, but not for zeros
+    slots = np.empty((count, 2), np.int64)
     slots.fill(0)
     return slots

@@ -1,12 +1,12 @@
 """Rows of LibSVM text: `label [qid:n] index:value index:value ... # comment`.
 
-A row begins with a label, a decimal number with or without sign, point and exponent. Then there
-may be `qid:` and a whole number. Then come pairs of an index, which ascends within the row, and a
-decimal number. Spaces and tabs stand between these, any number of them, and may stand before and
-after; a comment goes from `#` to the row's end. The row's bytes may end with "\\n" or "\\r\\n".
+A row begins with a label, a decimal number with or without sign, point and exponent. Then there may
+be `qid:` and an integer. Then come pairs of an index, which ascends within the row, and a decimal
+number. Any number of spaces and tabs separates these, and may be at the begin and the end. A
+comment extends from `#` to the row's end. The row's bytes may end with "\\n" or "\\r\\n".
 
-Numbers become the nearest double, and that, where asked for, the nearest float32. Text for NaN or
-infinity, and numbers that would become infinity, are bad.
+Numbers become the nearest double, and that becomes the nearest float32 if requested. Text for NaN
+or infinity, and numbers that would become infinity, are bad.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from flatout.kernels.checks import Fault, Numbers
 
 _c = missing_extension.required("_libsvm")
 
-# Tests set this, to see what processors without AVX2 do.
+# Tests set this to run the code for processors without AVX2.
 _is_plain = False
 
-# Larger than any index that is good.
+# Larger than any valid index.
 NO_LIMIT = 2**63 - 1
 
 
 class Bad(Fault):
-    """What is wrong with a row."""
+    """The possible faults of a row."""
 
     OUTSIDE = 1, "expected a row inside the buffer, found a byte range that is not"
     NO_LABEL = 2, "expected a label, found none"
@@ -90,11 +90,11 @@ def parse(
     at: Numbers,
     qid: Numbers | None = None,
 ) -> int:
-    """Read rows to indices and values.
+    """Parse rows into indices and values.
 
-    Row i goes to `ids[offsets[i]:offsets[i + 1]]`, and to the same part of `values`; what is left
-    of it becomes 0. So `np.arange(rows + 1) * width` pads rows to a width, and the running sum of
-    the lengths makes compressed sparse rows. A row that does not fit is bad.
+    Row i is written to `ids[offsets[i]:offsets[i + 1]]`, and to the same part of `values`; the rest
+    of this part becomes 0. So `np.arange(rows + 1) * width` pads rows to a width, and the running
+    sum of the lengths makes compressed sparse rows. A row that does not fit is bad.
 
     Args:
         buffer: as in `survey`.
@@ -102,17 +102,17 @@ def parse(
         ends: as in `survey`.
         offsets: int64 of shape (rows + 1,), ascending.
         base: the smallest index, 0 or 1; it is subtracted from each.
-        limit: how many indices there are from `base` on.
+        limit: number of indices from `base` on.
         labels: float32, float64 or int64 of shape (rows,), to write into. With int64, a label that
-            is not a whole number, or 2^53 and more in size, is bad.
+            is not an integer, or has a size of 2^53 or more, is bad.
         ids: int64 or int32 of shape (items,), to write into. With int32 the limit is at most 2^31.
         values: float32 or float64 of shape (items,), to write into.
         status: as in `survey`.
         at: as in `survey`.
-        qid: int64 of shape (rows,), to write into; -1 where a row has none. None drops them.
+        qid: int64 of shape (rows,), to write into; -1 if a row has none. None drops them.
 
     Returns:
-        How many rows are bad.
+        The number of bad rows.
 
     Raises:
         ValueError: as in `survey`; or `offsets` do not ascend within `ids`.
@@ -134,6 +134,6 @@ def dense(
     at: Numbers,
     qid: Numbers | None = None,
 ) -> int:
-    """Read rows to vectors with a place for each index."""
+    """Parse rows into vectors with an element for each index."""
     outputs = (labels, qid, out, status, at)
     return int(_c.dense(buffer, starts, ends, *outputs, base, limit, _is_plain))

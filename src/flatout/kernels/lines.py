@@ -17,24 +17,24 @@ _c = missing_extension.required("_lines")
 
 
 Lines: TypeAlias = tuple[Numbers, Numbers]
-# Byte offset in a row, bytes from there on, and a C-contiguous array with a row of that many bytes
-# for each row.
+# Byte offset in a row, number of bytes from there, and a C-contiguous array with a row of that many
+# bytes for each row.
 Column: TypeAlias = tuple[int, int, npt.NDArray[Any]]
 
 WHITE = b" \t\v\f\r"
 
 _FIRST_ROOM = 1 << 12
 _WINDOW = 1 << 16
-# Kinds that the buffer protocol exports as plain numbers; all others go as bytes.
+# Kinds that the buffer protocol exports as plain numbers. All others are passed as bytes.
 _NUMBERS = "biufc"
 
 
 class FileTooShort(EOFError):
-    """A file ends before the last byte of a row.
+    """Raised if a file ends before the last byte of a row.
 
     Attributes:
-        row: which of the rows that were asked for.
-        at: the first byte of it that the file lacks.
+        row: index of the requested row.
+        at: the first byte of it that is missing in the file.
     """
 
     def __init__(self, row: int, at: int, expected: tuple[int, int], size: int) -> None:
@@ -117,8 +117,8 @@ def _index(
         count, at = _c.index(text, at, stop, starts, ends, count, skip_blank, comment or b"", white)
         if at == stop:
             break
-        # For lines of the length so far; a few short ones do not speak for all. Large memory grows
-        # in its place.
+        # An estimate from the lines so far, limited because a few short lines may not be typical.
+        # Large memory grows in place.
         likely = int(1.02 * count * (stop - start) / (at - start))
         room = min(max(2 * count, likely), 4 * count)
         starts.resize(room, refcheck=False)
@@ -134,8 +134,8 @@ def _index(
 def read_rows(fd: int, starts: Numbers, ends: Numbers, out: Text, out_starts: Numbers) -> None:
     """Read byte ranges of an open file into memory.
 
-    Ranges that follow each other in the file, at less than 4 KiB, are read by one call of the
-    system. The file's position stays where it is. After an error, `out` may be filled in part.
+    Ranges that follow each other in the file, with gaps below 4 KiB, are read by one system call.
+    The file's position does not change. After an error, `out` may be filled in part.
     """
     short = _c.read(fd, starts, ends, out, out_starts)
     if short is not None:

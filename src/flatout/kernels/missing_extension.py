@@ -18,7 +18,7 @@ INSTALL = (
 
 
 class MissingExtension(FlatoutError, ImportError):
-    """A C extension of Flatout that is not built is needed."""
+    """Raised if a C extension of Flatout is needed that is not built."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"Flatout's C extension {name} is not built", do=INSTALL)

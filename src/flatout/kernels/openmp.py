@@ -1,4 +1,4 @@
-"""The threads of the OpenMP that torch itself uses, for our kernels."""
+"""The threads of torch's own OpenMP library, for Flatout's kernels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 @cache
 def parallel() -> int:
-    """The address of the GOMP_parallel that torch calls, or 0 where it has another OpenMP.
+    """Return the address of the GOMP_parallel that torch calls, or 0 if it has another OpenMP.
 
-    As for torch itself, a library that was preloaded comes before the one that torch brings.
+    As for torch itself, a preloaded library precedes the one that torch brings.
     """
     libraries: list[str | None] = [None, *map(str, Path(torch.__path__[0], "lib").glob("*_cpu.so"))]
     for library in libraries:
@@ -26,6 +26,9 @@ def parallel() -> int:
 
 
 def team() -> tuple[int, int]:
-    """The last two arguments of a kernel: what `parallel` gives, 0 for one thread, and how many."""
+    """Return a kernel's last two arguments: the address of `parallel` and the number of threads.
+
+    The address is 0 for one thread.
+    """
     threads = torch.get_num_threads()
     return (parallel() if threads > 1 else 0), threads

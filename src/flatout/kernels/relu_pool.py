@@ -1,6 +1,6 @@
 """ReLU and 2x2 max-pooling of channels-last images in one pass, forward and backward.
 
-Where the C extension is absent, `fits` says no, and torch's own operators do the same.
+If the C extension is absent, `fits` returns False, and torch's own operators compute the same.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ _c = missing_extension.optional("_relu_pool")
 
 
 _DTYPES = (torch.bfloat16, torch.float32)
-# On fewer elements torch's operators are faster: no call into Python in backward.
+# Fewest elements at which the kernel is used. On fewer, torch's operators are faster, because their
+# backward does not call Python.
 _LEAST = 2**14
-# On fewer channels the inner loops are too short to repay.
+# Fewest channels at which the kernel is used. With fewer, the inner loops are too short.
 _CHANNELS = 8
 
 
 def fits(images: torch.Tensor) -> bool:
-    """Whether the kernel takes these images, and is faster on them than torch's operators."""
+    """Return whether the kernel takes these images, and is faster than torch's operators."""
     return (
         _c is not None
         and type(images) is torch.Tensor
@@ -37,7 +38,7 @@ def fits(images: torch.Tensor) -> bool:
 
 
 def forward(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of each 2x2 window, or 0 where none is above 0."""
+    """Return the largest value of each 2x2 window, at least 0, and codes for backward."""
     count, channels, height, width = images.shape
     small = torch.empty(
         (count, channels, height // 2, width // 2),
@@ -50,7 +51,7 @@ def forward(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def backward(gradient: torch.Tensor, codes: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The gradient of the images: each window's goes to the pixel that won."""
+    """Return the gradient of the images: each window's goes to the pixel with the largest value."""
     gradient = gradient.contiguous(memory_format=torch.channels_last)
     images = torch.empty(
         (*gradient.shape[:2], height, width),

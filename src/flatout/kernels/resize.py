@@ -1,7 +1,7 @@
 """8-bit images resized by linear interpolation in fixed point.
 
-As OpenCV's `resize(..., interpolation=INTER_LINEAR)`, with differences of one gray level at most:
-OpenCV's vector code rounds like this, and its code for the rest of a vector a little otherwise.
+The result equals OpenCV's `resize(..., interpolation=INTER_LINEAR)` except for one gray level:
+OpenCV's vector code rounds like this, and its code for the rest of a vector slightly differently.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PIXEL = np.dtype([("first", np.int32), ("weights", np.int16, 2)])
 _VALUES = np.dtype(
     [("offsets", np.int32, 4), ("picks", np.uint8, (4, 16)), ("weights", np.int16, (4, 8))]
 )
-# A vector has four values in each of four groups, and these as C wants them.
+# The order of the groups in the C code, for vectors with four values in each of four groups.
 _GROUPS = [0, 2, 1, 3]
-# Bytes from which a group takes its own; and what picks a zero.
+# _WINDOW: bytes from which a group takes its own. _ZERO: the index that selects a zero.
 _WINDOW, _ZERO = 16, 0x80
-# Tables that are kept: one for each length of an axis and its result's.
+# Most tables that are kept: one for each length of an axis and of its result.
 _KEPT = 512
 
 
@@ -37,13 +37,13 @@ def resize_linear(source: Pixels, out: Pixels) -> None:
     """Resize an image by linear interpolation between the two nearest rows and columns.
 
     Shrinking is not antialiased: below half the size, pixels are left out. Pixels' centers are
-    aligned, as OpenCV, Pillow and torch (`align_corners=False`) do. Weights are multiples of
-    1/2048; a value is at most one off the exact result, rounded.
+    aligned, as in OpenCV, Pillow and torch (`align_corners=False`). Weights are multiples of
+    1/2048. A value differs from the rounded exact result by at most one.
 
     Args:
         source: uint8 of shape (height, width, channels). Rows are contiguous and in ascending
-            order, but something may lie between them, as in a cut of a larger image.
-        out: the same, of any height and width, in other memory: where the result is written.
+            order; there may be gaps between rows, as in a part of a larger image.
+        out: the result, of the same dtype and layout, of any height and width, in other memory.
 
     Raises:
         ValueError: an array has another dtype, shape or memory layout, or they share memory.
@@ -96,7 +96,7 @@ def _values(length: int, result: int, channels: int) -> bytes:
     columns = _axis(length, result)
     first = columns["first"][:, np.newaxis] * channels + np.arange(channels)
     weights = columns["weights"].repeat(channels, axis=0)
-    # What fills the last vector up repeats the last value.
+    # The padding of the last vector repeats the last value.
     filled = -first.size % 16
     first = np.pad(first.reshape(-1), (0, filled), "edge").reshape(-1, 4, 4)
     weights = np.pad(weights, ((0, filled), (0, 0)), "edge").reshape(-1, 4, 8)

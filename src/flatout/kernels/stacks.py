@@ -1,7 +1,7 @@
-"""Which lines a thread runs, looked at about a hundred times a second by a native thread beside it.
+"""The lines that a thread runs, sampled about a hundred times a second by a native thread.
 
-A thread of Python's own would see the lines that let other threads run, and few others. Where the
-extension is missing, or does not find the frames of this Python, nothing samples the lines.
+A Python thread would sample mostly the lines that let other threads run. If the extension is
+missing, or does not find the frames of this Python, nothing samples the lines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def stacks_of(clock: Clock) -> Stacks | None:
-    """What looks at the calling thread, the one of this clock; None where that cannot be done."""
+    """Return a sampler of the calling thread, which must be the clock's, or None if unavailable."""
     return _called(clock)
 
 

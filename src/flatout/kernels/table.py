@@ -1,4 +1,4 @@
-"""What steps of single rows read and write."""
+"""The tensors that steps of single rows read and write."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 class LowerBits(NamedTuple):
-    """The lower 16 bits of what lies in a table as bfloat16, which has the upper ones.
+    """The lower 16 bits of a bfloat16 table's values; the table has the upper 16 bits.
 
     Attributes:
         weights: bfloat16 of shape (rows, width), contiguous, whose bits are no numbers of their
             own; as are the others.
-        first: of the table's `first`; or None.
-        second: of its `second`; or None.
+        first: lower bits of the table's `first`, or None.
+        second: lower bits of the table's `second`, or None.
     """
 
     weights: torch.Tensor
@@ -26,13 +26,13 @@ class Table(NamedTuple):
     """A table with its optimizer's state.
 
     Attributes:
-        weights: float32 of shape (rows, width), contiguous, as are the others; bfloat16 where
-            `lower` is there.
+        weights: float32 of shape (rows, width), contiguous, as are the others; bfloat16 if `lower`
+            is set.
         first: Adam's mean, the momentum of SGD and RMSprop, Adagrad's sum; or None.
         second: the squares of Adam and RMSprop; or None.
-        last: int32 of shape (rows,), the step that each row is at.
-        epsilon: that the rule adds to the root.
-        lower: halves of all numbers; None where these are float32.
+        last: int32 of shape (rows,), the last step that each row has made.
+        epsilon: the constant that the rule adds to the root.
+        lower: lower halves of all values; None for float32.
     """
 
     weights: torch.Tensor
@@ -44,13 +44,13 @@ class Table(NamedTuple):
 
 
 def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """The float32 numbers whose halves these are: bfloat16, both of the same shape."""
+    """Return the float32 numbers of two bfloat16 halves of the same shape."""
     low = lower.view(torch.int16).to(torch.int32) & 0xFFFF
     return (upper.view(torch.int16).to(torch.int32) << 16 | low).view(torch.float32)
 
 
 def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The upper and the lower 16 bits of float32 numbers, each as bfloat16 of the same shape."""
+    """Return the upper and lower 16 bits of float32 numbers, each as bfloat16 of their shape."""
     bits = values.contiguous().view(torch.int32)
     low = (bits & 0xFFFF).to(torch.int16)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16), low.view(torch.bfloat16)

@@ -34,7 +34,8 @@ _c = missing_extension.optional("_table_rows")
 RULES = {"adam": 0, "sgd": 1, "rmsprop": 2, "adagrad": 3}
 """The optimizers by which rows can be stepped."""
 
-_NOTHING = 2.0**-30  # of what a mean was, is what can be left out of the sum of its decay
+# the rest of a mean's decay below which it is left out of the sum, as a fraction of the mean
+_NOTHING = 2.0**-30
 _COLUMNS, _OF_MISSED = 14, 24
 _Addresses = tuple[int, int, int, int, int, int, int, int, float, int, int, int]
 
@@ -49,8 +50,8 @@ class Groups(NamedTuple):
 
     Attributes:
         rows: int64, rising.
-        places: int64, all places in the order of their rows, and of a row in their own order.
-        starts: int64, where the places of each row begin, and their end.
+        places: int64, all places in the order of their rows, in rising order within a row.
+        starts: int64, the begin of each row's places, and the end of the last.
     """
 
     rows: torch.Tensor
@@ -59,7 +60,7 @@ class Groups(NamedTuple):
 
 
 def group(ids: torch.Tensor, size: int) -> Groups:
-    """Find the rows that are used, and where."""
+    """Group the ids by row."""
     ids = ids.detach().reshape(-1).contiguous()
     rows, places = torch.empty_like(ids), torch.empty_like(ids)
     starts = torch.empty(len(ids) + 1, dtype=torch.int64)
@@ -69,13 +70,13 @@ def group(ids: torch.Tensor, size: int) -> Groups:
 
 
 class GroupsByRank(NamedTuple):
-    """Groups of rows in the order of the ranks that own them, and of a rank in rising order.
+    """Groups of rows in the order of the ranks that own them, in rising order within a rank.
 
     Attributes:
-        groups: as `group` finds them, in this order.
-        local: int64, where each row lies among its owner's.
-        numbers: int64, of each place which of the rows is used there.
-        counts: how many of the rows each rank owns.
+        groups: as `group` returns them, in this order.
+        local: int64, the place of each row among its owner's rows.
+        numbers: int64, for each place the index of the row that is used there.
+        counts: for each rank, the number of these rows that it owns.
     """
 
     groups: Groups
@@ -85,7 +86,7 @@ class GroupsByRank(NamedTuple):
 
 
 def group_by_rank(groups: Groups, first: int, ranks: int, shift: int) -> GroupsByRank:
-    """Put groups in the order of the ranks that own their rows."""
+    """Sort groups in the order of the ranks that own their rows."""
     rows, places, starts = (torch.empty_like(group) for group in groups)
     local, numbers = torch.empty_like(rows), torch.empty_like(places)
     counts = torch.empty(ranks, dtype=torch.int64)
@@ -108,7 +109,7 @@ def group_by_rank(groups: Groups, first: int, ranks: int, shift: int) -> GroupsB
 
 
 def numbers_in(groups: Groups) -> torch.Tensor:
-    """Of each place, which of the rows is used there: int64."""
+    """Return for each place the index of the row that is used there, int64."""
     counts, numbers = groups.starts.diff(), torch.empty_like(groups.places)
     rows = torch.arange(len(counts))
     numbers[groups.places] = rows.repeat_interleave(counts)
@@ -116,7 +117,7 @@ def numbers_in(groups: Groups) -> torch.Tensor:
 
 
 def sum_rows(values: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """The sum of the values of each row, in the order of their places."""
+    """Return the sum of the values of each row, in the order of their places."""
     if values.dtype is torch.bfloat16:
         return sum_rows(values.float(), groups).to(values.dtype)
     values = values.contiguous()
@@ -134,7 +135,7 @@ def sum_rows(values: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def in_float32(number: float) -> float:
-    """As kernels round it: torch's, Keras' on torch and these."""
+    """Round a number as kernels do: torch's, Keras' on torch and these."""
     return float(torch.tensor(number, dtype=torch.float32))
 
 
@@ -143,16 +144,16 @@ class Step(NamedTuple):
 
     Attributes:
         rate: learning rate; Adam's is divided by the bias correction of the mean.
-        root: what multiplies the root of Adam's squares: one over the root of their correction.
-        first: Adam's beta1; the momentum of others.
+        root: factor of the root of Adam's squares: one over the root of their bias correction.
+        first: Adam's beta1; the momentum of other rules.
         second: Adam's beta2; RMSprop's alpha.
-        keep: what decoupled weight decay leaves of a weight.
+        keep: factor that decoupled weight decay applies to a weight.
         decay: weight decay that is added to the gradient.
         nesterov: whether momentum is Nesterov's.
-        first_rest: what a gradient counts in Adam's mean.
-        second_rest: what its square counts in the squares of Adam and RMSprop.
-        scale: what a gradient is multiplied by on its way to the momentum of SGD and RMSprop.
-        within: what is added to the squares of RMSprop and Adagrad before their root is taken.
+        first_rest: factor of a gradient in Adam's mean.
+        second_rest: factor of its square in the squares of Adam and RMSprop.
+        scale: factor of a gradient that is added to the momentum of SGD and RMSprop.
+        within: number that is added to the squares of RMSprop and Adagrad under the root.
     """
 
     rate: float
@@ -174,10 +175,10 @@ class Steps:
     Args:
         rule: one of RULES.
         base: number of the step at which all rows are.
-        room: how many steps can be kept.
+        room: number of steps that can be kept.
 
     Attributes:
-        now: number of the last step that all its tables know of.
+        now: number of the last step that all its tables know.
     """
 
     def __init__(self, rule: str, base: int, room: int, widest: int = 512) -> None:
@@ -187,7 +188,7 @@ class Steps:
         self.restart(base)
 
     def restart(self, base: int) -> None:
-        """Forget all steps: every row is at `base`."""
+        """Forget all steps, when every row is at `base`."""
         self.base = self.now = base
         self._logs = (0.0, 0.0, 0.0)
         self._nothing_decays = True
@@ -197,11 +198,11 @@ class Steps:
 
     @property
     def is_full(self) -> bool:
-        """Whether no other step can be kept."""
+        """True if no other step can be kept."""
         return self.now - self.base >= self._room
 
     def write(self, step: Step) -> None:
-        """Say what the step after `now` is, for `apply`."""
+        """Set the numbers of the step after `now`, for `apply`."""
         logs = (step.first, step.second, step.keep)
         self._logs_then = tuple(
             total + (math.log2(item) if item > 0 else -1e6)
@@ -223,7 +224,7 @@ class Steps:
         return math.ceil(math.log2(_NOTHING) / math.log2(ratio)) if ratio > 0 else 1
 
     def advance(self) -> None:
-        """Go on to the step that was written."""
+        """Advance to the step that was written."""
         self._logs = self._logs_then  # type: ignore[assignment]
         self.now += 1
         self._pass()
@@ -236,8 +237,8 @@ class Steps:
         """Bring rows to `now`.
 
         Args:
-            table: whose rows.
-            rows: int64, each once; None for all.
+            table: the table of the rows.
+            rows: int64, each once; None for all rows.
         """
         self._call([_addresses(table, rows, None)])
 
@@ -252,12 +253,13 @@ class Steps:
 
 
 class Change(NamedTuple):
-    """What a step changes of a table.
+    """The change of a table in a step.
 
     Attributes:
-        table: whose rows.
-        rows: int64, each once, contiguous; None for all, of which none has a gradient.
-        gradients: float32 of shape (rows, width), contiguous; None where rows are but brought.
+        table: the table of the rows.
+        rows: int64, each once, contiguous; None for all rows, of which none has a gradient.
+        gradients: float32 of shape (rows, width), contiguous; None if rows are only brought up to
+            date.
     """
 
     table: Table

@@ -1,13 +1,13 @@
 """A script that runs on a host without a scheduler: one start, a lock while it lives, an exit code.
 
-The files, in the job's folder on that host, NAME being the node's:
+The files in the job's folder on that host, where NAME is the node's name:
 
     NAME.lock           held as long as a process of the job lives
-    NAME.pid            of the command, which gets the stop signal
-    NAME.log            what it prints
-    NAME.remaining      how long it will take, as the run itself says
+    NAME.pid            id of the command, which gets the stop signal
+    NAME.log            output of the command
+    NAME.remaining      remaining time, as the run itself reports it
     NAME.exit_code      of the command, once it has ended
-    NAME.canceled       someone has canceled it
+    NAME.canceled       exists once the job was canceled
 """
 
 from __future__ import annotations

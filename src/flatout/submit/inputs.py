@@ -54,7 +54,7 @@ class Input:
 
     @property
     def is_url(self) -> bool:
-        """Whether the input is a URL such as s3://bucket/day."""
+        """True if the input is a URL such as s3://bucket/day."""
         return "://" in self.path
 
     def links(self, root: Path) -> list[tuple[str, str]]:
@@ -77,7 +77,7 @@ class Input:
 
     @property
     def is_missing(self) -> bool:
-        """Whether no node would find the input."""
+        """True if no node would find the input."""
         return not (self.is_url or self.is_seen or self.travels)
 
     @property
@@ -103,7 +103,7 @@ class Mount:
 
     @property
     def is_network(self) -> bool:
-        """Whether other machines can mount it, too."""
+        """True if other machines can mount it, too."""
         return self.kind.removeprefix("fuse.") in _NETWORK
 
 

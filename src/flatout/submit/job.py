@@ -186,7 +186,7 @@ class Job:
 
     @property
     def is_command(self) -> bool:
-        """Whether the job is a command of Flatout's own and no script."""
+        """True if the job is a command of Flatout's own and no script."""
         return self.script == "flatout" and not self.is_module
 
     @property

@@ -250,7 +250,7 @@ def _in_its_folder(job: Job, options: Mapping[str, str]) -> tuple[list[str], str
     if "code" in options:
         shell = f"cd {shlex.quote(options['code'])} && {run}"
         return ["/bin/sh", "-c", shell, "sh"], f"{_MOUNTED}/recipe.toml"
-    # A ConfigMap cannot be written into, and a script may want to write beside itself.
+    # A ConfigMap is read-only, and a script may write into its own folder.
     shell = f"cp -rL {_MOUNTED}/. {_COPY} && cd {_COPY}/code && {run}"
     return ["/bin/sh", "-c", shell, "sh"], "../recipe.toml"
 

@@ -83,7 +83,8 @@ class _SageMaker:
                     )
             role = job.options["role"].rpartition("/")[2]
             said = cloud.refusal(lambda: identities.get_role(RoleName=role))
-            if said.startswith("NoSuchEntity"):  # who may not ask is told nothing
+            # a caller without the right to ask gets another error
+            if said.startswith("NoSuchEntity"):
                 result.append(f"there is no role {role}: {said}")
         return result
 

@@ -309,7 +309,7 @@ def _suffix(job: Job) -> str:
 def _afterwards(job: Job) -> list[str]:
     task = _task(job)
     killed = f"killed{_suffix(job)}"
-    # What lies on no file system cannot be looked at here; flatout data goes on where it was.
+    # A checkpoint outside of file systems cannot be checked here; flatout data resumes by itself.
     counts = job.is_command or (job.checkpoint is not None and "://" in job.checkpoint)
     codes = "137 | 138 | 143" if counts else "137"
     lines = [

@@ -1,4 +1,4 @@
-"""Nested values as tensors and JSON, never as pickle: what files keep and ranks exchange."""
+"""Nested values as tensors and JSON, never as pickle, for files and messages between ranks."""
 
 from flatout.lazy import attach
 

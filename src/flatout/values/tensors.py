@@ -1,4 +1,4 @@
-"""What of a tensor reaches a file: its values, as bytes."""
+"""The values of a tensor as bytes, for files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# The names of the safetensors format. What is not here can only be stored as bytes.
+# The dtype names of the safetensors format. Other dtypes can only be stored as bytes.
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -28,7 +28,7 @@ DTYPES: dict[torch.dtype, str] = {
 
 
 def refusal(value: Any) -> str | None:
-    """Why `value` cannot be stored as a tensor of plain values; None if it can."""
+    """Return the reason why `value` cannot be stored as a tensor of plain values, or None."""
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__} is not a tensor"
     if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
@@ -43,15 +43,16 @@ def refusal(value: Any) -> str | None:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in row-major order as a flat uint8 tensor; a view where that is possible."""
-    if not tensor.numel():  # one of numpy's has strides of 0, by which torch views no bytes
+    """Return the values in row-major order as a flat uint8 tensor, as a view if possible."""
+    # an empty numpy array has strides of 0, which torch cannot view as bytes
+    if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def view_key(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for two tensors exactly when they are the same values in the same memory."""
+    """Return a key that two tensors share exactly if they are the same values in one memory."""
     if tensor.numel() == 0:
         return (id(tensor),)
     place = (str(tensor.device), tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())

@@ -1,6 +1,6 @@
 """Nested state without pickle: tensors by name, and everything else as a JSON tree.
 
-JSON's own types stand for themselves: None, bool, int, str, finite float, list, and dict with
+JSON's own types represent themselves: None, bool, int, str, finite float, list, and dict with
 string keys. Any other value is an object with the key "!", which names its type.
 """
 
@@ -29,18 +29,18 @@ _NO_VALUES = "OV"  # numpy's kinds for objects and records
 
 
 def flatten(state: Any, path: str = "state") -> tuple[dict[str, Tensor], Json]:
-    """Take `state` apart into tensors and a tree that JSON can hold.
+    """Convert `state` to tensors and a tree that JSON can hold.
 
     Takes None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict and Counter (keys may
     be any of these), tensors, numpy arrays and scalars (not of objects or records), torch.Size,
     torch.dtype and torch.device. A type derived from these is another type.
 
-    A tensor that occurs twice is stored once, and comes back as one. Tensors are not copied: copy
-    them before the next step writes to them. `requires_grad` and the device are not kept. `path`
-    is what the state is called in errors, and begins the tensors' names.
+    A tensor that occurs twice is stored once, and is restored as one. Tensors are not copied: copy
+    them before the next step writes to them. `requires_grad` and the device are not kept. `path` is
+    the name of the state in errors, and begins the tensors' names.
 
     Raises:
-        CheckpointError: names the place in the state and the type of what cannot be kept.
+        CheckpointError: a value cannot be stored; names its place in the state and its type.
     """
     flattening = _Flattening()
     tree = flattening.encode(state, path, 0)
@@ -48,7 +48,7 @@ def flatten(state: Any, path: str = "state") -> tuple[dict[str, Tensor], Json]:
 
 
 def unflatten(tensors: Mapping[str, Tensor], tree: Json) -> Any:
-    """Put together what `flatten` took apart; tensors lie where those in `tensors` do.
+    """Restore the state from the output of `flatten`, on the devices of `tensors`.
 
     Raises:
         CheckpointError: the tree is not one that `flatten` makes.
@@ -193,7 +193,7 @@ def _shown(key: Any) -> str:
 
 
 def _integer(value: int) -> Json:
-    # Other readers of JSON keep 64 bits at most, and Python refuses very long decimals.
+    # Other readers of JSON keep at most 64 bits, and Python refuses very long decimals.
     return value if abs(value) < _JSON_INTEGERS else {_TAG: "int", "hex": hex(value)}
 
 
@@ -205,7 +205,7 @@ def _float(value: float) -> Json:
 def _string(value: str) -> Json:
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, as undecodable file names have
+    except UnicodeEncodeError:  # half of a surrogate pair, as in undecodable file names
         return {_TAG: "str", "hex": value.encode("utf-8", "surrogatepass").hex()}
     return value
 
@@ -219,7 +219,7 @@ def _dtype(leaf: dict[str, Any]) -> torch.dtype:
 
 def _array(leaf: dict[str, Any], content: bytes) -> np.ndarray[Any, Any]:
     dtype = np.dtype(leaf["dtype"])
-    if dtype.kind in _NO_VALUES:  # the file's bytes would be taken for addresses
+    if dtype.kind in _NO_VALUES:  # the file's bytes would be used as addresses
         raise ValueError(f"an array of {dtype}")
     return np.ndarray(leaf["shape"], dtype, content)
 
