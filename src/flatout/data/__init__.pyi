@@ -84,7 +84,6 @@ from flatout.data.source import as_source as as_source
 from flatout.data.source import last_batch_of as last_batch_of
 from flatout.data.source import loose_digest as loose_digest
 from flatout.data.source import report_of as report_of
-from flatout.data.sources.array_files import hdf5 as hdf5
 from flatout.data.sources.array_files import npy as npy
 from flatout.data.sources.array_files import npz as npz
 from flatout.data.sources.array_parts import split_validation as split_validation
@@ -100,6 +99,7 @@ from flatout.data.sources.dataset_source import DatasetSource as DatasetSource
 from flatout.data.sources.digits import digits as digits
 from flatout.data.sources.fetch import fetch as fetch
 from flatout.data.sources.fifo import fifo as fifo
+from flatout.data.sources.hdf5 import hdf5 as hdf5
 from flatout.data.sources.idx import idx as idx
 from flatout.data.sources.idx import idx_split as idx_split
 from flatout.data.sources.images import images as images

@@ -1,4 +1,4 @@
-"""Arrays in files of numpy (npy, npz) and HDF5. Nothing is ever unpickled."""
+"""Arrays in files of numpy (npy, npz). Nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy.typing as npt
 from flatout.data.files import File, Paths, find
 from flatout.data.pipeline import Pipeline
 from flatout.data.sources.arrays import Arrays
-from flatout.data.sources.optional import require
 from flatout.errors import DataError
 
 # One array of a file, several by name, or several under names of one's own.
@@ -69,31 +68,6 @@ def npz(
     )
 
 
-def hdf5(
-    paths: Paths,
-    inputs: Names = "x",
-    targets: Names | None = "y",
-    weight: str | None = None,
-) -> Pipeline:
-    """Rows of datasets in HDF5 files, held in memory; dtypes are those of `npy`.
-
-    Args:
-        paths: as `files.find` takes them; several files follow each other, row after row.
-        inputs: a dataset's name, such as "x" or "train/images", or a list of them, or a dict of
-            them by the names that they are to have.
-        targets: as `inputs`; None where there is no target.
-        weight: the name of a dataset with a number a row.
-
-    Raises:
-        DataError: as `npy`, or a file lacks a dataset.
-    """
-    require("h5py", "hdf5", "HDF5")
-    files = find(paths)
-    return _pipeline(
-        _named(inputs), _named(targets), weight, lambda n: _joined(files, _read_hdf5, n)
-    )
-
-
 def _pipeline(inputs: Any, targets: Any, weight: Any, read: Callable[[Any], Any]) -> Pipeline:
     parts = [
         {name: read(one) for name, one in part.items()}
@@ -128,6 +102,11 @@ def _joined(
 
 
 def _numbers(array: npt.NDArray[Any], where: str) -> npt.NDArray[Any]:
+    return array.astype(dtype_of_rows(array, where), copy=False)
+
+
+def dtype_of_rows(array: Any, where: str) -> np.dtype[Any]:
+    """Return the dtype that rows of an array or a dataset get; refuse what holds no numbers."""
     if not array.shape:
         raise DataError("expected a row for each sample, found one number", where=where)
     if array.dtype.kind not in "biuf":
@@ -136,12 +115,12 @@ def _numbers(array: npt.NDArray[Any], where: str) -> npt.NDArray[Any]:
             where=where,
             do="save it as numbers, such as float32 or int64",
         )
-    native = array.dtype.newbyteorder("=")
-    return array.astype(_SIGNED.get(native.name, native), copy=False)
+    native: np.dtype[Any] = array.dtype.newbyteorder("=")
+    return np.dtype(_SIGNED.get(native.name, native))
 
 
 def _read_npy(file: File) -> npt.NDArray[Any]:
-    with _damage_named(file.name, "the file is empty, damaged, cut off or no npy file"):
+    with damage_named(file.name, "the file is empty, damaged, cut off or no npy file"):
         array = np.load(file.path, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.memmap):
             raise DataError(
@@ -157,34 +136,16 @@ def _read_npy(file: File) -> npt.NDArray[Any]:
 def _read_npz(file: File, name: str) -> npt.NDArray[Any]:
     where = f"{file.name}: {name}"
     with (
-        _damage_named(where, "the file is damaged, cut off or no npz archive"),
+        damage_named(where, "the file is damaged, cut off or no npz archive"),
         np.load(file.path, allow_pickle=False) as archive,
     ):
         if name not in archive.files:
-            raise _absent("an array", name, archive.files, file)
+            raise absent("an array", name, archive.files, file)
         array: npt.NDArray[Any] = archive[name]
         return array
 
 
-def _read_hdf5(file: File, name: str) -> npt.NDArray[Any]:
-    import h5py
-
-    where = f"{file.name}: {name}"
-    with (
-        _damage_named(where, "the file is damaged, cut off, packed by an absent filter or no HDF5"),
-        h5py.File(file.path, "r") as opened,
-    ):
-        dataset = opened.get(name)
-        if not isinstance(dataset, h5py.Dataset):
-            names: list[str] = []
-            opened.visititems(
-                lambda path, item: names.append(path) if isinstance(item, h5py.Dataset) else None
-            )
-            raise _absent("a dataset", name, names, file)
-        return np.asarray(dataset[()])
-
-
-def _absent(kind: str, name: str, names: Sequence[str], file: File) -> DataError:
+def absent(kind: str, name: str, names: Sequence[str], file: File) -> DataError:
     more = ", ..." if len(names) > _TOLD else ""
     return DataError(
         f"expected {kind} {name!r}, found {', '.join(names[:_TOLD]) or 'none'}{more}",
@@ -194,7 +155,7 @@ def _absent(kind: str, name: str, names: Sequence[str], file: File) -> DataError
 
 
 @contextmanager
-def _damage_named(where: str, what: str) -> Iterator[None]:
+def damage_named(where: str, what: str) -> Iterator[None]:
     try:
         yield
     except (DataError, MemoryError):
