@@ -65,7 +65,7 @@ Format = Annotated[
         "Default: by the names, or else the first bytes."
     ),
 ]
-# Of tables, as the arguments of flatout.data.csv, parquet and arrow.
+# Options of tables, which are arguments of flatout.data.csv, parquet and arrow.
 _OF_TABLES: dict[str, Any] = {
     "target": Annotated[
         Texts, typer.Option("--target", metavar="COLUMN", help="Column to predict.")
@@ -189,7 +189,8 @@ def inspect(
     if schema is not None:
         try:
             report.write_schema(schema, overwrite=overwrite)
-        except DataError as error:  # what was found is shown all the same: looking took its time
+        # the results are printed nevertheless, because reading took its time
+        except DataError as error:
             refused = error
     _show(report, None if refused else schema, as_json)
     if refused is not None:

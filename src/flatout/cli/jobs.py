@@ -67,10 +67,10 @@ def logs(
         for piece in logs_of(which, follow=follow):
             sys.stdout.write(printable(colorless(piece)))
             sys.stdout.flush()
-    except KeyboardInterrupt:  # the job goes on
+    except KeyboardInterrupt:  # the job continues
         raise typer.Exit(130) from None
     except BrokenPipeError:
-        # Python would say so again when it ends.
+        # Otherwise Python would report the error again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     if follow:

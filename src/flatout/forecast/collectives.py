@@ -82,7 +82,7 @@ def power_sgd(bytes: float, ranks: int, rank: int, link: Link) -> Floats:
 
 
 def all_gather(bytes: float, ranks: int, link: Link) -> Floats:
-    """Return the time of a ring that gathers a tensor whose parts are on the ranks."""
+    """Return the time of a ring that gathers a tensor of which each rank has a part."""
     return (ranks - 1) * link.alpha + (ranks - 1) / ranks * bytes * link.beta
 
 

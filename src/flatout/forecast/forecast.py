@@ -199,7 +199,7 @@ class Side:
 
     @property
     def contradiction(self) -> str:
-        """Words for how the measured steps contradict the given network; "" if they agree."""
+        """A description of how the measured steps contradict the given network, or ""."""
         return self._calibrated[1]
 
     @property

@@ -187,18 +187,18 @@ class Prior:
     """The range of each term of a step before steps were timed.
 
     Attributes:
-        nic: bytes per second of a host's link in one direction; None where none is known.
+        nic: bytes per second of a host's link in one direction, or None if unknown.
         rtt: seconds of a message between hosts.
         inside: bytes per second between ranks of a host.
-        summing: bytes per second that a rank adds up, and copies from and to the network.
+        summing: bytes per second that a rank sums, and copies from and to the network.
         fixed: the share of a step that does not shrink with the batch.
         contention: the slow-down of a step by the second rank on a host.
         power: the growth of this with further ranks: 0 is none, 1 is linear.
-        spread: standard deviation of a rank's steps, as a share. Where the spread is measured, the
+        spread: standard deviation of a rank's steps, as a share. If the spread is measured, the
             share of it that differs between ranks.
         hidden: see `collectives.exposed`.
-        input: samples per second that a host can read; None where input is no limit.
-        total_input: samples per second that all hosts together can read; None likewise.
+        input: samples per second that a host can read; None if input is no limit.
+        total_input: samples per second that all hosts together can read; None if that is no limit.
     """
 
     nic: Range | None = None

@@ -103,9 +103,9 @@ def measure_hosts(
 
     Args:
         hosts: "host1,host2", or a file with one host in each line.
-        sizes, say, seconds: as of `measure_here`.
+        sizes, say, seconds: as for `measure_here`.
         ranks_per_host: ranks on each host.
-        options: NAME=VALUE each, as of `flatout submit ssh --option`.
+        options: NAME=VALUE each, as for `flatout submit ssh --option`.
 
     Raises:
         SubmitError: a host cannot be reached, or lacks a program.

@@ -197,7 +197,7 @@ def _timed(world: World, reduction: Reduction, number: int, size: int, room: flo
         return time.perf_counter() - began
 
     with torch.no_grad():
-        first = once()  # it also makes what is made once
+        first = once()  # the first call also creates things that are made once
         times = world.from_first(int(min(_MOST, max(_FEWEST, room / max(first, 1e-6)))))
         own = [once() for _ in range(times)]
     return [max(each) for each in zip(*world.gather(own, "times of sums"), strict=True)]

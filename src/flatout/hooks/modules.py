@@ -9,7 +9,7 @@ from flatout.hooks.compiling import is_anything_compiled
 from flatout.hooks.wrapping import Hook, wrap
 
 SEARCH_STEPS = 3
-"""After so many steps of an optimizer the outermost modules that it trains are known."""
+"""Optimizer steps after which the outermost modules that it trains are known."""
 
 
 class ModuleCalls:

@@ -18,7 +18,7 @@ ORDER = (
     ("observe", "times what runs, with the work of the cures"),
     ("cures", "change what runs"),
 )
-"""Who wraps around whom and why, the outermost first. Of one kind, the later ones are outside."""
+"""Kinds of wrappers with their purpose, outermost first. Of one kind, later ones are outside."""
 
 _RANKS = {kind: rank for rank, (kind, _) in enumerate(reversed(ORDER))}
 

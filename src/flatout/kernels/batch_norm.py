@@ -23,7 +23,7 @@ _LEAST = 2**14
 _LEAST_SPATIAL = 512
 
 ACTIVATIONS = {None: 0, "relu": 1, "relu6": 2}
-"""What may follow, by the names of torch's functions."""
+"""Numbers of the activations after BatchNorm, by the names of torch's functions."""
 
 
 class Saved(NamedTuple):

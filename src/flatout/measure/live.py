@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from flatout.measure.timeline import Timeline
 
 SUBMITTED = "FLATOUT_SUBMITTED"
-"""Set by the scripts of `flatout submit`: by this its job is known on its nodes."""
+"""Set by the scripts of `flatout submit`: identifies the job on its nodes."""
 
 _EVERY_NS = 1_000_000_000
 _NEVER = 2**63

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 PROFILE_FILE = "profile.json"
-"""What the file is called in a run folder."""
+"""The name of the file in a run folder."""
 
 RUNS = "runs.jsonl"
-"""The history of a run folder, lines of JSON: each time that a job ran, `began` and `ended`."""
+"""The history of a run folder, lines of JSON: `began` and `ended` of each time that a job ran."""
 
 SCHEMA, VERSION = "flatout.profile", 1
 _NUMBER = (int, float)
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-"""Of a step and its lanes."""
+"""The quantiles of a step's time and of its lanes."""
 
 RunState = Literal["running", "ended", "interrupted", "failed"]
 

@@ -33,7 +33,7 @@ KINDS = (
     "casts",
     "dispatch",
 )
-"""Kinds of operators. All but those with their own arithmetic are bound by memory alone."""
+"""Kinds of operators. All but those with their own arithmetic are bound by memory only."""
 
 # Kinds whose best rate is that of matrix products.
 _AS_MATMUL = ("attention", "recurrent")

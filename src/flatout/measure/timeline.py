@@ -46,7 +46,7 @@ LANES = (
     "idle",
 )
 STEP_LANES = LANES[:7]
-"""The lanes of which a step consists; the others lie between steps."""
+"""The lanes within a step; the other lanes are between steps."""
 
 _CHUNK = 1024
 _ROW = struct.Struct("9q")

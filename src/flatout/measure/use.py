@@ -24,10 +24,11 @@ _MOST_POINTS = 256
 _LEAST = 4
 
 COLUMNS = ("seconds", "cpus", "machine", "memory_bytes", "gpu", "gpu_memory_bytes")
-"""A point: when it ends, in seconds since the first look; how many CPUs the process and those that
-it has started kept busy; which share of all CPUs of the machine was, by whomever; the resident
-memory of the process; the share of time in which its GPU ran a kernel, and its used memory. None is
-not known."""
+"""The columns of a point, in which None is unknown. seconds: its end, since the first read. cpus:
+number of CPUs that the process and its children kept busy. machine: busy share of all CPUs of the
+machine, by any process. memory_bytes: resident memory of the process. The last two: the share of
+time in which its GPU ran a kernel, and the GPU's used memory.
+"""
 
 Point = tuple[float | None, ...]
 

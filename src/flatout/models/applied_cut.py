@@ -19,4 +19,4 @@ class AppliedCut(Protocol):
 
 
 applied: WeakKeyDictionary[nn.Module, AppliedCut] = WeakKeyDictionary()
-"""The cut of each model that has one, until it is taken off."""
+"""The cut of each model that takes features, until its removal."""

@@ -1,7 +1,7 @@
 """BatchNorm in training, with the ReLU after it, as one operator: fewer passes over memory.
 
 In a `forward` that can be traced as a graph, pairs of BatchNorm and ReLU or ReLU6, with a residual
-block's sum between them, become one call. The same kernel runs every other BatchNorm alone. It adds
+block's sum between them, become one call. The same kernel also runs every other BatchNorm. It adds
 sums in another order than torch, so results are equal to rounding. Modules, their names and the
 state dict stay as they are.
 """

@@ -102,7 +102,7 @@ def hold_until(module: nn.Module, path: str) -> None:
     fix(level.parameters)
     for part in level.before:
         if any(part is item for item in level.behind):
-            # it also acts after the layer, where it may behave as in training
+            # not held in evaluation: it also runs after the layer, where it may act as in training
             fix(part.parameters())
         else:
             hold(part)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-"""What a Recipe calls torch's memory formats."""
+"""The names of torch's memory formats in a Recipe."""
 
 
 def format_of(model: nn.Module) -> str:

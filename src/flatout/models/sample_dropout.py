@@ -114,7 +114,7 @@ class SampleDropout:
         for _, module in self._marked:
             vars(module).pop("forward", None)
 
-    # -- where samples lie ---------------------------------------------------------------------
+    # -- the position of samples -------------------------------------------------------------------
 
     def look(self, run: Callable[[int], object]) -> None:
         """Find the position of samples in each layer's input, from two runs on a few samples.

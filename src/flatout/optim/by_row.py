@@ -175,10 +175,10 @@ class RowwiseAdagrad(ByRow):
 
 
 class Ftrl(ByRow):
-    """FTRL-proximal (McMahan et al. 2013), whose L1 makes weights zero that do not pay.
+    """FTRL-proximal (McMahan et al. 2013), whose L1 sets unimportant weights to zero.
 
-    For the weights of a linear part: what they were before their first gradient is forgotten then.
-    For each element, with n the sum of squared gradients:
+    For the weights of a linear part. A weight's initial value has no effect after its first
+    gradient. For each element, with n the sum of squared gradients:
 
         s = (sqrt(n + g * g) - sqrt(n)) / lr
         z += g - s * w,  n += g * g
@@ -187,7 +187,7 @@ class Ftrl(ByRow):
     Args:
         params: parameters, or groups of them.
         lr: learning rate (alpha).
-        beta: keeps first steps small.
+        beta: added to sqrt(n), keeps the first steps small.
         l1: strength of L1.
         l2: strength of L2.
 

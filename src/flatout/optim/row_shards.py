@@ -189,7 +189,7 @@ class RowShards:
         for rows in torch.split(torch.arange(len(weight)), stride):
             yield rows, self._owners(weight, rows)
 
-    # -- rows that lie elsewhere ---------------------------------------------------------------
+    # -- rows of other ranks -------------------------------------------------------------------
 
     def part(self, weight: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """Copy this rank's rows to a contiguous tensor, which replaces the table until `gather`.

@@ -111,7 +111,7 @@ class Update:
         return any(flag.item() != 0 for flag in self._flags.values())
 
     def clear(self) -> None:
-        """Forget a bad step, so that updates go on."""
+        """Clear the flags of a bad step, so that updates continue."""
         for flag in self._flags.values():
             flag.zero_()
 

@@ -27,7 +27,7 @@ ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-"""These step each element by itself, so that a part is stepped as the whole would be."""
+"""Optimizers that step each element independently, so that a part is stepped as in the whole."""
 
 
 def check_one_device(strategy: str, named: Mapping[str, nn.Parameter]) -> None:

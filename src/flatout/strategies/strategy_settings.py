@@ -41,7 +41,7 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         "compute.capture": _ONE_RANK,
     },
 }
-"""By strategy, settings that stay plain with it, and why."""
+"""By strategy, the settings that stay plain with it, with the reason."""
 
 # The same for settings whose default is plain anyway.
 _REFUSED: dict[str, dict[str, str]] = {

@@ -1,10 +1,10 @@
-"""Jobs on clusters: what `flatout run` starts here, written down for a cluster and sent there.
+"""Jobs on clusters: the work of `flatout run`, written as files for a cluster and sent there.
 
 A Job (job.py) is made of the user's options (job_options.py), its code (code.py) and its inputs
-(inputs.py). target.py has the questions to each kind of cluster; a file per cluster writes
-artifacts and asks it (kubernetes_manifests.py, sagemaker_request.py and ray_driver.py hold the
-artifacts of three). send.py writes the folder and sends it once, with ledger.py; watch.py follows
-sent jobs.
+(inputs.py). target.py has the interface to each kind of cluster. A file per cluster writes
+artifacts and communicates with it (kubernetes_manifests.py, sagemaker_request.py and ray_driver.py
+hold the artifacts of three). send.py writes the folder and sends it once, with ledger.py. watch.py
+follows sent jobs.
 """
 
 from flatout.lazy import attach

@@ -57,7 +57,7 @@ def require(module: str, extra: str) -> Any:
 
 
 def require_program(name: str, package: str) -> None:
-    """Refuse to go on without a client's program."""
+    """Refuse to continue without a client's program."""
     if shutil.which(name) is None:
         raise SubmitError(
             f"{name} is not installed here",

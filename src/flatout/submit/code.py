@@ -45,7 +45,7 @@ class CodeArchive:
         return f"{size_words(self.bytes)}, {counted(len(self.files), 'file')}"
 
     def write(self, root: Path, path: Path) -> None:
-        """Write the files as a tar file that depends on the code alone, not on the time."""
+        """Write the files as a tar file that depends only on the code, not on the time."""
         try:
             with (
                 atomic_write(path, "wb") as file,
@@ -104,7 +104,7 @@ def collect(
 def _walk(
     root: Path, without: tuple[Path, ...], named: tuple[Path, ...]
 ) -> Iterator[tuple[str, int]]:
-    # Those of the folders above hold too, as far as the repository goes.
+    # Rules of .gitignore files in parent folders hold too, within the repository.
     above = _rules_above(root)
     skipped = {item.resolve() for item in without}
     pending: list[tuple[str, list[tuple[str, pathspec.GitIgnoreSpec]]]] = [("", above)]

@@ -94,7 +94,7 @@ def stop(name: str) -> str:
 
 
 def state_of(text: str) -> JobState:
-    """Return the state that the output of `ask` says."""
+    """Return the state that the output of `ask` describes."""
     word, *pairs = text.split() or [""]
     fields = {
         name: int(n) for name, _, n in (pair.partition("=") for pair in pairs) if n.isdecimal()
@@ -104,7 +104,7 @@ def state_of(text: str) -> JobState:
         eta = "" if left is None else clock(left)
         return JobState(State(word), since_s=ran, left_s=left, eta=eta)
     if word in ("canceled", "ended"):
-        if code is None:  # it is being written
+        if code is None:  # the file is being written
             return JobState(State.stopping, since_s=ran)
         ended = State.failed if code else State.succeeded
         state = State.canceled if word == "canceled" else ended
@@ -121,7 +121,7 @@ def together(states: dict[str, JobState]) -> JobState:
         *(State.lost, State.succeeded),
     )
     host, result = min(states.items(), key=lambda value: order.index(value[1].state))
-    # A node that has only lost another tells less than that one.
+    # A node that has only lost another node tells less than that one.
     failed = [(h, s) for h, s in states.items() if s.state is State.failed]
     if result.state is State.failed:
         host, result = min(failed, key=lambda value: value[1].exit_code == 75)

@@ -1,4 +1,4 @@
-"""The list of hosts that a user gives, where no cluster knows them."""
+"""The list of hosts that a user gives if no cluster knows them."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def address_of(host: str, config: str | None = None) -> str:
 
 
 def config_words(path: str | None) -> list[str]:
-    """Return the option for ssh's configuration, where it is not the user's own."""
+    """Return the option for ssh's configuration, if it is not the user's own."""
     return [] if path is None else ["-F", path]

@@ -1,7 +1,7 @@
 """The inputs of a script, and whether the nodes of a cluster see them.
 
 The file system of a path decides: nodes see a network's file system, and no disk of this machine.
-The user may know more, and says it by `--shared PATH`.
+The user can add paths that nodes see by `--shared PATH`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Input:
 
     Attributes:
         given: the text of the user or of the script's arguments.
-        path: the absolute path; a URL as it was given.
+        path: the absolute path, or the unchanged URL.
         lies_on: the mount point and the file system, such as "/home (ext4)"; "" for a URL.
         is_seen: whether the nodes see it at this path.
         travels: whether it is among the code.
@@ -82,7 +82,7 @@ class Input:
 
     @property
     def words(self) -> str:
-        """The input, and who sees it, for people."""
+        """The input, and whether nodes see it, in words."""
         if self.is_url:
             return f"{self.given}: each node reads it itself"
         if self.travels:
@@ -123,7 +123,7 @@ def mount_of(path: str | os.PathLike[str], table: str | None = None) -> Mount:
 
 
 def is_seen(path: str | os.PathLike[str], shared: Iterable[str] = ()) -> bool:
-    """Return whether nodes see a path: by its file system, or because the user says so."""
+    """Return whether nodes see a path, by its file system or the user's `--shared`."""
     real = os.path.realpath(path)
     is_shared = any(_is_within(real, os.path.realpath(item)) for item in shared)
     return is_shared or mount_of(real).is_network

@@ -197,7 +197,7 @@ TARGET = _Kubernetes()
 
 
 class _Cluster:
-    """The official client, which alone knows the user's rights."""
+    """The official client, which knows the user's rights."""
 
     def __init__(self) -> None:
         client = require("kubernetes.client", EXTRA)

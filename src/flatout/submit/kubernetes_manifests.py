@@ -30,7 +30,7 @@ OPTIONS = (
 EXTRA = "kubernetes"
 KEY = "flatout/key"
 SECRET = "FLATOUT_SECRET"
-# Where the ConfigMap is mounted, and where a writable copy of it lies.
+# _MOUNTED: the path of the mounted ConfigMap. _COPY: the path of a writable copy of it.
 _MOUNTED, _COPY = "/flatout", "/tmp/flatout"
 _CODE_VOLUME = "flatout-code"
 # The limit of a ConfigMap, and Kubernetes' own limits of names.
@@ -39,7 +39,7 @@ _LONGEST_IMAGE, _LONGEST_KEY = 500, 253
 # A TrainJob's pods get "NAME-node-0-0" as their host's name, which is a label too.
 _LONGEST_NAME = 50
 _NO_KEY = re.compile(r"[^-._a-zA-Z0-9]")
-# What some reader of YAML, of 1.1 or 1.2, takes for a number, a time, a truth value or nothing.
+# Texts that YAML 1.1 or 1.2 reads as a number, a time, a truth value or nothing.
 _NOT_PLAIN = re.compile(
     r"|[-+]?\.?[0-9].*|[-+]?\.(inf|nan)|y|n|yes|no|on|off|true|false|null|~|=|<<", re.IGNORECASE
 )
@@ -55,7 +55,7 @@ class Volume:
     read_only: bool = False
 
     def holds(self, path: str) -> bool:
-        """Return whether a path lies on it."""
+        """Return whether a path is on this volume."""
         return path == self.path or path.startswith(f"{self.path.rstrip('/')}/")
 
 

@@ -28,7 +28,7 @@ class Price:
 
 
 def price_of(per_hour: float | None, currency: str | None) -> Price | None:
-    """Return the price that the user has given; None without one."""
+    """Return the price that the user has given, or None."""
     if per_hour is None and currency is None:
         return None
     if per_hour is None:

@@ -35,7 +35,7 @@ DRIVER, SUBMIT = "driver.py", "submit.sh"
 _KEY = "flatout_key"
 _OPTIONS = ("address", "storage", "python")
 _ADDRESS = "http://127.0.0.1:8265"
-_TRIES = 3  # of a question that changes nothing
+_TRIES = 3  # tries of a request that changes nothing
 # No line of a rank is taken for another rank's, and stdout comes at once.
 _VARIABLES = {"RAY_DEDUP_LOGS": "0", "PYTHONUNBUFFERED": "1"}
 
@@ -214,7 +214,7 @@ def _client(address: str, patience_s: tuple[float, float], ask_every_s: float) -
         is_unanswered = False  # whether the server may have done what it was last asked to do
 
         def _do_request(self, method: str, endpoint: str, **given: Any) -> Any:
-            does = method == "POST"  # what only asks is asked again
+            does = method == "POST"  # requests that change nothing are repeated
             self.is_unanswered = does
             for left in reversed(range(1 if does else _TRIES)):
                 try:

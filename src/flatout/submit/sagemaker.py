@@ -1,4 +1,4 @@
-"""Amazon SageMaker: training jobs through boto3, which alone reads credentials."""
+"""Amazon SageMaker: training jobs through boto3, which reads the credentials."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ TARGET = _SageMaker()
 
 
 class _Cloud:
-    """boto3, and what its errors mean."""
+    """boto3, and the meaning of its errors."""
 
     def __init__(self, region: str | None) -> None:
         boto3, errors = require("boto3", EXTRA), require("botocore.exceptions", EXTRA)
@@ -212,10 +212,10 @@ class _Cloud:
 
 
 class _Logs:
-    """Reads on in all streams of a job.
+    """Continues to read all streams of a job.
 
     Attributes:
-        streams: where each was left.
+        streams: for each stream, the position after the last read.
     """
 
     def __init__(self, cloud: _Cloud, job: str) -> None:

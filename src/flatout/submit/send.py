@@ -24,7 +24,7 @@ from flatout.submit.target import Artifact, NotSent, SentJob, Target, UnknownOut
 RECIPE = "recipe.toml"
 FACTS = "job.json"
 KEY = "key"
-# Seconds for which a job that the cluster may have is looked for.
+# Seconds for which Flatout searches a job that the cluster may have.
 _LOOK_FOR_S = 20.0
 
 
@@ -114,7 +114,7 @@ def write(job: Job, target: Target) -> list[Artifact]:
 
 
 def send_once(job: Job, target: Target, ledger: Ledger, wait_s: float = _LOOK_FOR_S) -> SentJob:
-    """Send a job once; where no answer comes, look for the job and never send it again.
+    """Send a job once; if no answer comes, search for the job and never send it again.
 
     Raises:
         NotSent: the cluster did not take it.

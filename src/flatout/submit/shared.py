@@ -24,7 +24,7 @@ _PIECE = 1 << 16
 
 
 def unseen(job: Job) -> list[str]:
-    """Return the data, folder and checkpoints of a job that lie on this machine alone."""
+    """Return the data, folder and checkpoints of a job that are only on this machine."""
     result = [
         f"{item.words}; put it on a shared path, or say --shared PATH if nodes see it"
         for item in job.inputs
@@ -70,7 +70,7 @@ def told_by_nodes(
 
 
 def follow_file(path: Path, goes_on: Callable[[], bool]) -> Iterator[str]:
-    """Yield the text of a file, and the text that is added as long as `goes_on` says so."""
+    """Yield the text of a file, and text that is added while `goes_on` returns True."""
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     at, more = 0, True
     while more:

@@ -87,7 +87,7 @@ _BY_STATE = {
 
 
 class _Slurm:
-    """Sends batch scripts. All nodes must see the job's folder: code and log lie in it."""
+    """Sends batch scripts. All nodes must see the job's folder, with the code and the log."""
 
     name = "slurm"
     takes_seeds = True

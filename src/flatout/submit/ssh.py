@@ -42,7 +42,7 @@ SCRIPT, HOSTS, THERE = "node.sh", "hosts", "there"
 OPTIONS = ("hosts", "rendezvous", "folder", "config", "bin")
 _PORT = 29500
 _NAME = "node-{}"
-# OpenSSH's own exit code where it did not get through.
+# OpenSSH's own exit code if it found no connection.
 _BROKEN = 255
 _OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-T")
 
@@ -176,7 +176,7 @@ def _problems(job: Job) -> list[str]:
 
 @dataclass(frozen=True)
 class _SshRoute:
-    """The way to a job's hosts: `there` is its folder on them, seen from the user's home."""
+    """The connection to a job's hosts; `there` is its folder, relative to the user's home."""
 
     name: str
     hosts: list[str]

@@ -111,12 +111,12 @@ class UnknownOutcome(SubmitError):
 class Target(Protocol):
     """A kind of cluster.
 
-    A sent job carries `key`, by which the cluster is asked for the job where no answer came.
+    A sent job carries `key`, by which the cluster is asked for the job if no answer came.
     """
 
     name: str
     takes_seeds: bool
-    """Whether one job runs once for each seed, or is refused; else there is one job for each."""
+    """True if one job runs once for each seed, or is refused. Else each seed has its own job."""
 
     def artifacts(self, job: Job) -> list[Artifact]:
         """Return the files that make the job, validated without a client or a network.
@@ -131,7 +131,7 @@ class Target(Protocol):
     def check(self, job: Job) -> list[str]:
         """Ask before sending; return all that the cluster would refuse: partition, role, ...
 
-        The artifacts lie in `job.folder`.
+        The artifacts are in `job.folder`.
 
         Raises:
             SubmitError: the client is not installed, or the cluster does not answer.
@@ -146,7 +146,7 @@ class Target(Protocol):
         """
 
     def find(self, key: str, folder: Path) -> SentJob | None:
-        """Return the job with this key; None where the cluster does not know it."""
+        """Return the job with this key, or None if the cluster does not know it."""
 
     def state(self, id: str, folder: Path) -> JobState:
         """Return the state of a job."""

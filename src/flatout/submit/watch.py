@@ -116,7 +116,7 @@ def _of_the_first(lines: list[str]) -> list[str]:
         first = next((n for n, item in enumerate(lines) if "Traceback (most recent" in item), None)
     if first is None:
         return lines[-_LAST_LINES:]
-    # Each line of several ranks begins with its rank; lines of other ranks lie between.
+    # Each line of several ranks begins with its rank, and may be followed by lines of other ranks.
     before, result, _ = lines[first].partition("flatout: ")
     own = [line for line in lines[first:] if line.startswith(before)] if result else lines[first:]
     after = (n for n in range(1, len(own)) if own[n].startswith(f"{before}flatout: "))

@@ -16,7 +16,7 @@ from flatout import __version__
 from flatout.errors import WorldError
 
 RANKS = "--devices"
-"""The fact that says how many ranks each node has."""
+"""The name of the fact with the number of ranks on each node."""
 
 _OPEN = "auto"
 

@@ -15,7 +15,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 APART = -1
-"""Number of a wait that is no collective: a rank that steps apart waits for other ranks' steps."""
+"""Number of a wait that is no collective: a rank that steps independently waits for other ranks."""
 
 
 class Waiting(NamedTuple):

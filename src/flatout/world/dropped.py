@@ -25,7 +25,7 @@ from flatout.world.place import STARTED_BY, Place, place, restarts
 from flatout.world.stores import connect, files_of
 
 COMES_BACK = "FLATOUT_COMES_BACK"
-"""Set for a rank that was started again by itself."""
+"""Set for a rank that was restarted alone."""
 
 _STORE_S, _LOOK_EVERY_S = 10.0, 0.05
 

@@ -10,7 +10,7 @@ import psutil
 LOOPBACK = "127.0.0.1"
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables that name the interface which ranks use to reach one another."""
+"""Variables with the name of the interface through which ranks communicate."""
 
 # Addresses reserved for examples. Their route is the route to all distant hosts; nothing is sent.
 _FAR = (("192.0.2.1", 9), ("2001:db8::1", 9))

@@ -19,7 +19,7 @@ from flatout.words import counted
 from flatout.world.place import is_host, launched, number_in
 
 SERVED = "parameter_server"
-"""The strategy that servers are for."""
+"""The strategy that uses servers."""
 
 _PORT = 29500
 # https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html

@@ -21,16 +21,16 @@ _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
 RANK_TRIAL = "FLATOUT_RANK_TRIAL"
-"""Set for a job that is only to be measured: the file for the first rank's steps per second."""
+"""Set for a job that is only measured: the file for the first rank's steps per second."""
 
 SERVERS = "FLATOUT_SERVERS"
-"""Set where processes behind the ranks are servers alone: how many; for a rank also where."""
+"""Set if processes after the ranks are only servers: their number; for a rank also their place."""
 
 STARTED_BY = "FLATOUT_STARTED_BY"
-"""Names the process that has started the ranks of this node and watches them."""
+"""The id of the process that has started the ranks of this node and watches them."""
 
 RANKS_TRIED = "FLATOUT_RANKS_TRIED"
-"""Set for the job behind such trials: steps a second by number of ranks on this node, as JSON."""
+"""Set for the job after such trials: steps per second by number of ranks on this node, as JSON."""
 
 
 # Without these variables a process does not count as one of several that a cluster has started.

@@ -18,7 +18,7 @@ from flatout.world.place import SERVERS, Place, place, restarts
 from flatout.world.stores import connect
 
 OVER = "over"
-"""The key in their store, once the first rank's script has ended."""
+"""A key in the servers' store, set once the first rank's script has ended."""
 
 
 class Servers(NamedTuple):

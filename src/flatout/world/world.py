@@ -37,10 +37,10 @@ _PATIENCE = timedelta(minutes=10)
 _RETURNING = timedelta(days=30)
 
 TIMEOUT_S = 600
-"""The time limit of a collective in seconds, where no one sets another."""
+"""The default time limit of a collective, in seconds."""
 
 HANG_S = 30
-"""After how long in a collective it says who is missing, in seconds, if no one says."""
+"""Default seconds in a collective after which the missing ranks are reported."""
 
 
 class LostRank(WorldError, SystemExit):

@@ -14,7 +14,7 @@ from flatout.models.keras.layers import is_layer
 from flatout.models.rewrites import forward_as_written
 
 Path = tuple[str, ...]
-"""The calls of containers that a call stands in, from the outermost."""
+"""The calls of the containers around a call, from the outermost."""
 
 
 class Key(NamedTuple):

@@ -1,4 +1,4 @@
-"""Search for cuts of a model's forward whose first part gives the same for a sample each time."""
+"""Search for cuts of a model's forward whose first part gives constant results for a sample."""
 
 from __future__ import annotations
 

@@ -67,9 +67,9 @@ class Form:
         return size[self.axis] == 1 or self.strides[self.axis] == expected
 
     def rows(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a row for each sample, contiguous, in the order in which the value lies in memory.
+        """Return a row for each sample, contiguous, in the memory order of the value.
 
-        Returns a view if the value's rows lie one after another.
+        Returns a view if the value's rows are adjacent in memory.
         """
         assert self.axis is not None
         count = self.per_sample[self.axis]

@@ -1,4 +1,4 @@
-"""A forward as the sequence of calls that its inputs reach, with what each call reads and gives."""
+"""A forward as the sequence of calls that its inputs reach, with the inputs and outputs of each."""
 
 from __future__ import annotations
 

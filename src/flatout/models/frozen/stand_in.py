@@ -1,7 +1,7 @@
 """Stand-ins for tensors while a forward is recorded, or run in part.
 
 A stand-in is a torch.Tensor with shape, dtype and device, but without its own data. Every torch
-function that gets a stand-in asks the run that made it what to do.
+function that gets a stand-in calls the run that made it, which decides the result.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ def sample_losses(model: Any) -> tuple[Callable[[Any, Any], torch.Tensor], str, 
     loss = losses[0].loss
 
     def values(y: Any, y_pred: Any) -> torch.Tensor:
-        # As loss(y, y_pred) does before its reduction.
+        # Like loss(y, y_pred) before its reduction.
         y, y_pred = (keras.ops.convert_to_tensor(item, dtype=loss.dtype) for item in (y, y_pred))
         given: torch.Tensor = loss.call(y, y_pred)
         return given.reshape(len(y_pred), -1).mean(1)

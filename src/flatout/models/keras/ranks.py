@@ -1,7 +1,7 @@
 """Losses and metrics of a compiled Keras model when several ranks have parts of a batch.
 
 A Keras loss is a mean over its inputs. Weighting the mean of each part by its number of samples
-gives the mean of the whole batch if every sample counts the same. This is not so with masks,
+gives the mean of the whole batch if all samples have equal weight. This is not so with masks,
 `ignore_class`, "mean_with_sample_weight" or "sum". Then each part's value is first converted to its
 share of the whole batch's value, so that the weighted mean is the value of one rank.
 

@@ -21,7 +21,7 @@ from flatout.models.table_parameter import Reader, unwatch_table, watch_table
 ROW_RULES = {
     "Adam": "adam", "AdamW": "adam", "SGD": "sgd", "RMSprop": "rmsprop", "Adagrad": "adagrad",
 }  # fmt: skip
-"""By which rule of `flatout.kernels` rows of a table are stepped, by the optimizer's name."""
+"""By the optimizer's name, the rule of `flatout.kernels` that steps rows of a table."""
 # Names of Keras' lists that hold the state of a rule.
 _SLOTS = {
     "adam": ("_momentums", "_velocities"),

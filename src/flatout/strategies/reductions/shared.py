@@ -55,7 +55,7 @@ class Shared(Reduction):
     ) -> torch.Tensor:
         """Return zeros in a file without a name, which the other ranks map too."""
         ranks, own, size = len(self.group.ranks), self.group.own, length * dtype.itemsize
-        # After the values lie the sums, on their own page.
+        # The sums follow the values in memory, on their own page.
         whole = -(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE
         file = os.memfd_create("flatout-gradients", os.MFD_CLOEXEC)
         try:

@@ -13,7 +13,7 @@ its own part of each batch.
 A worker clips its own gradient, and does not send a gradient with a NaN.
 
 A worker that is killed between meetings is dropped. Other workers get the parts that it had
-claimed, and the remaining ranks continue alone after the meeting.
+claimed, and the remaining ranks continue without it after the meeting.
 
 With n spare workers, servers do not wait for n of the gradients of a step.
 """

@@ -28,8 +28,10 @@ GRADIENTS, STEP, WHOLE_STEP = range(7, 10)
 CALL, END = 10, 11
 
 HEAD = 6
-"""Words of a message before rates and used parameters: the kind, the optimizer's place, and up to
-four numbers."""
+"""Words of a message before rates and used parameters.
+
+They are the kind, the optimizer's index, and up to four numbers.
+"""
 
 
 class Link:

@@ -18,7 +18,7 @@ from flatout.errors import ModelError
 from flatout.models.trace import is_watched, trace
 
 Stage = tuple[int, int]
-"""The calls of a stage: from the first to before the second."""
+"""The range of a stage's calls."""
 
 
 class Chain:
