@@ -1,4 +1,6 @@
-"""The command `flatout`. A command's heavy imports stand inside it, so that `--help` is quick."""
+"""The command `flatout`. Heavy imports of a command are inside its function, so `--help` is
+fast.
+"""
 
 from __future__ import annotations
 
@@ -75,10 +77,10 @@ def _flatout(
 
 
 def main() -> None:
-    """Runs the command line. Errors for people exit with 1, wrong usage with 2.
+    """Run the command line. Errors for people exit with 1, wrong usage with 2.
 
-    FLATOUT_DEBUG=1 shows the traceback of an error for people as well. What an output cannot say,
-    such as the odd bytes of a file's name, it shows as "?".
+    FLATOUT_DEBUG=1 shows the traceback of an error for people as well. Characters that an output
+    cannot encode, such as the odd bytes of a file's name, are shown as "?".
     """
     _open_what_was_closed()
     for stream in (sys.stdout, sys.stderr):

@@ -242,7 +242,7 @@ def _check_spoken() -> None:
     from flatout.strategies import check_settings
 
     spoken = apply(Recipe(), from_set())
-    if "world.strategy" in spoken.named():  # else the code may name one
+    if "world.strategy" in spoken.named():  # else the code may name a strategy
         check_settings(spoken)
 
 
@@ -253,7 +253,8 @@ def _recipe_here() -> Recipe:
 
     result = from_file()
     if isinstance(result, ResolvedRecipe):
-        # The script takes its fingerprint when it is bound already, so this one is taken so too.
+        # The script takes its fingerprint after the process was bound to CPUs, and so does this
+        # code.
         cpus = result.process.affinity
         if isinstance(cpus, tuple) and affinity() >= set(cpus):
             set_affinity(cpus)
@@ -282,7 +283,7 @@ def _say_applied(
     from flatout.recipe import PLAIN, from_set
 
     taken = {**at_start(asked), **cures}
-    # A Recipe file names every field; of those that are as in plain torch there is nothing to say.
+    # A Recipe file names every field; fields that equal plain torch are not reported.
     spoken = {setting.partition("=")[0].strip() for setting in from_set()}
     left = {
         field: value

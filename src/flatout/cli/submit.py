@@ -1,4 +1,4 @@
-"""`flatout submit`: what `flatout run` starts here, written down for a cluster and sent there."""
+"""`flatout submit`: the work of `flatout run`, written as files for a cluster and sent there."""
 
 from __future__ import annotations
 

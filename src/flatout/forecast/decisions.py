@@ -42,8 +42,8 @@ class Decision:
     Attributes:
         about: "path", "hosts", "deadline", "budget", "held back", "settings", "servers", "narrow",
             "device" or "money".
-        choice: the decision for programs; None where there is none.
-        words: the decision for people, with the number that decided it.
+        choice: the decision for programs, or None.
+        words: the decision in words, with the number that decided it.
         number: this number.
     """
 

@@ -43,7 +43,7 @@ def cut(bytes: float) -> tuple[Bucket, ...]:
 
 
 class Spread:
-    """The spread of the times of a rank's steps: measured, or normal where there are no steps."""
+    """The spread of the times of a rank's steps: measured, or normal without steps."""
 
     def __init__(self, steps: Sequence[float] | None = None) -> None:
         self._steps: Floats | None = None

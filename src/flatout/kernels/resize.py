@@ -27,7 +27,8 @@ _VALUES = np.dtype(
 )
 # The order of the groups in the C code, for vectors with four values in each of four groups.
 _GROUPS = [0, 2, 1, 3]
-# _WINDOW: bytes from which a group takes its own. _ZERO: the index that selects a zero.
+# _WINDOW: bytes of the window from which a group picks its values. _ZERO: the index that picks a
+# zero.
 _WINDOW, _ZERO = 16, 0x80
 # Most tables that are kept: one for each length of an axis and of its result.
 _KEPT = 512

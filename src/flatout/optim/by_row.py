@@ -177,8 +177,8 @@ class RowwiseAdagrad(ByRow):
 class Ftrl(ByRow):
     """FTRL-proximal (McMahan et al. 2013), whose L1 sets unimportant weights to zero.
 
-    For the weights of a linear part. A weight's initial value has no effect after its first
-    gradient. For each element, with n the sum of squared gradients:
+    For the weights of a linear part. A weight's first gradient removes most of its initial value.
+    For each element, with n the sum of squared gradients:
 
         s = (sqrt(n + g * g) - sqrt(n)) / lr
         z += g - s * w,  n += g * g

@@ -24,7 +24,7 @@ class Answer:
     """A client's answer.
 
     Attributes:
-        code: its exit code; None where it took too long, and was ended.
+        code: its exit code; None if it took too long, and was ended.
         output: its stdout.
         errors: its stderr.
     """

@@ -25,39 +25,39 @@ SEED = "{seed}"
 
 @dataclass(frozen=True)
 class Job:
-    """A job, as each target writes it down. Relative paths are within the code.
+    """A job, as each target writes it. Relative paths are within the code.
 
     Attributes:
         name: an RFC 1035 label of at most 63 letters, such as train-2026-11-26-1201.
-        script: a path relative to `root`, with slashes; a module's name where `is_module`;
-            "flatout" where the arguments are a command of Flatout's own, such as data convert.
+        script: a path relative to `root`, with slashes; a module's name if `is_module`; "flatout"
+            if the arguments are a command of Flatout's own, such as data convert.
         is_module: whether the script is a module, as in `python -m`.
-        arguments: the script's own, passed on unchanged.
-        nodes: the number of nodes.
-        devices: ranks on each node that computes.
-        servers: parameter servers that compute nothing, as of `flatout run`: with the ranks of one
-            node, or one on each of the last nodes.
-        is_auto: the nodes measure the fastest number of ranks. Then `devices` is 1, and `threads`
-            are the CPUs of a node.
+        arguments: the script's own arguments, passed on unchanged.
+        nodes: number of nodes.
+        devices: number of ranks on each node that computes.
+        servers: number of parameter servers that compute nothing, as for `flatout run`: on the
+            ranks' node, or one on each of the last nodes.
+        is_auto: whether the nodes measure the fastest number of ranks. Then `devices` is 1, and
+            `threads` are the CPUs of a node.
         threads: CPUs of each rank.
         has_measured_threads: whether the user or the Recipe gave `threads`; else they are the share
             of this machine.
         gpus: GPUs of each node; 0 for a job on CPUs.
-        time_s: the time limit in seconds; None where none is given.
+        time_s: the time limit in seconds, or None.
         stop_ahead_s: seconds from the stop signal to the time limit.
         recipe: the Recipe of the job.
         settings: fields of the Recipe by `--set`, such as compute.precision=bf16.
-        fingerprint: words for the machine on which a resolved Recipe was measured.
+        fingerprint: description of the machine on which a resolved Recipe was measured.
         environment: variables for the job's processes.
         root: the folder of the code, here.
         folder: the absolute folder of the job's artifacts, here.
-        code: the files of the code that travel.
+        code: the files of the code that are sent.
         inputs: the files and URLs that the script reads.
-        shared: paths that all nodes see, as the user says.
+        shared: paths that all nodes see, by the user's `--shared`.
         checkpoint: the run folder, which all nodes see.
         seeds: the job runs once for each; `{seed}` in its arguments and `checkpoint` is replaced.
-        retries: the number of new starts after the job was killed.
-        price: the price of a node, where the user gave one.
+        retries: number of restarts after the job was killed.
+        price: the price of a node, or None.
         options: options of the target, such as partition.
     """
 

@@ -1,4 +1,4 @@
-"""A Job from a user's options: the rest comes from the Recipe, the code, and this machine."""
+"""A Job from a user's options, completed by the Recipe, the code, and this machine."""
 
 from __future__ import annotations
 

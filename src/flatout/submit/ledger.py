@@ -1,7 +1,7 @@
 """The list of the jobs that were sent from here.
 
 Each change of a job adds a line of JSON to the file. The key of a job is written before the job is
-sent. Where no answer comes, the cluster is asked for the key, so one yes never makes two jobs.
+sent. If no answer comes, the cluster is asked for the key, so that one job is never sent twice.
 """
 
 from __future__ import annotations

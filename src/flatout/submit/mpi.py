@@ -1,6 +1,6 @@
 """mpirun and a hostfile: an agent on each host, which starts and watches the ranks there.
 
-mpirun is started on this machine and goes to the hosts by itself. They must see the job's folder.
+mpirun is started on this machine and connects to the hosts. They must see the job's folder.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _RANK = "{rank}"
 _MODES = ("File", "FastFile", "Pipe")
 # The folder that SageMaker copies to S3, and the seconds after its SIGTERM.
 _CHECKPOINTS, _GRACE_S = "/opt/ml/checkpoints", 120
-# The time limit where none is given, and the longest one that SageMaker allows.
+# The default time limit, and the longest one that SageMaker allows.
 _TIME_S, _LONGEST_S = 86_400, 28 * 86_400
 _MOST_RETRIES = 30
 _SECRET = (
@@ -49,7 +49,7 @@ class Channel:
         uri: its place in S3.
         mode: "File", "FastFile" or "Pipe".
         by_host: whether each host gets its own objects.
-        wrap: "RecordIO" where each object comes in a record.
+        wrap: "RecordIO" if each object comes in a record.
         shuffle: the seed of the order of objects, changed with each epoch.
     """
 

@@ -44,15 +44,15 @@ class JobState:
     """A cluster's report of a job.
 
     Attributes:
-        state: in the one vocabulary.
+        state: the state in the common vocabulary.
         words: the cluster's own name of the state with its reason, such as "PENDING (Resources)".
-        exit_code: the exit code of a job that has ended; None where it is unknown.
+        exit_code: the exit code of a job that has ended, or None if unknown.
         nodes: names of the job's nodes.
         since_s: seconds for which the job has run.
-        paid_s: seconds for which each node was taken, over all starts; None where `since_s` is it.
-        left_s: seconds that the job still takes, as the run itself reports.
+        paid_s: seconds for which each node was taken, over all starts; None if that is `since_s`.
+        left_s: remaining seconds of the job, as the run itself reports them.
         eta: the same in words.
-        starts: the number of starts.
+        starts: number of starts.
     """
 
     state: State

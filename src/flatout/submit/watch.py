@@ -57,7 +57,7 @@ class JobStatus:
     def row(self) -> tuple[str, ...]:
         """Return cells for a table: job, target, state, running time, and other words."""
         entry, state = self.entry, self.state
-        # Elsewhere than on SLURM the id has the name in it.
+        # On clusters other than SLURM the id contains the name.
         name = "" if entry.name in entry.id else entry.name
         if state is None:
             rest = " · ".join(filter(None, (name, self.trouble)))
@@ -221,7 +221,7 @@ class TopOfJob(Top):
 
 
 def top_of(which: str) -> TopOfJob | None:
-    """Return a running job; None where no job of this id or name was sent from here.
+    """Return a running job, or None if no job of this id or name was sent from here.
 
     Raises:
         SubmitError: it does not run.

@@ -116,7 +116,7 @@ class Share:
         self._update_ms[-1] += (perf_counter() - began) * 1e3
 
     def update_ms(self) -> float:
-        """Return the median time of the last updates, in ms; 0 where there was none."""
+        """Return the median time of the last updates, in ms; 0 without updates."""
         return median(self._update_ms) if self._update_ms else 0.0
 
     def _set_rates(self, rates: Sequence[float]) -> None:
