@@ -24,8 +24,7 @@ _said: set[str] = set()
 
 
 def printable(text: str) -> str:
-    """Return text that is safe for a terminal: names of files, classes and processes can hold
-    anything.
+    """Return text that is safe for a terminal: names of files and processes can hold anything.
 
     An escape becomes ␛, which is shown and does nothing. The length stays the same.
     """

@@ -1,6 +1,4 @@
-"""The command `flatout`. Heavy imports of a command are inside its function, so `--help` is
-fast.
-"""
+"""The command `flatout`. A command's heavy imports are in its function, for a fast `--help`."""
 
 from __future__ import annotations
 

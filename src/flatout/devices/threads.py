@@ -133,8 +133,7 @@ def _no_such_cpus(cpus: set[int]) -> DeviceError:
 
 
 def flush_denormals(on: bool) -> bool:
-    """Set whether arithmetic treats denormal numbers as zero, and return whether all threads
-    comply.
+    """Set whether arithmetic treats denormal numbers as zero; return whether all threads comply.
 
     The setting belongs to each thread, and a thread inherits it when it starts: it must come before
     the first parallel operator. A trial on denormal numbers shows whether it was in time. It uses

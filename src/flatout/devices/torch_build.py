@@ -40,8 +40,7 @@ def _constants(source: str) -> dict[str, str]:
 
 
 def driver_fits(torch_cuda: str, driver_cuda: tuple[int, int]) -> bool:
-    """Return whether a driver that offers `driver_cuda` runs a torch that was built with
-    `torch_cuda`.
+    """Return whether a driver that offers `driver_cuda` runs a torch built with `torch_cuda`.
 
     Within a major version any driver does (CUDA's minor version compatibility, since CUDA 11), and
     a newer driver runs older builds.

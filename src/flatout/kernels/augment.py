@@ -30,8 +30,7 @@ def change_images(
     factors: Integers | None = None,
     boxes: Integers | None = None,
 ) -> None:
-    """Copy a part of each image into `out`, mirrored and turned, with changed colors and a black
-    box.
+    """Copy parts of images into `out`, mirrored and turned, with changed colors and a black box.
 
     Parts are resized by a triangle filter that averages over all pixels when it shrinks them. The
     result equals torch's `interpolate(mode="bilinear", antialias=True)` for uint8 images, byte for

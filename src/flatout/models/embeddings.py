@@ -16,8 +16,7 @@ _KINDS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def row_tables(model: nn.Module, *, split: bool = False) -> tuple[list[nn.Module], dict[str, str]]:
-    """Return the modules whose tables may be read only by rows, and by name why other tables are
-    not.
+    """Return the modules whose tables may be read only by rows, and the reasons for all others.
 
     If several modules have a parameter, its readers are not known, so that it is left out. If a
     forward that is not torch's own reads all of a table, the gradient shows it.

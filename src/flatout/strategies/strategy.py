@@ -126,8 +126,7 @@ class Strategy:
         raise NotImplementedError
 
     def claim(self) -> tuple[int, int]:
-        """Return the number of the next part, which no other rank gets, and the count of parts
-        left.
+        """Return the number of the next part, for this rank only, and the count of parts left.
 
         If no part is left, return -1 and the number before which the section has ended. Other
         threads may call this.

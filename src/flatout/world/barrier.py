@@ -63,8 +63,7 @@ class Barrier:
 
 
 def barrier_of(group: Group, timeout_s: float) -> Barrier | None:
-    """Return the barrier of a group's ranks, which all call this, or None if files are out of
-    reach.
+    """Return the barrier of a group's ranks, which all call this; None if files are out of reach.
 
     Files are out of reach in containers that share a host, but not their processes.
     """

@@ -23,8 +23,7 @@ def own_cpus(cpus: Sequence[int], rank: int, ranks: int) -> list[int]:
 
 
 def share_cpus(world: World, process: Process) -> None:
-    """Bind this rank to its part of the node's CPUs, with equally many threads, unless set
-    otherwise.
+    """Bind this rank to its part of the node's CPUs, with equally many threads, by default.
 
     Ranks that their launcher has bound to CPUs of their own keep them.
     """

@@ -170,7 +170,7 @@ class Rendezvous(RendezvousHandler):
         return result.waiting if result.round == self.rounds else 0
 
     def finished(self) -> bool:
-        """Report that the ranks of this node have ended well, and return whether those of all nodes
+        """Report that this node's ranks have ended well, and return whether those of all nodes
         have.
 
         Raises:

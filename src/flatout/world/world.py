@@ -146,8 +146,7 @@ class World:
             later.work.wait()
 
     def until_done(self, later: PendingCollective) -> None:
-        """Wait for work that was begun, also on the host: with NCCL, `wait` makes only the GPU
-        wait.
+        """Wait for work that was begun, also on the host. With NCCL, `wait` blocks only the GPU.
 
         So a rank that does not come is named, and the time of waiting is measured.
         """

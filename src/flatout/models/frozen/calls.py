@@ -18,8 +18,7 @@ Path = tuple[str, ...]
 
 
 class Key(NamedTuple):
-    """Identifies a call of a forward. The key is the same in each run, even if other calls are left
-    out.
+    """Identifies a call of a forward, even if a run leaves out other calls.
 
     Attributes:
         path: the containers around the call.

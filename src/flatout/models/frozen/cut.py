@@ -318,8 +318,7 @@ class Cut:
         self._remembered = _Remembered(inputs, features, autocast_now(features[0].device.type))
 
     def is_current(self) -> bool:
-        """Return whether the frozen part is unchanged: its tensors, flags, attributes, hooks,
-        modules.
+        """Return whether the frozen part is unchanged: tensors, flags, attributes, hooks, modules.
 
         If an attribute of a module around it has changed, which may concern only the part after the
         cut, the prefix is run on a few samples. If attributes change in each step, this check
@@ -383,8 +382,7 @@ class Cut:
         return all(map(is_same, now, then.features))
 
     def apply(self) -> Callable[[], None]:
-        """Let the model take `Features` in place of its inputs, and return a function that ends
-        this.
+        """Let the model take `Features` in place of its inputs, and return a function to undo it.
 
         All other calls of the model stay as they are, and so do its pickle, its copies and its
         state dict. The method replaces `_call_impl` of the instance, so rewrites may meanwhile put

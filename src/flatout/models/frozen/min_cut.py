@@ -93,8 +93,7 @@ class Graph:
 
 
 def condense(graph: Graph) -> tuple[Graph, list[frozenset[int]]]:
-    """Return a smaller graph with the same best prefixes, and the calls that each of its calls
-    joins.
+    """Return a smaller graph with the same best prefixes, and the calls that each call joins.
 
     A call is joined to its only reader if that has no other input and no larger output. To leave
     out both together then takes no more bytes, and saves more time.

@@ -200,9 +200,7 @@ class KerasModel(TorchModel):
                 yield layer.name, layer, layer.input_dim
 
     def first_layer(self) -> str:
-        """Return the first layer with weights, in words. Names of inner torch modules say
-        little.
-        """
+        """Return the first layer with weights, in words. Inner modules have no useful names."""
         for layer in self.module._flatten_layers(include_self=False):
             if layer.weights:
                 shape = tuple(layer.weights[0].shape)

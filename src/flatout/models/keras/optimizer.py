@@ -120,8 +120,7 @@ class KerasOptimizer(torch.optim.Optimizer):
     def hold(
         self, values: Sequence[torch.Tensor], model: Any, lr: float | None, scheduler: Any = None
     ) -> None:
-        """Take over variables that do not train yet; `begin` later passes those that train to
-        Keras.
+        """Take over variables that do not train yet. Once they train, `begin` passes them to Keras.
 
         Args:
             values: the values of the variables.
@@ -389,8 +388,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         shape: torch.Size,
         change: Callable[[str, torch.Tensor], torch.Tensor],
     ) -> None:
-        """Change Keras' state tensors with a value for each element of a parameter, such as
-        averages.
+        """Change Keras' state tensors that have a value for each element of a parameter.
 
         Args:
             parameter: the value of one of the variables.

@@ -128,8 +128,7 @@ def _joined(like: Any, parts: Sequence[Any]) -> Any:
 
 
 def adds_up(metric: Any) -> bool:
-    """Return whether a metric is Keras' own with Keras' function, so its variables are sums over
-    samples.
+    """Return whether a metric's variables are sums over samples: Keras' metric and function.
 
     A function of the user's own may return one number for a batch, and so may a loss object.
     """

@@ -11,8 +11,7 @@ from typing import Any
 
 @contextmanager
 def keras_seeds_moved(by: int) -> Iterator[None]:
-    """Add a number to the seeds that this thread draws in the block; seed states advance as in
-    Keras.
+    """Add a number to the seeds that this thread draws; seed states advance as in Keras.
 
     Every draw on the torch backend gets its seed from one function. Draws with an integer as seed
     stay the same.

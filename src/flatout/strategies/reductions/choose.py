@@ -97,8 +97,7 @@ def reduction_of(
 
 
 def reduction_among(group: Group, world: World) -> Reduction:
-    """Return a reduction among some ranks: in shared memory if they have it, else the library's
-    own.
+    """Return a reduction among some ranks: in shared memory if they have it, else the library's.
 
     All ranks call this at the same time, each for its own group.
     """

@@ -136,7 +136,7 @@ class AsynchronousServers(ParameterServer):
         return stop_at
 
     def after_step(self) -> bool:
-        """Count a step, and return whether all ranks stop after it."""
+        """Return whether all ranks stop after this step."""
         return self._before_section is None and 0 < self._stop_at <= self._steps
 
     # -- parts of an epoch that ranks claim ------------------------------------------------------
