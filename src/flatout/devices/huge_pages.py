@@ -1,7 +1,7 @@
 """Tensors on pages of 2 MB, which make access to distant rows faster.
 
-A CPU caches the addresses of some thousand pages. With pages of 4 KB these cover some MB of a
-table, so nearly each row that a batch uses is on a page whose address must first be read from
+A CPU caches the addresses of some thousand pages. With pages of 4 KB these cover only some MB of a
+table. Then nearly each row that a batch uses is on a page whose address must first be read from
 memory.
 """
 

@@ -6,12 +6,14 @@ bootstrap: Künsch 1989, "The jackknife and the bootstrap for general stationary
 wrapped around the end: Politis and Romano 1992, "A circular block-resampling procedure for
 stationary data").
 
-The length of blocks follows from the range of the correlation (Politis and White 2004, "Automatic
-block-length selection for the dependent bootstrap", with the correction of Patton, Politis and
-White 2009). It is computed on the series of whether a step is above the median, because that moves
-a median. A percentile interval over few blocks is too narrow, so it is widened as Student's t is
-wider than the normal (Hesterberg 2015, "What teachers should know about the bootstrap", the
-expanded percentile interval).
+The length of blocks follows from the range of the correlation. The rule is by Politis and White
+2004, "Automatic block-length selection for the dependent bootstrap", with the correction of Patton,
+Politis and White 2009. It is computed on the series of whether a step is above the median, because
+that moves a median.
+
+A percentile interval over few blocks is too narrow. It is widened as Student's t is wider than the
+normal (the expanded percentile interval: Hesterberg 2015, "What teachers should know about the
+bootstrap").
 """
 
 from __future__ import annotations

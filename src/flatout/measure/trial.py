@@ -13,15 +13,15 @@ at the jackknife"). Over five quadruples or fewer that is simply their range.
 The floor is the size of a ratio that this trial would have shown with A against A. It comes from
 the differences d between blocks of one configuration, a1 against a2 and b1 against b2 (in logs).
 Without any effect, r is distributed like (±d ± d') / 2 for two such differences drawn with random
-signs. So medians of redrawn r, as many as the trial has quadruples, show the effect of noise alone.
-The floor is the 95th percentile of their size, as exp(.) - 1. A steady drift cancels in r but not
-in d: the floor errs to the safe side.
+signs. The floor redraws as many r as the trial has quadruples, takes their median, and repeats
+this. It is the 95th percentile of the size of these medians, as exp(.) - 1. A steady drift cancels
+in r but not in d: the floor errs to the safe side.
 
-B wins only if the whole interval is above the floor. In simulation, with normal noise and with one
-block in ten delayed, A against A wins in fewer than 5% of the trials, and loses in as few, stopped
-early or not. Differences between processes are not in the floor: two equal models in one process
-may differ by some percent for its whole life. Close ratios need several processes, and
-`bootstrap_ratio`.
+B wins only if the whole interval is above the floor. In simulation, with normal noise and one block
+in ten delayed, A against A wins in fewer than 5% of the trials. It loses in as few. This holds
+whether trials stop early or not. Differences between processes are not in the floor: two equal
+models in one process may differ by some percent for its whole life. Close ratios need several
+processes, and `bootstrap_ratio`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Some of Keras' metrics run many small operators in each update, whatever the size of the batch
 (MeanIoU builds a confusion matrix). The first updates of every metric are timed along with the
 steps. If a metric of Keras' own takes more than half of the rest of a step, its inputs are kept
-from then on, and it is updated with many batches at once, at the latest when its result is read.
-The result is the same except for rounding, because these metrics add up sums over samples. A slow
+from then on. It is updated with many batches at once, at the latest when its result is read. The
+result is the same except for rounding, because these metrics add up sums over samples. A slow
 metric of the user's own is only reported.
 """
 
