@@ -26,9 +26,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 from sklearn.datasets import load_sample_images
 
-from flatout.measure import bootstrap_ratio, compare_curves, fingerprint, usable_cpus
+from flatout.measure import bootstrap_ratio, fingerprint, usable_cpus
 from input_data import write_cut
 from limits import matmul_flops_per_s
 from restarts import (
@@ -259,6 +260,12 @@ def losses(images: Path, epochs: int, where: str, *more: str) -> list[float]:
     return found
 
 
+def largest_difference(a: list[float], b: list[float]) -> float:
+    """Return the largest |a - b| of two curves, relative to the values or 0.001 of the largest."""
+    size = np.maximum(np.abs(a), np.abs(b))
+    return float(np.max(np.abs(np.subtract(a, b)) / np.maximum(size, 1e-3 * size.max())))
+
+
 def loss_keys(images: Path, count: int, steps: int) -> list[Key]:
     """How far the losses with kept features lie from those without."""
     epochs = max(2, -(-steps // -(-count // BATCH))) - 1
@@ -271,7 +278,7 @@ def loss_keys(images: Path, count: int, steps: int) -> list[Key]:
     }.items():
         try:
             pair = [losses(images, epochs, where, *more)[:steps] for where in ("off", "memory")]
-            found[name] = compare_curves(*pair).max_rel
+            found[name] = largest_difference(*pair)
         except PeerFailed as error:
             found[name] = f"{name}: {error}"
     same: float | str = found["flip"]

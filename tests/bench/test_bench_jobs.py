@@ -9,11 +9,11 @@ from convnet_job import Images, load, save
 from stamps import Stamps, report
 
 import convnet
+import idx_files
 import startup
 import trainer
 import transfer
 from flatout.data import idx_split
-from flatout.data.sources import idx
 from restarts import PEERS, Row
 
 
@@ -176,8 +176,8 @@ def test_images_survive_the_way_to_a_peer(tmp_path):
 def test_idx_files_become_pixels_from_0_to_1(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (2010, 28, 28), dtype=np.uint8)
     labels = np.arange(2010, dtype=np.uint8) % 10
-    idx.write(tmp_path / "t10k-images-idx3-ubyte.gz", pixels)
-    idx.write(tmp_path / "t10k-labels-idx1-ubyte.gz", labels)
+    idx_files.write(tmp_path / "t10k-images-idx3-ubyte.gz", pixels)
+    idx_files.write(tmp_path / "t10k-labels-idx1-ubyte.gz", labels)
     train, held_out = map(convnet.from_idx, idx_split(tmp_path))
     np.testing.assert_allclose(train.images, pixels[:10] / 255.0, rtol=1e-6)
     assert train.images.dtype == np.float32
@@ -185,8 +185,8 @@ def test_idx_files_become_pixels_from_0_to_1(tmp_path):
 
 
 def test_idx_files_of_another_size_are_refused(tmp_path):
-    idx.write(tmp_path / "t10k-images-idx3-ubyte", np.zeros((2010, 8, 8), np.uint8))
-    idx.write(tmp_path / "t10k-labels-idx1-ubyte", np.zeros(2010, np.uint8))
+    idx_files.write(tmp_path / "t10k-images-idx3-ubyte", np.zeros((2010, 8, 8), np.uint8))
+    idx_files.write(tmp_path / "t10k-labels-idx1-ubyte", np.zeros(2010, np.uint8))
     train, _ = idx_split(tmp_path)
     with pytest.raises(SystemExit, match=r"expected images of 28x28, found \(8, 8\)"):
         convnet.from_idx(train)

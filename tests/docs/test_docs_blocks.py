@@ -47,6 +47,7 @@ LONG_PAGES = [
 ]
 PAGES = [
     DOCS / "loop.md",
+    DOCS / "parts.md",
     DOCS / "other_systems.md",
     DOCS / "data" / "pipes.md",
     DOCS / "data" / "jagged.md",

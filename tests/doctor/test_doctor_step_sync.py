@@ -1,5 +1,6 @@
 """What a trial asks at its first step: how many batches may wait in a loader's queue."""
 
+import gc
 import weakref
 
 from torch.utils.data import DataLoader
@@ -12,6 +13,7 @@ class Held:
 
 
 def test_batches_that_wait_are_those_of_workers_and_no_proxy_is_asked():
+    gc.collect()  # loaders of earlier tests
     held = Held()
     gone = weakref.proxy(held)
     del held

@@ -1010,6 +1010,7 @@ def frozen_job(clock, seconds, *, samples=320, epochs=2, allow="tolerant"):
     loop = Loop(allow=allow, say=said.append)
     loop.terms = clock.terms
     loop.planned_epochs = epochs
+    loop.trainer_facts = {}  # as a Trainer's: a Loop keeps no features
 
     def compute(batch):
         forward, backward = seconds[loop.stepper.switch.now.precision]

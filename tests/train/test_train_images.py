@@ -424,7 +424,7 @@ def test_images_that_are_skipped_are_counted_and_named_once(photos, tmp_path):
     assert [line for line in history.notes if "skipped" in line] == told
     named = [
         ("1 bad row", ["val/dark/0.png"]),
-        ("2 bad rows", ["train/dark/2.png", "train/bright/1.png"]),
+        ("3 bad rows", ["train/dark/2.png", "train/bright/1.png", "train/dark/4.png"]),
         ("1 more bad row", ["val/dark/6.png"]),
     ]
     for line, (count, names) in zip(told, named, strict=True):

@@ -83,6 +83,8 @@ class Watched:
             if is_stop or has_timed_out:
                 self._end_workers()
                 self._loader._iterator = None  # a later pass needs new workers
+                if self._batches is not None and not hasattr(self._batches, "_workers_status"):
+                    self._batches._shutdown = True  # torch cannot end an iterator that is half made
             raise
         finally:
             self._is_over.set()
