@@ -1,7 +1,8 @@
-"""Checkpoints, model files and export: whole or absent, and never code in a file.
+"""Checkpoints, model files and export. Files are complete or absent, and code in them never runs.
 
-checkpoint.py writes a folder that is whole or absent, pieces.py one of all ranks, model_file.py
-safetensors with checksums. export.py and foreign.py make plain files of any checkpoint.
+checkpoint.py writes each checkpoint as a folder that is complete or absent. pieces.py lets all
+ranks write one checkpoint together. model_file.py writes safetensors files with checksums.
+export.py and foreign.py read weights from any checkpoint and write them as plain files.
 """
 
 from flatout.lazy import attach

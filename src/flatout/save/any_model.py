@@ -1,4 +1,4 @@
-"""A model in a file, whatever framework made it: the name's ending decides the format."""
+"""Saves and loads model files of any framework; the file name's suffix decides the format."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def save_model_file(
     metadata: Mapping[str, str] | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the model, or its weights under its own keys, whole or not at all.
+    """Write the model, or its weights under its own keys. The file is complete or absent.
 
     Args:
-        path: a path or fsspec URL with one of the endings of the model's framework.
-        model: of that framework.
-        metadata: text that goes with it, by names that begin with "flatout.".
-        weights: the model's, where they were put together of what several ranks hold.
+        path: path or fsspec URL with a suffix that the model's framework uses.
+        model: a torch or Keras model.
+        metadata: texts to store in the file, by names that start with "flatout.".
+        weights: the model's full weights, by name, where they are joined from several ranks. None
+            means the weights in `model`.
 
     Raises:
-        CheckpointError: the ending is another, or the file cannot be written.
+        CheckpointError: the framework does not use this suffix, or the file cannot be written.
     """
     check_ending(path, adapter_of(model))
     if os.fspath(path).endswith(adapter_of(model).own_files):
@@ -45,19 +46,19 @@ def load_model_file(
     prepare: Callable[[dict[str, str]], object] = bool,
     say: Callable[[str], object] = bool,
 ) -> dict[str, str]:
-    """Load weights into the model, in place; nothing of the file is executed.
+    """Load weights into the model, in place. No code of the file is executed.
 
     Args:
-        path: a path or fsspec URL with one of the endings of the model's framework.
-        model: of that framework.
-        prepare: gets the text that goes with the weights, before they are compared with the model.
-        say: takes a line if the file holds several sets of weights.
+        path: path or fsspec URL with a suffix that the model's framework uses.
+        model: a torch or Keras model.
+        prepare: is called with the file's texts, before the weights are compared with the model.
+        say: is called with a line for the user if the file holds several sets of weights.
 
     Returns:
-        the text that goes with it.
+        texts that were stored in the file, by name.
 
     Raises:
-        CheckpointError: the file is missing, damaged or of another model.
+        CheckpointError: the file is missing or damaged, or its weights do not fit the model.
     """
     own_files = adapter_of(model).own_files
     if os.fspath(path).endswith(own_files):

@@ -1,7 +1,8 @@
-"""Which weights of a run: those of its newest checkpoint, or the best that were kept.
+"""Finds a run's last weights (of its newest checkpoint) and its best weights.
 
-The best are those of the checkpoint with the best score (BestCheckpoint gives one). Where no
-checkpoint has a score, EarlyStopping may hold weights: they are in the state of the newest.
+The best weights are in the checkpoint with the best score; BestCheckpoint sets scores. If no
+checkpoint has a score, the best weights may be in the state of EarlyStopping, which is stored in
+the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ Which = Literal["best", "last"]
 
 @dataclass(frozen=True)
 class RunWeights:
-    """Weights that a run has kept.
+    """Best or last weights of a run.
 
     Attributes:
         which: "best" or "last".
-        checkpoint: the name of the checkpoint that holds them.
-        score: the watched figure in words, "val_loss 0.3124"; "" where none is known.
-        weights: the tensors, where they are not the checkpoint's own: EarlyStopping's.
+        checkpoint: name of the checkpoint that holds these weights.
+        score: monitored metric with its value, such as "val_loss 0.3124"; "" if unknown.
+        weights: tensors by name, if EarlyStopping holds these weights; None if they are the
+            checkpoint's model weights.
     """
 
     which: Which

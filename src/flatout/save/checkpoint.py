@@ -1,16 +1,17 @@
-"""Checkpoints of a run: each a folder that is whole or absent.
+"""Checkpoints of a run. Each checkpoint is a folder that is complete or absent.
 
     step-000000120/
         model.safetensors    the module's own keys; loads with safetensors alone
         state.safetensors    the tensors of everything else
         state.json           everything else, without its tensors
-        manifest.json        sizes and checksums of the three
+        manifest.json        sizes and checksums of the files above
 
-Where all ranks of a World write, each its part, there are several of the first three: `pieces.py`.
+If all ranks write together, each rank writes its own files in place of the first three: see
+`pieces.py`.
 
-On a local disk the folder is written under another name and renamed. In a store the manifest is
-written last. A step that is saved again becomes `step-000000120.1`; the older one goes when the
-newer is whole. Nothing in a checkpoint is ever executed.
+On a local disk the folder is written under a temporary name and then renamed. In an object store
+the manifest is written last. If a step is saved again, the new folder is `step-000000120.1`, and
+the older folder is removed when the new one is complete. Code in a checkpoint is never executed.
 """
 
 from __future__ import annotations
@@ -54,14 +55,15 @@ class LoadedCheckpoint:
     """A checkpoint in memory: all tensors on the CPU.
 
     Attributes:
-        name: the folder's name.
-        step: the step after which it was saved.
+        name: name of the checkpoint's folder.
+        step: number of steps done when the checkpoint was saved.
         model: the module's `state_dict`.
-        state: what was given as `state`.
-        meta: what was given as `meta`, with `model_digest`, `torch`, `flatout` and `time` (UTC).
-        score: what was given as `score`, None if nothing or not finite.
-        own: what was given as `own`, by rank.
-        metadata: what was given as `metadata`.
+        state: argument `state` of `save`.
+        meta: argument `meta` of `save`, with the entries `model_digest`, `torch`, `flatout` and
+            `time` (UTC) added.
+        score: argument `score` of `save`; None if it was None or not finite.
+        own: argument `own` of `save`: one value for each rank.
+        metadata: argument `metadata` of `save`.
     """
 
     name: str
@@ -75,7 +77,15 @@ class LoadedCheckpoint:
 
 
 class _Content(NamedTuple):
-    """What one rank writes: weights, the tensors of the rest, the rest, and an index of weights."""
+    """Content of the files that one rank writes.
+
+    Attributes:
+        weights: model tensors, by name.
+        tensors: all other tensors, by name.
+        trees: JSON values of all other state, by name.
+        weight_map: JSON text that names the file of each weight; None if not written.
+        metadata: texts for the metadata of the model file.
+    """
 
     weights: dict[str, Tensor]
     tensors: dict[str, Tensor]
@@ -87,19 +97,19 @@ class _Content(NamedTuple):
 class Checkpoints:
     """The checkpoints in a folder.
 
-    One rank saves for all, or with `pieces` all do together. Writers of different runs in one
-    folder leave each other's checkpoints alone: a writer deletes those that it saved or that were
-    there when it began.
+    One rank saves the whole checkpoint, or with `pieces` all ranks save it together. Several runs
+    may write to one folder: a writer only deletes checkpoints that it saved, or that existed when
+    it started.
 
     Args:
-        url: a folder or an fsspec URL; made when it is first written to.
-        keep_last: how many of the newest to keep, at least 1.
-        keep_best: how many of the best scores to keep besides.
-        mode: whether the "min" or the "max" of scores is best.
+        url: path or fsspec URL of the folder; the first write creates it.
+        keep_last: number of newest checkpoints to keep, at least 1.
+        keep_best: number of checkpoints with the best scores to keep in addition to the newest.
+        mode: "min" if the lowest score is best, "max" if the highest score is best.
         asynchronous: whether `save` returns once the tensors are copied to CPU memory, and a
-            thread writes them. At most one is being written; the next save waits for it. The
-            memory for the copy is kept.
-        pieces: this rank's part, where all ranks write; None where one writes it all.
+            thread writes the copy. The next save waits for that thread. The memory of the copy is
+            reused by later saves.
+        pieces: interface to the other ranks, if all ranks write; None if one rank writes all.
     """
 
     def __init__(
@@ -121,14 +131,14 @@ class Checkpoints:
         self._folder = Folder(url)
         self._pieces = pieces
         self._at_start = self._remove_abandoned()
-        self._mine: list[str] | None = None  # in the order of saving; None before the first save
+        self._mine: list[str] | None = None  # oldest first; None before the first save
         self._scores: dict[str, float | None] = {}
         self._model_copy, self._state_copy = Snapshot(), Snapshot()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def check_writable(self) -> None:
-        """Raise `CheckpointError` now, and not an hour later, if nothing can be written."""
+        """Write and remove a test file; raise `CheckpointError` if the folder is not writable."""
         name = unfinished.new_name()
         self._folder.write(name, [b"flatout"])
         self._folder.remove(name)
@@ -144,22 +154,26 @@ class Checkpoints:
         replicated: Sequence[str] = (),
         metadata: Mapping[str, str] | None = None,
     ) -> str:
-        """Save a checkpoint and return its name; when asynchronous, `wait` until it is whole.
+        """Save a checkpoint and return its name.
+
+        An asynchronous save is complete only after `wait`.
 
         Args:
-            step: the number of steps done, 0 or more.
+            step: number of steps done, 0 or more.
             model: the module's `state_dict()`.
-            state: anything that `flatout.values.tree.flatten` takes; with pieces a dict, of which
-                the first rank's is kept.
-            meta: further plain data to find in the manifest.
-            score: for `keep_best`; what is not finite counts as no score.
-            own: the like of single ranks: of all, by rank, or with pieces of this one alone.
-            replicated: keys of `state` that hold the same on every rank: all share in writing them.
-            metadata: text that goes with the weights, also into what is exported of them.
+            state: any value that `flatout.values.tree.flatten` accepts. With pieces this is a dict,
+                and the first rank's dict is stored.
+            meta: plain values to store in the manifest, by name.
+            score: value that `keep_best` compares; a value that is not finite counts as None.
+            own: state that differs between ranks: one value for each rank, or with pieces only
+                this rank's value.
+            replicated: keys of `state` whose values are equal on every rank; the ranks divide the
+                writing of these values.
+            metadata: texts to store in the model file, by name. An export copies them.
 
         Raises:
-            CheckpointError: this save, or the asynchronous one before it, failed. The checkpoints
-                that were whole before are still there.
+            CheckpointError: this save, or the asynchronous save before it, failed. Checkpoints
+                that were complete before still exist.
         """
         self.wait()
         if step < 0:
@@ -170,7 +184,7 @@ class Checkpoints:
             score=float(score) if score is not None and math.isfinite(score) else None,
             meta={**(meta or {}), **_provenance(model)},
         )
-        manifests.dump(described)  # so that bad meta data is refused here, not by the thread
+        manifests.dump(described)  # so that invalid `meta` raises here, not in the thread
         if self._pieces is None:
             content = _all_of(model, state, own)
         else:
@@ -184,7 +198,7 @@ class Checkpoints:
         name, mark = self._claim_together(described.step)
         job = (name, mark, described, content)
         if self.asynchronous:
-            # No daemon: a program that ends finishes its last checkpoint.
+            # Not a daemon thread: Python then waits at its exit until the checkpoint is written.
             self._thread = threading.Thread(
                 target=self._write_in_thread, args=job, name=f"flatout-save-{step}"
             )
@@ -194,10 +208,10 @@ class Checkpoints:
         return name
 
     def wait(self) -> None:
-        """Return when nothing is being written any more.
+        """Wait until the asynchronous save has ended.
 
         Raises:
-            CheckpointError: what was being written failed.
+            CheckpointError: the asynchronous save failed.
         """
         self._join()
         error, self._error = self._error, None
@@ -205,15 +219,15 @@ class Checkpoints:
             raise error
 
     def give_up(self, after_s: float) -> None:
-        """Wait for what other ranks write this long at most: one of them has ended or failed."""
+        """Wait at most `after_s` seconds for other ranks' files: a rank has ended or failed."""
         if self._pieces is not None:
             self._pieces.give_up(after_s)
 
     def latest(self) -> str | None:
-        """The name of the newest whole checkpoint (highest step), None if there is none.
+        """Return the name of the newest complete checkpoint (highest step), or None without one.
 
-        Looks at the manifests and the sizes of files; `load` checks every byte. A newer one that
-        is damaged is passed over with a warning in the log.
+        Only manifests and file sizes are checked here; `load` checks every byte. A newer checkpoint
+        that is damaged is skipped, with a warning in the log.
         """
         self._join()
         for name in self._candidates():
@@ -222,7 +236,10 @@ class Checkpoints:
         return None
 
     def best(self) -> str | None:
-        """The name of the whole checkpoint with the best score, the newest of equals."""
+        """Return the name of the complete checkpoint with the best score, or None without a score.
+
+        Of equal scores, the newest checkpoint counts.
+        """
         self._join()
         scores = {}
         for name in self._candidates():
@@ -232,15 +249,15 @@ class Checkpoints:
         return next(iter(self._best_first(scores)), None)
 
     def score(self, name: str) -> float | None:
-        """The score of a whole checkpoint."""
+        """Return the score of a complete checkpoint, or None if it has no score."""
         return manifests.read(self._folder.child(name)).score
 
     def load(self, name: str | None = None) -> LoadedCheckpoint:
-        """Read a checkpoint, by default the newest, and check every byte of it.
+        """Read a checkpoint, by default the newest, and check all its bytes.
 
         Raises:
-            CheckpointError: there is none; or it is damaged, which names the file, what differs,
-                and the newest whole one before it.
+            CheckpointError: the checkpoint does not exist or is damaged. If damaged, the error
+                names the file, the difference, and the newest complete checkpoint before it.
         """
         self._join()
         names = self._candidates()
@@ -271,7 +288,7 @@ class Checkpoints:
             self._write(*args)
         except BaseException as error:
             self._error = error
-            if not isinstance(error, LostPiece):  # that rank reports it
+            if not isinstance(error, LostPiece):  # the other rank reports its own error
                 _log.error("saving failed: %s", error)
 
     def _claim_together(self, step: int) -> tuple[str, str]:
@@ -290,7 +307,7 @@ class Checkpoints:
                 folder.write(mark, [b"being written"])
                 if folder.list() == [mark]:
                     break
-                folder.remove(mark)  # another writer came to the same name at the same moment
+                folder.remove(mark)  # another writer took the same name at the same moment
         return name, mark
 
     def _write(self, name: str, mark: str, manifest: Manifest, content: _Content) -> None:
@@ -310,7 +327,7 @@ class Checkpoints:
             self._folder.remove_if_empty(name)
             raise
         if not self._folder.renames:
-            with suppress(CheckpointError):  # beside a manifest it does no harm
+            with suppress(CheckpointError):  # a mark that stays in a complete folder does no harm
                 folder.remove(mark)
         self._keep(name, manifest.score)
 
@@ -322,8 +339,8 @@ class Checkpoints:
         try:
             files = self._write_content(folder, name, content)
         except Exception:
-            # The folder is removed next, and the others write into it still: that it is gone would
-            # be their error.
+            # The caller removes the folder. Wait for the other ranks first: a rank that still
+            # writes would fail because of the missing folder.
             with suppress(LostPiece):
                 self._pieces.collect(mark)
             raise
@@ -398,7 +415,7 @@ class Checkpoints:
         self._folder.remove_abandoned()
         names = [name for name in self._folder.list() if _NAME.fullmatch(name)]
         for name in names:
-            # A living writer does not need the empty folder that holds its name free.
+            # The empty folder only reserves the name; a writer that is running does not need it.
             self._folder.remove_if_empty(name)
             if not self._folder.renames:
                 inside = self._folder.child(name).list()
@@ -439,7 +456,7 @@ def read_state(folder: Folder) -> Any:
 
 
 def is_checkpoint(name: str) -> bool:
-    """Whether a folder's name is one that a checkpoint has."""
+    """Return whether a folder's name has the form of a checkpoint's name."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -536,7 +553,7 @@ def _model_bytes(folder: Folder, manifest: Manifest, file: str) -> bytes:
     try:
         return manifests.read_file(folder, manifest, file)
     except CheckpointError:
-        # The file's own checksums can name the tensor.
+        # The checksums in the model file show which tensor is damaged.
         check(folder.read(file), folder.where(file))
         raise
 

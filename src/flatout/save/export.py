@@ -1,4 +1,4 @@
-"""Export: plain safetensors or .keras under the model's own names, and programs of torch.export."""
+"""Exports weights to safetensors or .keras files, and models to programs of torch.export."""
 
 from __future__ import annotations
 
@@ -34,18 +34,22 @@ from flatout.save.storage import Folder
 
 @dataclass(frozen=True)
 class Export:
-    """A report of what was exported.
+    """Report of an export.
 
     Attributes:
-        stripped: what was taken off names: "_orig_mod.", "module.", ...; of a Keras file the name
-            of the model that held the real one as a layer.
+        source: path or URL of the file that the weights were read from.
+        target: path or URL of the written file.
+        tensors: number of exported tensors.
+        bytes: size of the written file in bytes.
+        stripped: prefixes that were removed from names, such as "_orig_mod." and "module."; for a
+            Keras file, the name of the outer model that held the real model as a layer.
         left_out: names in the source that are not in the target.
-        which: of a run, whether these are its "best" weights or its "last".
-        kept: where a run has both and they differ, a line about each.
-        key: for a file made by torch.save, the keys that lead to the weights; "" if the file is one
-            dict of tensors.
-        other_keys: the keys of the other sets of weights in that file.
-        sets: a line that names the set that was taken and the others; "" if there is only one set.
+        which: for a run, "best" or "last": the weights that were exported.
+        kept: for a run whose best and last weights differ, one line about each.
+        key: for a file made by torch.save, the dotted keys that lead to the weights; "" if the file
+            is one dict of tensors.
+        other_keys: for a file made by torch.save, keys of sets of weights that were not exported.
+        sets: a line that names the exported set and all other sets; "" if the file has one set.
     """
 
     source: str
@@ -66,7 +70,7 @@ class Export:
 
 @dataclass(frozen=True)
 class ExportedProgram:
-    """A written program; `parity` compares its outputs, read back, with the model's."""
+    """Report of a program's export; `parity` compares the program's outputs with the model's."""
 
     target: str
     bytes: int
@@ -139,8 +143,8 @@ def export_program(
 ) -> ExportedProgram:
     """Write a model in evaluation mode as a torch.export program (.pt2).
 
-    It takes inputs of the examples' shapes and dtypes. It is read back and its outputs are compared
-    with the model's before the file appears under its name.
+    The program accepts inputs of the examples' shapes and dtypes. Before the file gets its name,
+    the program is loaded again, and its outputs are compared with the model's.
     """
     _refuse_existing(path, overwrite)
     inputs = tuple(example_inputs)
@@ -172,23 +176,25 @@ def export_program_of(
     prefix: str | None = None,
     overwrite: bool = False,
 ) -> ExportedProgram:
-    """`export_program` of the model that `factory` builds, with the weights of `source`.
+    """Run `export_program` for the model that `factory` builds, with the weights of `source`.
 
     Args:
-        source: as for `export`.
-        target: a name in .pt2.
+        source: path or URL of the weights, as for `export`.
+        target: path or URL of the program, with the suffix .pt2.
         factory: "package.module:callable"; called without arguments, it returns the module. The
             current folder is searched first.
-        inputs: one "1x28x28" per input, the batch included, or "1x128:int64" for another dtype
-            than float32.
-        which: as for `export`.
-        key: as for `export`.
-        prefix: as for `export`.
+        inputs: shape of each input with its batch dimension, such as "1x28x28", or
+            "1x128:int64" if the dtype is not float32.
+        which: "best" or "last" weights of a run, as for `export`.
+        key: key of a set of weights in a file made by torch.save, as for `export`.
+        prefix: prefix to remove from names, as for `export`.
         overwrite: whether a file at `target` may be replaced.
 
     Raises:
-        ModelError: the factory cannot be imported or returns no module, or as `export_program`.
-        CheckpointError: the weights are of another model, or as `export` and `export_program`.
+        ModelError: the factory cannot be imported or returns no module, or `export_program` raises
+            this error.
+        CheckpointError: the weights do not fit the model, or `export` or `export_program` raises
+            this error.
     """
     _refuse_existing(target, overwrite)
     examples = [_example(text) for text in inputs]
@@ -287,7 +293,7 @@ def _traced(model: nn.Module, inputs: tuple[Any, ...]) -> bytes:
     file = io.BytesIO()
     try:
         torch.export.save(torch.export.export(model, inputs), file)
-    except Exception as error:  # torch.export raises types of many modules
+    except Exception as error:  # torch.export raises errors of many types
         raise ModelError(
             f"torch.export cannot trace {type(model).__name__}: {error}",
             do="export to .safetensors, or make forward free of control flow on tensor values",

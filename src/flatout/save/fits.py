@@ -1,4 +1,4 @@
-"""Whether loaded tensors are those of a model, said before anything is overwritten."""
+"""Checks that loaded tensors fit a model, before any parameter is overwritten."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 from flatout.errors import CheckpointError
 
-# torch.compile, FSDP and activation checkpointing insert a level wherever they wrap a module.
+# Levels that torch.compile, FSDP and activation checkpointing insert into names of parameters.
 _LEVELS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
-# DataParallel and DistributedDataParallel; LightningModule by habit.
+# Prefix of names by DataParallel and DistributedDataParallel, and often in LightningModules.
 DDP = "module."
 LIGHTNING = "model."
-# torch's AveragedModel (EMA, SWA) puts "module." before each name and counts in a buffer.
+# Buffer in which torch's AveragedModel (EMA, SWA) counts its updates. All other names of an
+# AveragedModel start with "module.".
 AVERAGED = "n_averaged"
 
 _SHOWN = 5
@@ -27,8 +28,9 @@ def check_fits(
     """Compare a module's `state_dict()` with loaded tensors, by key and shape.
 
     Raises:
-        CheckpointError: lists missing, unexpected and differently shaped keys (the first few, with
-            counts), and says so when only a wrapper's prefix differs.
+        CheckpointError: keys or shapes differ. The error counts missing and unexpected keys and
+            keys with another shape, and lists the first of them. If only a wrapper's prefix
+            differs, the error states this.
     """
     missing = [key for key in model_state if key not in loaded]
     unexpected = [key for key in loaded if key not in model_state]
@@ -78,7 +80,7 @@ def _unwrapped(names: Collection[str]) -> set[str]:
 
 
 def without_levels(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Each name without the levels that wrappers insert anywhere in it, and which were found."""
+    """Return each name without the levels that wrappers insert, and the levels that were found."""
     plain: dict[str, str] = {}
     wrappers: set[str] = set()
     for name in names:

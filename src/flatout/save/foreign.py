@@ -1,4 +1,4 @@
-"""Weights from any file or folder that holds some, without executing anything in it."""
+"""Reads weights from files and folders of many kinds, without executing code in them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ _PIECE = 16 << 20
 _FOLDER = 0x10
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 
-# Where training scripts put the weights among the rest of their state.
+# Keys under which training scripts usually store the weights.
 _WEIGHT_KEYS = ("state_dict", "model_state_dict", "model", "module")
-# The most keys that lead to weights, and the most sets that an error lists.
+# _DEEPEST: maximum number of nested keys that lead to weights. _LISTED: maximum number of sets of
+# weights that an error lists.
 _DEEPEST, _LISTED = 4, 10
 _WHOLE = "(the file itself)"
-# A file that names more classes than this is not read without them.
+# Maximum number of unknown classes in a file; a file with more classes is refused.
 _MOST_NAMES = 100
-# A script that rewrites a file as plain data, and executes the code that the file names.
+# Script for the user: rewrites a file as plain data. It executes code that the file names.
 _CONVERT = (
     "import sys, torch; c = torch.load(sys.argv[1], map_location='cpu', weights_only=False); "
     "c = c if isinstance(c, dict) else {'model': c}; "
@@ -53,21 +54,22 @@ _CONVERT = (
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by name, and what is known of where they come from.
+    """Weights, and facts about their source.
 
     Attributes:
-        tensors: by the names in the file.
-        where: the file they were read from.
-        own: whether Flatout wrote it, so that the names are the module's own.
-        lightning: whether it is a Lightning checkpoint.
-        metadata: of a safetensors file.
+        tensors: tensors by their names in the file.
+        where: path or URL of the file.
+        own: whether Flatout wrote the file, so that names are those of the module's `state_dict`.
+        lightning: whether the file is a Lightning checkpoint.
+        metadata: metadata texts of a safetensors file, by name.
         left_out: names of entries that are no tensors.
-        which: of a run, whether these are its "best" or its "last".
-        score: of these, as a figure in words; "" where none is known.
-        kept: what the run has: its best and its last, where they differ.
-        checkpoint: the folder of the checkpoint that they are of.
-        key: for a file made by torch.save, the keys that lead to the weights; "" if it is one dict.
-        other_keys: the keys of the other sets of weights in that file.
+        which: for a run, "best" or "last": the weights that were read.
+        score: monitored metric of these weights, such as "val_loss 0.3124"; "" if unknown.
+        kept: for a run, its best and its last weights, if they differ.
+        checkpoint: folder of the checkpoint that the weights were read from.
+        key: for a file made by torch.save, the dotted keys that lead to the weights; "" if the file
+            is one dict of tensors.
+        other_keys: for a file made by torch.save, keys of sets of weights that were not read.
     """
 
     tensors: dict[str, Tensor]
@@ -99,16 +101,16 @@ def read_weights_of(
     """Read the weights of a run, a checkpoint, a safetensors file, or a file made by torch.save.
 
     Args:
-        source: a path or an fsspec URL.
-        which: of a run, its best weights or those of its last checkpoint; by default the best
-            where something shows which they are, else the last.
+        source: path or fsspec URL of the run, checkpoint or file.
+        which: "best" or "last" weights of a run. None means the best weights if the run has scores
+            or EarlyStopping's weights, else the last.
         key: for a file made by torch.save, the key of a set of weights; a dot joins nested keys.
-            The default is "state_dict", "model_state_dict", "model" or "module" if the file has
-            one of them, or the only set.
+            None means "state_dict", "model_state_dict", "model" or "module" if the file has one of
+            these keys, or else the only set in the file.
 
     Raises:
-        CheckpointError: nothing is there; it is damaged; it holds no weights; it holds several sets
-            and no name shows which one is meant; or to read it would execute code from it.
+        CheckpointError: the source is missing, is damaged, or holds no weights; or it holds several
+            sets and `key` is not given; or to read the source would execute code from it.
     """
     folder = Folder(source)
     if key is not None and (folder.is_folder() or not folder.url.endswith(TORCH_FILES)):
@@ -236,7 +238,7 @@ def _of_torch(file: IO[bytes], where: str, key: str | None) -> Weights:
 
 
 class Unread:
-    """An object in a file that is no tensor and no plain data: its class is not looked up."""
+    """Replaces an object in a file that is no tensor or plain data. Its class is not imported."""
 
     def __init__(self, *arguments: object) -> None: ...
 
@@ -251,7 +253,7 @@ _STANDS_IN = {"collections.defaultdict": _without_default}
 
 
 def _content_of(file: IO[bytes], where: str) -> tuple[Any, set[str]]:
-    """Return the content of a file, and the names of classes that are replaced by `Unread`."""
+    """Return the content of a file, and the names of the classes that were replaced in it."""
     unread: set[str] = set()
     while True:
         file.seek(0)
@@ -268,7 +270,7 @@ def _content_of(file: IO[bytes], where: str) -> tuple[Any, set[str]]:
             if named <= unread or len(unread) > _MOST_NAMES:
                 raise _refused(where, named | unread) from error
             unread |= named
-        except Exception as error:  # whatever a damaged file makes the reader do
+        except Exception as error:  # the reader may raise any error for a damaged file
             if unread:
                 raise _refused(where, unread) from error
             raise CheckpointError(
@@ -281,14 +283,14 @@ def _globals_in(file: IO[bytes], error: pickle.UnpicklingError) -> set[str]:
         name if "." in name else f"builtins.{name}"
         for name in re.findall(r"GLOBAL (\S+)", str(error))
     }
-    with suppress(Exception):  # the listing knows only the newer of the two file formats
+    with suppress(Exception):  # torch lists names only for its newer file format, a ZIP archive
         file.seek(0)
         named |= set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     return named
 
 
 def _sets_in(content: Any) -> dict[str, Mapping[Any, Any]]:
-    """Return each dict of tensors in a file, by the keys that lead to it; "" stands for the file.
+    """Return each dict of tensors in a file, by its dotted keys; "" means the file's own dict.
 
     The states of optimizers are left out.
     """
@@ -297,7 +299,7 @@ def _sets_in(content: Any) -> dict[str, Mapping[Any, Any]]:
         return found
     seen: set[int] = set()
     waiting: list[tuple[tuple[str, ...], Any]] = [((), content)]
-    for keys, value in waiting:  # grows within
+    for keys, value in waiting:  # the loop appends to `waiting`
         is_dict = isinstance(value, Mapping)
         if id(value) in seen or (is_dict and {"state", "param_groups"} <= value.keys()):
             continue

@@ -1,6 +1,6 @@
-"""The file beside a model's that says which row of its tables each id has: plain safetensors.
+"""The file of ids next to a model file: it maps each id to a row of the model's tables.
 
-Its metadata have an entry `ids`, JSON; its tensors are int64.
+The file is plain safetensors with int64 tensors. Its metadata have an entry `ids` with JSON text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MODELS = (".weights.h5", ".safetensors", ".keras", ".pth", ".pt")
 
 
 def ids_beside(path: str | os.PathLike[str]) -> str:
-    """The name of the file of ids that belongs to a model file."""
+    """Return the path of the file of ids that belongs to a model file."""
     name = os.fspath(path)
     ending = next((ending for ending in _MODELS if name.endswith(ending)), "")
     return name.removesuffix(ending) + _ENDING
@@ -31,12 +31,12 @@ def ids_beside(path: str | os.PathLike[str]) -> str:
 def save_ids(
     path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> str:
-    """Write the ids of the model that `path` is the file of; returns the name of theirs.
+    """Write the ids of a model, and return the path of the file of ids.
 
     Args:
-        path: of the model.
-        header: what is to be said of them, as JSON.
-        tensors: by name.
+        path: path or URL of the model file.
+        header: JSON values that describe the ids, by name.
+        tensors: int64 tensors of the ids, by name.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -47,10 +47,10 @@ def save_ids(
 
 
 def load_ids(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """What `save_ids` has written beside a model file; None where there is nothing.
+    """Return the header and tensors that `save_ids` wrote for a model file, or None without ids.
 
     Raises:
-        CheckpointError: the file is damaged, or another one.
+        CheckpointError: the file is damaged, or is no file of ids.
     """
     name = ids_beside(path)
     folder, file = Folder(name).parent()

@@ -1,4 +1,4 @@
-"""One live job in a run folder: a lock that the kernel takes back when its process ends."""
+"""Lock that lets only one job use a run folder. The kernel releases it when the process ends."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pathlib import Path
 from flatout.errors import CheckpointError
 
 _NAME = ".in-use"
-# Who else writes into the folder may have put a link there, which leads to any file of this user's.
+# O_NOFOLLOW: another user with write access may have replaced the lock file with a link.
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-# What a file system without locks answers.
+# Error codes of file systems that do not support locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 class InUse:
-    """Holds a local folder for this process, until `release` or its end.
+    """Locks a local folder for this process, until `release` or the end of the process.
 
-    A lock of the process, not of the open file: children that are forked meanwhile do not hold it.
-    Where the file system has no locks, nothing is held.
+    The lock belongs to the process, not to the open file, so forked children do not hold it. On a
+    file system without locks, the folder is not locked.
 
     Args:
-        folder: is made if it is not there.
+        folder: path of the folder; created if missing.
 
     Raises:
-        CheckpointError: a job of another process holds it, which is named; or what its lock would
-            be is no plain file.
+        CheckpointError: another process has locked the folder (the error names the process), or
+            the lock file is no regular file.
     """
 
     def __init__(self, folder: str) -> None:
@@ -65,11 +65,11 @@ class InUse:
                     do="choose another run folder, or wait until that job has ended",
                 ) from error
             if self._is_there(file):
-                with suppress(OSError):  # on a full disk the lock holds, and its holder has no name
+                with suppress(OSError):  # on a full disk, the lock works without its holder's name
                     os.truncate(file, 0)
                     os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
                 return file
-            os.close(file)  # its holder has just ended and removed it
+            os.close(file)  # the earlier holder has just removed this lock file: try again
 
     def _no_file(self) -> CheckpointError:
         return CheckpointError(
@@ -85,11 +85,11 @@ class InUse:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the folder was removed, or made again by another job, since it was taken."""
+        """Whether the folder was removed or created again since it was locked."""
         return self._file is not None and not self._is_there(self._file)
 
     def release(self) -> None:
-        """Leave the folder to others."""
+        """Release the lock and remove the lock file."""
         file, self._file = self._file, None
         if file is None:
             return

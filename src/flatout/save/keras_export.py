@@ -1,4 +1,4 @@
-"""Plain files of Keras models and weights, without what multi_gpu_model put around them.
+"""Exports plain files of Keras models and weights, without the wrapper of multi_gpu_model.
 
 `multi_gpu_model` returned a functional model that slices the batch by Lambda layers, calls the real
 model on each slice, and joins the results. Its file holds the real model as a layer, and code in
@@ -33,14 +33,14 @@ from flatout.save.storage import Folder
 from flatout.save.weights_file import text_in
 
 KERAS_FILES = (".keras", ".h5", ".hdf5")
-# Layers whose config holds code, or a file to run code from.
+# Layers whose config holds code, or names a file with code.
 _CODE = ("Lambda", "__lambda__", "TorchModuleWrapper", "TFSMLayer", "JaxLayer", "FlaxLayer")
-# Where Keras has its classes and functions; Keras would import other modules.
+# Modules of Keras that a description may name. Keras would import any other module.
 _HOMES = (
     "activations", "constraints", "dtype_policies", "initializers", "layers", "models", "ops",
     "quantizers", "random", "regularizers", "src.layers", "src.models", "src.ops",
 )  # fmt: skip
-# A file is refused if it claims to hold more than this multiple of its size.
+# Maximum ratio of unpacked bytes to bytes of a file; a file that claims more is refused.
 _MOST = 1_000
 
 
@@ -48,8 +48,9 @@ class KerasFile:
     """A Keras file that was read without running anything in it.
 
     Attributes:
-        wrapper: name of the model that held the real one as a layer; None without one.
-        left_out: "optimizer", if the file has the state of one.
+        wrapper: name of the outer model that held the real model as a layer; None without an
+            outer model.
+        left_out: "optimizer" if the file has an optimizer's state, which is not exported.
         has_model: whether the file describes a model; else it holds weights alone.
     """
 
@@ -139,7 +140,8 @@ class KerasFile:
         outer = self._config["config"]
         self.wrapper = outer["name"]
         self._inner = inner["config"]["name"]
-        # A model of the real one alone: its weights stay where Keras looks for those of a layer.
+        # A Sequential model with the real model as its only layer: Keras then finds the weights at
+        # the same paths.
         inputs = [layer for layer in outer["layers"] if layer["class_name"] == "InputLayer"]
         layers = [*inputs, inner] if len(inputs) == 1 else [inner]
         for layer in layers:
@@ -160,7 +162,7 @@ class KerasFile:
                 local = self._with_description(Path(beside))
                 model = keras.saving.load_model(local, compile=False, safe_mode=True)
                 return model if self.wrapper is None else model.get_layer(self._inner)
-            except Exception as error:  # of many types, for whatever does not fit
+            except Exception as error:  # Keras raises errors of many types
                 raise CheckpointError(
                     f"Keras cannot build the model: {first_line(error)}",
                     where=self.where,
@@ -204,7 +206,7 @@ class KerasFile:
             }
 
     def _plain_weights(self) -> bytes:
-        """Return a file as Keras writes the real model's weights, without an optimizer's state."""
+        """Return the bytes of a .weights.h5 file of the real model, without optimizer state."""
         import h5py
 
         made = io.BytesIO()
@@ -243,7 +245,7 @@ def _keras() -> Any:
 
 
 def _in_new_form(config: dict[str, Any]) -> None:
-    """Change a description of Keras 2 where Keras 3 does not read it, with the models in it."""
+    """Change a Keras 2 description, and nested models, so that Keras 3 can read it."""
     is_sequential = config["class_name"] == "Sequential"
     if is_sequential and isinstance(config["config"], list):
         config["config"] = {"name": config.get("name", "sequential"), "layers": config["config"]}
@@ -260,7 +262,7 @@ def _in_new_form(config: dict[str, Any]) -> None:
 
 
 def _check_description(config: dict[str, Any], where: str) -> None:
-    """Refuse a description for which Keras would run or import other code; drop compile options."""
+    """Refuse a description that holds code or names code outside Keras; drop compile options."""
     waiting: list[tuple[Any, str]] = [(config, "the model")]
     while waiting:
         part, inside = waiting.pop()
@@ -317,7 +319,7 @@ def _open(data: bytes, where: str) -> Iterator[Any]:
 
 
 def _check_arrays(file: Any, size: int, where: str) -> None:
-    """Refuse what leads out of the file, and arrays that the file cannot hold."""
+    """Refuse links out of the file, and arrays whose size is implausible for the file."""
     import h5py
 
     links: list[tuple[str, Any]] = []
@@ -350,10 +352,10 @@ def _paths(group: Any) -> list[str]:
 
 
 def _optimizer_in(path: str) -> str:
-    """Return the path of the optimizer's group that this path is in; "" if it is in none."""
+    """Return the path of the optimizer's group that contains `path`, or "" without such a group."""
     parts = path.split("/")
     for depth, part in enumerate(parts):
-        if part == "optimizer" and parts[max(depth - 1, 0)] != "layers":  # a layer may be called so
+        if part == "optimizer" and parts[max(depth - 1, 0)] != "layers":  # a layer may be named so
             return "/".join(parts[: depth + 1])
     return ""
 
@@ -375,7 +377,7 @@ def _old_weights(file: Any, where: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _names(group: Any, attribute: str) -> list[str]:
-    """Return the names in an attribute; Keras numbers the parts of a long one."""
+    """Return the names in an attribute; Keras splits a long attribute into numbered attributes."""
     names = list(group.attrs.get(attribute, ()))
     part = 0
     while f"{attribute}{part}" in group.attrs:

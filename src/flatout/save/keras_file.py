@@ -1,7 +1,7 @@
 """Keras models in files that Keras itself writes: `.keras` and `.weights.h5`.
 
-What goes with a model as text is a member `flatout.json` of the `.keras` archive, and a dataset of
-the HDF5 file; Keras reads both files as its own.
+Texts that belong to a model are stored in a member `flatout.json` of the `.keras` archive, or in a
+dataset of the HDF5 file. Keras ignores them when it reads the file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def load_keras(
         try:
             model.load_weights(local)
         except Exception as error:
-            load_weights(model, before)  # Keras may have loaded a part of them
+            load_weights(model, before)  # restore, since Keras may have loaded some weights
             raise _unreadable(name, error, _is_wrapped(local)) from error
     return text
 
@@ -80,7 +80,7 @@ def _unreadable(name: str, error: Exception, is_wrapped: bool = False) -> Checkp
 def _is_wrapped(file: Path) -> bool:
     import h5py
 
-    with suppress(Exception):  # of many types, where the file is damaged
+    with suppress(Exception):  # a damaged file may raise any type of error
         if file.suffix == ".keras":
             with zipfile.ZipFile(file) as archive:
                 return held_in_config(json.loads(archive.read("config.json"))) is not None
@@ -98,7 +98,7 @@ def _add(file: Path, metadata: Mapping[str, str]) -> None:
 
     with h5py.File(file, "a") as opened:
         for name, text in metadata.items():
-            opened[name] = text  # a dataset: an attribute takes 64 KiB at most
+            opened[name] = text  # a dataset, since an attribute holds at most 64 KiB
 
 
 def _text_of(file: Path, where: str) -> dict[str, str]:

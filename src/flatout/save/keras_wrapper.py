@@ -1,4 +1,4 @@
-"""Keras models that only hold the real model: the result of `multi_gpu_model`."""
+"""Detects Keras models that only wrap the real model, as `multi_gpu_model` returns them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ _MODELS = ("Functional", "Model", "Sequential")
 
 
 def held_in_config(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the layer that is the real model, if all others slice batches or join results."""
+    """Return the layer that is the real model, or None.
+
+    All other layers must only slice batches or join results.
+    """
     with suppress(KeyError, TypeError, IndexError, AttributeError):
         if config["class_name"] not in _MODELS[:2]:
             return None
@@ -23,15 +26,15 @@ def held_in_config(config: dict[str, Any]) -> dict[str, Any] | None:
 
 def _only_slices_or_joins(layer: dict[str, Any]) -> bool:
     kind, config = layer["class_name"], layer["config"]
-    if kind == "Lambda":  # multi_gpu_model cuts part i out of the batch
+    if kind == "Lambda":  # a Lambda of multi_gpu_model returns slice i of the batch
         return set(config.get("arguments") or ()) == {"i", "parts"}
     return bool(kind == "InputLayer" or (kind == "Concatenate" and config["axis"] == 0))
 
 
 def held_in_weights(file: Any) -> Any | None:
-    """Return the group of an open .weights.h5 that is the real model, if the rest has no weights.
+    """Return the group of the real model in an open .weights.h5 file, or None.
 
-    Layers have the names of their classes there, counted.
+    All other groups must have no weights. In the file, a layer is named by its class and a count.
     """
     layers = file.get("layers", {})
     inner = [name for name in layers if "layers" in layers[name]]

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: what belongs to it, with sizes and checksums.
+"""The manifest of a checkpoint: a list of the checkpoint's files, with sizes and checksums.
 
-A folder is a checkpoint exactly when it holds a sound manifest and all files that it lists.
+A folder is a checkpoint if it holds an undamaged manifest and all files that the manifest lists.
 """
 
 from __future__ import annotations

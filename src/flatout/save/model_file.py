@@ -1,8 +1,9 @@
 """Model files: plain safetensors under the module's own keys, with checksums in the metadata.
 
-`flatout.tensors` holds, as JSON, the SHA-256 of each tensor's bytes (row-major, little-endian);
-`flatout.sha256` seals the header, in which those stand. So every byte of the file is covered, each
-is hashed once, and a damaged tensor can be named. Other readers see two more metadata entries.
+The metadata entry `flatout.tensors` holds, as JSON, the SHA-256 of each tensor's bytes (row-major,
+little-endian). The entry `flatout.sha256` is the SHA-256 of the header, which includes those
+checksums. So checksums cover every byte of the file, and show which tensor is damaged. Any
+safetensors reader can read the file.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flatout.save.storage import Chunk, Folder, Written
 from flatout.values import DTYPES, flat_bytes, refusal
 
 MODEL = "model.safetensors"
-# As transformers and others write models in several files: which tensor is in which of them.
+# Index of a model in several files, as transformers writes it: the file of each tensor.
 INDEX = "model.safetensors.index.json"
 
 _ENDING, _INDEX_ENDING = ".safetensors", ".safetensors.index.json"
@@ -36,17 +37,17 @@ def save_model(
     state_dict: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> Written:
-    """Write a model file, whole or not at all, over an older one of that name if there is one.
+    """Write a model file, or replace an older file of that name. The file is complete or absent.
 
     Args:
-        path: a path or an fsspec URL.
-        state_dict: tensors of any device, layout in memory and strides; values are kept, strides
-            are not. Tied weights are stored under each of their names.
-        metadata: further text for the file's `__metadata__`.
+        path: path or fsspec URL of the file.
+        state_dict: tensors by name, on any device and with any strides, which are not stored. Tied
+            weights are stored under each of their names.
+        metadata: texts to add to the file's `__metadata__`, by name.
 
     Raises:
-        CheckpointError: an entry is no dense tensor of a type that safetensors has, or the file
-            cannot be written.
+        CheckpointError: a value is no dense tensor of a dtype that safetensors supports, or the
+            file cannot be written.
     """
     folder, name = Folder(path).parent()
     folder.remove_abandoned()
@@ -54,16 +55,16 @@ def save_model(
 
 
 def is_model_file(path: str | os.PathLike[str]) -> bool:
-    """Whether a name is that of a safetensors file, or of an index of several."""
+    """Return whether the name is that of a safetensors file, or of an index of several files."""
     return os.fspath(path).endswith((_ENDING, _INDEX_ENDING))
 
 
 def load_model(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU, sorted by name.
+    """Return the tensors of a safetensors file, on the CPU, sorted by name.
 
     Args:
-        path: a path or an fsspec URL; where there is no such file, that of its index
-            (`model.safetensors.index.json`), which names several.
+        path: path or fsspec URL of the file or of an index (`model.safetensors.index.json`). If the
+            file does not exist, the index next to its path is read, which names several files.
 
     Raises:
         CheckpointError: the file is missing or is not safetensors, or any byte of a file that
@@ -73,7 +74,10 @@ def load_model(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def open_model(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str], bool]:
-    """Like `load_model`, with the metadata but our own, and whether Flatout wrote the file."""
+    """Return the tensors of `load_model`, the metadata, and whether Flatout wrote all files.
+
+    Flatout's own checksums are not in the returned metadata.
+    """
     folder, name = Folder(path).parent()
     if not name.endswith(_INDEX_ENDING):
         index = name.removesuffix(_ENDING) + _INDEX_ENDING
@@ -129,14 +133,14 @@ def _weight_map(folder: Folder, index: str) -> dict[str, str]:
 def encode(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, where: str
 ) -> list[Chunk]:
-    """The bytes of a safetensors file: a header, then each tensor's own memory where possible.
+    """Return the bytes of a safetensors file: a header, then tensors, not copied if possible.
 
-    The library can only make one byte string of a whole model, or write to a local path; this
-    needs neither a second copy of the model nor a local disk.
+    The safetensors library can only return one byte string of the whole model, or write to a local
+    path. This function needs neither a second copy of the model nor a local disk.
     """
     for name, tensor in tensors.items():
         _check_entry(name, tensor, where)
-    # Wide types first, then by name, as the library does: every tensor begins on its own boundary.
+    # Wide dtypes first, then by name, as the library does, so that every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     blocks: list[Chunk] = [flat_bytes(tensors[name].cpu()).numpy().data for name in names]
     digests = {name: hashlib.sha256(b).hexdigest() for name, b in zip(names, blocks, strict=True)}
@@ -176,8 +180,9 @@ def metadata_of(data: bytes, where: str) -> dict[str, str]:
 def check(data: bytes, where: str) -> bool:
     """Raise `CheckpointError` if a byte of a file that Flatout wrote has changed.
 
-    False for files that others wrote: they have no checksums, and their form is checked when they
-    are decoded.
+    Returns:
+        False for files that Flatout did not write: they have no checksums, and `decode` checks
+        their form.
     """
     header, end = _header(data, where)
     metadata = _metadata(header)

@@ -1,15 +1,15 @@
-"""Checkpoints that all ranks write together: each rank writes its part into a shared folder.
+"""Checkpoints that all ranks write together: each rank writes some files into a shared folder.
 
-    model-00001-of-00002.safetensors    each rank's part of the weights
+    model-00001-of-00002.safetensors    the weights that this rank writes
     model.safetensors.index.json        the file of each weight, in the usual format
-    state-00001-of-00002.safetensors    each rank's part of the optimizer, and its own state
-    state-00001-of-00002.json           the rest, as in a checkpoint of one rank
-    manifest.json                       written last, by the first rank, when all parts are on disk
+    state-00001-of-00002.safetensors    optimizer tensors that this rank writes, and its own state
+    state-00001-of-00002.json           all other state, as in a checkpoint of one rank
+    manifest.json                       written last, by the first rank, when all files are on disk
 
-Replicas are equal, so any rank may write any tensor. Weights and optimizer state are divided
-together, so that all ranks write about the same number of bytes. A tensor lies whole in one file,
-as the index demands. Each rank reports through the ranks' store that its part is on disk, with its
-checksums.
+All ranks hold equal tensors, so any rank may write any tensor. Weights and optimizer state are
+divided so that all ranks write about the same number of bytes. Each tensor is in one file, because
+the index names one file per tensor. When a rank's files are on disk, the rank sends their checksums
+to the first rank through the ranks' key-value store.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _Key = TypeVar("_Key")
 
 _PART = re.compile(r"(model|state)-(\d{5})-of-(\d{5})\.(safetensors|json)")
 
-# How often the first rank looks whether the others are done.
+# Seconds between two checks, by the first rank, whether other ranks have reported.
 _LOOK_EVERY_S = 0.01
-# As in a collective.
+# Maximum seconds to wait for another rank's report; equal to the timeout of a collective.
 _PATIENCE_S = 600.0
-# A shared file system may show a new file late to other nodes.
+# Maximum seconds until a shared file system shows a new file on all nodes.
 _SEEN_WITHIN_S = 5.0
 
 
 class LostPiece(CheckpointError, LostRank):
-    """Another rank could not write its part; that rank reports why."""
+    """Another rank could not write its files; the other rank raises the cause."""
 
 
 class Pieces:
-    """One rank's part in the checkpoints of all.
+    """One rank's interface to checkpoints that all ranks write together.
 
     Args:
-        world: the ranks; every one of them must come to each save.
+        world: the ranks; every rank must take part in each save.
     """
 
     def __init__(self, world: World) -> None:
@@ -58,14 +58,14 @@ class Pieces:
         self.is_first = world.is_first
 
     def agree(self, claim: Callable[[], tuple[str, str]]) -> tuple[str, str]:
-        """The name of the next checkpoint and that of its unfinished folder, of the first rank."""
+        """Return the names of the next checkpoint and its draft folder, from the first rank."""
         names: tuple[str, str] = self._world.by_first(claim)
         return names
 
     def own(
         self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], bytes | None]:
-        """Return the weights and the tensors of the state that this rank writes, and the index.
+        """Return the weights and the state tensors that this rank writes, and the index.
 
         The index is JSON text that names the file of each weight. Only the first rank gets it.
         """
@@ -96,21 +96,21 @@ class Pieces:
         return file_of(kind, self._world.rank, self._world.size, ending)
 
     def report(self, mark: str, files: Mapping[str, Written]) -> None:
-        """Report that this rank's part is on disk."""
+        """Report to the first rank that this rank's files are on disk."""
         self._store.set(f"{mark}/{self._world.rank}", json.dumps({"files": files}))
 
     def report_failure(self, mark: str, error: BaseException) -> None:
-        """Report that this rank's part cannot be written."""
+        """Report to the first rank that this rank's files cannot be written."""
         self._store.set(f"{mark}/{self._world.rank}", json.dumps({"error": str(error)}))
 
     def collect(self, mark: str) -> dict[str, Written]:
-        """The first rank waits for the parts of all others: their files.
+        """Wait, as the first rank, for the reports of all other ranks, and return their files.
 
         Raises:
-            LostPiece: a rank could not write its part, or this one has been told to give up.
+            LostPiece: a rank could not write its files, or did not report in time.
         """
         files: dict[str, Written] = {}
-        # All are heard before one's failure is raised, so that no one writes any more by then.
+        # Wait for all reports before raising a failure, so that no rank is still writing then.
         heard = [(r, self._receive(f"{mark}/{r}", r)) for r in range(1, self._world.size)]
         for rank, message in heard:
             if "error" in message:
@@ -121,7 +121,7 @@ class Pieces:
         return files
 
     def give_up(self, after_s: float) -> None:
-        """Wait for other ranks this long at most, because one of them has ended or failed."""
+        """Wait at most `after_s` seconds for other ranks, because a rank has ended or failed."""
         self._until = time.monotonic() + after_s
 
     def _receive(self, key: str, rank: int) -> Any:
@@ -132,14 +132,17 @@ class Pieces:
                     message = json.loads(self._store.get(key))
                     self._store.delete_key(key)
                     return message
-            except RuntimeError as error:  # the one who keeps the store has ended
+            except RuntimeError as error:  # the process that hosts the store has ended
                 raise LostPiece(f"rank {rank} cannot be heard any more: {error}") from error
             time.sleep(_LOOK_EVERY_S)
         raise LostPiece(f"rank {rank} did not write its part of the checkpoint")
 
 
 def shares(tensors: Mapping[_Key, Tensor], ranks: int) -> list[list[_Key]]:
-    """The names that each rank writes: the largest first, to the one with the fewest bytes."""
+    """Return the keys of the tensors that each rank writes, so that bytes are about equal.
+
+    The largest tensors come first; each goes to the rank with the fewest bytes so far.
+    """
     names_by_rank: list[list[_Key]] = [[] for _ in range(ranks)]
     bytes_of = [0] * ranks
     for name in sorted(tensors, key=lambda name: (-_bytes_of(tensors[name]), name)):
@@ -159,10 +162,11 @@ def parts(files: Sequence[str], kind: str, ending: str) -> list[str]:
 
 
 def check_shared(folder: Folder, world: World) -> None:
-    """See, before training, that all ranks write into the folder that the first one reads.
+    """Check, before training, that all ranks use the same folder as the first rank.
 
     Raises:
-        CheckpointError: on every rank, naming those that do not see it, and their nodes.
+        CheckpointError: some ranks do not find the first rank's file in the folder. Every rank
+            raises the error, which names these ranks and their nodes.
     """
     marker = world.from_first(unfinished.new_name() if world.is_first else None)
     problem = ""

@@ -1,4 +1,4 @@
-"""A JSON text that carries its own SHA-256, so that no byte of it can change unseen.
+"""JSON text that contains its own SHA-256 (the seal), so that any changed byte is detected.
 
 The seal is the SHA-256 (hexadecimal) of the text in which the seal's own 64 characters are '0'.
 """
@@ -11,9 +11,9 @@ BLANK = "0" * 64
 
 
 def seal(key: str, text: bytes) -> bytes:
-    """`text` with the seal in place of the blank one, which stands under `key` (json.dumps style).
+    """Return `text` with its seal in place of the blank seal under `key`, in json.dumps style.
 
-    Only the first `"key": "000..."` is the seal, so it must come before anything a user wrote.
+    Only the first `"key": "000..."` is replaced, so it must come before any text of a user.
     """
     digest = hashlib.sha256(text).hexdigest()
     return text.replace(_field(key, BLANK), _field(key, digest), 1)

@@ -1,4 +1,4 @@
-"""A copy of tensors in CPU memory, which a thread may write while training goes on."""
+"""Copies tensors to CPU memory, so that a thread can write them while training continues."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flatout.values import view_key
 
 
 class Snapshot:
-    """Copies tensors into buffers that are kept from one copy to the next.
+    """Copies tensors into CPU buffers, which later copies reuse.
 
-    Freshly mapped memory costs a page fault per 4 KiB, and page-locked memory is slow to make, so
-    only the first copy pays for it.
+    New memory costs a page fault per 4 KiB, and pinned memory is slow to allocate. With reuse,
+    only the first copy has these costs.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Snapshot:
         buffers: dict[str, Tensor] = {}
         copied: dict[tuple[object, ...], str] = {}
         devices = set()
-        # Leaving inference mode, because its tensors cannot be written to outside of it later.
+        # Outside of inference mode: a buffer made in it could not be written by a later copy.
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in tensors.items():
                 first = copied.setdefault(view_key(tensor), name)

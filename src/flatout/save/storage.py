@@ -1,8 +1,8 @@
-"""Folders on this machine and in stores, in which a file is whole or absent.
+"""Folders on a local disk or in an object store, in which a file is complete or absent.
 
-On a local disk a file is written beside, flushed to the disk, renamed, and the folder is flushed.
-Object stores (s3, gs, abfs, memory, ...) have no rename, but show a file only once it was uploaded
-whole; a group of files is whole there when the one that lists the others is written last.
+On a local disk, a file is written under a temporary name, flushed to the disk and renamed; then the
+folder is flushed. Object stores (s3, gs, abfs, memory, ...) have no rename, but show a file only
+after its upload is complete. A group of files in such a store ends with a file that lists them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flatout.errors import CheckpointError
 
 Chunk = bytes | memoryview
 
-# Each piece is hashed and written while it is still in the cache.
+# Bytes that are hashed and written at a time, so that they are still in the CPU cache.
 _PIECE = 4 << 20
 
 
@@ -38,11 +38,11 @@ class Written(NamedTuple):
 class Folder:
     """A folder, given by a path or by any URL that fsspec knows.
 
-    Names are relative to the folder and may hold slashes. The folder need not exist; writing
-    makes it. Every failure is a `CheckpointError` that says where, and what to do.
+    Names of files are relative to the folder and may contain slashes. The first write creates the
+    folder. Every failure raises a `CheckpointError` with the path and advice.
 
     Attributes:
-        renames: whether a folder can be renamed in one step (true on local disks only).
+        renames: whether a folder can be renamed in one step; True only on local disks.
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
@@ -58,21 +58,21 @@ class Folder:
         self.renames = isinstance(self._fs, LocalFileSystem)
 
     def child(self, name: str) -> Folder:
-        """The folder `name` inside this one."""
+        """Return the folder `name` inside this folder."""
         return self._at(self._path(name))
 
     def parent(self) -> tuple[Folder, str]:
-        """The folder that holds this path, and the path's name in it."""
+        """Return the folder that contains this path, and the path's name in that folder."""
         root = self._root.rstrip("/")
         return self._at(self._fs._parent(root)), root.rpartition("/")[2]
 
     def where(self, name: str = "") -> str:
-        """The path of `name` as people write it."""
+        """Return the path or URL of `name`, for messages."""
         path = self._path(name)
         return path if self.renames else str(self._fs.unstrip_protocol(path))
 
     def write_whole(self, name: str, chunks: Sequence[Chunk]) -> Written:
-        """Write a file so that `name` is the old one or the whole new one, at any instant."""
+        """Write a file. At any moment, `name` is the old file or the complete new file."""
         if not self.renames:
             return self.write(name, chunks)
         target = Path(self._path(name))
@@ -88,7 +88,7 @@ class Folder:
         return written
 
     def write(self, name: str, chunks: Sequence[Chunk]) -> Written:
-        """Write a new file, through to the disk; a failure removes it, a kill may leave a part."""
+        """Write a new file and flush it to disk. An error removes it; a kill may leave a part."""
         needed = sum(len(chunk) for chunk in chunks)
         digest = hashlib.sha256()
         path = self._path(name)
@@ -103,17 +103,17 @@ class Folder:
         return Written(needed, digest.hexdigest())
 
     def read(self, name: str) -> bytes:
-        """The contents of a file."""
+        """Return the bytes of a file."""
         with self._explained("read", name):
             return bytes(self._fs.cat_file(self._path(name)))
 
     def open(self, name: str) -> Any:
-        """A file to read from, as a context manager."""
+        """Open a file for reading, as a context manager."""
         with self._explained("read", name):
             return self._fs.open(self._path(name), "rb")
 
     def list(self) -> list[str]:
-        """The names in the folder, sorted; none if there is no such folder."""
+        """Return the sorted names in the folder; an empty list if the folder does not exist."""
         with self._explained("list", ""):
             try:
                 paths = self._fs.ls(self._root, detail=False)
@@ -122,17 +122,17 @@ class Folder:
         return sorted({path.rstrip("/").rpartition("/")[2] for path in paths})
 
     def exists(self, name: str = "") -> bool:
-        """Whether the file or folder is there."""
+        """Return whether the file or folder exists."""
         with self._explained("read", name):
             return bool(self._fs.exists(self._path(name)))
 
     def is_folder(self, name: str = "") -> bool:
-        """Whether there is a folder of that name."""
+        """Return whether a folder of this name exists."""
         with self._explained("read", name):
             return bool(self._fs.isdir(self._path(name)))
 
     def size(self, name: str) -> int | None:
-        """The size of a file in bytes, None if it is not there."""
+        """Return the size of a file in bytes, or None if the file does not exist."""
         with self._explained("read", name):
             try:
                 return int(self._fs.info(self._path(name))["size"])
@@ -140,12 +140,12 @@ class Folder:
                 return None
 
     def remove(self, name: str) -> None:
-        """Remove a file or a folder with all it holds; nothing happens if it is not there."""
+        """Remove a file, or a folder with its content, if it exists."""
         with self._explained("remove", name), suppress(FileNotFoundError):
             self._fs.rm(self._path(name), recursive=True)
 
     def rename_folder(self, old: str, new: str) -> bool:
-        """Give the folder `old` the name `new`, in one step; False if `new` is taken."""
+        """Rename the folder `old` to `new` in one step; return False if `new` exists."""
         source, target = Path(self._path(old)), Path(self._path(new))
         with self._explained("rename", old):
             flush_folder(source)
@@ -159,7 +159,7 @@ class Folder:
         return True
 
     def make_folder(self, name: str) -> bool:
-        """Make an empty local folder; False if the name is taken."""
+        """Make an empty local folder; return False if the name exists."""
         path = Path(self._path(name))
         with self._explained("make", name):
             _make_folders(path.parent)
@@ -170,13 +170,13 @@ class Folder:
         return True
 
     def remove_if_empty(self, name: str) -> None:
-        """Remove a local folder if nothing is in it."""
+        """Remove a local folder if it is empty."""
         if self.renames:
             with suppress(OSError):
                 os.rmdir(self._path(name))
 
     def remove_abandoned(self) -> None:
-        """Remove what writers of this host left unfinished when they were killed."""
+        """Remove unfinished files and folders of killed processes of this host."""
         for name in self.list():
             if unfinished.is_abandoned(name):
                 self._remove_quietly(name)
@@ -202,7 +202,8 @@ class Folder:
             file.close()
         except BaseException:
             if isinstance(file, AbstractBufferedFile):
-                # Uploads appear when they end. Open files are ended when they are collected.
+                # Closing a file would end its upload and show the file. Python closes files that it
+                # collects, so discard the upload and mark the file as closed.
                 file.discard()
                 file.closed = True
             else:
@@ -213,7 +214,7 @@ class Folder:
     def _create(self, path: str) -> Any:
         try:
             return self._fs.open(path, "wb")
-        except FileNotFoundError:  # stores with real folders (sftp, hdfs, ...)
+        except FileNotFoundError:  # sftp, hdfs, ... need the parent folder
             self._fs.makedirs(self._fs._parent(path), exist_ok=True)
             return self._fs.open(path, "wb")
 
@@ -229,7 +230,7 @@ class Folder:
         except Exception as error:
             if self.renames:
                 raise
-            # Stores raise their own types.
+            # Stores raise errors of their own types.
             raise self._error(verb, name, needed, error) from error
 
     def _error(self, verb: str, name: str, needed: int | None, error: Exception) -> CheckpointError:

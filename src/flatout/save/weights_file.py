@@ -1,4 +1,4 @@
-"""The weights of a torch model in their own file: the name's ending decides the format."""
+"""Saves and loads the weights of a torch model; the file name's suffix decides the format."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from flatout.save.storage import Folder
 from flatout.values import refusal
 
 _PICKLES = (".pt", ".pth")
-# What text is called in a ZIP archive, and how long it is at most.
+# MEMBER: name of the member of a ZIP archive that holds texts as JSON. _LARGEST: maximum bytes of
+# this member.
 MEMBER = "flatout.json"
 _LARGEST = 64 << 20
 
 
 def check_ending(path: str | os.PathLike[str], kind: TorchModel | type[TorchModel]) -> None:
-    """Refuse a name that models of this kind are not saved under.
+    """Check that the suffix of a file name is one that models of this kind use.
 
     Raises:
-        CheckpointError: it ends in something else.
+        CheckpointError: the name has another suffix.
     """
     name = os.fspath(path)
     if not name.endswith(kind.endings):
@@ -59,17 +60,17 @@ def save_weights(
 def load_weights_file(
     path: str | os.PathLike[str], say: Callable[[str], object] = bool
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The weights in such a file, on the CPU, by name, and the text that goes with them.
+    """Return the weights in a file, by name and on the CPU, and the texts stored with them.
 
-    Nothing in it is executed.
+    No code in the file is executed.
 
     Args:
-        path: as `save_weights` takes it; also what others have written with torch.save (.bin,
-            .ckpt), and an index of several safetensors files.
-        say: takes a line if the file holds several sets of weights.
+        path: path or URL of a file that `save_weights` or torch.save (.bin, .ckpt) wrote, or of an
+            index of several safetensors files.
+        say: is called with a line for the user if the file holds several sets of weights.
 
     Raises:
-        CheckpointError: the file is missing, damaged, holds no weights, or ends in something else.
+        CheckpointError: the file is missing or damaged, holds no weights, or has another suffix.
     """
     if os.fspath(path).endswith(TORCH_FILES):
         weights = read_weights_of(path)
@@ -93,7 +94,7 @@ def _text_in(path: str | os.PathLike[str]) -> dict[str, str]:
     with folder.open(name) as file:
         if not zipfile.is_zipfile(file):
             return {}
-        with zipfile.ZipFile(file) as archive:  # read_weights_of has checked it
+        with zipfile.ZipFile(file) as archive:  # read_weights_of has checked the archive
             return text_in(archive, folder.where(name))
 
 

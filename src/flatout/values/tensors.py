@@ -1,4 +1,4 @@
-"""The values of a tensor as bytes, for files."""
+"""Tensor values as bytes, to write them to files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def view_key(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a key that two tensors share exactly if they are the same values in one memory."""
+    """Return a key that is equal for two tensors exactly if both are the same view of memory."""
     if tensor.numel() == 0:
         return (id(tensor),)
     place = (str(tensor.device), tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())

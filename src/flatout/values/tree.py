@@ -25,22 +25,28 @@ Json = Any
 _TAG = "!"
 _DEEPEST = 100
 _JSON_INTEGERS = 2**63
-_NO_VALUES = "OV"  # numpy's kinds for objects and records
+_NO_VALUES = "OV"  # dtype.kind of numpy's objects (O) and records (V)
 
 
 def flatten(state: Any, path: str = "state") -> tuple[dict[str, Tensor], Json]:
     """Convert `state` to tensors and a tree that JSON can hold.
 
-    Takes None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict and Counter (keys may
-    be any of these), tensors, numpy arrays and scalars (not of objects or records), torch.Size,
-    torch.dtype and torch.device. A type derived from these is another type.
+    Python values may be None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict and
+    Counter, but no subclass of these types. Dict keys may have any of these types. Tensors,
+    torch.Size, torch.dtype, torch.device, and numpy arrays and scalars (except objects and records)
+    are also allowed.
 
-    A tensor that occurs twice is stored once, and is restored as one. Tensors are not copied: copy
-    them before the next step writes to them. `requires_grad` and the device are not kept. `path` is
-    the name of the state in errors, and begins the tensors' names.
+    A tensor that occurs twice is stored once, and restored as one tensor. Tensors are not copied:
+    the caller must copy them before the next step writes to them. `requires_grad` and the device
+    are not stored.
+
+    Args:
+        state: the values.
+        path: name of the state in errors; the tensors' names start with this name.
 
     Raises:
-        CheckpointError: a value cannot be stored; names its place in the state and its type.
+        CheckpointError: a value cannot be stored. The error names the value's path in the state
+            and its type.
     """
     flattening = _Flattening()
     tree = flattening.encode(state, path, 0)
@@ -51,7 +57,7 @@ def unflatten(tensors: Mapping[str, Tensor], tree: Json) -> Any:
     """Restore the state from the output of `flatten`, on the devices of `tensors`.
 
     Raises:
-        CheckpointError: the tree is not one that `flatten` makes.
+        CheckpointError: `flatten` cannot have made the tree.
     """
     try:
         return _Unflattening(tensors).decode(tree)
@@ -188,24 +194,24 @@ def _strides(tensor: Tensor) -> list[int] | None:
 def _shown(key: Any) -> str:
     try:
         return repr(key)
-    except ValueError:  # Python writes no decimals of more than 4300 digits
+    except ValueError:  # Python refuses to write ints of more than 4300 decimal digits
         return f"<{type(key).__name__}>"
 
 
 def _integer(value: int) -> Json:
-    # Other readers of JSON keep at most 64 bits, and Python refuses very long decimals.
+    # Other JSON readers support at most 64 bits, and Python refuses very long decimal ints.
     return value if abs(value) < _JSON_INTEGERS else {_TAG: "int", "hex": hex(value)}
 
 
 def _float(value: float) -> Json:
-    # A NaN keeps its sign and payload.
+    # Hex preserves the sign and payload bits of a NaN.
     return value if math.isfinite(value) else {_TAG: "float", "hex": struct.pack(">d", value).hex()}
 
 
 def _string(value: str) -> Json:
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, as in undecodable file names
+    except UnicodeEncodeError:  # a lone surrogate, as in undecodable file names
         return {_TAG: "str", "hex": value.encode("utf-8", "surrogatepass").hex()}
     return value
 
@@ -219,7 +225,7 @@ def _dtype(leaf: dict[str, Any]) -> torch.dtype:
 
 def _array(leaf: dict[str, Any], content: bytes) -> np.ndarray[Any, Any]:
     dtype = np.dtype(leaf["dtype"])
-    if dtype.kind in _NO_VALUES:  # the file's bytes would be used as addresses
+    if dtype.kind in _NO_VALUES:  # numpy would use the file's bytes as memory addresses
         raise ValueError(f"an array of {dtype}")
     return np.ndarray(leaf["shape"], dtype, content)
 
