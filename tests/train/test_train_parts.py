@@ -9,7 +9,7 @@ from train_jobs import data, network, plain_fit, quiet, same, trainer
 
 import flatout
 from flatout.data.order import order
-from flatout.errors import CheckpointError, FlatoutError
+from flatout.errors import CheckpointError, FlatoutError, NumbersError
 from flatout.recipe import Compute, Memory, Recipe
 from flatout.train.part import Chain, Part
 from flatout.train.parts.order import ORDER, REASONS
@@ -255,6 +255,19 @@ def test_a_copy_of_a_model_trains_alike_with_parts_and_dropout_by_sample():
         torch.allclose(a, b, rtol=1e-4, atol=1e-6)
         for a, b in zip(model.parameters(), twin.parameters(), strict=True)
     )
+
+
+def test_bad_numbers_are_explained_through_parts():
+    class Divides(Calls):
+        def around_step(self, step, run):
+            self.loss = super().around_step(step, run).loss.item()
+            return flatout.train.part.Done(torch.tensor(self.loss), 1.0, 0, 0, 0, 0)
+
+        def around_piece(self, piece, run):
+            return super().around_piece(piece, run) / 0.0
+
+    with pytest.raises(NumbersError, match="step 1"):
+        fit(job(network(), Divides()))
 
 
 def test_a_part_may_change_the_loss_of_a_piece():

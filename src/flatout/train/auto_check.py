@@ -555,7 +555,7 @@ class FirstCheck:
             return value[0] if isinstance(value, tuple) else value
 
         again = Step(0, (batch,), self.compute, stepper.turn)
-        return stepper.chain.around_pieces(compute)(again)
+        return stepper.chain.repeat(again, compute)
 
     def _take_gradients(self, loss: torch.Tensor) -> Gradients:
         update = self._stepper.update

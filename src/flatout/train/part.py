@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -190,10 +190,19 @@ class Chain:
         inner = [part for part in self.parts if self._place(part) > place]
         return _around(inner, make or self._make)
 
-    def around_pieces(self, compute: Callable[[Step], _Result]) -> Callable[[Step], _Result]:
-        """Return a function with only the Parts that act on pieces, to repeat a computation."""
-        result: Any = _around(self._of_pieces, compute)
-        return cast(Callable[[Step], _Result], result)
+    def repeat(self, step: Step, compute: Callable[[Step], _Result]) -> _Result:
+        """Compute something of a step again, with only the Parts that act on pieces.
+
+        These Parts get a result without a loss, since no step is made.
+        """
+        results: list[_Result] = []
+
+        def make(step: Step) -> Done:
+            results.append(compute(step))
+            return Done(torch.zeros(()), 0.0, 0, 0, 0, 0)
+
+        _around(self._of_pieces, make)(step)
+        return results[-1]
 
     def forward(self, compute: Compute) -> Callable[[Batch], Value]:
         """Return `compute` with the Parts that act around a piece."""
@@ -220,7 +229,7 @@ class Chain:
         self.after_step = [*reversed(_hooks(self.parts, "after_step"))]
 
 
-def _around(parts: Sequence[Part], make: Callable[[Step], Any]) -> Callable[[Step], Any]:
+def _around(parts: Sequence[Part], make: Callable[[Step], Done]) -> Callable[[Step], Done]:
     run = make
     for hook in reversed(_hooks(parts, "around_step")):
         run = partial(hook, run=run)

@@ -12,7 +12,7 @@ import torch
 
 from flatout.data import Batch
 from flatout.train.loss_value import Compute
-from flatout.train.part import Step
+from flatout.train.part import Part, Step
 from flatout.train.snapshot import Snapshot
 from flatout.train.step import Stepper
 from flatout.train.tuner import Tuner
@@ -34,7 +34,7 @@ def rehearse(tuner: Tuner, stepper: Stepper, compute: Compute, batches: Sequence
                 batch = batch.to_memory_format(torch.channels_last)
             number += 1
             step = Step(number, (batch,), compute, turn)
-            tuner.make(step, stepper.chain.inside(Tuner), budget.input_s, 0.0)
+            tuner.make(step, stepper.chain.inside(Part), budget.input_s, 0.0)
             budget.rehearsed_s = budget.elapsed_s
             if budget.elapsed_s > min(budget.terms.longest_s, _SHARE * budget.run_s):
                 tuner.stop("the time before the first step was up")

@@ -125,7 +125,7 @@ class NumbersGuard(Part):
                 return stepper.pieces_on_all_ranks(batch)
             return stepper.wanted_pieces(batch)
 
-        def explain(_: Step) -> Any:
+        def explain(_: Step) -> NumbersError:
             # The first batch with a bad loss; if only a gradient is bad, the first batch of all.
             culprit = next(iter(batches), None)
             if len(batches) > 1:
@@ -152,8 +152,7 @@ class NumbersGuard(Part):
             )
 
         again = Step(step.number, batches, compute, stepper.turn)
-        error: NumbersError = stepper.chain.around_pieces(explain)(again)
-        return error
+        return stepper.chain.repeat(again, explain)
 
 
 def _share_of(batch: Batch) -> Share:
