@@ -1,11 +1,11 @@
-"""Facts about models, and changes that leave a model's result alone.
+"""Facts about models, and changes that do not alter a model's result.
 
 adapter.py selects the adapter of a model's framework: torch_model.py or keras/model.py. All uses of
-Keras' internals are in keras/. frozen/ finds the best place to cut a forward after its frozen
-layers (min_cut.py) and runs both parts. rewrites.py finds exact rewrites by torch.fx.
-fused_norms.py has one kernel for BatchNorm and ReLU. fp32_operators.py keeps operators in fp32 that
-are slower in bf16. freezing.py has flatout.freeze, and hold.py keeps a frozen module in evaluation.
-operators.py counts the operators of a step.
+Keras' internals are in keras/. frozen/ finds the best place to split a forward into frozen layers
+and the rest (min_cut.py), and runs these two parts separately. rewrites.py finds exact rewrites by
+torch.fx. fused_norms.py has one kernel for BatchNorm and ReLU. fp32_operators.py keeps operators in
+fp32 that are slower in bf16. freezing.py has flatout.freeze, and hold.py keeps a frozen module in
+evaluation. operators.py counts the operators of a step.
 """
 
 from flatout.lazy import attach

@@ -24,7 +24,7 @@ def adapter_of(model: nn.Module) -> TorchModel:
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all tensors that are saved of a model, by name, without copies."""
+    """Return all tensors of a model that a checkpoint saves, by name, without copies."""
     return adapter_of(model).weights()
 
 
@@ -56,5 +56,5 @@ def is_batch_coupled(model: nn.Module) -> bool:
 
 
 def calls_hooks(model: nn.Module) -> bool:
-    """Return whether calls of all parts run torch's hooks. Calls of Keras' layers do not."""
+    """Return whether calls of all modules run torch's hooks. Calls of Keras' layers run none."""
     return all(adapter_of(part).calls_hooks for part in model.modules())

@@ -9,7 +9,7 @@ from torch import nn
 
 
 class AppliedCut(Protocol):
-    """A cut that lets its model take the output of its frozen prefix."""
+    """A cut whose model now takes the outputs of its frozen prefix as input."""
 
     def rest(self, features: Any) -> Any:
         """Return the model's outputs for features."""

@@ -21,7 +21,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 # The name `forward` lets a pickled model find the forward of its class again.
 def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """Run the forward of a BatchNorm; the result is equal to rounding."""
+    """Run the forward of a BatchNorm; the result is equal except for rounding."""
     result = _by_kernel(input, self, None, None)
     own: Callable[..., torch.Tensor] = type(self).forward
     return own(self, input) if result is None else result
@@ -34,7 +34,7 @@ def norm_and_activation(
     activation: str,
     module: nn.Module | None,
 ) -> torch.Tensor:
-    """Return `activation(norm(x) + skip)`, equal to rounding."""
+    """Return `activation(norm(x) + skip)`, equal except for rounding."""
     if not is_watched(norm) and (module is None or not is_watched(module)):
         result = _by_kernel(x, norm, skip, activation)
         if result is not None:

@@ -1,4 +1,4 @@
-"""Embedding tables of which a batch reads only rows."""
+"""Embedding tables of which a batch reads only some rows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _KINDS = (nn.Embedding, nn.EmbeddingBag)
 def row_tables(model: nn.Module, *, split: bool = False) -> tuple[list[nn.Module], dict[str, str]]:
     """Return the modules whose tables may be read only by rows, and the reasons for all others.
 
-    If several modules have a parameter, its readers are not known, so that it is left out. If a
-    forward that is not torch's own reads all of a table, the gradient shows it.
+    A parameter of several modules is left out, because its readers are not known. If a forward that
+    is not torch's own reads all of a table, the gradient of the table shows that.
 
     Args:
         model: a model of torch or Keras.
@@ -63,7 +63,7 @@ def has_hooks_of_others(*hooks: Mapping[int, Any] | None) -> bool:
 
 
 def is_hooked(weight: torch.Tensor) -> bool:
-    """Return whether a hook of other code reads a weight's gradient, expected to have all rows."""
+    """Return whether other code's hook reads a weight's gradient and so needs all its rows."""
     after = getattr(weight, "_post_accumulate_grad_hooks", None)
     return has_hooks_of_others(weight._backward_hooks, after)
 

@@ -1,9 +1,9 @@
 """Operators that stay in fp32 under autocast to bf16 on a CPU, because bf16 may be slower there.
 
-Two are known, of torch's kernels without AMX. One is the gradient of attention with short sequences
-or small heads (up to 4 times as long). The other is the gradient of depthwise convolutions with a
-stride (15 times). Their inputs are cast to fp32 and their results to bf16, so that other operators
-see no difference.
+Two such operators are known in torch's kernels for CPUs without AMX. The gradient of attention with
+short sequences or small heads takes up to 4 times as long in bf16. The gradient of depthwise
+convolutions with a stride takes 15 times as long. Their inputs are cast to fp32 and their results
+to bf16, so that other operators see no difference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def may_be_slower_in_bf16(model: nn.Module) -> bool:
 def keep_in_fp32(model: nn.Module) -> list[Callable[[], None]]:
     """Run these operators in fp32 under autocast to bf16, and return functions that undo it.
 
-    Attention is a function, so until then it runs in fp32 for every model of this process.
+    Attention is a function, not a module, so until the undo it runs in fp32 for every model of this
+    process.
     """
     undo = [_attention_in_fp32()]
     for module in model.modules():

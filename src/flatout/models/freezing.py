@@ -126,7 +126,7 @@ def _only(named: list[tuple[str, nn.Module]], name: str) -> nn.Module:
     result = {id(module): module for own, module in named if own == name}
     if not result:
         raise _unknown(name, named)
-    return list(result.values())[-1]  # the part that a wrapper of the same name holds
+    return list(result.values())[-1]  # the module inside a wrapper of the same name
 
 
 def _unknown(name: str, named: list[tuple[str, nn.Module]]) -> ModelError:

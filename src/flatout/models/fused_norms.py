@@ -2,8 +2,8 @@
 
 In a `forward` that can be traced as a graph, pairs of BatchNorm and ReLU or ReLU6, with a residual
 block's sum between them, become one call. The same kernel also runs every other BatchNorm. It adds
-sums in another order than torch, so results are equal to rounding. Modules, their names and the
-state dict stay as they are.
+sums in another order than torch, so results are equal except for rounding. Modules, their names and
+the state dict stay as they are.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def _fuse(graph: fx.Graph, module: nn.Module) -> list[nn.Module]:
         activation = _activation(reader, module)
         if activation is None or (total is not None and activation == "relu6"):
             continue
-        # Nothing else reads the activation's input, so the activation may run where that is made.
+        # Nothing else reads the activation's input, so the activation may run where its input is
+        # made.
         place = node if total is None else total
         with graph.inserting_before(place):
             skip = None if total is None else next(n for n in total.args if n is not node)

@@ -1,10 +1,10 @@
 """GroupNorm whose input needs no gradient, in channels_last on a CPU.
 
 In torch 2.11 to 2.13 the backward pass (`native_group_norm_backward` with `channels_last`) writes
-the gradient of the input even if it has no memory. That ends the process, so no probe can detect
-it. Therefore the input gets a gradient, which is computed and dropped. Gradients of weight and bias
-are the same, bit for bit. Modules and `F.group_norm` both call `torch.group_norm`, the function
-that is replaced.
+the gradient of the input even if this gradient has no memory. That error ends the process, so no
+trial can detect it. Therefore the input's gradient is requested, computed and dropped. Gradients of
+weight and bias are the same, bit for bit. Modules and `F.group_norm` both call `torch.group_norm`,
+the function that is replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def has_group_norms(model: nn.Module) -> bool:
 
 @contextmanager
 def guarding_group_norms(inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter another context, and give inputs of group normalization a gradient in the block."""
+    """Enter another context, and within it let inputs of group normalization require a gradient."""
     global _within
     with _lock:
         _within += 1

@@ -23,7 +23,7 @@ class Held:
     """The `train` method of a module that stays in evaluation mode.
 
     It is an attribute of the module, so every call of `.train()` finds it. It refers to the module
-    weakly, so that an unused model is freed. A copy or pickle of the module gets one of its own.
+    weakly, so that an unused model is freed. A copy or pickle of the module gets its own `Held`.
     """
 
     def __init__(self, module: nn.Module, trained: tuple[str, ...], mode: bool) -> None:
@@ -50,7 +50,7 @@ def hold(module: nn.Module) -> None:
         if not is_held(part):
             own = part.named_parameters(recurse=False)
             trained = tuple(name for name, value in own if value.requires_grad)
-            # Bypasses torch's own __setattr__, which wrappers override.
+            # This bypasses torch's own __setattr__, which wrappers override.
             vars(part)["train"] = Held(part, trained, part.training)
         part.training = False
         fix(part.parameters(recurse=False))

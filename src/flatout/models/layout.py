@@ -17,7 +17,7 @@ def format_of(model: nn.Module) -> str:
 
 
 def lay_out(model: nn.Module, memory_format: torch.memory_format) -> None:
-    """Set the memory format like `model.to`, which would refuse a model with 3-D convolutions."""
+    """Set the memory format of 4-D weights; `model.to` refuses models with 3-D convolutions."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.dim() == 4:
             tensor.data = _laid_out(tensor.data, memory_format)

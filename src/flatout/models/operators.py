@@ -1,4 +1,4 @@
-"""Counts the operators of a training step: their number, computations and memory traffic.
+"""Counts of the operators of a training step: their number, FLOPs and memory traffic.
 
     with OperatorCount() as count:
         loss = model(x).sum()
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.data import tensors_in
 
-# Most bytes of an operator's tensors at which all of them are assumed to be in a cache.
+# Maximum bytes of an operator's tensors for which they are assumed to be in a cache.
 CACHED_BYTES = 2**21
 
 _Args = tuple[Any, ...]
@@ -31,7 +31,7 @@ _Kinds = dict[str, dict[str, float]]
 
 
 class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators in the block by lane and kind."""
+    """Context that counts operators by kind and by lane: forward, backward or optimizer."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class OperatorTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Times products, attention and recurrence on a CPU in the block.
+    """Context that times matrix products, attention and recurrent layers on a CPU.
 
     Attributes:
         kernels_s: seconds of these operators, for which compiled code calls the same kernels.
@@ -107,7 +107,7 @@ def weights_counted(
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     states = [state for o in optimizers for state in o.state.values()]
-    # Excludes step counts, which have no dimension.
+    # This excludes step counts, which have no dimension.
     tensors = [t for state in states for t in tensors_in(state) if t.dim()]
     return {
         "bytes": sum(map(_bytes, trained)),
@@ -163,7 +163,7 @@ def _is_kernel(func: Any) -> bool:
 
 
 _KERNELS = ("matmul", "attention", "recurrent")
-# Operations that torch runs as one operator in evaluation.
+# Operations that torch runs as a single operator in evaluation.
 _WHOLE = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 _BY_NAME = {
     "normalization": ("_norm",),

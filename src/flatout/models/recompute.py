@@ -30,11 +30,11 @@ def recompute_activations(model: nn.Module) -> Callable[[], None]:
 
     Blocks are the composite members of a `ModuleList` or `Sequential` (the layers of a transformer,
     the residual blocks of a ConvNet). A Sequential of n plain layers is cut into about sqrt(n) runs
-    of layers. In a model without either, blocks are its composite children. The result is
-    bit-identical to the plain step.
+    of layers. In a model without a `ModuleList` or `Sequential`, blocks are its composite children.
+    The result is bit-identical to the plain step.
 
     Raises:
-        ModelError: the model has no such parts, so that nothing would be saved.
+        ModelError: the model has no such blocks, so no memory would be saved.
     """
     places = list(_places(model, listed=False))
     places = places or [m for m in model.children() if _parts(m) and _has_code(m)]
@@ -140,7 +140,7 @@ def _checkpointed(
 
 
 class _BuffersAsNow(AbstractContextManager[None]):
-    """Gives modules copies of the buffers as they were when this was made, in the block."""
+    """Context in which modules have copies of the buffers' values at this object's creation."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._values = [

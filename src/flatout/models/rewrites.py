@@ -1,6 +1,6 @@
 """Exact rewrites: the same values and gradients with less memory traffic.
 
-There is one rewrite: of an activation that only clamps (ReLU, ReLU6) followed by max-pooling. The
+The only rewrite changes an activation that only clamps (ReLU, ReLU6), followed by max-pooling. The
 maximum of clamped values is the clamped maximum. Pooling first thus leaves the activation a quarter
 of the elements. The most frequent pair, ReLU and 2x2 windows, becomes one pass over memory.
 
@@ -206,7 +206,8 @@ def _exchange(graph: fx.Graph, module: nn.Module) -> int:
         activation = pool.args[0]
         if not isinstance(activation, fx.Node) or not _is_movable(activation, module):
             continue
-        # Both run at the activation's place: later the source might hold other values.
+        # Both operators run at the activation's place in the graph: later the source tensor might
+        # hold other values.
         with graph.inserting_before(activation):
             pool.replace_all_uses_with(_exchanged(graph, module, activation, pool))
         graph.erase_node(pool)
@@ -318,8 +319,8 @@ def is_fresh(node: fx.Node, module: nn.Module) -> bool:
 def forward_as_written(module: Any) -> Callable[..., Any] | None:
     """Return the forward of a module's class if a Flatout rewrite is on the module, else None.
 
-    A rewrite calls parts in another order, and only in training. A module that is cut runs as
-    written, so that the cut stays in the same place whatever rewrites are on the module.
+    A rewrite calls submodules in another order, and only in training. A module with a cut inside
+    (models/frozen) runs its original forward, so that rewrites do not move the cut.
     """
     return (
         MethodType(type(module).forward, module) if is_ours(vars(module).get("forward")) else None

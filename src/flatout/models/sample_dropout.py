@@ -1,12 +1,12 @@
-"""Dropout keyed by sample: the dropped elements depend only on (seed, step, layer, sample).
+"""Dropout keyed by sample: the dropped elements depend only on seed, step, layer and sample.
 
 They are the same on any number of ranks, in any micro-batches, with or without accumulation, in any
 memory format, and after a resume. torch's own dropout draws from a random stream instead, so that
 its result depends on all earlier draws of the process.
 
-While a step runs, three things are replaced: torch's dropout functions (those below
-`torch.nn.functional`, which both modules and a written `forward` end in), attention that drops
-weights, and recurrent layers that drop between their layers. Outside of a step nothing is replaced.
+While a step runs, three things are replaced: torch's dropout functions (which modules and functions
+of `torch.nn.functional` call), attention that drops weights, and recurrent layers that drop between
+their layers. Outside of a step nothing is replaced.
 
 A checkpointed block runs twice and must drop the same elements twice. torch replays its random
 generator in the second run, so each call draws one number from it: a number that was drawn before
@@ -37,13 +37,13 @@ _NAMES = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"
 _TORCHS = {name: getattr(_VF, name) for item in _NAMES for name in (item, f"{item}_")}
 _RECURRENT = {name: getattr(_VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 _ATTENTION = F.scaled_dot_product_attention
-# Limit of SELU for large negative inputs, with its sign turned (Klambauer et al., "Self-Normalizing
+# Absolute value of SELU's limit for large negative inputs (Klambauer et al., "Self-Normalizing
 # Neural Networks", 2017).
 _ALPHA = 1.7580993408473766
 
 
 class _DropoutCall(NamedTuple):
-    """A call of dropout during `look`: its layer's number and its input."""
+    """A call of dropout during `look`: the layer's index and the input."""
 
     site: int
     given: torch.Tensor
@@ -64,14 +64,14 @@ class Layout(NamedTuple):
 
 # The default: dimension 0, with the rows of a sample next to each other.
 _FIRST = Layout(0)
-# No sample owns a part of the tensor: one draw for all.
+# No part of the tensor belongs to a single sample: all samples share the same mask.
 _SHARED = Layout(-1)
 # Samples in the smaller of the two runs of `look`.
 _FEW = 2
 
 
 class SampleDropout:
-    """Makes dropout in a model's steps a function of the sample, until `close`.
+    """Makes dropout in a model's steps depend on the sample only, until `close`.
 
     Modules, parameters and the keys of the state dict stay the same.
 
@@ -84,7 +84,7 @@ class SampleDropout:
 
     Attributes:
         has_calls: whether `look` has found active dropout.
-        layouts: the position of samples in the input of each layer, by its number.
+        layouts: the position of samples in the input of each dropout layer, by the layer's index.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -105,7 +105,7 @@ class SampleDropout:
 
     def _mark(self, name: str, module: nn.Module) -> None:
         if "forward" in vars(module):
-            return  # other code replaced it: its calls count as calls of the surrounding code
+            return  # replaced by other code: calls count as calls of the surrounding code
         self._marked.append((f"{name} ({type(module).__name__})", module))
         module.forward = MethodType(_forward(self, len(self._marked)), module)
 
@@ -213,7 +213,7 @@ class SampleDropout:
                 "Compute(dropout='torch')",
             )
         site = self._site
-        # A number of the call and the layer that is unique in this forward.
+        # An id of the call and the layer that is unique in this forward.
         number = self._call(site) * (len(self._marked) + 1) + site
         layout = self.layouts.get(site, _FIRST)
         if layout == _SHARED:

@@ -1,7 +1,6 @@
-"""Parameters of which each rank holds a part (torch's DTensor), read whole or by their part.
+"""Access to parameters that are sharded over ranks (torch's DTensor): whole, or this rank's shard.
 
-The module does not import torch's DTensor to recognize one: if none was made, that would import all
-of it.
+The module recognizes a DTensor without importing torch's package for it, which may not be loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ def is_shard(tensor: Any) -> bool:
 
 @torch.no_grad()
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the part of a tensor that this rank holds: all of it if it is no shard."""
+    """Return a view of this rank's part of a tensor: the whole tensor if it is not sharded."""
     parts: Any = tensor
     return parts.to_local() if is_shard(tensor) else tensor
 
@@ -34,7 +33,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def sharded_like(value: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     """Distribute a whole tensor, which all ranks have, as `shard` is, and return this rank's part.
 
-    Return `value` unchanged if it is a shard already, or if `shard` is none.
+    Return `value` unchanged if it is a shard already, or if `shard` is not a shard.
     """
     if not is_shard(shard) or is_shard(value):
         return value
@@ -42,5 +41,5 @@ def sharded_like(value: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
     parts: Any = shard
     on = value.to(own_part(shard).device)
-    # None as the source: no rank sends anything.
+    # With None as the source rank, no rank sends anything.
     return distribute_tensor(on, parts.device_mesh, parts.placements, src_data_rank=None)

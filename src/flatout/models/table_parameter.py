@@ -33,7 +33,7 @@ _INDEXED = (Tensor.__getitem__, Tensor.index_select, torch.index_select)
 
 
 class Lookup(Protocol):
-    """Reads rows in place of torch's operators."""
+    """Interface of an object that reads rows in place of torch's operators."""
 
     def embedding(self, padding_idx: int | None, scale_grad_by_freq: bool) -> Tensor:
         """Return the result of torch.nn.functional.embedding."""
@@ -47,19 +47,19 @@ class Lookup(Protocol):
 
 
 class Reader(Protocol):
-    """Is called before each read."""
+    """Interface of an object that is called before each read of a table."""
 
     def by_rows(self, ids: Tensor) -> Lookup | None:
         """Return an object that reads these rows of an embedding, or None for torch's operator."""
         ...
 
     def whole(self) -> None:
-        """Prepare for a read or write of any of the values."""
+        """Prepare for a read or write of any of the table's values."""
         ...
 
 
 class TableParameter(nn.Parameter):
-    """An nn.Parameter whose reads are watched. Copies and pickles of it are plain parameters."""
+    """An nn.Parameter that reports its reads. Copies and pickles of it are plain parameters."""
 
     _reader: Reader
 
@@ -96,7 +96,7 @@ class TableParameter(nn.Parameter):
 
 
 def watch_table(weight: nn.Parameter, reader: Reader) -> None:
-    """Report every read of a parameter to `reader`.
+    """Report each read of a parameter's values to `reader`.
 
     The parameter must be an nn.Parameter and not of a subclass.
     """

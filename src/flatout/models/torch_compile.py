@@ -19,7 +19,7 @@ _Mode = TorchFunctionMode | TorchDispatchMode
 
 @contextmanager
 def before_compiled(act: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
-    """Call `act` once within this context, before this thread first calls compiled code.
+    """Call `act` once: before this thread first calls compiled code within this context.
 
     Yields:
         a function that returns whether this thread has called compiled code, or may have.
@@ -48,7 +48,7 @@ def before_compiled(act: Callable[[], None] = lambda: None) -> Iterator[Callable
 
 @contextmanager
 def left_before_compiled(mode: _Mode) -> Iterator[Callable[[], bool]]:
-    """Enter a mode of torch, and leave it before this thread first calls compiled code.
+    """Enter a mode of torch, and leave the mode before this thread first calls compiled code.
 
     Under the mode, code would be compiled in another way or not at all, and would round
     differently.
@@ -77,7 +77,7 @@ def left_before_compiled(mode: _Mode) -> Iterator[Callable[[], bool]]:
 
 def _leave(mode: _Mode) -> bool:
     if isinstance(mode, TorchDispatchMode):
-        # Another mode of this kind prevents compilation anyway.
+        # Another active mode of this kind prevents compilation anyway.
         is_last = _get_current_dispatch_mode() is mode
         if is_last:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The adapter for torch modules. keras/model.py has the one for Keras models."""
+"""The adapter for torch modules. keras/model.py has the adapter for Keras models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flatout.models.rewrites import Rewrite, forward_as_written, rewrites_of
 from flatout.models.shards import is_shard, sharded_like, whole
 from flatout.models.weights import layers_of, own_names
 
-# Called with a layer's name and kind, its inputs and its output.
+# A function that gets a layer's name and class, its inputs and its output.
 Look = Callable[[str, str, tuple[Any, ...], Any], None]
 
 
@@ -28,13 +28,13 @@ class TorchModel:
     Attributes:
         module: the user's own object.
         rewrites_round: whether rewrites change the layers' results by rounding.
-        meets_in_loss: whether the loss may wait for other ranks' losses in each batch.
-        is_compiled: whether the model has its own loss, metrics and optimizer.
+        meets_in_loss: whether the loss function may communicate with other ranks in each batch.
+        is_compiled: whether the model has its own loss, metrics and optimizer, by Keras' `compile`.
         framework: the framework that the model is written in.
         calls_hooks: whether calls of its parts run torch's hooks.
-        endings: suffixes of the files that it can be saved as; the framework itself writes
-            `own_files`.
-        saved_as: the same in words.
+        endings: suffixes of the files that the model can be saved as.
+        own_files: the suffixes in `endings` whose files the framework itself writes.
+        saved_as: description of these suffixes, for messages.
     """
 
     rewrites_round = False
@@ -69,7 +69,7 @@ class TorchModel:
         return self.module
 
     def outputs(self, inputs: Any, *, as_written: bool = False) -> Any:
-        """Return the forward's outputs for a batch's inputs, without the model's own hooks.
+        """Return the forward's outputs for a batch's inputs; hooks of the model itself do not run.
 
         Args:
             inputs: a tensor, a tuple, or a mapping by argument.
@@ -82,12 +82,12 @@ class TorchModel:
         return forward(**inputs) if isinstance(inputs, Mapping) else forward(*inputs)
 
     def parts(self) -> dict[str, Any]:
-        """Return each part whose calls can be distinguished by name, without the model itself."""
+        """Return, by name, each submodule whose calls can be distinguished."""
         named = self.module.named_modules()
         return {name: part for name, part in named if part is not self.module}
 
     def scales_images(self) -> bool | None:
-        """Return whether a layer scales or normalizes images; None if only a trial shows it."""
+        """Return whether a layer scales or normalizes images; None if only a trial shows that."""
 
     def takes_channels_last(self) -> bool:
         """Return whether its images are of shape (size, height, width, channels)."""
@@ -118,9 +118,9 @@ class TorchModel:
         return rewrites_of(self.module)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return all tensors that are saved of the model, by name, without copies.
+        """Return all tensors of the model that a checkpoint saves, by name, without copies.
 
-        If each rank holds a part, all ranks call this and get whole tensors.
+        If the weights are sharded over ranks, all ranks call this and get whole tensors.
         """
         state = self.module.state_dict()
         own = own_names(self.module, state)
@@ -152,7 +152,7 @@ class TorchModel:
         return list(self.module.buffers())
 
     def layers(self) -> list[tuple[str, Any]]:
-        """Return each part of the model whose calls can be watched, with its own name."""
+        """Return each submodule whose calls can be watched, with the submodule's own name."""
         return layers_of(self.module)
 
     def named(self) -> list[tuple[str, nn.Module]]:
@@ -208,7 +208,7 @@ class TorchModel:
                 yield name, module, module.num_embeddings
 
     def first_layer(self) -> str:
-        """Return the first layer with parameters, in words."""
+        """Return a description of the first layer with parameters."""
         for name, module in self.module.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
                 own = own_names(self.module, [name])[name]

@@ -1,11 +1,12 @@
 """The program of a written `forward` as a graph, if the graph is certain to be the same program.
 
-torch.fx runs `forward` once on stand-ins for tensors and records the operations on them. It does
-not record anything else: the branch that was taken, a context that was entered, a list that was
-appended to. So the source is read first, and a forward is run on stand-ins only if it has none of
-these. It must be a straight line of assignments that ends in a return, and may call only torch, a
+torch.fx runs `forward` once on proxies for tensors and records the operations on them. It does not
+record anything else, such as a branch, an entered context, or an element appended to a list. So the
+source code is checked first, and a forward is run on proxies only if it contains nothing of this
+kind. It must be a straight line of assignments that ends in a return, and may call only torch, a
 submodule, or a method of the same kind. Plain attributes that it reads become constants of the
-graph. They are returned too, so that a call can check whether they still hold.
+graph. These constants are returned too, so that a call can check whether the attributes have
+changed.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def line_of(node: fx.Node) -> tuple[str, int]:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Return whether the module has hooks, or its forward was replaced."""
+    """Return whether the module has hooks or a replaced forward."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return each module with its own name. A wrapper has its content's name, and precedes it."""
+    """Return each module with its own name. A wrapper comes before its module, with that name."""
     levels = _wrapped(model)
     return [(_strip_levels(path, levels), module) for path, module in model.named_modules()]
 

@@ -1,4 +1,4 @@
-"""Identification of the calls in runs of a model's forward, and their redirection to the run."""
+"""Identification of the calls in runs of a model's forward, and redirection of calls to a `Run`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Key(NamedTuple):
     """Identifies a call of a forward, even if a run leaves out other calls.
 
     Attributes:
-        path: the containers around the call.
+        path: the calls of the containers around the call, from the outermost.
         name: the module's name in the model, or a function's name after a colon.
         nth: number of earlier calls of this name in the same container.
     """
@@ -45,7 +45,7 @@ class Frame:
         return Key(self.path, name, count)
 
     def inside(self, key: Key) -> Frame:
-        """Return the frame of a container that is called here."""
+        """Return the frame of a container that this frame's container calls."""
         return Frame((*self.path, f"{key.name}#{key.nth}"))
 
 
@@ -59,7 +59,7 @@ def is_transparent(part: Any) -> bool:
 
 @contextmanager
 def taking_part(run: Run, parts: Iterable[tuple[str, Any]]) -> Iterator[None]:
-    """Redirect the calls of these parts to the run in the block."""
+    """Redirect the calls of these modules to `run` within this context."""
     kept = []
     for name, part in parts:
         attribute = "call" if is_layer(part) else "forward"

@@ -15,21 +15,22 @@ from torch import Tensor
 
 from flatout.kernels import available, crc32c
 
-# Largest fraction of the time that repeated reads may take.
+# Maximum fraction of the elapsed time that repeated reads of the tensors may take.
 _SHARE = 0.01
-# Integer types by item size, as which values are summed.
+# Integer dtype, by bytes of an element, in which the values' bits are summed.
 _NUMBERS = {1: torch.uint8, 2: torch.int16}
 
 
 class Contents:
-    """A check whether tensors still hold the values that they had when this was made.
+    """A check whether tensors still hold the values that they had when this object was created.
 
     Args:
         tensors: tensors on any device.
         clock: returns seconds.
 
     Attributes:
-        next_look: the time before which `seem_same` does not read the tensors again.
+        next_look: the time, in seconds of `clock`, before which `seem_same` does not read the
+            tensors again.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Contents:
     def seem_same(self) -> bool:
         """Return whether the tensors are unchanged, at little cost.
 
-        Between reads, which are rare enough to take little time, the answer is True.
+        The tensors are read rarely, to save time. Between two reads the result is True.
         """
         began = self._clock()
         if began < self.next_look:

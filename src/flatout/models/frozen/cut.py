@@ -1,4 +1,4 @@
-"""A forward in two parts: from the inputs to the kept values of a frozen prefix, and from there."""
+"""A forward in two parts: the frozen prefix, from inputs to kept values, and the rest."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from flatout.models.rewrites import is_ours
 
 _ACTING = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 _PLAIN = (bool, int, float, str)
-# After changes around the frozen part, the prefix is checked on a few samples. _TRIED: number of
-# first changes that are all checked. _TRIED_EVERY: from then on, one of this number of changes.
+# When attributes of modules around the frozen part change, the prefix is checked on a few samples.
+# _TRIED: number of first changes after each of which the prefix is checked. _TRIED_EVERY: number of
+# changes between two later checks.
 _TRIED, _TRIED_EVERY = 4, 64
 
 
@@ -50,7 +51,7 @@ def _children_of(
         for name, child in part._modules.items():
             if child is not None and not own.isdisjoint(map(id, child.modules())):
                 result.append((part._modules, name))
-    # A ScriptModule does not hold them in a dict, and cannot replace them.
+    # A ScriptModule does not hold parameters and buffers in a dict, and cannot replace them.
     return [(children, name) for children, name in result if isinstance(children, dict)]
 
 
@@ -60,7 +61,7 @@ def autocast_now(device: str) -> tuple[bool, torch.dtype]:
 
 
 class _Enough(BaseException):
-    """Ends a forward when all kept values exist. No error, so user code should not catch it."""
+    """Ends a forward when all kept values exist. User code should not catch it: it is no error."""
 
 
 class _Part:
@@ -79,7 +80,7 @@ class _Part:
         self._forms = forms
         self._samples = samples
         self._frame = Frame(())
-        self._inside = 0  # number of active modules that run whole
+        self._inside = 0  # number of active calls of modules that run whole
         self.values = values
 
     def stand_in(self, number: int) -> StandIn:
@@ -182,11 +183,11 @@ class Cut:
     """A place in a model's forward; everything before it is frozen.
 
     Attributes:
-        name: the place, in words.
-        tensors: parameters and buffers that the prefix reads, by their name in the model.
+        name: description of the place, in words.
+        tensors: parameters and buffers that the prefix reads, by name in the model.
         bytes_per_sample: bytes of a sample's kept values.
-        place: the calls before it, by their order in the forward.
-        calls: differs between prefixes that do different things with the same tensors.
+        place: indices, in the order of the forward, of the calls before the cut.
+        calls: digest of the prefix's calls, which distinguishes prefixes with the same tensors.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class Cut:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All modules that are whole before the cut, and the modules in them."""
+        """All modules that run completely before the cut, and the modules in them."""
         return self._modules
 
     @property
@@ -320,9 +321,9 @@ class Cut:
     def is_current(self) -> bool:
         """Return whether the frozen part is unchanged: tensors, flags, attributes, hooks, modules.
 
-        If an attribute of a module around it has changed, which may concern only the part after the
-        cut, the prefix is run on a few samples. If attributes change in each step, this check
-        becomes rare.
+        A module around the frozen part may change an attribute that only the part after the cut
+        uses. So after such a change the prefix is run on a few samples. If attributes change in
+        each step, the prefix is run rarely.
         """
         if self._state != self._state_now():
             return False
@@ -339,7 +340,7 @@ class Cut:
 
     @property
     def contents(self) -> Contents:
-        """The contents of its tensors when it was applied, or when this property was first read.
+        """Contents of the prefix's tensors when the cut was applied, or when this was first read.
 
         A comparison costs more than `is_current`, and also finds values that were written through
         `tensor.data` or an array.
@@ -357,8 +358,8 @@ class Cut:
         state += [id(own.get(name)) for own, name in self._children]
         for part in self._modules:
             state.append(len(part._forward_hooks) + len(part._forward_pre_hooks))
-            # Only these modules act differently in training. An evaluation turns that off, never
-            # on.
+            # Only these modules act differently in training. An evaluation turns training mode off,
+            # never on.
             state.append(part.training if isinstance(part, _ACTING) else None)
             forward = vars(part).get("forward")
             state.append(None if forward is None or is_ours(forward) else forward)

@@ -31,11 +31,11 @@ from flatout.models.frozen.recording import (
 )
 from flatout.models.frozen.stand_in import StandIn, Uncut
 
-# Most samples of a batch that the search runs on.
+# Maximum number of a batch's samples that the search runs on.
 _SAMPLES = 4
-# Most modules that may be treated as opaque because the search cannot follow their forward.
+# Maximum number of modules that are recorded whole because the search cannot follow their forward.
 _ATTEMPTS = 8
-# Most places of a kept value that are named in a message.
+# Maximum number of kept values whose layers the name of a cut lists.
 _NAMED = 3
 
 
@@ -47,8 +47,8 @@ class Cuts:
         cuts: the fastest cuts for different reading rates, in the order of rising bytes; with a
             limit on bytes, also the fastest cut within it.
         hindrance: the layer that prevents more freezing, and what to do; "" if there is none.
-        at: the cuts at places that another rank found by its own times. A cut that does not hold is
-            left out.
+        at: function that returns this model's cuts at places found by another rank. Cuts that give
+            wrong results here are left out.
     """
 
     cuts: list[Cut] = field(default_factory=list)
@@ -77,7 +77,7 @@ def find_cuts(model: Any, inputs: Any, most: float = inf) -> Cuts:
         inputs: inputs of at least two samples, as the model takes them: a tensor, a tuple, or a
             mapping by argument. Dimension 0 is the sample. The caller sets the autocast of the
             training steps.
-        most: most bytes of a sample that may be kept.
+        most: maximum number of bytes that may be kept per sample.
     """
     if (why := _hook_around(model)) is not None:
         return Cuts(hindrance=why)
@@ -85,7 +85,8 @@ def find_cuts(model: Any, inputs: Any, most: float = inf) -> Cuts:
         with _left_alone(model), torch.enable_grad():
             result, dropped = _Search(model, inputs, as_written=True).cuts(most)
             if dropped:
-                # For a rewrite that rounds: the rewritten model gives what the whole model gives.
+                # If a rewrite rounds differently, the output of the rewritten model is the
+                # reference.
                 other, _ = _Search(model, inputs, as_written=False).cuts(most)
                 result = max(result, other, key=lambda cuts: len(cuts.cuts))
             return result
@@ -147,7 +148,7 @@ class _Search:
     def cuts(self, most: float) -> tuple[Cuts, int]:
         every = list(range(2 * self.half))
         first, second = every[: self.half], every[self.half :]
-        # The first call makes everything that is made once.
+        # The first call creates everything that is created only once.
         with nothing_random():
             self.outputs(self.inputs(first))
         attributes = _attributes(self.model)

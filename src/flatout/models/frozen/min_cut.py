@@ -1,4 +1,4 @@
-"""Selection of the frozen calls to leave out: cuts of a graph with the best time for their bytes.
+"""Selection of the frozen calls to leave out: the best trade-offs of time saved and bytes kept.
 
 A call that is left out takes no time, but all calls before it that it depends on must be left out
 too. Such a set is a closure of the graph, and the best closure is a minimum cut (Picard, 1976),
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 Prefix = frozenset[int]
-# Most branch-and-bound steps with a limit on bytes, a knapsack problem. Then the best so far holds.
+# Maximum number of branch-and-bound steps if bytes are limited, which is a knapsack problem. After
+# these steps the best prefix so far is used.
 _TRIED = 64
 
 
@@ -24,10 +25,10 @@ class Value:
     """The result of a call, or an input of the model.
 
     Attributes:
-        maker: the index of the call that makes it; None for an input.
-        size: bytes of a sample; None if the value cannot be kept.
-        readers: the frozen calls that read it.
-        is_needed: whether a call reads it that is never left out.
+        maker: index of the call that makes the value; None for an input.
+        size: bytes of the value per sample; None if the value cannot be kept.
+        readers: indices of the frozen calls that read the value.
+        is_needed: whether a call that is never left out reads the value.
     """
 
     maker: int | None
@@ -52,7 +53,7 @@ class Graph:
     needs: list[tuple[int, int]]
 
     def time(self, prefix: Collection[int]) -> int:
-        """Return the time of the calls that are not in a prefix, so are computed in each step."""
+        """Return the time of the calls that are not in a prefix and so run in each step."""
         return sum(spent for call, spent in enumerate(self.spent) if call not in prefix)
 
     def bytes(self, prefix: Collection[int]) -> int:

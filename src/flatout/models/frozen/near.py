@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-# Largest differences, as a fraction of the largest number. _SHARES: on a CPU, whose kernels sum in
-# another order for other batches. _ON_DEVICES: for float32 on a GPU, whose kernels may also round
-# factors to TF32, or use transforms such as Winograd's. _IN_HALF: for half precision.
+# Maximum difference that counts as rounding, as a fraction of the largest absolute value. _SHARES:
+# by dtype on a CPU, whose kernels sum in another order for other batch sizes. _ON_DEVICES: for
+# float32 on a GPU, whose kernels may also round factors to TF32, or use transforms such as
+# Winograd's. _IN_HALF: for half precision.
 _SHARES = {torch.float64: 1e-8, torch.float32: 1e-4}
 _ON_DEVICES, _IN_HALF = 5e-3, 2e-2
 

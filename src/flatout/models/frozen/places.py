@@ -16,7 +16,7 @@ from flatout.models.frozen.min_cut import (
 )
 from flatout.models.frozen.recording import ForwardRecording, store_of
 
-# Most branches whose first call with weights is tried as the begin of a cut.
+# Maximum number of branches whose first call with weights is tried as the begin of a cut.
 _FIRST = 8
 
 

@@ -17,9 +17,10 @@ class Step:
 
     Attributes:
         kind: `enter` the call; `do` it, and record its output; or only `give` that output.
-        given: the output.
-        writes: the places of stand-ins that it writes into, and their new numbers.
-        is_last: whether no kept value is made after it.
+        given: structure of the call's output; None where the call has no recorded output.
+        writes: for each stand-in that the call writes into: its index among the call's stand-in
+            arguments, and the id of its new value.
+        is_last: whether no kept value is made after this call.
     """
 
     kind: str

@@ -32,7 +32,7 @@ class OutputStructure:
 
     Attributes:
         spec: the structure's tree spec.
-        leaves: for each leaf, whether it is a value, and the number of the value or the leaf
+        leaves: for each leaf, whether it is a recorded value, and the value's id or else the leaf
             itself.
     """
 
@@ -40,7 +40,7 @@ class OutputStructure:
     leaves: list[tuple[bool, Any]]
 
     def numbers(self) -> list[int]:
-        """Numbers of the values in the structure."""
+        """Return the ids of the values in the structure."""
         return [leaf for is_value, leaf in self.leaves if is_value]
 
 
@@ -49,19 +49,21 @@ class Event:
     """A call of a function, or of a module that is recorded as a whole.
 
     Attributes:
-        path: the containers around the call.
-        name: the module's name, or the function's after a colon.
+        path: the calls of the containers around this call.
+        name: the module's name in the model, or the function's name after a colon.
         module: the module that is called, or None.
-        reads: numbers of the values that it gets.
-        given: its output; None if the output contains no tensor.
-        writes: places among its stand-ins that it changes, and the new numbers of the values.
-        stores: the memory that it writes.
-        is_trained: whether something in it is trained.
-        weighs: whether it has weights.
-        spent: its nanoseconds.
-        constants: its arguments other than tensors.
-        why: the reason why its result cannot be kept though nothing in it is trained, or "".
-        key: its key in runs that record all calls.
+        reads: ids of the values that the call gets.
+        given: structure of the call's output; None if the output contains no tensor.
+        writes: for each stand-in that the call changes: its index among the call's stand-in
+            arguments, and the id of its new value.
+        stores: addresses of the tensors' memory that the call writes.
+        is_trained: whether the call uses a parameter that is trained.
+        weighs: whether the call uses weights.
+        spent: duration of the call, in nanoseconds.
+        constants: text of the call's arguments other than tensors.
+        why: the reason why the result cannot be kept though the call trains nothing; "" without
+            one.
+        key: key of the call in runs that record all calls.
     """
 
     path: Path
@@ -80,7 +82,7 @@ class Event:
     key: Key | None = None
 
     def gives(self) -> list[int]:
-        """Numbers of all values that the call adds."""
+        """Return the ids of all values that the call makes or changes."""
         own = [] if self.given is None else self.given.numbers()
         return [*own, *(number for _, number in self.writes)]
 
@@ -92,8 +94,8 @@ class Call:
     Attributes:
         key: identifies the call.
         module: the module that is called.
-        start, stop: the range of events in it.
-        given: its output; None if that contains a tensor that no event made.
+        start, stop: the range of indices of the events within the call.
+        given: structure of the call's output; None if the output has a tensor that no event made.
     """
 
     key: Key
@@ -109,11 +111,11 @@ class Read(NamedTuple):
 
     Attributes:
         tensor: the tensor that was read.
-        at: the event that read it or, if `is_within` is false, an event before which it was read:
-            any later one may have a value made of it.
-        is_within: see `at`.
-        is_in_module: whether a module that is recorded as a whole read it, and may have made it of
-            its inputs.
+        at: index of the event that read the tensor. If `is_within` is false, the tensor was read
+            before this event, and any later event may use a value that was made of the tensor.
+        is_within: whether the event `at` itself read the tensor.
+        is_in_module: whether a module that is recorded as a whole read the tensor, and may have
+            made the tensor of its inputs.
     """
 
     tensor: torch.Tensor
@@ -126,11 +128,12 @@ class ForwardRecording(TorchFunctionMode):
     """Records the calls of one forward.
 
     Attributes:
-        events, calls: in order.
-        values: all tensors that were made, by number.
-        tensors_read: other tensors that functions got.
-        stopped_at, stopped_why: the event from which on nothing is certain, and the reason.
-        given: the output of the whole forward.
+        events, calls: recorded events, and calls of modules that contain events, in order of time.
+        values: all tensors that recorded calls made, by id.
+        tensors_read: tensors that functions got and no recorded call made.
+        stopped_at, stopped_why: index of the event from which the recording is not certain, and the
+            reason.
+        given: structure of the output of the whole forward.
     """
 
     def __init__(self, parts: dict[str, Any], opaque: set[str], *, as_written: bool) -> None:
@@ -138,7 +141,7 @@ class ForwardRecording(TorchFunctionMode):
         self.as_written = as_written
         self._parts = parts
         self._opaque = opaque
-        self._inside = 0  # number of active modules that are recorded as a whole
+        self._inside = 0  # number of active calls of modules that are recorded as a whole
         self._frame = Frame(())
         self._drawn = _random()
         self.events: list[Event] = []
@@ -220,7 +223,7 @@ class ForwardRecording(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Record a call of a part."""
+        """Record a call of a module."""
         if self._inside:
             return call(*args, **kwargs)
         part = self._parts[name]
@@ -252,8 +255,8 @@ class ForwardRecording(TorchFunctionMode):
         if is_layer(part):
             return not has_layers(part)
         if isinstance(part, nn.TransformerEncoder):
-            # TransformerEncoder writes into a mask that it makes, so it cannot be cut. A completely
-            # frozen encoder needs no cut.
+            # TransformerEncoder writes into a mask that it makes, so no cut can be inside of it. A
+            # completely frozen encoder needs no cut inside.
             return not any(p.requires_grad for p in part.parameters())
         is_torchs = type(part).__module__.startswith("torch.")
         return is_torchs and not isinstance(part, _CONTAINERS)

@@ -36,10 +36,11 @@ class Uncut(ModelError):
 
 
 class Run(Protocol):
-    """Decides about each call that gets a stand-in.
+    """Interface of a run of a forward: it decides the result of each call that gets a stand-in.
 
     Attributes:
-        as_written: whether modules that are cut run as they are written, not as rewritten.
+        as_written: whether modules with a cut inside run their original forward, without Flatout's
+            rewrites.
     """
 
     as_written: bool
@@ -63,7 +64,7 @@ class StandIn(torch.Tensor):
 
     Attributes:
         run: the run that each torch function asks.
-        number: the number of the value that it stands for.
+        number: id of the value that this object stands for.
         value: the tensor, or None if it is not computed.
     """
 

@@ -1,9 +1,9 @@
 """Keras' BatchNormalization over the whole batch, on any number of ranks.
 
-The layer computes the moments of a batch in one place. All else (moving statistics, `renorm`,
-`axis`, `epsilon`, `momentum`) follows from them and stays Keras' own code. So the moments are
-computed over all ranks there, combined as in sync_batch_norm.py. In backward, their gradients are
-summed over all ranks.
+The layer computes the moments of a batch in a single method. All else (moving statistics, `renorm`,
+`axis`, `epsilon`, `momentum`) follows from the moments and stays Keras' own code. So that method is
+replaced by one that combines the moments of all ranks, as in sync_batch_norm.py. In backward, the
+gradients of the moments are summed over all ranks.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ def share_moments(
     """Let BatchNormalizations compute their moments over a World, until `own_moments`.
 
     Args:
-        modules: modules among which they are searched.
-        part: returns the ranks that have the parts of a batch, and whether this rank's part has
-            only padding rows, so that none counts.
+        modules: modules that are searched for BatchNormalization layers.
+        part: function that returns the ranks among which a batch is split, and whether this rank's
+            part has only padding rows, which do not count.
 
     Returns:
         the layers whose moments are shared.
     """
     layers = [layer for layer in modules if _is_norm(layer)]
     for layer in layers:
-        # Bypasses Keras' own __setattr__, which would track it as a part of the layer.
+        # This bypasses Keras' own __setattr__, which would track the function as a part of the
+        # layer.
         vars(layer)["_moments"] = _moments_over(part, layer)
     return layers
 
@@ -115,7 +116,7 @@ class _Moments(torch.autograd.Function):
         of_mean, of_variance = both.view(2, -1) / divisor
         inner = (x - _spread(mean, x, ctx.axis)) * _spread(2 * of_variance, x, ctx.axis)
         inner += _spread(of_mean, x, ctx.axis)
-        if ctx.is_filling:  # the statistics do not depend on it
+        if ctx.is_filling:  # the statistics do not depend on this rank's input
             inner = torch.zeros_like(inner)
         inner = inner if counted is None else inner.where(counted, 0)
         return inner, None, None, None, None

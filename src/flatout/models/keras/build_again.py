@@ -1,8 +1,8 @@
-"""A Keras optimizer that is built again over other variables, and keeps its state.
+"""Rebuilding of a Keras optimizer over other variables, with its state kept.
 
-Keras builds an optimizer once, over the variables that train at that time. Built again, it has new
-slots in the order of the new variables, as a `.keras` file of the model needs them. The previous
-values of slots and counts are restored.
+Keras builds an optimizer once, over the variables that train at that time. After it is built again,
+it has new state variables in the order of the new trainable variables, as a `.keras` file of the
+model needs them. The previous values of state variables and counts are restored.
 """
 
 from __future__ import annotations

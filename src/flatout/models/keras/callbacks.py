@@ -34,7 +34,7 @@ def on_rank(given: list[Any], world: World) -> list[Any]:
 
 
 def reads_batches(callback: Any) -> bool:
-    """Return whether a callback may read a batch's logs on only some ranks, which would hang."""
+    """Return whether a callback may read a batch's logs on some ranks only, which would hang."""
     from keras import callbacks
 
     if not watches_batches(callback):
@@ -103,7 +103,7 @@ def saves_model(callback: Any) -> bool:
 
 
 def callback_states(callbacks: list[Any]) -> dict[str, dict[str, Any]]:
-    """Return the state of each callback, by its class and its number among that class.
+    """Return the state of each callback, by class and by index among callbacks of that class.
 
     A callback that has `state_dict` and `load_state_dict` returns its own state. The state of other
     callbacks is the counters and weights of Keras' own callbacks; weights become tensors.
@@ -148,8 +148,8 @@ def _as_plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, str, type(None))) else float(value)
 
 
-# _WEIGHTS: an attribute of EarlyStopping with weights. _COUNTED: attributes of EarlyStopping,
-# ReduceLROnPlateau and ModelCheckpoint with counters.
+# _WEIGHTS: name of EarlyStopping's attribute with weights. _COUNTED: names of the attributes of
+# EarlyStopping, ReduceLROnPlateau and ModelCheckpoint that hold counters.
 _WEIGHTS = "best_weights"
 _COUNTED = (
     _WEIGHTS, "_batches_seen_since_last_saving", "best", "best_epoch", "cooldown_counter",

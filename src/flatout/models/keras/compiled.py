@@ -1,4 +1,4 @@
-"""A compiled Keras model as fit and evaluate need it: its own loss, metrics and their semantics."""
+"""Adapter of a compiled Keras model for fit and evaluate, with `compile`'s loss and metrics."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class KerasJob:
     Args:
         model: a built and compiled model.
         training: whether layers behave as in training.
-        slow_metrics: times the metrics in training, and updates slow ones less often.
+        slow_metrics: times the metrics in training, and updates slow metrics less often.
         together: returns the ranks that compute parts of the same batch at this moment.
-        class_weight: weight of each class number, for batches without class weights.
-        also: called with outputs and targets of the samples that this rank counts, in addition to
-            the metrics.
+        class_weight: weight by class number, for batches whose sample weights do not include class
+            weights yet.
+        also: function that gets the outputs and targets of this rank's samples, as the metrics do.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class KerasJob:
         self._own_results: dict[str, Any] = {}
 
     def compute(self, batch: Batch) -> Value:
-        """Return the batch's loss, and update the metrics with its outputs.
+        """Return the loss of a batch, and update the metrics with the model's outputs.
 
         If several ranks have parts of a batch, the mean of these losses over all samples is the
         loss of the whole batch.
@@ -121,7 +121,7 @@ class KerasJob:
         if batch.samples:
             y_pred, batch = _outputs_of_samples(y_pred, batch), batch.without_padding()
         else:
-            batch = batch._replace(weight=None)  # whatever its loss, it has no weight
+            batch = batch._replace(weight=None)  # padding only: its loss has no weight
         y, weight = self._targets(batch, y_pred)
         loss: torch.Tensor = model._compute_loss(
             x=batch.inputs, y=y, y_pred=y_pred, sample_weight=weight, training=self._training
@@ -147,7 +147,8 @@ class KerasJob:
             model._compile_metrics.update_state(y, y_pred, weight)
 
     def _compute_part(self, batch: Batch, world: World) -> Value:
-        # Another rank counts this copy, also in the variables that the loss and layers update.
+        # Another rank counts the same samples, also in the variables that the loss and layers
+        # update.
         counted = self._summed() if batch.is_copy else []
         before = [variable.value.clone() for variable in counted]
         with shared_losses(world, batch):
@@ -253,7 +254,7 @@ def sample_losses(model: Any) -> tuple[Callable[[Any, Any], torch.Tensor], str, 
     loss = losses[0].loss
 
     def values(y: Any, y_pred: Any) -> torch.Tensor:
-        # Like loss(y, y_pred) before its reduction.
+        # The same computation as loss(y, y_pred), without the reduction.
         y, y_pred = (keras.ops.convert_to_tensor(item, dtype=loss.dtype) for item in (y, y_pred))
         given: torch.Tensor = loss.call(y, y_pred)
         return given.reshape(len(y_pred), -1).mean(1)
@@ -358,7 +359,7 @@ def classes_of(y: torch.Tensor, numbers: bool) -> torch.Tensor:
 
 
 def _weight_of_places(model: Any, y: Any, weight: Any) -> tuple[Any, Any]:
-    """Return targets and weights; each place of a sample with several classes gets its weight."""
+    """Return targets and weights; each position of a sample with several classes gets a weight."""
     is_one_a_sample = torch.is_tensor(y) and torch.is_tensor(weight) and weight.dim() == 1
     numbers = takes_numbers(model)
     if not is_one_a_sample or not (numbers or _takes(model, "categorical")):
@@ -382,7 +383,7 @@ def targets_of(batch: Batch) -> tuple[Any, Any]:
 
 
 def in_full_precision(outputs: Any) -> Any:
-    """Return outputs that autocast made half precision in float32, in which losses are computed.
+    """Return outputs that autocast made half precision as float32, for computing losses.
 
     Half precision that the user has chosen by a Keras policy stays.
     """

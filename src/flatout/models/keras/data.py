@@ -1,4 +1,4 @@
-"""Inputs of Keras' `fit` as a Source: arrays by Flatout's gather, others by Keras' adapters."""
+"""Inputs of Keras' `fit` as a Source: Flatout reads arrays, Keras' adapters read other inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flatout.data import (
 )
 from flatout.errors import DataError
 
-# Key in a batch's targets for sample weights that are not one number for each sample.
+# Key in a batch's targets for sample weights that have another shape than (samples,).
 WEIGHTS = "flatout:sample_weight"
 
 
@@ -50,10 +50,10 @@ def as_keras_source(
         y: targets, for arrays.
         sample_weight: one number for each sample, or in the structure of `y`.
         batch_size: samples per batch of arrays; 32 by default.
-        shuffle: whether each epoch has a new order.
-        seed: seed of the orders of arrays.
+        shuffle: whether the samples of arrays have a new random order in each epoch.
+        seed: seed of the random orders of arrays.
         class_weight: weight of each class number; not applied to a Pipeline or Arrays.
-        steps: batches of an epoch, if the data do not define it.
+        steps: number of batches in an epoch, if the data do not define it.
         restarts: whether each pass of `steps` begins with the first batch, as an evaluation in
             Keras does. Otherwise it continues after the last pass, as training in Keras does.
         workers: "thread" reads a PyDataset, generator or loader ahead; "auto" does so if it is
@@ -144,7 +144,8 @@ def _by_keras(
     from keras.src.trainers.epoch_iterator import EpochIterator
     from keras.utils import PyDataset
 
-    # A torch DataLoader over a PyDataset makes no batch faster, and draws from torch's generator.
+    # A torch DataLoader over a PyDataset makes no batch faster, and draws random numbers from
+    # torch's generator.
     kind = EpochIterator if isinstance(x, PyDataset) else TorchEpochIterator
     try:
         iterator = kind(
@@ -192,7 +193,7 @@ class _Watched:
 
 
 class _KerasBatches:
-    """Epochs of Keras' own iterator, whose next batch can be read without losing it."""
+    """Epochs of Keras' own iterator, from which the next batch can be read in advance."""
 
     def __init__(self, iterator: Any, *, draws_order: bool, restarts: bool) -> None:
         self._iterator = iterator

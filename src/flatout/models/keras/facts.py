@@ -9,8 +9,8 @@ from typing import Any
 
 from flatout.data import arguments_of, arguments_words, code_digest, digest_of, is_library, words_of
 
-# Left out of a layer's facts. Names are numbered by what else the process has made, and some
-# entries only concern the initial weights.
+# Entries of a layer's configuration that its facts leave out. Names contain a count of all layers
+# that the process has made, and the other entries only concern the initial weights.
 _UNTOLD = ("name", "seed", "build_config", "registered_name", "layers", "dtype")
 
 
@@ -33,11 +33,11 @@ def compiled_facts(model: Any) -> dict[str, list[str]]:
 
 
 def keras_callback_facts(callbacks: Iterable[Any]) -> dict[str, list[str]]:
-    """Return the kinds of Keras' callbacks, with the arguments of each."""
+    """Return the classes of Keras' callbacks, with the arguments of each callback."""
     kinds = [
         f"{type(callback).__qualname__}({arguments_words(callback)})"
         for callback in callbacks
-        if type(callback).__qualname__ != "History"  # every fit has one
+        if type(callback).__qualname__ != "History"  # every fit has this callback
     ]
     return {"Keras callbacks": [", ".join(kinds) or "none", ""]}
 
@@ -64,7 +64,7 @@ def _digests(given: Any) -> str:
     if not hasattr(given, "get_config"):
         return code_digest(given)
     config = {}
-    with suppress(Exception):  # a user's class may have none
+    with suppress(Exception):  # a user's class may have no configuration
         config = given.get_config()
     made = {name: value for name, value in arguments_of(given).items() if name not in _UNTOLD}
     code = code_digest((type(given), made))
@@ -75,7 +75,7 @@ def _layer_words(layer: Any, numbers: dict[str, str]) -> str:
     words = type(layer).__qualname__
     try:
         config = layer.get_config()
-    except Exception:  # a user's class need not have one
+    except Exception:  # a user's class need not have a configuration
         config = arguments_of(layer)
     nodes = [
         item.get("inbound_nodes") for item in config.get("layers", ()) if isinstance(item, dict)

@@ -58,7 +58,7 @@ def keeps_statistics(layer: Any) -> bool:
 
 
 def before(model: Any, last: Any) -> Iterator[Any]:
-    """Yield all layers that `last` depends on, and `last`: by their graph, else in listed order."""
+    """Yield all layers up to `last`: those in its graph, or without a graph in listed order."""
     if last is model:
         yield model
         return

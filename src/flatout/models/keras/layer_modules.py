@@ -23,8 +23,8 @@ class LayerModule(nn.Module):
     """The companion module of a layer.
 
     Attributes:
-        read: for each variable of this module and those within: the variable, its module and the
-            parameter's name.
+        read: for each variable of this module and of the modules inside: the variable, its module
+            and the parameter's name.
     """
 
     def __init__(self) -> None:
@@ -49,8 +49,8 @@ class LayerModules:
         model: a built `keras.Model`; it stays as it is until `open`.
 
     Attributes:
-        root: the module of the model itself, with the others within. Statistics, seeds and states,
-            which Keras does not train, are in no module.
+        root: the companion module of the model itself, which contains all other companion modules.
+            Statistics, seeds and states, which Keras does not train, are in no companion module.
     """
 
     def __init__(self, model: Any) -> None:
@@ -81,7 +81,7 @@ class LayerModules:
         for layer, module in self._modules.items():
             if module.read:
                 self._before[layer] = vars(layer).get("call")
-                # Bypasses Keras' own __setattr__, which would track it as a part of the layer.
+                # This bypasses Keras' own __setattr__, which would track it as a part of the layer.
                 vars(layer)["call"] = _within(module, layer.call)
 
     def show(self) -> None:
@@ -94,7 +94,8 @@ class LayerModules:
         """Set variables to other tensors.
 
         Args:
-            others: the tensors, by the parameters that the variables had at the beginning.
+            others: the tensors to set, by the parameter that the variable had when this object was
+                made.
         """
         for parameter, other in others.items():
             variable = self._variables[parameter]
@@ -125,7 +126,7 @@ def _within(module: LayerModule, call: Callable[..., Any]) -> Callable[..., Any]
         given = _tensors_in((args, options))
 
         def run(*args: Any, **options: Any) -> Any:
-            # Hooks may have replaced the tensors, without Keras' masks on them.
+            # Hooks may have replaced the tensors by tensors without Keras' masks.
             own = _tensors_in((args, options))
             _take_masks(own, given)
             output = call(*args, **options)
@@ -133,7 +134,7 @@ def _within(module: LayerModule, call: Callable[..., Any]) -> Callable[..., Any]
             return output
 
         output = module(run, *args, **options)
-        module.show()  # parameters that a hook set for the call may be gone again
+        module.show()  # hooks may have removed the parameters that they set for the call
         return output
 
     return within

@@ -1,4 +1,4 @@
-"""Keras layers, which are torch modules, but run by `call` without torch's hooks."""
+"""Access to Keras layers, which are torch modules but run by `call`, without torch's hooks."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def modules_of(model: Any) -> list[Any]:
 
 
 def two_mode_layers(model: Any) -> list[str]:
-    """Return the kinds of layers that act differently in training: dropout, batch normalization."""
+    """Return the classes of layers with a training mode: dropout, batch normalization."""
     kinds = [type(module).__name__ for module in modules_of(model)]
     return [kind for kind in kinds if "Dropout" in kind or "BatchNorm" in kind]

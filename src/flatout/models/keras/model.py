@@ -1,4 +1,4 @@
-"""The adapter for Keras models, and the reasons for which a model cannot be trained here.
+"""The adapter for Keras models, and the reasons why a model cannot be trained here.
 
 No module imports Keras before the user has imported it, because Keras chooses its backend at that
 moment.
@@ -124,7 +124,7 @@ class KerasModel(TorchModel):
         return any(layer._seed_generators for layer in self.module._flatten_layers())
 
     def rewrites(self) -> list[Rewrite]:
-        """Return a rewrite of layers to direct calls of torch's operators, equal to rounding."""
+        """Return a rewrite of layers to calls of torch's operators, equal except for rounding."""
         calls = keras_calls(self.module)
         words = f"{len(calls)} Keras layers call torch's operators directly"
         return [Rewrite(words, lambda: put_on(self.module, calls))] if calls else []
@@ -132,7 +132,7 @@ class KerasModel(TorchModel):
     def weights(self) -> dict[str, torch.Tensor]:
         """Return weights, statistics, seeds and states, in Keras' order.
 
-        If each rank holds a part, all ranks call this and get whole tensors.
+        If the weights are sharded over ranks, all ranks call this and get whole tensors.
         """
         return {name: whole(value) for name, value in keras_values(self.module).items()}
 
@@ -156,7 +156,7 @@ class KerasModel(TorchModel):
         return [*super().untrained(), *(p for p in self.parameters() if not p.requires_grad)]
 
     def is_partly_frozen(self) -> bool:
-        """Return whether some layers do not train, besides statistics and states."""
+        """Return whether some layers do not train, apart from statistics and states."""
         layers = self.module._flatten_layers()
         return any(layer.weights and not layer.trainable for layer in layers)
 
@@ -188,7 +188,7 @@ class KerasModel(TorchModel):
         return [variable._value for variable in result]
 
     def watch(self, look: Look, watches: ExitStack) -> None:
-        """Call `look` after each call of a layer. Keras layers run no torch hooks."""
+        """Call `look` after each layer's call, without hooks: Keras layers run no torch hooks."""
         for layer in self.module._flatten_layers(include_self=False):
             watches.enter_context(_watching(layer, look))
 
@@ -208,7 +208,7 @@ class KerasModel(TorchModel):
         return f"{self.module.name} without weights"
 
     def structure(self) -> str:
-        """Return the first layer with weights, in words. Names of inner modules say little."""
+        """Return a description of the first layer with weights."""
         try:
             return str(self.module.to_json())
         except Exception:
@@ -263,7 +263,7 @@ def _foreign_calls_in(function: FunctionType) -> Iterator[tuple[str, str]]:
         lines, first = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError):
-        return  # no source can be read: typed at a prompt, or a lambda within a call
+        return  # no source: typed at a prompt, or a lambda within a call
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute):
             continue
@@ -284,7 +284,8 @@ def _framework(value: object) -> str | None:
     return _FOREIGN.get(value.__name__.partition(".")[0])
 
 
-# Names of the methods that make up each verb of Keras. The user's class may override any of them.
+# Names of the methods that Keras' fit, evaluate and predict consist of. The user's class may
+# override any of these methods.
 _METHODS = {
     "fit": ("fit", "make_train_function", "train_step"),
     "evaluate": ("evaluate",),
@@ -295,7 +296,7 @@ _METHODS = {
 
 
 def own_method(model: Any, verb: str) -> str:
-    """Return the first method of a verb that the user's class overrides; "" if there is none."""
+    """Return the first method of fit, evaluate or predict that the class overrides, or ""."""
     names = _METHODS[verb]
     return next((name for name in names if is_overridden(model, name)), "")
 
@@ -362,7 +363,7 @@ def _variables(model: Any) -> dict[str, Any]:
             layers = layers[1:]
         counted = [_counted(layer, depth, result) for depth, layer in enumerate(layers)]
         name = "/".join([*counted, own])
-        # A layer may hold several variables of one name.
+        # A layer may hold several variables of the same name.
         while name in named:
             name += "+"
         named[name] = variable

@@ -2,7 +2,7 @@
 
 The state stays in Keras' variables, so that a `.keras` file, a learning-rate callback and Keras
 itself see every step. Without fusing, a step is Keras' own `apply`. With fusing, Adam and AdamW run
-torch's fused kernel, which differs from Keras only in the place of epsilon:
+torch's fused kernel. It differs from Keras only in the place of epsilon:
 
     torch   p -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
     Keras   p -= lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)
@@ -34,16 +34,17 @@ _OPTIONS = (
     "beta_2", "epsilon", "amsgrad", "momentum", "nesterov", "rho", "centered",
 )  # fmt: skip
 
-# Options that no kernel has, or under which a row's missed steps depend on more than its state.
+# Options that no kernel supports, or under which the missed steps of a table row depend on more
+# than the row's state.
 _ALL_ROWS = ("amsgrad", "centered", "use_ema", "gradient_accumulation_steps")
 
-# Optimizers that step each element independently, unless one of their options prevents it.
+# Optimizers that step each element independently, unless an option of _ALL_ELEMENTS is set.
 _ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion",
 }  # fmt: skip
 _ALL_ELEMENTS = ("clipnorm", "global_clipnorm", "use_ema")
 
-# Lists of variables that are not a variable's state.
+# Names of lists of variables that do not hold the state of a model variable.
 _NOT_STATE = ("_variables", "_trainable_variables")
 
 
@@ -59,7 +60,7 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     Attributes:
         keras: the user's own optimizer object.
-        by_rows: tables that are stepped elsewhere, by the rows that a batch has used.
+        by_rows: tables of which only the rows that a batch has used are stepped, by other code.
     """
 
     averages_state = False
@@ -123,7 +124,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         """Take over variables that do not train yet. Once they train, `begin` passes them to Keras.
 
         Args:
-            values: the values of the variables.
+            values: the parameters that hold the variables' values.
             model: the model of the variables, whose order decides their order.
             lr: the learning rate of these variables while the optimizer's rate is as compiled. It
                 changes in proportion to the optimizer's rate, by a schedule or callbacks. None for
@@ -154,7 +155,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         self._variables = [by_value[id(p)] for p in self._parameters]
 
     def begin(self) -> None:
-        """Pass variables that train by now to Keras."""
+        """Pass the held variables that have begun to train to Keras."""
         started = [v for v in self._variables if id(v) in self._late and v.trainable]
         if started:
             self._start(started)
@@ -260,7 +261,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         number = int(optimizer._iterations.value) + 1
         correction = math.sqrt(1 - optimizer.beta_2**number)
         gradients = optimizer._clip_gradients(gradients)
-        flag = getattr(self, "found_inf", None)  # set on a device that holds bad steps back
+        flag = getattr(self, "found_inf", None)  # set if bad steps are skipped on the device
         self._count.fill_(number)
         for factor, variables in parts:
             with self._multiplied(factor):
@@ -286,7 +287,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         optimizer._iterations.value.add_(1 if flag is None else (1 - flag).to(torch.int64))
 
     def why_all_rows(self, group: Mapping[str, Any]) -> str:
-        """Return the reason why a group cannot step single rows of a table, or ""."""
+        """Return the reason why a parameter group cannot step single rows of a table, or ""."""
         kind = type(self.keras)
         if kind.__name__ not in ROW_RULES or not kind.__module__.startswith("keras."):
             return f"{kind.__name__} steps all rows"
@@ -313,11 +314,11 @@ class KerasOptimizer(torch.optim.Optimizer):
         return next(variable for variable in self._variables if variable._value is weight)
 
     def rate_of(self, group: dict[str, Any]) -> float:
-        """Return the present learning rate of a group."""
+        """Return the present learning rate of a parameter group."""
         return self._rate() * float(group.get("factor", 1.0))
 
     def clip_rows(self, weights: Sequence[torch.Tensor]) -> None:
-        """Clip all gradients as Keras does; clip gradients of tables by the rows that they have.
+        """Clip all gradients as Keras does; of sparse gradients of tables, clip the present rows.
 
         Args:
             weights: tables whose gradients are sparse and coalesced.
@@ -352,7 +353,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         inner = self._inner
         update, decay = inner._backend_update_step, inner._apply_weight_decay
         factors = {id(variable): factor for factor, part in parts for variable in part}
-        # For example Nadam's product of momenta, which each step multiplies once.
+        # These are values such as Nadam's product of momenta, which each step multiplies only once.
         shared = [var for var in vars(inner).values() if hasattr(var, "assign")]
 
         def updated(gradients: Tensors, variables: Sequence[Any], _rate: Any) -> None:
@@ -393,8 +394,8 @@ class KerasOptimizer(torch.optim.Optimizer):
         Args:
             parameter: the value of one of the variables.
             shape: the previous shape of the parameter, which the state still has.
-            change: returns the new tensor, given the name of one of Keras' lists and the old
-                tensor.
+            change: function that gets the name of one of Keras' lists and the old tensor, and
+                returns the new tensor.
         """
         inner = self._inner
         variable = next((v for v in self._variables if v._value is parameter), None)
@@ -410,7 +411,7 @@ class KerasOptimizer(torch.optim.Optimizer):
                 set_shape(result)
 
     def first_state(self, parameter: torch.Tensor, name: str) -> float:
-        """Return the value of the elements of one of Keras' lists before the first step."""
+        """Return the value before the first step of all elements in one of Keras' state lists."""
         is_sum = name == "_accumulators"
         return float(getattr(self.keras, "initial_accumulator_value", 0.0)) if is_sum else 0.0
 
@@ -419,7 +420,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         return ()
 
     def state_places(self) -> dict[int, int]:
-        """Return for each `state_dict` entry with a value per element its variable's index."""
+        """Return the variable's index for each `state_dict` entry with a value per element."""
         inner = self._inner
         places: dict[int, int] = {}
         for place, variable in enumerate(self._variables):
@@ -431,7 +432,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         return {number: places[id(held)] for number, held in numbered if id(held) in places}
 
     def why_whole(self) -> str:
-        """Return the reason why parts of weights cannot be stepped as the whole would be, or ""."""
+        """Return the reason why a step of sharded weights would differ from a plain step, or ""."""
         kind = type(self.keras)
         if kind.__name__ not in _ELEMENTWISE or not kind.__module__.startswith("keras."):
             return f"{kind.__name__} is not known to step each element alone"
@@ -500,7 +501,7 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the output of `state_dict` into the same variables; those that trained then begin.
+        """Load the output of `state_dict` into the same variables; `begin` those that trained.
 
         Raises:
             ValueError: the state belongs to another optimizer.
@@ -532,7 +533,7 @@ def _unclipped(optimizer: Any) -> Iterator[None]:
 
 
 class _Scaler(torch.amp.GradScaler):
-    """Scales losses by the rule of a `LossScaleOptimizer`, and writes the scale back in each step.
+    """Scaler of losses by a `LossScaleOptimizer`'s rule; each step writes the scale back to it.
 
     A `.keras` file and the next fit thus continue with this scale.
     """

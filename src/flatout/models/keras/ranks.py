@@ -1,13 +1,13 @@
-"""Losses and metrics of a compiled Keras model when several ranks have parts of a batch.
+"""Losses and metrics of a compiled Keras model when a batch is split among several ranks.
 
 A Keras loss is a mean over its inputs. Weighting the mean of each part by its number of samples
 gives the mean of the whole batch if all samples have equal weight. This is not so with masks,
-`ignore_class`, "mean_with_sample_weight" or "sum". Then each part's value is first converted to its
-share of the whole batch's value, so that the weighted mean is the value of one rank.
+`ignore_class`, "mean_with_sample_weight" or "sum". Then each rank's value is first scaled so that
+the weighted mean over ranks is the value that a single rank would compute for the whole batch.
 
 Keras' metrics add up sums over samples. Each rank updates its own metrics, and a read adds up the
-sums of all ranks. A metric of the user's own may do anything with a batch, so it gets the whole of
-each batch on every rank.
+sums of all ranks. A metric of the user's own may do anything with a batch, so every rank gives it
+the whole batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flatout.world import World
 
 @contextmanager
 def shared_losses(world: World, batch: Batch) -> Iterator[None]:
-    """Turn Keras losses of this rank's part into its share of the batch's loss, in the block."""
+    """Within this context, scale Keras losses so that their mean over ranks is the batch's loss."""
     if world.size == 1 or batch.copies > 1:  # a copy is the whole batch
         yield
         return

@@ -46,7 +46,7 @@ def _is_step() -> bool:
 
 
 def keras_calls(model: Any) -> dict[Any, Call]:
-    """Return the faster `call` of each layer that has one. Changes nothing."""
+    """Return the faster `call` of each layer for which it exists. Changes nothing."""
     calls: dict[Any, Call] = {}
     kinds, left_to_pools = _kinds(), set[Any]()
     for layer in model._flatten_layers():
@@ -63,7 +63,8 @@ def keras_calls(model: Any) -> dict[Any, Call]:
 
 def put_on(model: Any, calls: dict[Any, Call]) -> Callable[[], None]:
     """Set the layers' faster `call`, and return a function that undoes it."""
-    # Both bypass Keras' own __setattr__, which would track them as parts of the layer.
+    # Both assignments bypass Keras' own __setattr__, which would track the values as parts of the
+    # layer.
     for layer, call in calls.items():
         vars(layer)["call"] = call
     uncast = [layer for layer in _passing_on(model) if layer.autocast]

@@ -2,10 +2,9 @@
 
 Keras' formulas differ from torch's (src/backend/torch/optimizers of Keras):
 
-- Adam adds epsilon to the root of the uncorrected squares.
-- RMSprop and Adagrad add it to the squares, under the root.
-- The momentum of SGD and RMSprop contains past learning rates, and SGD's is subtracted.
-- Weight decay is decoupled in all of them.
+- Adam adds epsilon to the root of the uncorrected squares. - RMSprop and Adagrad add epsilon to the
+squares, under the root. - The momentum of SGD and RMSprop contains past learning rates, and SGD's
+is subtracted. - Weight decay is decoupled in all of them.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class KerasRule:
 
     @property
     def epsilon(self) -> float:
-        """Adam's epsilon, which is added to the root. Other rules have theirs in their steps."""
+        """Adam's epsilon, which is added to the root. For other rules `step` returns epsilon."""
         return float(self._keras.epsilon) if self.name == "adam" else 0.0
 
     @property
@@ -70,7 +69,7 @@ class KerasRule:
         return None
 
     def shares(self, other: Any) -> bool:
-        """Return whether the steps of another table have the same numbers."""
+        """Return whether another table has the same parameter group and weight decay."""
         return (
             isinstance(other, KerasRule)
             and other._group is self._group

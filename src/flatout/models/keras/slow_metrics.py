@@ -3,9 +3,9 @@
 Some of Keras' metrics run many small operators in each update, whatever the size of the batch
 (MeanIoU builds a confusion matrix). The first updates of every metric are timed along with the
 steps. If a metric of Keras' own takes more than half of the rest of a step, its inputs are kept
-from then on. It is updated with many batches at once, at the latest when its result is read. The
-result is the same except for rounding, because these metrics add up sums over samples. A slow
-metric of the user's own is only reported.
+from then on. The metric is updated with many batches at once, at the latest when its result is
+read. The result is the same except for rounding, because these metrics add up sums over samples. A
+slow metric of the user's own is only reported.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-# _SKIPPED: first updates that are not timed, because things are built in them. _TIMED: updates that
-# are timed after them.
+# _SKIPPED: number of first updates that are not timed, because they build variables. _TIMED: number
+# of updates timed afterwards.
 _SKIPPED, _TIMED = 3, 5
 
 Update = Callable[..., Any]
@@ -32,10 +32,10 @@ class SlowMetrics:
         metrics: built Keras metrics.
         say: prints a line about each slow metric.
         clock: returns seconds.
-        share: the largest share of the rest of a step that a metric may take before it counts as
-            slow.
-        kept_bytes: the most bytes of targets, outputs and weights to keep before a metric is
-            updated.
+        share: the maximum time of a metric before it counts as slow, as a fraction of the rest of
+            the step.
+        kept_bytes: the maximum bytes of targets, outputs and weights that are kept before a metric
+            is updated.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SlowMetrics:
             vars(metric)["update_state"] = partial(self._timed, number)
 
     def step_begins(self) -> None:
-        """Note the begin of a forward: the time since the last one is the time of a step."""
+        """Record the begin of a forward; the time between two begins is the time of a step."""
         if len(self._steps) > _SKIPPED + _TIMED or not self._times:
             return
         now = self._clock()
