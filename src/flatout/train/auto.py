@@ -56,11 +56,13 @@ from flatout.train.step import Stepper
 from flatout.words import duration
 from flatout.world import ONE, World, place
 
-# Fewest steps of a run in which settings are tried if each step is long.
+# Minimum number of steps of a run in which settings are tried if each step is long.
 _FEWEST_LONG = 16
-# Measuring the machine's best rates: _RATES_S: most seconds; _RATES_SHARE: most share of the run.
+# Limits for measuring the machine's best rates. _RATES_S: maximum seconds. _RATES_SHARE: maximum
+# fraction of the run's time.
 _RATES_S, _RATES_SHARE = 3.0, 0.01
-# Reasons to try nothing: where features are kept from the start, and where a few samples are slow.
+# Reasons to try nothing. _KEPT_FIRST: features are kept from the start. _TOO_SLOW: the check of a
+# few samples would take too long.
 _KEPT_FIRST = "what frozen layers give is kept from the start, and no settings are tried before"
 _TOO_SLOW = "a few samples take too long to look at other settings before the first step"
 COMPILE, GRAPH = "compute.compile", "compute.cuda_graph"
@@ -68,9 +70,10 @@ BENCHMARK = "compute.cudnn_benchmark"
 # Approximate seconds that cuDNN takes to try algorithms for a convolution and its backward.
 _BENCHMARK_S = 0.1
 _REDRAWS = 'would draw other random numbers, as for dropout: allow="redrawn" permits it'
-# Reason against compiling the whole step.
+# Reason against compiling the whole step if the model draws random numbers.
 _DRAWS = "the model draws random numbers"
-# Reasons for settings: while a trial is running, and after a run that ended during the trial.
+# Reasons of settings in a Recipe. MEASURING: a trial is running. _NOT_MEASURED: the run ended
+# during the trial.
 MEASURING, _NOT_MEASURED = "being measured", "was not measured: the run ended"
 
 # Order of trials: options that help other options come first, then options with large effects.
@@ -91,7 +94,7 @@ class Decision:
     Attributes:
         recipe: a concrete Recipe, with plain values for settings that are still to be tried.
         search: the search for these settings, or None.
-        facts: facts about the model.
+        facts: facts about the model, as from `facts_of`.
         key: key of the cache entry.
         is_known: whether the Recipe comes from the cache.
     """
@@ -177,7 +180,7 @@ def _looked_at(
             check, requested, stepper, batch, facts, allow, steps, began, known
         )
     except (RuntimeError, MemoryError) as error:
-        # A pass for checks ran out of memory; plain steps may still fit.
+        # A forward and backward pass for checks ran out of memory; plain steps may still fit.
         if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
             raise
         forget_frames(error)
@@ -229,7 +232,7 @@ def _precision(
 
 
 def _keep(key: str, start: ResolvedRecipe, found: Found) -> None:
-    """Store the choice for the next run: kept features need the same precision and layout."""
+    """Store the choice for the next run, since kept features need the same precision and layout."""
     if found.choices:
         auto_cache.write(key, start)
 
@@ -249,7 +252,7 @@ def _checked(
     options = _options(requested, stepper, batch, facts, allow, check.budget.terms)
     is_cpu = stepper.switch.device.type == "cpu"  # on other devices, CPU threads hardly matter
     threads = requested.get("process.threads") == "auto" and allow >= Parity.TOLERANT and is_cpu
-    # Random numbers drawn by sample do not work in compiled code.
+    # Dropout keyed by sample does not work in compiled code.
     compiles = (
         requested.get(COMPILE) == "auto"
         and not stepper.chain.acts_within
@@ -422,7 +425,7 @@ def settle(
 ) -> tuple[ResolvedRecipe, str]:
     """Return the Recipe that a search has found and a line for the user; cache the Recipe.
 
-    The line is "" where the run ended before anything was measured.
+    The line is "" if the run ended before anything was measured.
 
     Args:
         decision: its search is over.
@@ -526,7 +529,7 @@ def _rows_at_once(requested: Recipe, stepper: Stepper, batch: Batch, allow: Pari
     is_open = requested.get(field) == "auto" and allow >= Parity.TOLERANT
     if not is_open or stepper.switch.device.type != "cpu":
         return {}
-    if stepper.switch.now.touched_rows == "on":  # another job of the same run
+    if stepper.switch.now.touched_rows == "on":  # set by an earlier job of this run
         return {field: _choice("on", "as before", Parity.TOLERANT)}
     tables = Tables.of(stepper.switch.model, stepper.switch.optimizers)
     if not tables.outgrow(batch, surely=True):
@@ -535,7 +538,7 @@ def _rows_at_once(requested: Recipe, stepper: Stepper, batch: Batch, allow: Pari
 
 
 class _Job:
-    """Properties of the model and the machine that settings ask for."""
+    """Properties of the model and the machine that decide which settings may be tried."""
 
     def __init__(self, switch: Switch, batch: Batch, terms: Terms) -> None:
         device = switch.device

@@ -1,19 +1,20 @@
-"""Limits on the seconds that tuning may cost a run, and the time that is left of them.
+"""Limits on the seconds that tuning may cost a run, and the seconds that remain.
 
 Steps under tried settings are steps of the run. They cost the time by which they are slower than
-steps under the best settings known by then. Work between steps counts in full.
+steps under the best settings known by then. All time of work between steps counts.
 """
 
 from __future__ import annotations
 
 from flatout.train.auto_terms import TERMS, Terms
 
-# The share of a long run that tuning may take in addition to fixed seconds. The run's time is
-# planned from plain steps. A well tuned run lasts about half of that, so tuning takes a larger
-# share of its real time.
+# Fraction of a long run's time that tuning may take in addition to fixed seconds. The run's time is
+# estimated from plain steps. A well tuned run lasts about half of that estimate, so the real
+# fraction is larger.
 _SHARE = 0.0125
-# Limits on the share of the run that tuning and the time before the first step may take together:
-# (share, seconds of a run up to which it holds), and (share, seconds of a run from which it holds).
+# Maximum fraction of the run's time that tuning and the time before the first step may take
+# together: (fraction, seconds of a run up to which it holds), and (fraction, seconds of a run from
+# which it holds).
 _MOST = (0.04, 10.0), (0.02, 60.0)
 # Assumed seconds of a run of unknown length, until it has lasted longer.
 _UNKNOWN_S = 20.0
@@ -25,7 +26,7 @@ class Budget:
     Attributes:
         steps: planned number of optimizer steps; None if that is unknown.
         terms: clocks and limits of `auto`.
-        step_s: best estimate of a step's seconds; at first a lower bound.
+        step_s: best estimate of a step's seconds; before steps were measured, a lower bound.
         input_s: best estimate of the seconds for which a step waits for its batches.
         elapsed_s: seconds since the first step.
         before_s: seconds spent before the first step.
@@ -52,7 +53,7 @@ class Budget:
 
     @property
     def limit_s(self) -> float:
-        """Largest total of seconds that slower steps may cost."""
+        """Maximum number of seconds that slower steps may cost in total."""
         terms, run_s = self.terms, self.run_s
         return min(terms.short_share * run_s, terms.fixed_s + _SHARE * run_s)
 
@@ -70,10 +71,10 @@ class Budget:
         return self.left_s >= seconds
 
     def pays_before(self, seconds: float) -> bool:
-        """Return whether the budget allows such work before the first step."""
+        """Return whether the budget allows work of this many seconds before the first step."""
         return self.before_s + seconds <= self.before_limit_s
 
     @property
     def before_limit_s(self) -> float:
-        """Largest number of seconds that may be spent before the first step."""
+        """Maximum number of seconds that may be spent before the first step."""
         return min(self.terms.longest_s, self.terms.before_share * self.run_s)

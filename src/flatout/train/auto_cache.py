@@ -25,7 +25,7 @@ from flatout.world import place
 _KIND = "auto"
 # Ending of a second file next to a Recipe, if settings depend on the length of a step's batches.
 _LENGTHS = ".lengths.json"
-# Number of latest jobs on this machine that decide the order in which settings are tried.
+# Number of latest jobs on this machine whose settings decide the order of trials.
 _LATEST = 16
 
 
@@ -76,7 +76,8 @@ class KeptSettings(NamedTuple):
 
     Attributes:
         recipe: settings for batches of all lengths.
-        by_length: settings for short and for long batches; None where they are the same.
+        by_length: settings for short and for long batches; None if all batches have the same
+            settings.
         when: time of the decision.
     """
 
@@ -101,7 +102,7 @@ def read(name: str) -> KeptSettings | None:
 
 
 def chosen_here() -> Counter[str]:
-    """Count, by field, the latest jobs on this machine whose value was not the plain one."""
+    """Count, by field, the latest jobs on this machine with another value than the plain value."""
     votes: Counter[str] = Counter()
     try:
         kept = sorted((cache_folder() / _KIND).glob("*.toml"), key=lambda p: -p.stat().st_mtime)

@@ -1,9 +1,9 @@
 """Compiles the step of a small model during the run, where that pays, and counts the cost.
 
-The compiling child is paused for short spells, so that steps during the compilation are compared
-with steps without it on the same machine state. The time by which steps were slower is part of the
-cost of tuning. Steps that keep all CPUs busy run on one thread less meanwhile, so that the child
-gets a CPU.
+The compiling child process is paused for short periods, so that steps during the compilation are
+compared with steps without it in the same state of the machine. The time by which steps were slower
+is part of the cost of tuning. Steps that keep all CPUs busy run on one thread less meanwhile, so
+that the child gets a CPU.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from flatout.train.capture import Capture, lends_cpu
 from flatout.words import duration
 
 FIELD = "compute.capture"
-# Reason against compiling in a run of unknown length, until that has lasted for longer.
+# Reason against compiling in a run of unknown length, until the run has lasted for longer.
 NOT_YET = "a run of unknown length repays compiling only once it has lasted some minutes"
-# Longest step, in seconds, that is compiled: in longer steps, calls take a small share of the time.
+# Maximum seconds of a step that is compiled: in longer steps, Python calls take little of the time.
 _SHORT_S = 0.005
-# Time that steps lose while a child compiles on another CPU, as a share of the compiling time.
+# Time that steps lose while a child process compiles on another CPU, as a fraction of the compiling
+# time.
 _SLOWED = 0.05
 # The rest of the run must last at least this multiple of the compiling time.
 _REPAID = 4.0
@@ -70,22 +71,23 @@ def _slowed(search: Search) -> float:
 
 
 class CompilePauses:
-    """A measurement of the time that steps lose to a compiling child, which is paused in spells.
+    """Measures the time that steps lose to a compiling child process, which is paused now and then.
 
     Attributes:
-        is_alone: True if the child is to be paused.
+        is_alone: True in a period in which the child is to be paused.
         cost_s: seconds that steps have lost.
     """
 
     def __init__(self, terms: Terms = TERMS) -> None:
         self.is_alone, self.cost_s = False, 0.0
         self._beside_s, self._alone_s = terms.spells_s
-        # Seconds and number of steps in the present spell; mean and number in the spell before.
+        # Seconds and number of steps in the present period; mean seconds and number of steps in the
+        # period before.
         self._took, self._count = 0.0, 0
         self._before: tuple[float, int] | None = None
 
     def count(self, seconds: float) -> bool:
-        """Count a step that took this many seconds; return whether the present spell is over."""
+        """Count a step that took this many seconds; return whether the present period is over."""
         self._took += seconds
         self._count += 1
         if self._took < (self._alone_s if self.is_alone else self._beside_s):
@@ -103,12 +105,12 @@ class BackgroundCompile:
     """The compilation of a step by a child process during the run.
 
     Attributes:
-        is_open: whether the package is still to come.
+        is_open: whether the compiled package may still arrive.
         waits: whether `judge` must be repeated once a run of unknown length has lasted longer.
         has_begun: whether the step was traced for compiling.
         is_there: whether the compiled graph is loaded.
-        seconds: seconds that compiling took.
-        traced_s: seconds that the run stood still for tracing.
+        seconds: seconds that the child process took to compile.
+        traced_s: seconds for which the run was paused for tracing.
         steps: numbers of the first and the last step during the compilation.
     """
 
@@ -131,7 +133,8 @@ class BackgroundCompile:
         """Decide whether to compile, once all other settings are decided; at most once."""
         if self.has_begun or not self._search.captures:
             return
-        # Settled settings come from an earlier run, which already checked that the step fits.
+        # Settings that were decided in an earlier run do not need this check: that run has checked
+        # that the step fits.
         unfit = "" if self._search.is_settled else _unfit(self._search)
         why = unfit or _too_short(self._search)
         self.is_open = not why
@@ -151,7 +154,7 @@ class BackgroundCompile:
         self._ask()
 
     def after(self, seconds: float, number: int) -> None:
-        """Count a step, and poll the child at the end of each spell."""
+        """Count a step, and poll the child at the end of each period."""
         self.steps = (self.steps[0], number)
         if not self._spells.count(seconds):
             return

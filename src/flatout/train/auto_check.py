@@ -1,4 +1,4 @@
-"""Checks that `auto` makes before the first step: does each option run, and compute the same?
+"""Checks before the first step whether each option of `auto` runs and computes the same.
 
 The checks are forward and backward passes of a few samples, without an update. Weights, optimizer
 state and random states are left unchanged. All other measurements use the job's own steps.
@@ -33,18 +33,19 @@ from flatout.train.settings import LIVE, Settings
 from flatout.train.snapshot import Moving, random_state, set_random_state, untouched
 from flatout.train.step import Stepper
 
-# _PART: a check runs on this fraction (1/16) of a batch. _FEWEST: fewest samples of a check.
-# _FEWEST_LONG: fewest samples where a step is long.
+# _PART: a check runs on one _PART-th of a batch. _FEWEST: minimum number of samples in a check.
+# _FEWEST_LONG: minimum number of samples if a step is long.
 _PART, _FEWEST, _FEWEST_LONG = 16, 4, 2
 _WITHOUT_COMPILING = partial(torch.compiler.set_stance, "fail_on_recompile")
-# Largest difference of gradients, as a share of their norm, that counts as rounding. _ROUNDING: for
-# sums of some thousand products in another order. _HALF_ROUNDING: for products of 8 bits.
+# Maximum difference of gradients, as a fraction of their norm, that counts as rounding. _ROUNDING:
+# for sums of some thousand products in another order. _HALF_ROUNDING: for bf16, whose numbers have
+# 8 bits.
 _ROUNDING, _HALF_ROUNDING = 0.01, 0.5
-# Seconds of a forward pass above which it is made once, although a first pass takes longer.
+# Seconds of a forward pass above which it is timed only once, although a first pass is slower.
 _LONG_S = 0.5
-# Approximate ratio of a step's time to the time of its forward pass.
+# Approximate ratio of the time of a step to the time of a forward pass.
 _FORWARDS = 3
-# Largest expected ratio of a first pass under settings to later passes.
+# Maximum expected ratio of the time of a first pass under new settings to that of later passes.
 _OF_FIRST = 2.0
 # Differences up to this multiple of the plain gradients' own rounding error count as rounding.
 _AS_PLAIN = 2.0
@@ -57,8 +58,8 @@ class KnownStep(NamedTuple):
     """Measurements that exist before a step is checked.
 
     Attributes:
-        looked_s: seconds of an earlier forward pass of the first batch; 0 for none.
-        batch_s: seconds in which a batch was made.
+        looked_s: seconds of an earlier forward pass of the first batch; 0 if there was none.
+        batch_s: seconds that the input pipeline took to make a batch.
         batches: number of batches in a step.
     """
 
@@ -74,8 +75,8 @@ class PassTimes(NamedTuple):
     """Seconds of a forward and a backward.
 
     Attributes:
-        wall_s: by the clock.
-        cpu_s: CPU time of this process on all CPUs; on a GPU the same as `wall_s`.
+        wall_s: seconds of wall time.
+        cpu_s: seconds of CPU time of this process on all CPUs; on a GPU the same as `wall_s`.
     """
 
     wall_s: float
@@ -86,7 +87,7 @@ class PassTimes(NamedTuple):
         return PassTimes(min(self.wall_s, other.wall_s), min(self.cpu_s, other.cpu_s))
 
     def over(self, plain: PassTimes) -> float:
-        """Return the ratio of these times to the plain ones.
+        """Return the ratio of these times to the times under plain settings.
 
         Other work on the machine can make any pass slow by the clock. A pass that is slow by itself
         also takes more CPU time.
@@ -100,10 +101,10 @@ class FirstCheck:
     Attributes:
         compute, plain, budget: arguments of the constructor.
         dropped: fields that cannot be used, with the reasons.
-        slower: the factor by field by which the few samples took longer; "together" for all fields
-            at once, or for `fastest`.
-        fastest: the fields of the options under which the few samples took least time. None if a
-            step is short enough to be measured in their place.
+        slower: by field, the factor by which the few samples took longer; under "together", the
+            factor for all fields at once, or for `fastest`.
+        fastest: the fields of the options under which the few samples took least time. None if
+            steps are short enough to be measured instead.
         unchecked: options that were not checked for lack of time, alone or together. `of_step`
             checks them.
         few_s: seconds of the few samples under plain settings; None if they were not timed.
@@ -136,7 +137,7 @@ class FirstCheck:
         self._rounding: float | None = None
         self._loading_s = 0.0  # seconds that plain passes took to load kernels
         self._first_s = 0.0  # seconds of the first forward of the few samples
-        self._sample_s = 0.0  # seconds of the plain forward per sample, in a batch of few
+        self._sample_s = 0.0  # seconds of the plain forward per sample, in a small batch
         self._pass_s = 0.0  # approximate seconds of forward and backward of the whole batch
         self._moving: list[torch.Tensor] = []  # weights that a forward itself changes
 
@@ -169,7 +170,7 @@ class FirstCheck:
         return replace(facts, draws_random=facts.draws_random or drawn, draws_by_layout=by_layout)
 
     def _takes_few(self) -> bool:
-        """Return whether the model takes a few samples of the batch in place of the whole batch.
+        """Return whether the model accepts a few samples of the batch in place of the whole batch.
 
         Compiled code would compile again for a few samples, and then round differently. So the
         whole batch is compiled first.
@@ -185,7 +186,7 @@ class FirstCheck:
             return self._takes(self._few)
 
     def _takes(self, batch: Batch) -> bool:
-        """Return whether the model takes this batch: some models take one batch size only."""
+        """Return whether the model accepts this batch: some models accept only one batch size."""
         try:
             self._first_s = self._forward_of(batch)
         except OutOfMemory:
@@ -245,7 +246,8 @@ class FirstCheck:
         with self._leaving_no_trace():
             plain, taken = self._passes(self.plain)
             self.few_s = taken.wall_s
-            # The option with the largest gain comes first: time may suffice for one only.
+            # The option with the largest expected gain comes first: time may suffice for a single
+            # option only.
             in_passes.sort(key=lambda option: option.setting != "precision")
             alike: list[Option] | None = None
             for option in in_passes:
@@ -273,7 +275,7 @@ class FirstCheck:
         return not self.starts_cold and is_slow(seconds)
 
     def _keep(self, options: Sequence[Option], now: PassTimes, plain: PassTimes) -> float:
-        """Record and return the ratio of the few samples' time under options to plain."""
+        """Record and return the ratio of the few samples' time under options to plain time."""
         times = now.over(plain)
         self._looks[frozenset(option.field for option in options)] = times
         return times
@@ -318,7 +320,7 @@ class FirstCheck:
         forward = min(first_s, self._clock() - began)
         backward = self._timed(partial(loss.backward, retain_graph=True))
         gradients = self._take_gradients(loss)
-        with suppress(RuntimeError):  # not every graph allows a second backward
+        with suppress(RuntimeError):  # not every autograd graph allows a second backward
             backward = min(backward, self._timed(loss.backward))
         self._stepper.update.forget()
         forward, backward = (max(taken / batch.size, 1e-9) for taken in (forward, backward))
@@ -541,7 +543,7 @@ class FirstCheck:
         return self._take_gradients(loss)
 
     def _begin_pass(self) -> None:
-        self._moved.put_back()  # such as Keras' seeds, or vectors of a spectral norm
+        self._moved.put_back()  # values such as Keras' seeds, or vectors of a spectral norm
         set_random_state(self._random)
         self._stepper.update.begin()
 
@@ -611,7 +613,7 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 def difference(plain: Gradients, others: Gradients) -> float:
     """Return the norm of the gradients' difference, as a share of the norm of the plain gradients.
 
-    The first item of each list is the loss, which does not count.
+    The first item of each list is the loss, which is not compared.
     """
     differing = norm = 0.0
     for a, b in zip(plain[1:], others[1:], strict=True):

@@ -1,4 +1,4 @@
-"""Finds settings that have ended the process of an earlier run of the same job.
+"""Detection of settings that have ended the process of an earlier run of the same job.
 
 A setting may end the process that tries it, by a fault in a kernel or for lack of memory. So a mark
 is kept in the cache folder while a run tries a setting for the first time. This covers a check on a
@@ -43,12 +43,12 @@ from flatout.unfinished import is_abandoned, new_name
 from flatout.world import World
 
 _KIND = "looks"
-# Number of ended runs after which a setting is excluded.
+# Number of runs that ended during a trial of a setting, after which the setting is excluded.
 _ENOUGH = 2
 # Seconds after which a mark of another host counts as abandoned, since that host's processes
 # cannot be checked.
 _LONGEST_S = 3600.0
-# Seconds to wait for a child; a slower child decides nothing.
+# Seconds to wait for a child's trial; the trial of a slower child has no effect.
 _PATIENCE_S = 120.0
 _FORGET = "so it is not tried; `flatout clean` forgets that"
 
@@ -62,8 +62,8 @@ class Left(NamedTuple):
     Attributes:
         name: name of the mark's file.
         fields: Recipe fields that were not plain in the trial.
-        at: stage of the trial.
-        ended: how a child ended that repeated the trial; "" without a child.
+        at: name of the stage at which the trial ended.
+        ended: description of the end of a child that repeated the trial; "" without a child.
     """
 
     name: str

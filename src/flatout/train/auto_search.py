@@ -44,36 +44,38 @@ from flatout.train.auto_marks import Marks
 from flatout.train.lengths import ByLength, Lengths
 from flatout.train.settings import LIVE, Settings
 
-# _LONGER_BLOCK_S: most seconds of a block of steps. _BLOCK_SHARE: share of the run's seconds that a
-# block takes, within that limit.
+# _LONGER_BLOCK_S: maximum seconds of a block of steps. _BLOCK_SHARE: fraction of the run's seconds
+# that a block takes, up to that maximum.
 _LONGER_BLOCK_S, _BLOCK_SHARE = 0.25, 0.002
-# Where batches change in length: _MIXED_STEPS: fewest steps in a block. _FIRST_MIXED: steps in the
-# first block under plain.
+# Sizes of blocks if batches change in length. _MIXED_STEPS: minimum number of steps in a block.
+# _FIRST_MIXED: number of steps in the first block, under plain settings.
 _MIXED_STEPS, _FIRST_MIXED = 4, 24
-# Noise floor, as a share of a step's time, below which a tie is clear.
+# Noise of a trial, as a fraction of a step's time, below which two settings count as equally fast.
 TIE_FLOOR = 0.015
-# _LOST_PAIRS: fewest pairs that must show a loss smaller than _SMALL, since two pairs agree by
-# chance too often. _SMALL: the loss, as a share, from which fewer pairs suffice.
+# _LOST_PAIRS: minimum number of pairs of blocks that must show a loss smaller than _SMALL, since
+# two pairs agree by chance too often. _SMALL: loss, as a fraction of a step's time, from which
+# fewer pairs are enough.
 _LOST_PAIRS, _SMALL = 4, 0.1
-# Smallest gain that counts, as a share.
+# Minimum gain that counts, as a fraction of a step's time.
 _LEAST_GAIN = 0.005
 # Start of the message for an option without a measurement.
 _NOT_MEASURED = "was not measured"
-# Ratio of step times from which one round of four blocks shows a loss, and a step is called slow.
+# Ratio of step times from which a single round of four blocks proves a loss, and a step counts as
+# slow.
 _FAR_SLOWER = 1.5
-# Extra time, as a share of a step, that the first pair of an unmeasured option is expected to take.
-# _UNKNOWN: the usual share. _UNLIKELY: the share where a few samples with the option took less than
+# Expected extra time of the first pair of blocks of an unmeasured option, as a fraction of a step.
+# _UNKNOWN: the usual value. _UNLIKELY: the value if a few samples with the option took less than
 # _CLEARLY_FASTER of the time without the option.
 _UNKNOWN, _CLEARLY_FASTER, _UNLIKELY = 0.3, 0.8, 0.1
-# _FAULT_S: approximate seconds that a page fault takes. _WORTH: smallest share of a step's time
-# whose saving is worth a trial.
+# _FAULT_S: approximate seconds of a page fault. _WORTH: minimum saving that is worth a trial, as a
+# fraction of a step's time.
 _FAULT_S, _WORTH = 2.5e-7, 0.01
 # Steps shorter than this, in seconds, are tried on one thread; longer steps keep all CPUs busy.
 SHORT_STEP_S = 0.02
 COUNT = "world.micro_batches"
 """The number of parts in which a batch passes through stages."""
 _BUSY = "stays as it was: the machine is too busy to measure"
-# Share of the run until which the captured graph may be tried.
+# Fraction of the run after which the captured graph is no longer tried.
 _LATE = 0.9
 
 
@@ -105,7 +107,7 @@ class Option:
 
 
 class Block(NamedTuple):
-    """Steps to run under some settings: first `settle` steps that do not count, then `steps`."""
+    """Steps to run under some settings: first `settle` steps that are not timed, then `steps`."""
 
     settings: Settings | ByLength
     steps: int
@@ -116,13 +118,13 @@ class BlockTimes(NamedTuple):
     """Measured times of a Block.
 
     Attributes:
-        seconds: per step that counts.
-        total_s: of all steps of the Block, and of switching to its settings.
+        seconds: seconds per timed step.
+        total_s: seconds of all steps of the Block, and of the switch to its settings.
         steps: number of all steps of the Block.
         last: number of the last step.
-        faults: page faults per step that counts.
-        cpu_s: CPU time of this process per step that counts; on a GPU the same as `seconds`.
-        total_cpu_s: CPU time of all steps; on a GPU the same as `total_s`.
+        faults: page faults per timed step.
+        cpu_s: seconds of this process' CPU time per timed step; on a GPU the same as `seconds`.
+        total_cpu_s: seconds of CPU time of all steps; on a GPU the same as `total_s`.
     """
 
     seconds: float
@@ -138,12 +140,12 @@ _Steps = Generator[Block, BlockTimes, Any]
 
 
 def is_slow(step_s: float) -> bool:
-    """Return whether a step exceeds the longest block, so that one step is a measurement."""
+    """Return whether a step is longer than a block, so that a single step is a measurement."""
     return step_s > _LONGER_BLOCK_S
 
 
 def is_faster(trial: TrialResult) -> bool:
-    """Return whether B won; a gain of half and more shows in a single round of four blocks."""
+    """Return whether B won; a single round of four blocks proves a gain of half and more."""
     return trial.wins or (trial.pairs == 1 and trial.ratio > _FAR_SLOWER + 3 * trial.floor)
 
 
@@ -164,7 +166,7 @@ class Search:
 
     Attributes:
         dropped: fields that are not tried or not measured, with the reason.
-        kept: fields that keep their value without a trial, with the reason.
+        kept: fields whose value stays without a trial, with the reason.
         slower: by field, the ratio of a few samples' time under the option to plain settings.
         promises: by field, the saving per step that a roofline expects; set before the first block
             has ended.
@@ -176,15 +178,15 @@ class Search:
             None.
         varied: whether batches change in length; set before a block has ended.
         best: the settings that were measured fastest so far.
-        results: trials by field: B has the option and A has not.
+        results: trials by field, in which B has the option and A does not have it.
         together: the trial of all options.
         whole: the trial of `best` against plain.
-        step_s: seconds per step by settings, as measured last.
+        step_s: seconds per step by settings, from the latest measurement.
         trials: all trials, as plain data.
         faults: page faults of a step before and after the allocator was set to keep memory.
         compile_s: seconds that compiling took.
         stays: whether an earlier choice holds because the machine was too busy to measure.
-        late: the reason why an option was not measured again.
+        late: the reason why an option was not measured again after other options had changed.
     """
 
     plain: Settings
@@ -255,7 +257,7 @@ class Search:
         return any(why.startswith(_NOT_MEASURED) for why in self.dropped.values())
 
     def run(self) -> _Steps:
-        """Yield the blocks in turn; `best` is valid whenever the search ends."""
+        """Yield one block after another; `best` is valid whenever the search ends."""
         first = yield Block(self.plain, 1, 1 if self._is_slow(self.budget.step_s) else 2)
         self._keep_times(self.plain, first)
         while self.budget.steps is None and self.budget.elapsed_s < self._terms.sure_s:
@@ -434,7 +436,7 @@ class Search:
         if is_faster(self.whole) or self.whole.low > 1:
             return
         if self.whole.floor > self._terms.noise and not _gives_nothing(self.whole):
-            self.whole = None  # noise hides the result: each option's own trial holds
+            self.whole = None  # noise hides the result: each option's own trial decides
         else:
             self.best = base
 
@@ -651,7 +653,7 @@ class Search:
         return max(fewest, min(self._terms.most_steps, round(block_s / self.step_s[settings])))
 
     def _account(self, done: BlockTimes, settings: Settings | ByLength) -> None:
-        """Charge to the budget the time by which these steps were slower than under the best."""
+        """Charge to the budget the time that these steps lost against the best settings."""
         self._at = done.last
         if settings != self.best:
             times = self._times(settings, self.best, done.total_s, done.total_cpu_s)

@@ -54,35 +54,38 @@ class Terms:
         known_rates: returns the best rates of this machine, or None if they were not measured.
         machine_rates: measures the best rates of this machine, which takes seconds.
         may_fork: True if a child of this process may try settings that ended an earlier run.
-        longest_s: the most seconds of tuning before the first step.
-        before_share: the most time of tuning before the first step, as a share of the run.
-        fewest_steps: the fewest steps of a run that is tuned.
-        few_far_slower: the factor of slowness on a few samples from which an option is not tried on
-            whole batches.
-        least_frozen_s: the fewest forward seconds of a first epoch for which frozen layers are
+        longest_s: maximum seconds of tuning before the first step.
+        before_share: maximum time of tuning before the first step, as a fraction of the run's time.
+        fewest_steps: minimum number of steps of a run that is tuned.
+        few_far_slower: ratio of a few samples' time with an option to their plain time, from which
+            the option is not tried on whole batches.
+        least_frozen_s: minimum forward seconds of a first epoch for which frozen layers are
             examined.
-        short_share: the most share of a short run that tuning may take.
-        fixed_s: seconds of a longer run that tuning may take in addition to a share.
+        short_share: maximum fraction of a short run's time that tuning may take.
+        fixed_s: seconds of a longer run that tuning may take in addition to a fraction of its time.
         block_s: the approximate seconds of a block of steps.
-        most_steps: the most steps of a block.
-        most_pairs: the most quadruples of blocks in a trial. Blocks without a difference cost
-            nothing, so a difference that noise could hide is searched until the noise floor is low.
-        searched: the share of the run after which the search ends. A later find would serve too few
-            steps.
+        most_steps: maximum number of steps in a block.
+        most_pairs: maximum number of rounds of four blocks (A B B A) in a trial. Blocks without a
+            difference cost nothing, so the trial continues until noise cannot hide a relevant
+            difference.
+        searched: fraction of the run after which the search ends, since a later result would be
+            used for too few steps.
         sure_s: seconds that a run of unknown length must have lasted before it is tuned.
-        noise: the A/A noise above which a result is kept for this run only.
-        compile_s: the most seconds of a compilation, and the seconds added for each module of the
-            model.
-        calls: the share of a step's time that a few samples take if calls take most of it.
+        noise: relative difference of blocks under equal settings above which a result is not
+            cached.
+        compile_s: maximum seconds of a compilation, and seconds added for each module of the model.
+        calls: fraction of a step's time that a few samples take if most of the time is call
+            overhead.
         trace_s: the approximate seconds that training waits for the tracing of a step.
         capture_s: the approximate seconds of compiling a step in a child process.
-        ask_every: steps between two checks if that child is done.
-        most_compile_s: the most seconds of a compilation in that child.
+        ask_every: number of steps between two checks whether that child is done.
+        most_compile_s: maximum seconds of a compilation in that child.
         worth_s: seconds that an evaluation must last before another batch size is tried in it.
         visit_s: seconds for which steps of one batch size are timed at a time after a fit.
         ranks_s: seconds for which steps of simultaneous ranks are timed after a fit.
-        slow_share: the share of the rest of a step above which the time of a Keras metric is slow.
-        slow_bytes: the most bytes to keep before a slow metric is updated with many batches.
+        slow_share: time of a Keras metric, as a fraction of the rest of the step, above which the
+            metric is slow.
+        slow_bytes: maximum bytes that are kept before a slow metric is updated with many batches.
         spells_s: seconds for which a compiling child runs, and seconds for which it is then paused.
     """
 

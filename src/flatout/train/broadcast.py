@@ -1,4 +1,4 @@
-"""Finds a loss or metric that compares each output with every target, as (n, 1) with (n,)."""
+"""Detection of losses and metrics that compare each output with every target: (n, 1) with (n,)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatout.data import Batch, tensors_in
 from flatout.errors import ModelError
 from flatout.models import left_before_compiled
 
-# Remedy for an output of shape (n, 1) and a target of shape (n,), or the other way round.
+# Advice for an output of shape (n, 1) and a target of shape (n,), or for these shapes exchanged.
 ONE_SHAPE = (
     "give output and target one shape: .squeeze(1) takes the 1 out of (n, 1), .unsqueeze(1) adds it"
 )
@@ -53,7 +53,8 @@ def no_broadcast_within(batch: Batch) -> Iterator[None]:
 def watched(compute: Callable[[Batch], _T]) -> Callable[[Batch], _T]:
     """Return the same function with a check for broadcasting, for use in a step.
 
-    The check ends before the first call of compiled code, which would round differently under it.
+    The check ends before the first call of compiled code, because that code would round differently
+    under the check.
     """
 
     def within(batch: Batch) -> _T:
@@ -84,7 +85,7 @@ class _Watch(TorchFunctionMode):
         self._rows = {batch.size, batch.samples} - {0, 1}
         self._outputs = tensors_in(output)
         self._targets = tensors_in(batch.targets)
-        # By id; the tensors are kept alive, so that no other tensor gets the same id.
+        # Watched tensors by id. They are kept alive, so that no other tensor gets the same id.
         self._of_output = {id(tensor): tensor for tensor in self._outputs}
         self._of_target = {id(tensor): tensor for tensor in self._targets}
 

@@ -21,7 +21,7 @@ from flatout.models import is_held
 from flatout.train.callbacks import Callback
 
 _Put = Callable[[Any], object]
-# The most layers that a line names.
+# Maximum number of layers that a message names.
 _SHOWN = 3
 
 
@@ -57,7 +57,7 @@ def _autocast_depth() -> int:
     return depth
 
 
-# By the name of a flag: a function that reads it, and a function that sets it.
+# By the name of a flag: a function that reads the flag, and a function that sets it.
 _FLAGS: dict[str, tuple[Callable[[], Any], _Put]] = {
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "autocast": (_autocast, _set_autocast),

@@ -17,8 +17,8 @@ class BestCheckpoint(Callback):
     """Saves a checkpoint whenever the watched figure is the best so far.
 
     Attributes:
-        best: the best value so far; None before the first.
-        path: the checkpoint of the best epoch; None before the first.
+        best: best value of the figure so far; None before the first epoch's end.
+        path: path of the best epoch's checkpoint; None before the first checkpoint.
         scored_by: the figure by which checkpoints of a run are scored; a resume cannot change it.
     """
 
@@ -64,7 +64,7 @@ class BestCheckpoint(Callback):
         self._resumed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the figure's name, the best and its checkpoint."""
+        """Return the figure's name, the best value and its checkpoint."""
         return {"monitor": self._monitor.name, "best": self.best, "path": self.path}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

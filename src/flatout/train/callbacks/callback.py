@@ -20,7 +20,7 @@ class Figures:
 
     Attributes:
         names: names of figures, such as `loss`, `accuracy`, `val_loss`.
-        complete: whether there are no further figures.
+        complete: whether `names` has all figures.
     """
 
     names: tuple[str, ...]
@@ -49,7 +49,7 @@ class Callback:
 
     @property
     def adds_figures(self) -> bool:
-        """Whether the callback may add to the logs; Flatout's own callbacks do not."""
+        """Whether the callback may add figures to the logs; Flatout's own callbacks do not."""
         return not type(self).__module__.startswith("flatout.")
 
     def prepare(self, state: FitState) -> None:
@@ -87,7 +87,7 @@ class Callback:
         """Act on the error that ends the fit; the error is raised to the user afterwards."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an exact resume needs: tensors and plain data, nested as you like."""
+        """Return the state for an exact resume: tensors and plain data, nested as you like."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

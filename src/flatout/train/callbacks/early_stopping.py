@@ -23,12 +23,12 @@ class EarlyStopping(Callback):
         patience: number of epochs without improvement that end training.
         mode: whether smaller (`min`) or larger (`max`) is better; `auto` decides by the name.
         min_delta: smallest improvement over the best value that counts.
-        restore_best: load the best epoch's weights into the model when training ends.
+        restore_best: whether to load the best epoch's weights into the model when training ends.
 
     Attributes:
-        best: the best value so far; None before the first.
+        best: best value of the figure so far; None before the first epoch's end.
         best_epoch: the epoch of the best value, counted from 1; 0 before the first.
-        waited: epochs since the best one.
+        waited: number of epochs since the best epoch.
 
     Raises:
         ModelError: in a fit, the logs have no such figure, or `auto` cannot tell the mode.
@@ -73,7 +73,7 @@ class EarlyStopping(Callback):
         self._stop_if_due(state)  # a run that had stopped here is not trained further
 
     def on_epoch_end(self, state: FitState) -> None:
-        """Compare this epoch with the best one."""
+        """Compare this epoch with the best epoch."""
         value = self._monitor.read(state.logs)
         if self._monitor.improves(value):
             self.best_epoch = state.epoch + 1
@@ -103,7 +103,7 @@ class EarlyStopping(Callback):
         self._resumed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the figure's name, the best, its epoch and its weights."""
+        """Return the figure's name, its best value, and the epoch and weights of that value."""
         return {
             "monitor": self._monitor.name,
             "mode": self._monitor.mode,

@@ -120,7 +120,7 @@ class JsonLines(Callback):
 def _end_of_step(log: bytes, step: int) -> int:
     """Return the length of a log up to its last whole line about a step up to this one.
 
-    A fit from the start keeps all whole lines, as they are those of another fit.
+    A fit from the start keeps all whole lines, because another fit has written them.
     """
     lines = log.splitlines(keepends=True)
     while lines and (not lines[-1].endswith(b"\n") or 0 < step < _step_of(lines[-1])):

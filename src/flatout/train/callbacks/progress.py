@@ -80,11 +80,12 @@ class Progress(Callback):
             self._draw(state)
 
     def on_step(self, state: FitState) -> None:
-        """Draw if that is due."""
+        """Draw the bar or print a line, if that is due."""
         now = perf_counter()
         steps, elapsed = state.step - self._looked_step, max(now - self._looked_at, 1e-9)
         self._looked_step, self._looked_at = state.step, now
-        # It grows in stages, since the first steps are no good estimate of later ones.
+        # The interval grows in stages, since the times of the first steps do not predict those of
+        # later steps.
         self.every = max(1, min(int(steps / elapsed / _LOOKS_PER_S), 4 * self.every))
         if now < self._draw_at:
             return
@@ -247,5 +248,5 @@ def _epoch_line(state: FitState, width: float) -> str:
 
 
 def _figure(value: float) -> str:
-    """Return a figure in as many digits as differ between epochs: 0.9758, 0.0667, 12.34."""
+    """Return a figure with three or four significant digits: 0.9758, 0.0667, 12.34."""
     return rounded(value) if abs(value) < 0.1 else rounded(value, 4)

@@ -23,9 +23,10 @@ _LOOKS_PER_S = 2
 
 
 class Remaining(Callback):
-    """Writes `{"progress": 0.31, "remaining_s": 840, "epoch": 2, "epochs": 5}` now and then.
+    """Writes a line such as `{"progress": 0.31, "remaining_s": 840, "epoch": 2, "epochs": 5}`.
 
-    Nothing here can fail the job. If the number of steps is unknown, the epochs count.
+    The file is written at intervals, and no failure here ends the job. If the number of steps is
+    unknown, progress is measured in epochs.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -73,7 +74,7 @@ def asked_for() -> list[Callback]:
 
 
 def done_part(state: FitState) -> float:
-    """Return the share of all epochs that is done."""
+    """Return the fraction of all epochs that is done."""
     steps = state.steps_per_epoch
     inside = min(1.0, state.step_in_epoch / steps) if steps else 0.0
     return min(1.0, (state.epoch + inside) / max(1, state.epochs))

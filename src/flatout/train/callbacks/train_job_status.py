@@ -22,7 +22,8 @@ _URL, _CA, _TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{what}" for what in ("URL", "CA_C
 # Seconds between two requests; Kubeflow requires at least 5.
 _EVERY_S = 10.0
 _ANSWER_S = 5.0
-# _LONGEST: most characters of a metric's name and value. _MOST: most metrics.
+# _LONGEST: maximum number of characters of a metric's name, and of its value. _MOST: maximum number
+# of metrics.
 _LONGEST, _MOST = 64, 32
 
 
@@ -47,7 +48,7 @@ class TrainJobStatus(Callback):
         self._has_failed = False
 
     def on_fit_start(self, state: FitState) -> None:
-        """Start to send."""
+        """Start the thread that sends the status."""
         self._over.clear()
         self._began = monotonic(), done_part(state)
         self._thread = threading.Thread(target=self._watch, args=(state,), daemon=True)

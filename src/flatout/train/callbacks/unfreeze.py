@@ -35,12 +35,12 @@ class Unfreeze(Callback):
         layers: names of the layers, as in `flatout.freeze`; None for all frozen layers.
         lr: learning rate of these layers, in their own parameter group; None for the optimizer's
             rate. A scheduler treats this rate as if the group had been there from the start. Under
-            OneCycleLR and CyclicLR it is the highest rate, and the other rates are the same shares
-            of it as in the first group. For a compiled Keras model, schedules and callbacks scale
-            it by the same factor as the optimizer's compiled rate.
+            OneCycleLR and CyclicLR it is the highest rate, and the ratios of the other rates to the
+            highest rate are those of the first group. For a compiled Keras model, schedules and
+            callbacks scale it by the same factor as the optimizer's compiled rate.
         batch_norm: whether BatchNorm layers train and update their statistics again, too. If not,
-            they stay as they are. A layer that only `requires_grad = False` has frozen then goes
-            on to update its statistics in training, which a line reports.
+            BatchNorm layers stay as they are. A layer that only `requires_grad = False` has frozen
+            then goes on to update its statistics in training, which a line reports.
 
     Raises:
         ModelError: before the first step: the model has no layer of such a name, the scheduler
