@@ -21,7 +21,7 @@ _TOO_MANY = 1.25
 _DEVICE_SHARE = 0.2
 # Changes of the weights, without a repeated sample in between, after which nothing is kept.
 _CHANGES = 3
-# Most names of samples that are remembered without keeping the samples.
+# Maximum number of names of samples that are remembered without keeping the samples.
 _NAMES = 1 << 19
 
 

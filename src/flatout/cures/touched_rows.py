@@ -15,7 +15,7 @@ from flatout.cures.steps import ScriptSteps
 from flatout.hooks import is_anything_compiled, wrap
 
 FIELD = "compute.touched_rows"
-# Fewest rows of a table: below, a dense update costs little.
+# Minimum number of rows of a table: below, a dense update costs little.
 _FEWEST_ROWS = 1000
 _WATCHED = 3  # number of steps in which reads are counted
 

@@ -52,9 +52,10 @@ _ITSELF_S, _ITSELF_MOST = 30.0, 1 / 3
 _NOISY, _LOUD = 0.2, 0.4
 # Noisy scripts get blocks longer by the factor noise / _CALM, at most _LONGEST.
 _CALM, _LONGEST = 0.1, 4.0
-# The last trial, whose result is promised. _LAST_PAIRS, _MOST_LAST_PAIRS: fewest and, if time
-# allows, most quadruples of blocks. _PRECISION: largest width of its interval. _PACE_S: seconds of
-# warm-up of each side before a block counts. _LIVES: number of processes that each side starts.
+# The last trial, whose result is promised. _LAST_PAIRS, _MOST_LAST_PAIRS: minimum number of and, if
+# time allows, most quadruples of blocks. _PRECISION: largest width of its interval. _PACE_S:
+# seconds of warm-up of each side before a block counts. _LIVES: number of processes that each side
+# starts.
 _LAST_PAIRS, _MOST_LAST_PAIRS, _PRECISION, _PACE_S, _LIVES = 4, 16, 0.04, 1.0, 5
 # Least distance from 1 with which a ratio of CPU times counts as a win.
 _LEAST_CPU_FLOOR = 0.02

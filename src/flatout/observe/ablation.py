@@ -31,20 +31,20 @@ from flatout.observe.watch import Watch
 from flatout.world import Place
 
 # _WARM_STEPS: uncounted first steps of a block, in addition to prefetched batches; _FEWEST_STEPS:
-# fewest counted steps.
+# minimum number of counted steps.
 _WARM_STEPS, _FEWEST_STEPS = 2, 3
 # Shortest and longest time that a block should take, in seconds: _SHORTEST_S and _LONGEST_S.
 _SHORTEST_S, _LONGEST_S = 0.1, 1.0
 # Most A B B A quadruples of a lane.
 _PAIRS = 8
-# Most steps in which calls are checked for side effects.
+# Maximum number of steps in which calls are checked for side effects.
 _WATCHED = 12
 # Smallest share of a step that makes it worthwhile to take out a lane.
 _WORTH = 0.01
 # Factor of the budget after which a single rank stops: evaluations between steps take time too.
 _OVERDUE = 2.0
-# _AHEAD: steps between the plan of rank 0 and the first block; _PATIENCE_S: most seconds that ranks
-# wait for one another.
+# _AHEAD: steps between the plan of rank 0 and the first block; _PATIENCE_S: maximum seconds that
+# ranks wait for one another.
 _AHEAD, _PATIENCE_S = 4, 20.0
 _LANES: dict[str, Callable[[Watch], Any]] = {
     "input": Input,

@@ -14,8 +14,8 @@ from flatout.observe.watch import Watch
 # Steps of each training between which layers are hooked: _FROM and _UNTIL.
 _FROM, _UNTIL = 2, 5
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0")
-# _NODES: most graph nodes that are searched; _PLACES: fewest tokens of a text; _KINDS: fewest
-# different tokens of a batch of texts.
+# _NODES: maximum number of graph nodes that are searched; _PLACES: minimum number of tokens of a
+# text; _KINDS: minimum number of different tokens of a batch of texts.
 _NODES, _PLACES, _KINDS = 64, 4, 4
 
 

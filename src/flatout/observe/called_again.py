@@ -24,7 +24,7 @@ from flatout.observe.sites import is_users
 # _HALF_ROUNDING: the same where a layer computes in half precision; _OTHERS: largest change of
 # other samples, as a share of the change.
 _ROUNDING, _HALF_ROUNDING, _OTHERS = 1e-4, 2e-2, 1e-2
-# Most numbers that are compared of an input without positions.
+# Maximum number of values that are compared of an input without positions.
 _NUMBERS = 2**20
 # Other samples that are checked for unwanted changes.
 _BESIDE = 2

@@ -10,14 +10,14 @@ from typing import Any
 RICH = 48.0
 """Fewest bits that distinguish samples; with fewer, samples may be equal by chance."""
 
-# Most samples whose bits are counted.
+# Maximum number of samples whose bits are counted.
 _ASKED = 1024
-# _COLUMNS: most columns for which dependencies are searched; _OFTEN: share of different numbers in
-# a column above which it determines any other column by chance.
+# _COLUMNS: maximum number of columns for which dependencies are searched; _OFTEN: share of
+# different numbers in a column above which it determines any other column by chance.
 _COLUMNS, _OFTEN = 16, 0.75
-# For samples of few bits: _FEWEST: fewest equal samples that are no coincidence; _MORE_BITS: bits
-# beyond those that number all pairs; _MORE_OFTEN: factor over the rate of equal samples within one
-# part.
+# For samples of few bits: _FEWEST: minimum number of equal samples that are no coincidence;
+# _MORE_BITS: bits beyond those that number all pairs; _MORE_OFTEN: factor over the rate of equal
+# samples within one part.
 _FEWEST, _MORE_BITS, _MORE_OFTEN = 5, 6.0, 2.5
 
 

@@ -23,7 +23,8 @@ from flatout.observe.origins import parsed
 from flatout.observe.watch import Watch
 
 _LOOKS = range(9, 19)
-# _EVEN: largest deviation of a step's growth from the mean, as a share; _LISTS: most lists.
+# _EVEN: largest deviation of a step's growth from the mean, as a share; _LISTS: maximum number of
+# lists.
 _EVEN, _LISTS = 0.5, 200
 _COPIES = ("list", "tuple", "deque", "set")
 _READS = ("sum", "sorted", "max", "min", "fmean", "mean", "stdev", "median")

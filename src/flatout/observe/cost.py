@@ -36,8 +36,8 @@ from flatout.observe.tensors import copying, timed
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import probed
 
-# _QUADRUPLES: most A B B A quadruples that are timed; _FEWER: pairs of passed ns and the most
-# quadruples from then on, since other work on the machine may slow down the measurement.
+# _QUADRUPLES: maximum number of A B B A quadruples that are timed; _FEWER: pairs of passed ns and
+# the most quadruples from then on, since other work on the machine may slow down the measurement.
 _QUADRUPLES = 150
 _FEWER = ((300_000_000, 30), (900_000_000, 4))
 # Observed ns below which the time of looks counts as added once, since looks are rare.

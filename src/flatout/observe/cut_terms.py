@@ -14,7 +14,8 @@ from flatout.observe.graph_nodes import children, nearest_nodes
 from flatout.observe.observation import Site
 from flatout.observe.origins import function_at, parsed
 
-# _NODES: most graph nodes that are searched; _TERMS: most terms of a loss.
+# _NODES: maximum number of graph nodes that are searched; _TERMS: maximum number of terms of a
+# loss.
 _NODES, _TERMS = 2000, 16
 _LEAF = "torch::autograd::AccumulateGrad"
 _MAKES = ("tensor", "Tensor", "FloatTensor", "Variable", "as_tensor", "zeros", "ones", "full")

@@ -25,7 +25,7 @@ from flatout.observe.watch import Watch
 _FEWEST, _MOST, _SECONDS = 2, 20, 0.5
 # First profiled steps that are dropped, since they set the profiler up.
 _WARM = 1
-# Most kernels that are named.
+# Maximum number of kernels that are named.
 _NAMED = 5
 _TO_DEVICE, _TO_HOST, _PAGEABLE = "Memcpy HtoD", "Memcpy DtoH", "Pageable"
 _COPY = "Memcpy"

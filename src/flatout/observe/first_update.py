@@ -14,7 +14,7 @@ from flatout.observe.watch import Watch
 _SAMPLE = 1024
 # Smallest root mean square of a matrix. Smaller ones start near zero on purpose, as in an adapter.
 _LEAST = 1e-3
-# Fewest matrices of an optimizer for a median.
+# Minimum number of matrices of an optimizer for a median.
 _MATRICES = 3
 # Step by which each of several optimizers has stepped, even if some step more often.
 _LAST = 8

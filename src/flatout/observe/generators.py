@@ -16,8 +16,8 @@ from typing import Any
 
 # Number of first batches after which states are recorded.
 _BATCHES = 2
-# _DEPTH: most levels of references from a dataset; _MEMBERS: most members of each object; _OBJECTS:
-# most objects.
+# _DEPTH: maximum number of levels of references from a dataset; _MEMBERS: maximum number of members
+# of each object; _OBJECTS: maximum number of objects.
 _DEPTH, _MEMBERS, _OBJECTS = 4, 64, 1000
 _OF_PROCESS = ("torch", "random", "numpy")
 

@@ -16,7 +16,7 @@ from flatout.observe.watch import Watch
 _LOOKS = (1, 2, 3, 5, 8, 11, 15, 20, 30, 50, 100, 200)
 # Steps between which layers without a gradient are hooked, from _FROM to _UNTIL, to record calls.
 _FROM, _UNTIL = 5, 8
-# Most names of parameters that are recorded.
+# Maximum number of names of parameters that are recorded.
 _NAMED = 20
 
 

@@ -17,8 +17,8 @@ from flatout.observe.observation import Site
 from flatout.observe.sites import is_users
 from flatout.observe.watch import Watch
 
-# _LOOKS: steps in which graphs are counted; _GROWN_MB: fewest MB of steady growth for that; _NODES:
-# most graph nodes that are counted.
+# _LOOKS: steps in which graphs are counted; _GROWN_MB: minimum MB of steady growth for that;
+# _NODES: maximum number of graph nodes that are counted.
 _LOOKS = (24, 48, 96, 192)
 _GROWN_MB = 3.0
 _NODES = 50_000

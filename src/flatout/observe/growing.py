@@ -21,8 +21,8 @@ _FROM, _UNTIL = 9, 18
 # _AGAIN: steps from which on findings are checked again, since a window of the last entries, such
 # as losses[-100:], stops growing; _STEPS: number of steps of such a check.
 _AGAIN, _STEPS = (300, 1000), 4
-# _LEAST: fewest successive steps with growth; _EVEN: largest deviation of a step's growth from the
-# mean, as a share.
+# _LEAST: minimum number of successive steps with growth; _EVEN: largest deviation of a step's
+# growth from the mean, as a share.
 _LEAST, _EVEN = 6, 0.5
 _FUNCTIONS = {
     "torch": ("cat", "concat", "concatenate", "vstack", "hstack", "stack"),

@@ -10,11 +10,12 @@ from typing import Any
 
 from flatout.observe.chance import bits_of
 
-# _ITEMS: most samples that are hashed; _NUMBERS: most numbers that are hashed of each sample.
+# _ITEMS: maximum number of samples that are hashed; _NUMBERS: maximum number of values that are
+# hashed of each sample.
 _ITEMS, _NUMBERS = 2**16, 128
-# Fewest different numbers in a sample: samples with fewer may be equal by chance.
+# Minimum number of different numbers in a sample: samples with fewer may be equal by chance.
 _DIFFERENT = 16
-# Most samples whose different numbers are counted.
+# Maximum number of samples whose different numbers are counted.
 _ASKED = 64
 _ENDING = re.compile(r"\.[A-Za-z0-9]{1,5}$")
 

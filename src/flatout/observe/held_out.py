@@ -18,13 +18,14 @@ from flatout.observe.spread import has_median, held_ends, missed_end
 
 # Smallest share of different samples in a training, for equal ones to be conclusive.
 _DIFFERENT = 0.5
-# Fewest times that the training's mean is farther from zero than the mean of all samples.
+# Minimum number of times that the training's mean is farther from zero than the mean of all
+# samples.
 _FARTHER = 20.0
 # _MEAN_OFF, _DEVIATION_OFF: largest distance from a mean of 0 and a deviation of 1 after scaling.
 _MEAN_OFF, _DEVIATION_OFF = 1e-4, 1e-3
-# Most classes that both parts have, where a sorted dataset was split within a class.
+# Maximum number of classes that both parts have, where a sorted dataset was split within a class.
 _AT_SPLIT = 1
-# Fewest samples: fewer may have any mean.
+# Minimum number of samples: fewer may have any mean.
 _FEWEST = 50
 
 

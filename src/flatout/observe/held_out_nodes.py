@@ -18,7 +18,8 @@ from flatout.observe.sites import here
 from flatout.observe.tables import named_here
 from flatout.observe.watch import Watch
 
-# _STEPS: first steps of each training that are inspected; _NODES: most nodes of a loss's graph.
+# _STEPS: first steps of each training that are inspected; _NODES: maximum number of nodes of a
+# loss's graph.
 _STEPS, _NODES = 2, 64
 _NLL = "NllLossBackward0"
 _TRAINING, _HELD_OUT = "train", ("test", "val", "eval", "held")

@@ -23,9 +23,10 @@ from flatout.observe.watch import Watch
 
 # Steps of each training after which variables are inspected.
 _LOOKS = (5, 9, 13, 17)
-# Fewest of these looks in which a variable must hold more than before.
+# Minimum number of these looks in which a variable must hold more than before.
 _FEWEST = 3
-# _NAMES: most names of a frame; _ENTRIES: most entries of a dict or attributes of an object.
+# _NAMES: maximum number of names of a frame; _ENTRIES: maximum number of entries of a dict or
+# attributes of an object.
 _NAMES, _ENTRIES = 300, 64
 # Smallest growth of a variable between two looks, in entries or nodes per step.
 _EACH = 0.5

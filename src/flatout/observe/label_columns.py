@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 from flatout.observe.samples import as_array, behind_subsets, is_in_memory
 
-# _LENGTH: most entries of a column; _LISTED: most entries of a list; _WIDTH: most columns of a
-# table; _COLUMNS: most columns that are compared.
+# _LENGTH: maximum number of entries of a column; _LISTED: maximum number of entries of a list;
+# _WIDTH: maximum number of columns of a table; _COLUMNS: maximum number of columns that are
+# compared.
 _LENGTH, _LISTED, _WIDTH, _COLUMNS = 2**20, 2**17, 64, 200
-# _ENTRIES: most entries of a dict or an object; _ASKED: values by which integers are recognized.
+# _ENTRIES: maximum number of entries of a dict or an object; _ASKED: values by which integers are
+# recognized.
 _ENTRIES, _ASKED = 64, 64
-# _CLASSES: most classes of labels; _EACH: fewest labels per class on average.
+# _CLASSES: maximum number of classes of labels; _EACH: minimum number of labels per class on
+# average.
 _CLASSES, _EACH = 10_000, 2
 # Largest share of a class: a larger one may fill the first batches in any order.
 _MOST = 0.9

@@ -27,11 +27,13 @@ from flatout.observe.watch import Watch
 
 # _FROM: step after which the hook for the first steps is gone; _UNTIL: step of the decision.
 _FROM, _UNTIL = AFTER_STEPS, AFTER_STEPS + 4
-# _NODES: most graph nodes that are searched from the loss on; _LOSSES: most losses recorded.
+# _NODES: maximum number of graph nodes that are searched from the loss on; _LOSSES: maximum number
+# of losses recorded.
 _NODES, _LOSSES = 256, 8
 _OF_CLASSES = ("NllLossBackward0", "NllLoss2DBackward0")
 _OF_TWO = ("BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0")
-# _LEAST: fewest labels in a batch that show an order; _BATCHES: fewest such batches.
+# _LEAST: minimum number of labels in a batch that show an order; _BATCHES: minimum number of such
+# batches.
 _LEAST, _BATCHES = 8, 6
 # _PURE: share of batches with a single class from which on later batches are inspected; _LATER:
 # factor from one inspected step to the next.
@@ -39,7 +41,8 @@ _PURE, _LATER = 0.75, 1.3
 # Largest share of batches at which the class may change, for labels of 0 and 1. A GAN that trains
 # on real and generated halves changes it more often.
 _CHANGES = 1 / 3
-# _STRIDES: most steps between successive windows of a series; _ASKED: training steps checked.
+# _STRIDES: maximum number of steps between successive windows of a series; _ASKED: training steps
+# checked.
 _STRIDES, _ASKED = 64, 3
 
 

@@ -37,9 +37,10 @@ from flatout.observe.sites import read
 from flatout.observe.taken_out import batches_in
 from flatout.observe.watch import Watch
 
-# _EPOCHS: epochs after which the time-lapse is complete; _STEPS: fewest steps of each of them.
+# _EPOCHS: epochs after which the time-lapse is complete; _STEPS: minimum number of steps of each of
+# them.
 _EPOCHS, _STEPS = 2, 2
-# Most seconds to find the last batch of an epoch, since samplers yield all others before it.
+# Maximum seconds to find the last batch of an epoch, since samplers yield all others before it.
 _SEEKING_S = 1.0
 # Seconds that the script has to end after the interrupt.
 _GRACE_S = 3.0

@@ -22,7 +22,7 @@ from flatout.observe.record import NO_LOADER
 from flatout.observe.stacks import Places, Stack, codes, stacks_in
 from flatout.observe.watch import Watch
 
-# Fewest samples from which lines are reported.
+# Minimum number of samples from which lines are reported.
 _FEWEST = 50
 # A line with more than this multiple of the evaluation lane's time does more than evaluate.
 _LARGEST = 2.0

@@ -17,12 +17,13 @@ from flatout.observe.observation import Growth, Line, Site
 from flatout.observe.sites import read
 from flatout.observe.stacks import NOWHERE, Place, Places, Stack
 
-# _LINES: most lines that are reported; _CALLERS: most calling lines of each.
+# _LINES: maximum number of lines that are reported; _CALLERS: maximum number of calling lines of
+# each.
 _LINES, _CALLERS = 40, 3
-# Fewest samples of a line whose growth is estimated.
+# Minimum number of samples of a line whose growth is estimated.
 _FEWEST = 40
 # _GROWS_BY: smallest growth over the observation that is reported, as a share of the mean time;
-# _FEWEST_BINS: fewest bins of steps.
+# _FEWEST_BINS: minimum number of bins of steps.
 _GROWS_BY, _FEWEST_BINS = 0.25, 6
 # Multiple of the 95% interval that a growth must exceed, since many lines are tested.
 _SURE = 2.0

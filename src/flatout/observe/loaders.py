@@ -43,20 +43,20 @@ from flatout.observe.within_loader import LOADER, Looker, Probe, first_tensor, s
 
 # _WAITS: waits that are kept of each loader; _EPOCHS: epochs whose first batch is recorded.
 _WAITS, _EPOCHS = 20_000, 1000
-# Most samples of the first epoch that are compared with those of other ranks.
+# Maximum number of samples of the first epoch that are compared with those of other ranks.
 _TAKEN = 512
 # _FIRSTS: epochs whose first samples are recorded; _COMPARED: batches of an epoch after which the
 # loader's samples are compared with those of others.
 _FIRSTS, _COMPARED = 8, 16
 # Batches between two counts of the dataset's entries; old waits are then dropped.
 _LOOK_EVERY = 16
-# Most numbers of a batch that are hashed to compare it with another batch.
+# Maximum number of values of a batch that are hashed to compare it with another batch.
 _NUMBERS = 4096
 # Functions of torch, numpy and random that draw an order.
 _DRAWS = frozenset(
     ("choice", "choices", "multinomial", "permutation", "randint", "randperm", "sample", "shuffle")
 )
-# Most datapipes of a chain that are named.
+# Maximum number of datapipes of a chain that are named.
 _STAGES = 64
 # Settings that identify a loader that is made again in each epoch.
 _SET_UP = ("kind", "dataset", "length", "batch_size", "num_workers", "shuffles", "drop_last")

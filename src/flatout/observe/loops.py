@@ -15,11 +15,11 @@ from typing import Any
 
 from flatout.observe.lanes import Lanes
 
-# Most steps in an iteration: a loop with more is a loop over epochs.
+# Maximum number of steps in an iteration: a loop with more is a loop over epochs.
 _STEPS_IN_A_TURN = 2
 # Iterations after which a loop ends early. STEPPING: if it steps; EVALUATING: if it evaluates.
 STEPPING, EVALUATING = 4, 2
-# Fewest steps of a loop that counts as an epoch.
+# Minimum number of steps of a loop that counts as an epoch.
 _AN_EPOCH = 2
 
 

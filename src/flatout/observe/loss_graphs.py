@@ -24,11 +24,12 @@ from flatout.observe.sites import here, is_users
 from flatout.observe.watch import Watch
 
 # _FROM: step after which the hook for the first steps is gone; _UNTIL: last inspected step;
-# _ASKED_AFTER: steps after which unregistered parameters are searched; _NAMED: most of their names.
+# _ASKED_AFTER: steps after which unregistered parameters are searched; _NAMED: maximum number of
+# their names.
 _FROM, _UNTIL = AFTER_STEPS, AFTER_STEPS + 4
 _ASKED_AFTER = (4, 20)
 _NAMED = 20
-# Most nodes of a graph that are inspected.
+# Maximum number of nodes of a graph that are inspected.
 _NODES = 20_000
 # Operators that keep the numbers of a row.
 _VIEWS = frozenset(

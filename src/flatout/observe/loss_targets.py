@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from flatout.observe.graph_nodes import children, first_child, nearest_nodes, node_of
 
-# Most graph nodes that are searched.
+# Maximum number of graph nodes that are searched.
 _NODES = 256
 _OF_CLASSES = (
     "NllLossBackward0",

@@ -17,10 +17,10 @@ from flatout.processes import descendants
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # Half of the largest number of memory samples, which are spread evenly over all steps.
 _LOOKS = 64
-# _FIRST_LOOKS: first samples without a minimum distance; _APART_S: fewest seconds between later
+# _FIRST_LOOKS: first samples without a minimum distance; _APART_S: minimum seconds between later
 # samples, so that short steps are not slowed down.
 _FIRST_LOOKS, _APART_S = 8, 0.2
-# Most samples of the whole job.
+# Maximum number of samples of the whole job.
 _JOB_LOOKS = 30
 
 

@@ -12,9 +12,9 @@ from flatout.observe.observation import Model
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 # Names of wrapper modules that hold the model as `module` or `_orig_mod`.
 _HOLDERS = {*_WRAPPERS, "AveragedModel", "OptimizedModule"}
-# Most names of tensors with NaN or infinity.
+# Maximum number of names of tensors with NaN or infinity.
 _NAMED = 20
-# _KEPT: most parameters of a model that are kept; _SMALL_BYTES: most bytes of each.
+# _KEPT: maximum number of parameters of a model that are kept; _SMALL_BYTES: maximum bytes of each.
 _KEPT, _SMALL_BYTES = 4, 2**16
 
 

@@ -24,10 +24,10 @@ from flatout.observe.replicas import look_at_replica, number_of, random_bytes
 from flatout.observe.sites import here, is_users, line_of
 from flatout.observe.watch import Watch
 
-# _SHAPES: most different input shapes that are recorded. _FIRST_CALLS: first calls of a model whose
-# input is always inspected. _VARIED_CALLS: the same where shapes vary. _SHARE: a later call is
-# inspected once the number of calls has grown by 1/_SHARE. An inspection takes as long as a tenth
-# of a very short step.
+# _SHAPES: maximum number of different input shapes that are recorded. _FIRST_CALLS: first calls of
+# a model whose input is always inspected. _VARIED_CALLS: the same where shapes vary. _SHARE: a
+# later call is inspected once the number of calls has grown by 1/_SHARE. An inspection takes as
+# long as a tenth of a very short step.
 _SHAPES, _FIRST_CALLS, _VARIED_CALLS, _SHARE = 64, 32, 256, 8
 # _SHOWN: training calls of a model whose batches are passed to `watch.on_batch`; _EVALUATIONS: the
 # same for evaluation calls.
@@ -37,10 +37,10 @@ _REPEATS = 32
 # Steps before the first repeated description of all models. Each interval is twice the one before,
 # since the models may be gone at the end.
 _AGAIN = 8
-# Most calls of a model that may be a submodule of another model under construction.
+# Maximum number of calls of a model that may be a submodule of another model under construction.
 _BUILDING = 2
-# Fewest steps before a model can count as acting: it is then called in train mode without gradients
-# in most steps.
+# Minimum number of steps before a model can count as acting: it is then called in train mode
+# without gradients in most steps.
 _ACTS_AFTER = 8
 _ACTING = 1 << 1  # bit of `opened`: train mode without gradients
 # Lanes that end when a model is called.

@@ -23,10 +23,10 @@ from flatout.observe.observation import ModuleTime, Observation
 from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.watch import Watch
 
-# _FROM: first measured step, since earlier ones set things up; _MODULES, _NODES: most modules and
-# graph nodes, since larger models take too long to measure.
+# _FROM: first measured step, since earlier ones set things up; _MODULES, _NODES: maximum number of
+# modules and graph nodes, since larger models take too long to measure.
 _FROM, _MODULES, _NODES = 2, 2000, 20_000
-# Most groups of modules that are reported.
+# Maximum number of groups of modules that are reported.
 _TOLD = 20
 # Share of the backward of modules other than torch's from which an operator is named.
 _MOST = 0.5

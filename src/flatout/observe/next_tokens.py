@@ -23,7 +23,7 @@ from flatout.observe.watch import Watch
 # Steps between which calls are recorded, from _FROM to _UNTIL. At _UNTIL, no other hooks judge
 # calls of layers.
 _FROM, _UNTIL = 2, 3
-# Most backward passes that are inspected.
+# Maximum number of backward passes that are inspected.
 _LOOKS = 4
 # Longest step (ns) after which the model is called at once. A longer one waits until two forwards
 # are a small share of the observed time.

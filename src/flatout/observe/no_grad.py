@@ -15,7 +15,7 @@ from flatout.observe.origins import parsed
 from flatout.observe.sites import is_users
 
 _SWITCHES_OFF = frozenset(("no_grad", "inference_mode"))
-# Most forward functions of the user that are searched, innermost first.
+# Maximum number of forward functions of the user that are searched, innermost first.
 _LEVELS = 8
 # Only forward is searched: a loop around the model disables gradients on purpose.
 _FORWARD = "forward"

@@ -25,11 +25,11 @@ _SHARE, _SHARE_EVALUATING, _SHARE_SAVING = 0.0005, 0.001, 0.001
 _FIRST_LOOK = 3
 # Number of first saves before which all numbers are always read.
 _SAVES = 3
-# Most names of tensors that are recorded.
+# Maximum number of names of tensors that are recorded.
 _NAMED = 20
-# Most numbers of each tensor that are checked for being subnormal.
+# Maximum number of values of each tensor that are checked for being subnormal.
 _SAMPLE = 2**16
-# Fewest numbers of a tensor that is checked for subnormal numbers.
+# Minimum number of values of a tensor that is checked for subnormal numbers.
 _LEAST_NUMBERS = 256
 
 

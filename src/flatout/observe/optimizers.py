@@ -19,14 +19,14 @@ from flatout.observe.watch import Watch
 if TYPE_CHECKING:
     from flatout.kernels import StepHook
 
-# Most steps of an optimizer within one round of all optimizers. One that steps more often before
-# the last one has a round of its own.
+# Maximum number of steps of an optimizer within one round of all optimizers. One that steps more
+# often before the last one has a round of its own.
 _LONGEST_ROUND = 20
 _ELSEWHERE = "an optimizer stepped in a thread beside the main one: those steps were not watched"
 # Numbers of an optimizer's steps after which its learning rate is recorded.
 _RATE_STEPS = (1, 5, 20, 100)
-# Most successive optimizers of the same parameters that are recorded apart: some scripts make one
-# in each step.
+# Maximum number of successive optimizers of the same parameters that are recorded apart: some
+# scripts make one in each step.
 _FOLLOWING = 4
 # Number of first steps in which zero_grad is timed.
 _NOTED_STEPS = 50

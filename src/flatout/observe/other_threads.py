@@ -20,7 +20,8 @@ from flatout.observe.watch import Watch
 _EVERY_S = 0.04
 # Numbers of the steps in which other threads are searched.
 _ASKED = (1, 10, 100)
-# _FEWEST: fewest samples of a thread that is reported; _MOST: most threads that are sampled.
+# _FEWEST: minimum number of samples of a thread that is reported; _MOST: maximum number of threads
+# that are sampled.
 _FEWEST, _MOST = 20, 16
 _OURS = "flatout-"
 # Files in which a thread waits for another thread.

@@ -19,7 +19,7 @@ from flatout.observe.replicas import has_peers, number_of
 from flatout.observe.timed_calls import timed
 from flatout.observe.watch import Watch
 
-# Most saves that are recorded.
+# Maximum number of saves that are recorded.
 _SAVED = 24
 # Number of first saves whose tensors are hashed, to compare them between ranks.
 _NUMBERED = 8

@@ -8,7 +8,8 @@ from flatout.observe.graph_nodes import first_child
 from flatout.observe.padding import at_the_end, most_common
 from flatout.observe.saved import saved_number
 
-# _LEAST_ROWS, _LEAST_PLACES: fewest rows and places of sequences; _ROWS: most rows inspected.
+# _LEAST_ROWS, _LEAST_PLACES: minimum number of rows and places of sequences; _ROWS: maximum number
+# of rows inspected.
 _LEAST_ROWS, _LEAST_PLACES, _ROWS = 4, 4, 64
 # Smallest share of rows with the same last value before the padding, if that value ends rows.
 _ENDED = 0.9

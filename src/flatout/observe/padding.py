@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-# Fewest places in a row (_LEAST_PLACES) and fewest rows (_LEAST_ROWS) of a batch of sequences.
+# Minimum number of places in a row (_LEAST_PLACES) and fewest rows (_LEAST_ROWS) of a batch of
+# sequences.
 _LEAST_PLACES, _LEAST_ROWS = 8, 2
-# Most rows of a batch that are inspected.
+# Maximum number of rows of a batch that are inspected.
 _ROWS = 16
 # Largest share of the other places that may hold the padding value; above it, the value has a
 # meaning.

@@ -8,8 +8,8 @@ from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
-# Most steps ahead in which the end of a rate is searched. _AHEAD: for `ends_after`; _FAR_AHEAD: for
-# `made_for`.
+# Maximum number of steps ahead in which the end of a rate is searched. _AHEAD: for `ends_after`;
+# _FAR_AHEAD: for `made_for`.
 _AHEAD, _FAR_AHEAD = 2000, 20_000
 # Shares of the highest rate. _NOTHING: practically zero; _ZERO: zero.
 _NOTHING, _ZERO = 0.02, 1e-6

@@ -24,7 +24,7 @@ from flatout.world import Place
 
 _PACKAGES = ("torch", "numpy", "torchvision", "keras", "lightning", "accelerate", "transformers")
 NO_LOADER = "input: no DataLoader gave the batches trained on; making them is counted as host"
-# Most durations of steps in the file that is written while the script runs.
+# Maximum number of durations of steps in the file that is written while the script runs.
 _LIVE_STEPS = 200
 
 

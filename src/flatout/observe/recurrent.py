@@ -13,7 +13,7 @@ from flatout.observe.watch import Watch
 
 # Steps between which cells are hooked: _FROM and _UNTIL.
 _FROM, _UNTIL = 4, 7
-# Fewest iterations of a loop: a shorter one costs little.
+# Minimum number of iterations of a loop: a shorter one costs little.
 _LEAST = 4
 # Smallest share of the calls that belong to loops over one tensor.
 _MOST = 0.9

@@ -25,12 +25,13 @@ from flatout.observe.sites import here
 from flatout.observe.tables import Tables
 from flatout.observe.watch import Watch
 
-# _MAKES: most constructions of optimizers that are recorded; _ROWS: most rows kept at a time.
+# _MAKES: maximum number of constructions of optimizers that are recorded; _ROWS: maximum number of
+# rows kept at a time.
 _MAKES, _ROWS = 256, 16
-# Most tensors of a row whose weights are compared.
+# Maximum number of tensors of a row whose weights are compared.
 _TENSORS = 16
-# Fewest repeated constructions. _ALIKE: with equal rates; _OTHER_RATE: with other rates; _NO_DATA:
-# where the data are unknown, or may be of more than one epoch.
+# Minimum number of repeated constructions. _ALIKE: with equal rates; _OTHER_RATE: with other rates;
+# _NO_DATA: where the data are unknown, or may be of more than one epoch.
 _ALIKE, _OTHER_RATE, _NO_DATA = 2, 3, 20
 
 

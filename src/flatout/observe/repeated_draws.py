@@ -33,18 +33,19 @@ _METHODS = (
     "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
     "multinomial", "normal_", "random_", "uniform_",
 )  # fmt: skip
-# _PLACES: most lines that are recorded; _STATES: most states recorded of each line; _EVENTS: most
-# repeated states of a line, after which its draws are no longer checked.
+# _PLACES: maximum number of lines that are recorded; _STATES: maximum number of states recorded of
+# each line; _EVENTS: maximum number of repeated states of a line, after which its draws are no
+# longer checked.
 _PLACES, _STATES, _EVENTS = 64, 64, 64
 # Draws of a line that are skipped per checked draw, once _STATES states are known.
 _LEFT_OUT = 15
 # Steps after which draws are no longer hooked, if the script drew from no generator of its own.
 _UNUSED_STEPS = 64
-# _FIRST: first states of a line whose draws are compared with data; _HELD: most tensors kept for
-# that.
+# _FIRST: first states of a line whose draws are compared with data; _HELD: maximum number of
+# tensors kept for that.
 _FIRST, _HELD = 8, 16
-# _ROWS: rows of a batch that are searched among the drawn rows; _TABLE: most drawn rows of a
-# tensor; _NODES: most nodes of a loss's graph.
+# _ROWS: rows of a batch that are searched among the drawn rows; _TABLE: maximum number of drawn
+# rows of a tensor; _NODES: maximum number of nodes of a loss's graph.
 _ROWS, _TABLE, _NODES = 4, 2**14, 64
 # Smallest correlation of data with a drawn tensor that they were scaled from.
 _ALIKE = 0.999

@@ -24,10 +24,11 @@ from flatout.observe.observation import RepeatedSeed, Site
 from flatout.observe.sites import is_users, line_of
 from flatout.observe.watch import Watch
 
-# _PLACES: most lines that are recorded; _EVENTS: most calls of each line that are recorded.
+# _PLACES: maximum number of lines that are recorded; _EVENTS: maximum number of calls of each line
+# that are recorded.
 _PLACES, _EVENTS = 64, 256
-# _LEAST: fewest numbers of an order, since a shorter one may repeat by chance; _COMPARED: most
-# numbers of an order that are compared.
+# _LEAST: minimum number of values of an order, since a shorter one may repeat by chance;
+# _COMPARED: maximum number of values of an order that are compared.
 _LEAST, _COMPARED = 12, 4096
 # Modules whose frames may lie between the user's line and a hooked function.
 _INNER = ("random", "torch.random")

@@ -35,7 +35,7 @@ _TURN = "__flatout_turn__"
 """Loop variable of a loop that was a `while`."""
 _STEPS = {"step", "backward", "training_step", "train_on_batch", "minimize"}
 """Methods that make a function which calls them a stepping function."""
-# Most files of the script that are parsed.
+# Maximum number of files of the script that are parsed.
 _MOST_FILES = 200
 _COMPILES = re.compile(
     rb"torch\.(compile|jit)\b|\.compile\(\s*\)|\bnumba\b|from torch import .*compile"

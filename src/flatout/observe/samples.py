@@ -23,24 +23,26 @@ from flatout.observe.held_items import (
 )
 from flatout.observe.spread import Spread, spread_of
 
-# _ROWS: most samples whose bytes are hashed; _COLUMNS: most numbers hashed of each sample.
+# _ROWS: maximum number of samples whose bytes are hashed; _COLUMNS: maximum number of values
+# hashed of each sample.
 _ROWS, _COLUMNS = 2**16, 128
-# _STEPS: fewest steps of a window; _OF_WINDOWS: most numbers of all windows that are hashed.
+# _STEPS: minimum number of steps of a window; _OF_WINDOWS: maximum number of values of all windows
+# that are hashed.
 _STEPS, _OF_WINDOWS = 8, 2**23
-# Fewest columns of a row of statistics: shorter rows may be equal by chance.
+# Minimum number of columns of a row of statistics: shorter rows may be equal by chance.
 _FIGURES = 2
 # Multiplier of the hash of windows.
 _ODD = 0x9E3779B97F4A7C15
-# Most labels of a dataset that are read.
+# Maximum number of labels of a dataset that are read.
 _LABELS = 2**18
-# Most different labels that count as classes.
+# Maximum number of different labels that count as classes.
 _CLASSES = 10_000
 _NAMES = ("targets", "labels", "y")
 _LABEL_COLUMNS = (*_NAMES, "target", "label", "class")
 
 
-# _NUMBERS: most numbers of a table for which means are computed; _OF_SPREAD: most numbers for which
-# ends are computed; _AT_ONCE: rows per chunk of either.
+# _NUMBERS: maximum number of values of a table for which means are computed; _OF_SPREAD: maximum
+# number of numbers for which ends are computed; _AT_ONCE: rows per chunk of either.
 _NUMBERS, _OF_SPREAD, _AT_ONCE = 2**26, 2**23, 2**13
 
 

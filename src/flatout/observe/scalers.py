@@ -18,7 +18,7 @@ _KINDS = (
     "StandardScaler", "MinMaxScaler", "MaxAbsScaler", "RobustScaler", "QuantileTransformer",
     "PowerTransformer",
 )  # fmt: skip
-# _NUMBERS: most numbers of a table; _SCALERS: most scalers.
+# _NUMBERS: maximum number of values of a table; _SCALERS: maximum number of scalers.
 _NUMBERS, _SCALERS = 2**24, 32
 # Smallest share of the samples that a scaler was fitted on, if samples are not equal by chance.
 _MANY = 0.01

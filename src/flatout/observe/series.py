@@ -10,12 +10,12 @@ from flatout.observe.held_items import held_by, length_of
 from flatout.observe.observation import Scaling
 from flatout.observe.samples import as_array, behind_subsets, is_in_memory
 
-# _FEWEST: fewest steps of a window; _NUMBERS: most numbers of a series.
+# _FEWEST: minimum number of steps of a window; _NUMBERS: maximum number of values of a series.
 _FEWEST, _NUMBERS = 4, 2**24
-# Fewest successive equal rows that identify a place in a series.
+# Minimum number of successive equal rows that identify a place in a series.
 _RUN = 8
-# _AT_END: tolerance at the ends of a scaled range; _OFTEN: most rows at an end; _MISSES: smallest
-# distance from an end that counts as missed.
+# _AT_END: tolerance at the ends of a scaled range; _OFTEN: maximum number of rows at an end;
+# _MISSES: smallest distance from an end that counts as missed.
 _AT_END, _OFTEN, _MISSES = 1e-6, 3, 5e-3
 
 

@@ -13,7 +13,8 @@ from flatout.observe.samples import behind_subsets, is_in_memory, row_numbers
 
 ENOUGH = 32
 """Number of samples of a part that are recorded."""
-# _FEWEST: fewest samples of a part, and rows of a table (which needs more); _ROWS: most rows.
+# _FEWEST: minimum number of samples of a part, and rows of a table (which needs more); _ROWS:
+# maximum number of rows.
 _FEWEST, _ROWS = 16, 2**16
 # Smallest share of a worker's samples that must be rows of a tensor of its dataset.
 _MOST = 0.9

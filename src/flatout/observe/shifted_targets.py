@@ -14,12 +14,13 @@ from flatout.observe.graph_nodes import nearest_nodes
 from flatout.observe.padding import most_common
 from flatout.observe.saved import saved_number
 
-# Most nodes of a graph that are searched.
+# Maximum number of nodes of a graph that are searched.
 _NODES = 256
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0")
 _LOSSES = (*_NLL, "GatherBackward0")
-# _TOKENS: fewest tokens of a sequence; _TARGETS: fewest compared targets; _VALUES: fewest different
-# targets; _ROWS: most samples in which a token is chosen.
+# _TOKENS: minimum number of tokens of a sequence; _TARGETS: minimum number of compared targets;
+# _VALUES: minimum number of different targets; _ROWS: maximum number of samples in which a token is
+# chosen.
 _TOKENS, _TARGETS, _VALUES, _ROWS = 4, 32, 4, 64
 # Smallest share of tokens that differ from the token before: otherwise a shift cannot be detected.
 _DIFFERING = 0.25

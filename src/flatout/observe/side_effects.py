@@ -28,11 +28,13 @@ from flatout.observe.rewriting import Rewriting
 from flatout.observe.unused_calls import CALLS
 from flatout.observe.watch import Watch
 
-# _HOT: smallest share of a step from which a line is hot; _MOST: most calls that are left out.
+# _HOT: smallest share of a step from which a line is hot; _MOST: maximum number of calls that are
+# left out.
 _HOT, _MOST = 0.03, 2
-# _LOOKS: executions of each call that are checked; _LONGEST_NS: most time of all checks.
+# _LOOKS: executions of each call that are checked; _LONGEST_NS: maximum time of all checks.
 _LOOKS, _LONGEST_NS = 3, 1_500_000_000
-# _DEPTH: levels of references that are followed from a call's arguments; _OBJECTS: most objects.
+# _DEPTH: levels of references that are followed from a call's arguments; _OBJECTS: maximum number
+# of objects.
 _DEPTH, _OBJECTS = 3, 2000
 
 

@@ -14,7 +14,7 @@ _SOFTMAX = {"SoftmaxBackward0": "softmax", "LogSoftmaxBackward0": "log_softmax"}
 _LAYERS = (
     "AddmmBackward0", "MmBackward0", "BmmBackward0", "LinearBackward0", "ConvolutionBackward0",
 )  # fmt: skip
-# Most graph nodes that are searched.
+# Maximum number of graph nodes that are searched.
 _NODES = 200
 
 

@@ -19,7 +19,8 @@ from flatout.observe.watch import Watch
 
 _GOOD = {"isnan": False, "isinf": False, "isfinite": True}
 # _FROM: step after which the functions are hooked; _WEIGHED: step of the check whether they are
-# called too often; _MOST: most calls per step, since more of them are not about the loss alone.
+# called too often; _MOST: maximum number of calls per step, since more of them are not about the
+# loss alone.
 _FROM, _WEIGHED, _MOST = 2, 20, 4
 # Step after which the functions are unhooked if no step was skipped.
 _SETTLED = 500

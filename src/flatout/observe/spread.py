@@ -10,16 +10,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-# _COLUMNS: most columns of a table, since wider rows are images or features of a model; _ASKED:
-# rows whose different numbers are counted.
+# _COLUMNS: maximum number of columns of a table, since wider rows are images or features of a
+# model; _ASKED: rows whose different numbers are counted.
 _COLUMNS, _ASKED = 512, 1024
-# Fewest different numbers of a measured column; others hold classes or counts.
+# Minimum number of different numbers of a measured column; others hold classes or counts.
 _DIFFERENT = 32
-# _AT_END: tolerance at the end of a scaled range; _OFTEN: most rows that reach an end; _MISSES:
-# smallest distance from an end that counts as missed.
+# _AT_END: tolerance at the end of a scaled range; _OFTEN: maximum number of rows that reach an end;
+# _MISSES: smallest distance from an end that counts as missed.
 _AT_END, _OFTEN, _MISSES = 1e-6, 3, 5e-3
-# _SCALED: fewest measured columns in a range, as a share; _REACHED: share of their ends that are
-# reached, since test data out of sight may reach the others; _FEWEST: fewest ends that are reached.
+# _SCALED: minimum number of measured columns in a range, as a share; _REACHED: share of their ends
+# that are reached, since test data out of sight may reach the others; _FEWEST: minimum number of
+# ends that are reached.
 _SCALED, _REACHED, _FEWEST = 0.5, 0.6, 3
 # Smallest shares of columns that reach an end in few rows. _LOW_SELDOM: of those that reach the
 # lower end; _HIGH_SELDOM: of those that reach the upper end. Many columns hold zeros, and pixels

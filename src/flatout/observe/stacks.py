@@ -18,7 +18,7 @@ from flatout.observe.sites import is_users
 # Packages that call the user's code. Their own time is attributed to their functions.
 TRAINERS = ("lightning", "pytorch_lightning", "accelerate", "transformers", "keras")
 _LOADING = "/torch/utils/data/"
-# Most characters of the source text of a call.
+# Maximum number of characters of the source text of a call.
 _LONGEST_WORDS = 40
 
 Places: TypeAlias = tuple[tuple[str, int], ...]

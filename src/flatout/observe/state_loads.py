@@ -25,11 +25,13 @@ from flatout.observe.replicas import number_of
 from flatout.observe.sites import here, is_users
 from flatout.observe.watch import Watch
 
-# Most calls of each line that are checked: some scripts save or copy weights in each step.
+# Maximum number of calls of each line that are checked: some scripts save or copy weights in each
+# step.
 _LOOKS = 16
-# Most tensors that are hashed to detect a change. (Fused optimizers do not increase versions.)
+# Maximum number of tensors that are hashed to detect a change. (Fused optimizers do not increase
+# versions.)
 _TENSORS = 8
-# Most names that are recorded.
+# Maximum number of names that are recorded.
 _NAMED = 3
 
 

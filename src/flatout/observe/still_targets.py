@@ -21,11 +21,13 @@ from flatout.observe.replicas import number_of
 from flatout.observe.unused_gradients import GradientUse
 from flatout.observe.watch import Watch
 
-# _STEPS: first steps in which inputs are compared; _MODELS: most models that are compared.
+# _STEPS: first steps in which inputs are compared; _MODELS: maximum number of models that are
+# compared.
 _STEPS, _MODELS = 4, 16
 # Views of the samples in each step.
 _VIEWS = 2
-# _HELD: parameters that are checked for changes, smallest first; _NUMBERS: most numbers of each.
+# _HELD: parameters that are checked for changes, smallest first; _NUMBERS: maximum number of
+# numbers of each.
 _HELD, _NUMBERS = 4, 2**18
 # Smallest share of steps that call the copy: a copy that is gone is followed by another one.
 _CALLED = 0.9

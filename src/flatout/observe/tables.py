@@ -20,16 +20,19 @@ from flatout.observe.series import place_in
 from flatout.observe.sites import here, is_users
 from flatout.observe.watch import Watch
 
-# Most training calls of models for which tables are searched, and most evaluation calls.
+# Maximum number of training calls of models for which tables are searched, and most evaluation
+# calls.
 _CALLS = 4
-# _NAMES: most names of a frame that are searched; _FRAMES: most of the user's frames.
+# _NAMES: maximum number of names of a frame that are searched; _FRAMES: maximum number of the
+# user's frames.
 _NAMES, _FRAMES = 300, 8
-# _NUMBERS: most numbers of a searched table; _COLUMNS: columns of a row that are compared;
-# _TOGETHER: most remaining rows whose columns are compared all at once.
+# _NUMBERS: maximum number of values of a searched table; _COLUMNS: columns of a row that are
+# compared; _TOGETHER: maximum number of remaining rows whose columns are compared all at once.
 _NUMBERS, _COLUMNS, _TOGETHER = 2**26, 64, 16
-# Most numbers of a series.
+# Maximum number of values of a series.
 _SERIES = 2**24
-# _FEWEST: fewest different numbers that identify a row; _FEW: most entries of a searched list.
+# _FEWEST: minimum number of different numbers that identify a row; _FEW: maximum number of entries
+# of a searched list.
 _FEWEST, _FEW = 3, 16
 
 

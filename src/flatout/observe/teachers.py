@@ -23,7 +23,7 @@ from flatout.observe.watch import Watch
 
 # Steps of each training between which such models are hooked: _FROM and _UNTIL.
 _FROM, _UNTIL = 4, 8
-# _MATRICES: most weight matrices that are compared; _NUMBERS: numbers of each.
+# _MATRICES: maximum number of weight matrices that are compared; _NUMBERS: numbers of each.
 _MATRICES, _NUMBERS = 8, 1024
 # Largest relative distance of the weights of a copy from those of a trained model.
 _COPY = 0.5

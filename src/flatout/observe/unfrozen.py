@@ -25,7 +25,7 @@ _MISSPELT = frozenset(
         "requiregrad",
     )
 )  # fmt: skip
-# Most names of parameters that are recorded.
+# Maximum number of names of parameters that are recorded.
 _NAMED = 8
 
 

@@ -28,10 +28,11 @@ from flatout.observe.watch import Watch
 _FROM = 1
 # Steps after a new optimizer, in which an optimizer of an earlier training does not step.
 _RESTS = 20
-# Most later optimizers that start a new observation: some scripts make one in each step.
+# Maximum number of later optimizers that start a new observation: some scripts make one in each
+# step.
 _LATER = 4
-# _NODES: most graph nodes that are followed; _ASKED: most parameters of a group whose gradients are
-# compared with zero.
+# _NODES: maximum number of graph nodes that are followed; _ASKED: maximum number of parameters of a
+# group whose gradients are compared with zero.
 _NODES, _ASKED = 20_000, 8
 
 

@@ -21,8 +21,9 @@ from flatout.observe.quick import AFTER_STEPS, Quick
 _LOOKING_SHARE = 0.002
 # First steps of the script. The time of looks in them counts as added once, not per step.
 FIRST_STEPS = 10
-# _APART: fewest steps between the beginnings of two trainings, each begun by a new optimizer;
-# _LATER: most later trainings that are observed, since some scripts make an optimizer in each step.
+# _APART: minimum number of steps between the beginnings of two trainings, each begun by a new
+# optimizer; _LATER: maximum number of later trainings that are observed, since some scripts make an
+# optimizer in each step.
 _APART, _LATER = AFTER_STEPS, 4
 FAILED = "a look failed"
 """Prefix of the note on a look that raised an exception."""

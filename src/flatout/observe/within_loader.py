@@ -36,11 +36,11 @@ FOLDER, LOADER = "FLATOUT_OBSERVE_FOLDER", "FLATOUT_OBSERVE_LOADER"
 _LOOKS, _BATCHES, _EVERY_S = 300, 48, 0.002
 # Numbers of batches after which a worker writes its measurements. It writes them at the end, too.
 _TOLD = (1, 2, 3, 4, 16)
-# Most of the user's lines that are reported.
+# Maximum number of the user's lines that are reported.
 _LINES = 10
 # Number of the batch (from 0) whose lines are timed by a trace function.
 _TIMED_BATCH = 2
-# _FILES_BATCH: number of batches after which open files are listed; _LARGE: fewest bytes of a file
+# _FILES_BATCH: number of batches after which open files are listed; _LARGE: minimum bytes of a file
 # in that list.
 _FILES_BATCH, _LARGE = 2, 2**20
 _DECODES = re.compile(r"imread|imdecode|decode|Image\.open|\.convert\(|soundfile|torchaudio\.load")

@@ -21,7 +21,7 @@ HEIGHT = 150
 """Pixels of a chart's lines, without its labels."""
 
 _CHARACTER_PX, _WIDE_PX = 6.8, 560
-# Most points of a line: more points than columns of a screen only enlarge the file.
+# Maximum number of points of a line: more points than columns of a screen only enlarge the file.
 _MOST_POINTS = 400
 _TICKS = 4
 _COLORS = "abcdef"

@@ -40,8 +40,9 @@ from flatout.report.baseline import FLOOR, differences, hardware
 from flatout.report.run import FEWEST_STEPS, SeenRun, names_of
 from flatout.words import count_words, counted, duration, rounded, size_words
 
-# _MOST_BESIDE: most runs in the first run's parent folder that are read to measure noise.
-# _FEWEST_ALIKE: fewest runs with the first run's settings for the prediction interval.
+# _MOST_BESIDE: maximum number of runs in the first run's parent folder that are read to measure
+# noise. _FEWEST_ALIKE: minimum number of runs with the first run's settings for the prediction
+# interval.
 _MOST_BESIDE, _FEWEST_ALIKE = 50, 4
 _LEAST_NOISE = 0.001
 _WIDTH = 80

@@ -34,7 +34,7 @@ from flatout.report.templates import plain, template
 from flatout.train import words_of
 from flatout.words import count_words, counted, duration, rounded
 
-# Most figures that are drawn, the loss first.
+# Maximum number of figures that are drawn, the loss first.
 _MOST_CURVES = 8
 # Smallest share of a step spent waiting for input or other ranks that counts as a danger to speed.
 _WAITS = 0.25

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 CAUSES = ("sync", "imbalance", "input", "evaluation", "saving", "compute")
 # Lanes of a rank's own work in a step: without waiting for other ranks, and not between steps.
 _OWN = ("input", "copy", "forward", "backward", "optimizer", "host", "gc")
-# Most letters of a run's name in a line next to its bar.
+# Maximum number of letters of a run's name in a line next to its bar.
 _LABEL = 24
-# Most efficiency that is plausible: with more caches, a rank may be a little faster.
+# Largest efficiency that is plausible: with more caches, a rank may be a little faster.
 _MOST_EFFICIENT = 1.2
 # Figures to show: the first that all runs have, accuracy before loss.
 _FIGURES = ("val_accuracy", "accuracy", "val_loss", "loss")

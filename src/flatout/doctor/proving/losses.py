@@ -34,7 +34,7 @@ _Array = npt.NDArray[np.float64]
 _ROUNDING_STEPS, _ROUNDING = 50, 0.05
 _ERRORS, _LEVEL, _MOST_LEVEL = 3.0, 0.02, 0.10
 _STRETCHES = 8
-# Fewest steps for a comparison of loss levels.
+# Minimum number of steps for a comparison of loss levels.
 _FEWEST = 8
 
 

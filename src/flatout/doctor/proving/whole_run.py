@@ -14,9 +14,10 @@ from flatout.observe import Loader, Observation
 
 _EPOCHS = ("--epochs", "--num-epochs", "--num_epochs", "--max-epochs", "--max_epochs")
 _STEPS = ("--max-steps", "--max_steps")
-# Fewest blocks with evaluation or saving. With fewer, one more or less changes the result much.
+# Minimum number of blocks with evaluation or saving. With fewer, one more or less changes the
+# result much.
 _FEWEST_BLOCKS = 4
-# Fewest such blocks of each side to compare the duration of one evaluation on both.
+# Minimum number of such blocks of each side to compare the duration of one evaluation on both.
 _FEWEST_COMPARED = 2
 
 

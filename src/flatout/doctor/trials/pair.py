@@ -37,10 +37,10 @@ from flatout.doctor.trials.schedule import Schedule
 from flatout.measure import TrialResult, run_trial
 
 _SLACK = 1.5
-# _SETTLES_WITHIN: most blocks in which a cache of unknown size may fill. _AS_FAST: the cache counts
-# as full once a block takes more than this share of the time of the block before.
+# _SETTLES_WITHIN: maximum number of blocks in which a cache of unknown size may fill. _AS_FAST: the
+# cache counts as full once a block takes more than this share of the time of the block before.
 _SETTLES_WITHIN, _AS_FAST = 4, 0.9
-# Fewest seconds of the first steps together that show hopeless slowness, and no accident.
+# Minimum seconds of the first steps together that show hopeless slowness, and no accident.
 _TELLING_S = 0.5
 # Least relative slowdown with which A is too old for a new B, unless noise is larger.
 _AGED = 0.05

@@ -21,10 +21,11 @@ from flatout.observe import EVALUATION, SAVING, Lanes, Watch
 
 # Most steps, and most batches of a loader, that are recorded.
 _MOST = 2000
-# Most indices of a batch that are hashed. They suffice to distinguish orders of samples.
+# Maximum number of indices of a batch that are hashed. They suffice to distinguish orders of
+# samples.
 _INDICES = 256
 # _READ: first batches of each loader whose contents are hashed, to detect random augmentation.
-# _BYTES: most bytes of each tensor that are hashed.
+# _BYTES: maximum bytes of each tensor that are hashed.
 _READ, _BYTES = 8, 2**24
 
 

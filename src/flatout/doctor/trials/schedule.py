@@ -22,7 +22,7 @@ class Schedule:
 
     Attributes:
         max_pairs: most quadruples A B B A.
-        min_pairs: fewest quadruples, if time allows.
+        min_pairs: minimum number of quadruples, if time allows.
         block_s: longest duration of a block in seconds, unless the queue requires more. Blocks are
             shorter if `max_pairs` would exceed the budget.
         floor: known largest distance from 1 that the ratio of the script to itself may have.
@@ -113,7 +113,7 @@ class Schedule:
         Args:
             step_s, dropped, most: as in `steps`.
             left_s: seconds left of the trial.
-            steps: fewest steps that both sides count.
+            steps: minimum number of steps that both sides count.
         """
         if most is not None:  # a short script has no steps for warm-up
             return Length(dropped, steps)
@@ -156,8 +156,8 @@ class Length:
     """Length of blocks.
 
     Attributes:
-        dropped: fewest uncounted steps at the start of a block.
-        steps: fewest counted steps.
+        dropped: minimum number of uncounted steps at the start of a block.
+        steps: minimum number of counted steps.
         pace_s: seconds that a side runs after the other one before it counts. If 0, both sides
             count the same number of steps.
         counts_s: seconds that each side counts if `pace_s` is not 0.
