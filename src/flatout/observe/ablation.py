@@ -1,10 +1,11 @@
-"""Ablation in place: duration of a running script's steps with one lane taken out.
+"""Ablation in place: duration of a running script's steps without one lane of their time.
 
-After the ordinary observation, blocks of steps run in the order A B B A; B lacks the lane. The
-ratio of their times is the most that a cure of this lane can gain. Blocks begin and end at step
-numbers, not by the clock, so that all ranks change at the same step. The ranks of one machine agree
-on these numbers through files in the observer's folder. The first steps of a block are not counted:
-the number of batches that loaders prefetch, and two more.
+A lane is a kind of work that steps spend time on, such as waiting for batches. After the ordinary
+observation, blocks of steps run in the order A B B A; the B blocks leave out the lane's work. The
+ratio of the times of A and B is the most that a cure of this lane can gain. Blocks begin and end at
+step numbers, not by the clock, so that all ranks change at the same step. The ranks of one machine
+agree on these numbers through files in the observer's folder. The first steps of a block are not
+counted: the number of batches that loaders prefetch, and two more.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from flatout.world import Place
 _WARM_STEPS, _FEWEST_STEPS = 2, 3
 # Shortest and longest time that a block should take, in seconds: _SHORTEST_S and _LONGEST_S.
 _SHORTEST_S, _LONGEST_S = 0.1, 1.0
-# Most A B B A quadruples of a lane.
+# Maximum number of times that blocks A B B A run for one lane.
 _PAIRS = 8
 # Maximum number of steps in which calls are checked for side effects.
 _WATCHED = 12
-# Smallest share of a step that makes it worthwhile to take out a lane.
+# Smallest share of a step's time for which a lane is taken out.
 _WORTH = 0.01
-# Factor of the budget after which a single rank stops: evaluations between steps take time too.
+# A single rank stops after this multiple of its time budget: evaluations between steps take time
+# too.
 _OVERDUE = 2.0
 # _AHEAD: steps between the plan of rank 0 and the first block; _PATIENCE_S: maximum seconds that
 # ranks wait for one another.
@@ -59,9 +61,9 @@ class Planned:
     """Plan of the blocks without one lane.
 
     Attributes:
-        lane: name of the lane, or number of a call.
-        dropped, steps: uncounted and counted steps of each block.
-        pairs: number of A B B A quadruples of blocks.
+        lane: name of the lane, or index of a call among the calls that can be left out.
+        dropped, steps: number of uncounted and of counted steps of each block.
+        pairs: number of times that blocks A B B A run.
     """
 
     lane: str
@@ -86,7 +88,7 @@ class Ablations:
 
     Attributes:
         notes: lanes and calls that were not taken out, with the reason.
-        left_out: results for calls; filled by `results`.
+        left_out: calls that were left out of some steps, with step times; filled by `results`.
     """
 
     def __init__(
@@ -116,7 +118,8 @@ class Ablations:
         self._ready[place.rank].unlink(missing_ok=True)
 
     def begin(self, observation: Observation) -> None:
-        """Begin after the ordinary observation; to be called at the end of a step."""
+        """Begin the ablations; to be called at the end of a step, after the ordinary
+        observation."""
         self._seen = observation
         if self._place.world_size > self._place.local_world_size:
             self.notes.append("ablations: none where the ranks lie on several machines")
@@ -229,7 +232,7 @@ class Ablations:
             blocks.lane.put_back()
 
     def end(self) -> None:
-        """Put everything back, wherever the script has ended."""
+        """Put all lanes and calls back, even if the script ended within a block."""
         self.put_back()
         self._ready[self._place.rank].unlink(missing_ok=True)
         if self._place.rank == 0:
@@ -264,7 +267,7 @@ def _read(path: Path) -> tuple[int, list[Planned]] | None:
 
 
 def worth_trying(observation: Observation, watch: Watch) -> list[str]:
-    """Return the lanes without which steps could be shorter."""
+    """Return the lanes whose removal could shorten steps."""
     trained = [loader for loader in observation.loaders if loader.in_training]
     step_ms = median(observation.step_ms)
     told = sum(call.seconds or 0 for call in observation.calls if call.kind in ("print", "log"))
@@ -285,7 +288,7 @@ def worth_trying(observation: Observation, watch: Watch) -> list[str]:
 
 
 def plan(lane: str, observation: Observation, budget_s: float) -> Planned | None:
-    """Return the blocks to run within `budget_s` without a lane; None where steps are too long."""
+    """Return the plan of blocks that fits in `budget_s` seconds; None where steps are too long."""
     step_s = usual_step_s(observation)
     queue = 0
     if lane == "input":
@@ -307,7 +310,7 @@ def plan(lane: str, observation: Observation, budget_s: float) -> Planned | None
 def usual_step_s(observation: Observation) -> float:
     """Return the usual duration of a step in seconds.
 
-    On a GPU most steps may only queue work, and a few wait for it, so there it is the mean.
+    On a GPU this is the mean, since most steps may only queue work while a few wait for that work.
     """
     usual = median(observation.step_ms)
     if observation.device.startswith("cuda"):
@@ -316,7 +319,7 @@ def usual_step_s(observation: Observation) -> float:
 
 
 def judged(a: Sequence[float], b: Sequence[float]) -> Ablation | None:
-    """Compare blocks in the order A B B A, in seconds per step; None below two quadruples."""
+    """Compare blocks in the order A B B A, in seconds per step; None for fewer than two A B B A."""
     from flatout.measure import run_trial
 
     whole = min(len(a), len(b)) // 2

@@ -15,7 +15,7 @@ from flatout.observe.watch import Watch
 _FROM, _UNTIL = 2, 5
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0")
 # _NODES: maximum number of graph nodes that are searched; _PLACES: minimum number of tokens of a
-# text; _KINDS: minimum number of different tokens of a batch of texts.
+# text (a row); _KINDS: minimum number of different tokens of a batch of texts.
 _NODES, _PLACES, _KINDS = 64, 4, 4
 
 
@@ -23,8 +23,8 @@ class BatchAxis:
     """Record of the inputs of sequence-first layers, from a few steps of each training.
 
     Only two kinds of batches are conclusive. The samples of a batch that a DataLoader shuffles have
-    no order. A batch of texts whose targets are the texts shifted by one place reveals which
-    dimension has the places.
+    no order. A batch of texts whose targets are the texts shifted by one token reveals which
+    dimension has the tokens.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:
@@ -111,7 +111,7 @@ class BatchAxis:
 
 
 def leads_with_samples(watch: Watch, shape: Any) -> bool:
-    """Return whether the first size, and no other, is that of a loader's shuffled batch."""
+    """Return whether only the first dimension has the size of a loader's shuffled batch."""
     loader = watch.lanes.loader
     if loader is None:
         return False
@@ -127,5 +127,5 @@ def _classes_under(root: Any) -> Any:
             if node.name() in _NLL:
                 return node._saved_target
     except (RuntimeError, NotImplementedError):
-        pass  # saved tensors that were freed, or tensors of a kind without them
+        pass  # saved tensors were freed, or this node has none
     return None

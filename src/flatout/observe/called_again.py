@@ -22,13 +22,13 @@ from flatout.observe.sites import is_users
 
 # Changes relative to the spread of an output over its classes. _ROUNDING: smallest real change;
 # _HALF_ROUNDING: the same where a layer computes in half precision; _OTHERS: largest change of
-# other samples, as a share of the change.
+# other samples, as a share of the change of the token's own sample.
 _ROUNDING, _HALF_ROUNDING, _OTHERS = 1e-4, 2e-2, 1e-2
 # Maximum number of values that are compared of an input without positions.
 _NUMBERS = 2**20
-# Other samples that are checked for unwanted changes.
+# Number of other samples of the batch that must not change.
 _BESIDE = 2
-# Names in the code of a forward that does more than compute.
+# Names in a forward's code which show that the forward does more than compute.
 _ACTS = frozenset(
     (
         "print", "open", "write", "writelines", "save", "savetxt", "add_scalar", "add_histogram",
@@ -67,7 +67,7 @@ def sees_ahead(torch: Any, module: Any, place: Place) -> Sees | None:
             change = again.change()
             if change is None or not again.is_same():
                 return None
-            # Once more in train mode, where the model may use another mask.
+            # Trace the model once more in train mode, where the model may use another mask.
             traced = _Traces(torch, module, place)
             in_training = again.change(traced)
             least = _HALF_ROUNDING if traced.is_half else _ROUNDING
@@ -85,7 +85,7 @@ class _Again:
         self._torch, self._module, self._place = torch, module, place
         self._put_back = put_back
         samples = place.shape[0]
-        # The token's own sample, and some others that must not change.
+        # The token's own sample, and some other samples whose outputs must not change.
         self._rows = [(place.row + at) % samples for at in range(min(samples, 1 + _BESIDE))]
         self._base: Any = None
 
@@ -144,7 +144,7 @@ def _untouched(torch: Any, module: Any) -> Iterator[Callable[[], None]]:
 
     mha = torch.backends.mha
     settings = (
-        # The fused path runs no hooks, and drops places that are padding in all samples.
+        # The fused path runs no hooks, and drops positions that are padding in all samples.
         (mha.set_fastpath_enabled, mha.get_fastpath_enabled()),
         # The next forward must not find tensors that were cast without gradients.
         (torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()),
@@ -220,7 +220,8 @@ class _Seen(NamedTuple):
     """A tensor in a layer's input or output, for the sample alone.
 
     Attributes:
-        kind: "tokens"; "places" for numbers by position; "pooled" for other numbers.
+        kind: "tokens"; "places" for numbers per position of the sequence; "pooled" for all other
+            numbers.
         values: a copy of the tensor.
     """
 
@@ -239,7 +240,7 @@ class _Event(NamedTuple):
 
 
 class _Traces:
-    """Inputs and outputs of a model's layers, with the original token and with another one."""
+    """Inputs and outputs of a model's layers, with the original token and with a replaced token."""
 
     def __init__(self, torch: Any, module: Any, place: Place) -> None:
         self._torch, self._module, self._place = torch, module, place
@@ -363,9 +364,10 @@ class _Open:
     """A layer that is being called.
 
     Attributes:
-        is_clean: whether no input has changed at earlier places.
-        is_mixed: whether one input sequence has changed at earlier places, and another only later.
-        has_inner: whether it has called a layer of its own.
+        is_clean: whether no input has changed at positions before the replaced token.
+        is_mixed: whether one input sequence has changed before the replaced token, and another
+            sequence only after that token.
+        has_inner: whether it has called a submodule.
     """
 
     def __init__(self, changes: set[str]) -> None:
@@ -375,10 +377,11 @@ class _Open:
 
 
 class _Way:
-    """Path of a change through the layers, from later to earlier places.
+    """Path of a change through the layers, from later to earlier positions.
 
     Attributes:
-        layer: name and class of the layer whose output is the first to change at earlier places.
+        layer: name and class of the layer whose output is the first to change at positions before
+            the replaced token.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from flatout.observe.lanes import Lanes
 from flatout.observe.observation import Call, Site
 from flatout.observe.sites import is_users, site_of, users_frame
 
-# Kinds of calls that belong to the set-up, and count even before the first step.
+# Kinds of set-up calls, which are counted even before the first step.
 _OF_SETUP = (
     "data_parallel",
     "ddp",
@@ -63,10 +63,11 @@ class Calls:
 
     Attributes:
         loops: code objects that call an optimizer's step.
-        noted: number of counted calls of all kinds.
+        noted: number of all calls that were counted.
         passed: number of calls that could have copied to another device, but did not.
-        sought: number of counted calls for which the user's line was searched.
-        steady_after: successive calls from one line after which the line is searched less often.
+        sought: number of those calls for which the stack was searched for the user's line.
+        steady_after: number of successive calls from one line, after which the stack is searched
+            for the line less often.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -88,7 +89,8 @@ class Calls:
         detail: dict[str, Any] | None = None,
         size: int = 0,
     ) -> None:
-        """Count a call of `ns` on `size` bytes, made by the frame `depth` above this one."""
+        """Count a call of `ns` on `size` bytes, made by the frame `depth` frames above this
+        function."""
         frame = sys._getframe(depth)
         key = (kind, id(frame.f_code), frame.f_lasti)
         entry = self._entries.get(key)
@@ -144,7 +146,7 @@ class Calls:
         return entry
 
     def count(self, kind: str, line: Site | None = None) -> int:
-        """Return the number of counted calls of this kind, by all lines or by one."""
+        """Return the number of counted calls of this kind, from all lines or from `line` alone."""
         if line is not None:
             entry = self._of_lines.get((kind, line))
             return 0 if entry is None else entry.count
@@ -153,7 +155,7 @@ class Calls:
     def forget(self) -> None:
         """Drop the counts from before the first step, which is where the observation begins.
 
-        The counts of the set-up stay, but its time belongs to no step.
+        The counts of set-up calls stay, but their time belongs to no step.
         """
         for entry in self._of_lines.values():
             if entry.kind in _OF_SETUP:
@@ -171,8 +173,9 @@ class Calls:
 
         Args:
             kind: kind of the calls.
-            window: number of steps in which they were counted.
-            since: step from which on they are counted again, in addition to `window`.
+            window: number of steps in which the calls were counted.
+            since: step from which on the calls are counted again, in addition to the steps of
+                `window`.
         """
         self._windows[kind] = window, since
 
@@ -183,14 +186,14 @@ class Calls:
 
     @property
     def sought_once(self) -> int:
-        """Number of these calls for which the user's line was searched."""
+        """Number of calls in `noted_once` for which the stack was searched for the user's line."""
         return sum(entry.sought for entry in self._no_longer_watched())
 
     def _no_longer_watched(self) -> list[_Entry]:
         return [entry for entry in self._of_lines.values() if entry.kind in self._windows]
 
     def all(self) -> list[Call]:
-        """Return one Call for each kind and user's line, most time first."""
+        """Return one Call for each kind and user's line, in order of decreasing time."""
         steps = self._lanes.steps
         result = []
         for entry in list(self._of_lines.values()):

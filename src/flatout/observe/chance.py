@@ -13,11 +13,12 @@ RICH = 48.0
 # Maximum number of samples whose bits are counted.
 _ASKED = 1024
 # _COLUMNS: maximum number of columns for which dependencies are searched; _OFTEN: share of
-# different numbers in a column above which it determines any other column by chance.
+# different numbers in a column above which the column determines any other column by chance.
 _COLUMNS, _OFTEN = 16, 0.75
 # For samples of few bits: _FEWEST: minimum number of equal samples that are no coincidence;
-# _MORE_BITS: bits beyond those that number all pairs; _MORE_OFTEN: factor over the rate of equal
-# samples within one part.
+# _MORE_BITS: bits that samples must have in addition to the logarithm of the number of pairs;
+# _MORE_OFTEN: minimum ratio of equal samples to those expected from the rate within training or
+# validation alone.
 _FEWEST, _MORE_BITS, _MORE_OFTEN = 5, 6.0, 2.5
 
 

@@ -37,7 +37,7 @@ class Checkpointed:
     def mb(self) -> float | None:
         """MiB that forward would keep of these parts without checkpointing, per step.
 
-        None where none were counted.
+        None where no bytes were counted.
         """
         steps = min(self._watch.lanes.steps, _COUNTED_UNTIL) - _COUNTED_FROM
         return self._bytes / 2**20 / steps if self._bytes and steps > 0 else None

@@ -12,12 +12,12 @@ from flatout.hooks import Hook, wrap
 from flatout.observe.model_facts import local
 from flatout.observe.watch import Watch
 
-# First steps whose calls are recorded, since later calls are alike.
+# Number of first steps whose calls are recorded, since later steps make the same calls.
 _STEPS = 6
-# Smallest share of the scale from which on a limit was probably multiplied by the scale too.
+# Smallest ratio of limit to loss scale at which the limit was probably multiplied by the scale too.
 _SCALED = 1 / 8
-# Skipped steps after which NO_STEP is noted. A scaler starts with a factor that is too large, and
-# halves it with each skipped step.
+# Number of skipped steps after which NO_STEP is noted. A scaler starts with a factor that is too
+# large, and halves it with each skipped step.
 _LEFT_OUT = 24
 # Name of the limit argument, by function.
 _LIMITS = {"clip_grad_norm_": "max_norm", "clip_grad_value_": "clip_value"}
@@ -35,7 +35,7 @@ class Clipping:
         self._watch = watch
         self._hooks: list[Hook] = []
         self._scalers: WeakSet[Any] = WeakSet()
-        # Scalers that have multiplied a loss, and not divided gradients since.
+        # Scalers that have multiplied a loss, but have not divided the gradients yet.
         self._pending: WeakSet[Any] = WeakSet()
         self._updates = 0
         self._begin()
@@ -129,7 +129,8 @@ class Clipping:
                 state = scaler._per_optimizer_states.get(id(optimizer), {})
                 if optimizer is None or state.get("stage", ready) is not ready:
                     continue
-                # Frozen parameters have no gradient, and those of another optimizer may be zero.
+                # Frozen parameters have no gradient, and gradients of another optimizer's
+                # parameters may be zero.
                 mine = [one.grad for one in watched.tensors() if id(one) in clipped]
                 if any(one is not None and self._is_any(one) for one in mine):
                     return float(scaler.get_scale())

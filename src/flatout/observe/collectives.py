@@ -12,7 +12,7 @@ from flatout.observe.watch import Watch
 
 KIND = "collective"
 _NAMES = ("all_reduce", "reduce", "broadcast", "all_gather", "barrier")
-# Lanes in which they are not counted: wrappers of models and optimizers call them there.
+# Lanes in which collectives are not counted: wrappers of models and optimizers call them there.
 _OTHERS = (BACKWARD, OPTIMIZER, SAVING, SYNC)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from flatout.hooks import is_anything_compiled
 from flatout.observe.watch import Watch
 
-# Steps in which counters are read; they are read at the end, too.
+# Steps in which Dynamo's counters are read; they are also read at the end.
 _LOOKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _WHOLE = "_compile.compile_inner"
 
@@ -27,7 +27,8 @@ class Compiles:
         self._looked += self._now()
 
     def so_far(self) -> list[tuple[int, int, float]]:
-        """Return [step, graphs, seconds spent on them] of each look and of now."""
+        """Return [step, graphs, seconds spent on compiling them] of each read of the counters, and
+        of now."""
         return [*self._looked, *self._now()]
 
     def _now(self) -> list[tuple[int, int, float]]:

@@ -24,7 +24,7 @@ from flatout.observe.watch import Watch
 
 _LOOKS = range(9, 19)
 # _EVEN: largest deviation of a step's growth from the mean, as a share; _LISTS: maximum number of
-# lists.
+# lists that are inspected.
 _EVEN, _LISTS = 0.5, 200
 _COPIES = ("list", "tuple", "deque", "set")
 _READS = ("sum", "sorted", "max", "min", "fmean", "mean", "stdev", "median")

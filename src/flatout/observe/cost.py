@@ -3,9 +3,9 @@
 The hooks are timed on a Watch of their own, around functions that do nothing, and multiplied by the
 number of their calls. A small training step runs between two calls. It fills the caches of the
 processor, so that a hook takes several times as long as in a tight loop. That step is timed with
-the hook, since the hook slows the step down by filling the caches in turn. The time of looks, and
-of the threads that write and sample lines, is added. A comparison of runs with and without
-observation could not resolve such a small overhead.
+the hook, since the hook slows the step down by filling the caches in turn. The time of looks
+(inspections of the script between steps), and of the threads that write and sample lines, is added.
+A comparison of runs with and without observation could not resolve such a small overhead.
 
 One-time work, in the first steps or at planned steps, is reported separately, since it is no part
 of each step. Recurring looks and threads take a share of the time. That share is applied to the
@@ -37,10 +37,12 @@ from flatout.observe.watch import Watch
 from flatout.observe.within_loader import probed
 
 # _QUADRUPLES: maximum number of A B B A quadruples that are timed; _FEWER: pairs of passed ns and
-# the most quadruples from then on, since other work on the machine may slow down the measurement.
+# the maximum number of quadruples after that time, since other work on the machine may slow down
+# the measurement.
 _QUADRUPLES = 150
 _FEWER = ((300_000_000, 30), (900_000_000, 4))
-# Observed ns below which the time of looks counts as added once, since looks are rare.
+# Observed ns below which the time of looks (inspections between steps) counts as one-time overhead,
+# since looks are rare.
 _RARE_NS = 2_000_000_000
 
 
@@ -49,8 +51,8 @@ class Added(NamedTuple):
 
     Attributes:
         us_per_step: microseconds per step.
-        once_ms: further milliseconds in the first steps. Where the observation was too short for a
-            long-term share of looks and threads, their time is included.
+        once_ms: additional milliseconds in the first steps. Where the observation was too short for
+            a long-term share of looks and threads, their time is included.
     """
 
     us_per_step: float
@@ -64,9 +66,9 @@ Ran = Counter[tuple[Any, ...]]
 def added(
     watch: Watch, aside_seconds: float, first_seconds: float = 0.0, first: Ran | None = None
 ) -> Added:
-    """Return the overhead of this Watch; to be called between steps."""
+    """Return the overhead of the observation that this Watch holds; to be called between steps."""
     steps, ran, once_ran = max(1, watch.lanes.steps), hooks_ran(watch), Ran(first or {})
-    # Calls of kinds that were recorded in some steps only.
+    # Calls of the kinds that were recorded in some steps only.
     once_ran[_call_ns,] = max(once_ran[_call_ns,], min(watch.calls.noted, watch.calls.noted_once))
     once_ran[_search_ns,] = max(once_ran[_search_ns,], watch.calls.sought_once)
     ran.subtract(once_ran)

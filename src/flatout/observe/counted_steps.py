@@ -17,7 +17,7 @@ def is_counted(backward: Site, step: Site) -> bool:
 
     The first case: the step is under an `if` with a remainder in its test, and the backward pass is
     above it, in the same iteration of the same loop. The second case: the step follows a loop
-    around the backward pass, and the names in that loop say that it is over parts of a batch.
+    around the backward pass, and the names in that loop say that the loop is over parts of a batch.
     Several losses of one iteration, such as those of a GAN, match neither case.
     """
     tree = parsed(step.file)

@@ -7,7 +7,7 @@ from typing import Any
 from flatout.observe.observation import Observation
 from flatout.observe.watch import Watch
 
-# Steps after which memory is read: optimizers make their state in the first step.
+# Steps after which memory is read, from 2 on, since optimizers make their state in step 1.
 _STEPS = (2, 10, 50)
 
 
