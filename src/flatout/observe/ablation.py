@@ -118,8 +118,7 @@ class Ablations:
         self._ready[place.rank].unlink(missing_ok=True)
 
     def begin(self, observation: Observation) -> None:
-        """Begin the ablations; to be called at the end of a step, after the ordinary
-        observation."""
+        """Begin after the ordinary observation; to be called when a step has ended."""
         self._seen = observation
         if self._place.world_size > self._place.local_world_size:
             self.notes.append("ablations: none where the ranks lie on several machines")

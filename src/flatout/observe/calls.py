@@ -89,8 +89,7 @@ class Calls:
         detail: dict[str, Any] | None = None,
         size: int = 0,
     ) -> None:
-        """Count a call of `ns` on `size` bytes, made by the frame `depth` frames above this
-        function."""
+        """Count a call of `ns` on `size` bytes, made by the frame `depth` frames above this one."""
         frame = sys._getframe(depth)
         key = (kind, id(frame.f_code), frame.f_lasti)
         entry = self._entries.get(key)

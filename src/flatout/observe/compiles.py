@@ -27,8 +27,7 @@ class Compiles:
         self._looked += self._now()
 
     def so_far(self) -> list[tuple[int, int, float]]:
-        """Return [step, graphs, seconds spent on compiling them] of each read of the counters, and
-        of now."""
+        """Return [step, graphs, seconds spent on compiling them] of each read, and of now."""
         return [*self._looked, *self._now()]
 
     def _now(self) -> list[tuple[int, int, float]]:

@@ -21,11 +21,12 @@ from flatout.observe.ablation import usual_step_s
 from flatout.observe.observation import DeviceTime, Observation
 from flatout.observe.watch import Watch
 
-# _FEWEST, _MOST: limits of the number of profiled steps; _SECONDS: time that they should take.
+# _FEWEST, _MOST: limits of the number of profiled steps; _SECONDS: seconds that the profiled steps
+# should take together.
 _FEWEST, _MOST, _SECONDS = 2, 20, 0.5
-# First profiled steps that are dropped, since they set the profiler up.
+# Number of first profiled steps that are dropped, since the profiler sets itself up in them.
 _WARM = 1
-# Maximum number of kernels that are named.
+# Maximum number of kernels whose names are reported.
 _NAMED = 5
 _TO_DEVICE, _TO_HOST, _PAGEABLE = "Memcpy HtoD", "Memcpy DtoH", "Pageable"
 _COPY = "Memcpy"
@@ -58,7 +59,7 @@ class DeviceSteps:
             unnumbered(module.register_optimizer_step_post_hook(lambda *_: self._mark("forward")))
 
     def begin(self, observation: Observation, then: Callable[[], None]) -> None:
-        """Profile the next steps, add the result, and call `then`; to be called between steps."""
+        """Profile the next steps, add the result to `observation`, then call `then`."""
         if not (observation.device.startswith("cuda") and self._torch.cuda.is_initialized()):
             then()
             return
@@ -121,7 +122,7 @@ class DeviceSteps:
             observation.notes.append("device: torch's profiler has seen no kernel of the GPU")
 
     def end(self) -> None:
-        """Stop profiling, wherever the script has ended."""
+        """Stop profiling, even if the script ended within a profiled step."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             with suppress(Exception):

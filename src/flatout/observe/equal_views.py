@@ -16,10 +16,11 @@ from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
-# Steps between which models are hooked, from _FROM to _UNTIL; each must have equal views.
+# Steps between which models are hooked, from _FROM to _UNTIL; each of these steps must have equal
+# views.
 _FROM, _UNTIL = AFTER_STEPS, AFTER_STEPS + 4
-# _PICTURES: dimensions of a batch of images; _VALUES: minimum number of different numbers of an
-# image.
+# _PICTURES: number of dimensions of a batch of images; _VALUES: minimum number of different numbers
+# of an image.
 _PICTURES, _VALUES = 4, 16
 # _CALLS: maximum number of calls of a step that are compared; _NEAR: largest relative difference of
 # the outputs, for rounding.

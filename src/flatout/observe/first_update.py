@@ -10,11 +10,12 @@ from weakref import ref
 from flatout.observe.model_facts import local, some_of
 from flatout.observe.watch import Watch
 
-# Numbers of each matrix that are compared.
+# Maximum number of elements of each matrix that are compared.
 _SAMPLE = 1024
-# Smallest root mean square of a matrix. Smaller ones start near zero on purpose, as in an adapter.
+# Smallest root mean square of a matrix. Matrices below start near zero on purpose, as in an
+# adapter.
 _LEAST = 1e-3
-# Minimum number of matrices of an optimizer for a median.
+# Minimum number of an optimizer's matrices from which a median is reported.
 _MATRICES = 3
 # Step by which each of several optimizers has stepped, even if some step more often.
 _LAST = 8

@@ -23,7 +23,7 @@ from flatout.observe.sites import users_frame
 from flatout.observe.unused_calls import last_name
 from flatout.observe.watch import Watch
 
-# Steps of each training after which the model is checked.
+# Number of steps of each training after which the model is checked.
 _AT = 3
 # Splits that go forward in time, where continued training may be intended.
 _FORWARD = ("TimeSeriesSplit",)
@@ -80,7 +80,7 @@ class Folds:
         if loop is None or _sets_back(loop, site.file):
             return
         self._loop = SharedFolds(kind, int(splitter.get_n_splits()), "", site)
-        # Copies and unpickled models get their state by __setstate__, without __init__.
+        # Models that are copied or unpickled get their state by __setstate__, without __init__.
         self._hooks = [
             wrap(torch.nn.Module, name, "observe", self._making)
             for name in ("__init__", "__setstate__")
@@ -132,7 +132,7 @@ def _own(loop: ast.For) -> Iterator[ast.AST]:
 
 
 def _sets_back(loop: ast.For, file: str) -> bool:
-    # Searched too, since a notebook's cell is no file in `users_code`.
+    # The loop's own file is searched too, since a notebook's cell is no file in `users_code`.
     trees = [*filter(None, [parsed(file)]), *(tree for _, tree in users_code())]
     functions = {
         node.name: node

@@ -1,4 +1,4 @@
-"""Timing of frequent calls: in all steps, or only in some where timing would cost too much."""
+"""Timing of frequent calls, in all steps or, where that costs too much, only in some steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from flatout.hooks import Hook, is_anything_compiled, wrap
 from flatout.observe.lanes import HOST, Unseen
 from flatout.observe.watch import Watch
 
-# _MOST_NS: ns per step that timing a kind of calls may always take; _CALL_NS: ns to time one call.
+# _MOST_NS: ns per step that timing one kind of calls may always take, whatever the share; _CALL_NS:
+# ns to time one call.
 _MOST_NS, _CALL_NS = 1_000, 3_000
 # _WEIGHED: step of the first check of that cost, repeated at twice the step each time; _WINDOW:
 # number of steps in which an untimed kind is timed again after a check.
@@ -33,7 +34,7 @@ class FrequentCalls:
 
     Attributes:
         most_share: largest share of the time that timing a kind of calls may take.
-        shifted: ns that were moved out of another lane, by kind and lane.
+        shifted: ns that were moved out of another lane, by kind of calls and lane.
     """
 
     def __init__(self, watch: Watch, lane: int = HOST) -> None:
@@ -53,7 +54,7 @@ class FrequentCalls:
     def time(
         self, owner: Any, name: str, kind: str, around: Callable[..., Any], *given: Any
     ) -> None:
-        """Wrap a function by `around` with arguments `given`; its calls are of this kind."""
+        """Wrap a function by `around` with arguments `given`, to time its calls as this kind."""
         self._places.append(_Place(owner, name, kind, around, given))
         self._wrap(len(self._places) - 1)
 
@@ -91,7 +92,7 @@ class FrequentCalls:
         steps = self._watch.lanes.steps
         mine = [number for number, place in enumerate(self._places) if place.kind == kind]
         if self._hooks.keys() >= set(mine):
-            return  # the wrappers could not be removed
+            return  # such wrappers could not be removed
         for unseen in self._unseen.pop(kind, ()):
             unseen.until = steps
         for number in mine:

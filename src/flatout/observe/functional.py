@@ -50,7 +50,7 @@ class Functional:
 
     @property
     def lines(self) -> list[InLoss]:
-        """Losses whose input is not what they expect."""
+        """Findings: losses whose input is not of the form that they expect."""
         return list(self._divergences.values())
 
     def _open(self) -> None:

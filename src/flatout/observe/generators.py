@@ -17,7 +17,7 @@ from typing import Any
 # Number of first batches after which states are recorded.
 _BATCHES = 2
 # _DEPTH: maximum number of levels of references from a dataset; _MEMBERS: maximum number of members
-# of each object; _OBJECTS: maximum number of objects.
+# of each object; _OBJECTS: maximum number of objects that are inspected.
 _DEPTH, _MEMBERS, _OBJECTS = 4, 64, 1000
 _OF_PROCESS = ("torch", "random", "numpy")
 
@@ -26,7 +26,8 @@ class Draws:
     """States of one worker's generators.
 
     Attributes:
-        states: a hash of each generator's state by name, before the first batch and after each.
+        states: for each point in time (before the first batch, then after each batch), a hash of
+            each generator's state by the generator's name.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -75,7 +76,7 @@ def drawn_alike(workers: list[list[dict[str, int]]]) -> tuple[str, list[int]]:
         if name in _OF_PROCESS:
             result.append((name, [of_worker[0] for of_worker in states]))
             continue
-        # A worker that drew less than twice counts as different from the others.
+        # A worker that drew less than twice counts as different from the other workers.
         alike = [
             _number(of_worker) if len(set(of_worker)) > _BATCHES else -at
             for at, of_worker in enumerate(states, 1)

@@ -47,10 +47,10 @@ class Gradients:
 
     def _renew(self) -> None:
         self._forget_intervals()
-        self._with: set[int] = set()  # ids of tensors that ever had a gradient
-        self._looks: dict[int, int] = {}  # by optimizer id, looks in which any tensor had one
+        self._with: set[int] = set()  # ids of tensors that had a gradient in any check
+        self._looks: dict[int, int] = {}  # optimizer id: checks with any gradient
         self._called: set[int] = set()  # parameters of layers called with gradients enabled
-        self._off: dict[int, Site | None] = {}  # of layers called without: the line that disables
+        self._off: dict[int, Site | None] = {}  # parameters called without gradients
         self._end_listening()
 
     def _forget_intervals(self) -> None:

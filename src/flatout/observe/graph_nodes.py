@@ -16,7 +16,7 @@ def node_of(tensor: Any) -> Any:
 
 
 def children(node: Any) -> list[Any]:
-    """Return the nodes that computed the inputs of a node, None for inputs without gradient."""
+    """Return the nodes that computed the inputs of a node; an input without gradient gives None."""
     return [_behind_sinks(edge) for edge in node.next_functions]
 
 
@@ -36,9 +36,9 @@ def _behind_sinks(edge: tuple[Any, int]) -> Any:
 def nearest_nodes(
     root: Any, most: int, ends: Callable[[Any], bool] = lambda node: False
 ) -> Iterator[Any]:
-    """Yield each node once, those nearest to the root first; `ends` stops below a node.
+    """Yield each node once, nodes nearest to the root first; `ends` stops the search below a node.
 
-    At most about `most` nodes are visited.
+    About `most` nodes are visited at most.
     """
     todo, known = deque([root]), {root}
     while todo and len(known) < most:

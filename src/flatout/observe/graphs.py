@@ -1,4 +1,4 @@
-"""Search for what keeps the graphs of past steps alive, made only where memory grows."""
+"""Search for the line that keeps graphs of past steps alive, made only where memory grows."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from flatout.observe.observation import Site
 from flatout.observe.sites import is_users
 from flatout.observe.watch import Watch
 
-# _LOOKS: steps in which graphs are counted; _GROWN_MB: minimum MB of steady growth for that;
-# _NODES: maximum number of graph nodes that are counted.
+# _LOOKS: steps in which graph nodes are counted (a count is a "look"); _GROWN_MB: minimum MB of
+# steady memory growth for a count; _NODES: maximum number of graph nodes that are counted.
 _LOOKS = (24, 48, 96, 192)
 _GROWN_MB = 3.0
 _NODES = 50_000
-# Most tensors, and most containers, whose referrers are searched.
+# Maximum number of tensors whose referrers are searched; the same for containers.
 _ASKED = 8
 # Time to find the referrers of objects, as a multiple of the time to find the objects.
 _LOOKS_TO_ASK = 4
-# _FEWEST: looks that are enough to detect growth; _NS_A_BLOCK: estimated ns of a look per allocated
-# block; _CHEAP_NS: longest look that is always made, until there are _FEWEST.
+# _FEWEST: minimum number of looks to detect growth; _NS_A_BLOCK: estimated ns of a look per
+# allocated block; _CHEAP_NS: ns of the longest look that is always made, until _FEWEST looks are
+# made.
 _FEWEST = 2
 _NS_A_BLOCK, _CHEAP_NS = 40, 150_000_000
 _WAITS = "graphs: so many objects are alive that looking through them costs too much"
@@ -39,7 +40,7 @@ class Graphs:
 
     Attributes:
         nodes: [step, number of nodes] of each look.
-        site: the user's line that keeps them alive; None where unknown.
+        site: the user's line that keeps the nodes alive; None where unknown.
     """
 
     def __init__(self, torch: Any, watch: Watch, meters: Meters) -> None:

@@ -29,7 +29,7 @@ _FUNCTIONS = {
     "numpy": ("concatenate", "append", "vstack", "hstack", "stack"),
     "pandas": ("concat",),
 }
-# Functions that read a whole list of numbers to compute a few.
+# Functions that read a whole list of numbers and return few numbers.
 _OF_LISTS = {
     "numpy": ("mean", "average", "median", "std", "sum", "max", "min", "array", "asarray"),
     "torch": ("tensor", "as_tensor"),
@@ -49,7 +49,7 @@ class _History:
 
 
 class GrowingHistories:
-    """Sizes and times of concatenations, from some steps.
+    """Record of the sizes and times of concatenations, from some steps.
 
     Attributes:
         histories: results that grow by about the same amount with each step.
@@ -105,7 +105,8 @@ class GrowingHistories:
             took = perf_counter_ns() - began
             history = self._by_line.setdefault(here(1), _History(words, of_lists))
             history.bytes = 8 if of_lists else int(getattr(result, "itemsize", 8))
-            # Only the first call of a step: growth within a step begins again in the next.
+            # Only the first call of a step counts: growth within a step begins again in the next
+            # step.
             size = max(_numbers(result), len(args[0]) if of_lists else 0)
             history.sizes.setdefault(lanes.steps, size)
             if args and isinstance(args[0], (list, tuple, deque)):

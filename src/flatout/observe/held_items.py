@@ -21,7 +21,7 @@ _ENDING = re.compile(r"\.[A-Za-z0-9]{1,5}$")
 
 
 def table_of_items(dataset: Any, picked: Sequence[int] | None) -> Any:
-    """Return an array with a row for each tensor or array in a list that a dataset holds, or is.
+    """Return an array with one row per tensor or array in the list that the dataset holds or is.
 
     None where their shapes differ.
     """
@@ -36,7 +36,7 @@ def table_of_items(dataset: Any, picked: Sequence[int] | None) -> Any:
 
 
 def numbers_of_items(dataset: Any, picked: Sequence[int] | None) -> list[int] | None:
-    """Return a hash of each tensor or array in a list that a dataset holds, or is."""
+    """Return a hash of each tensor or array in the list that the dataset holds or is."""
     for items in _lists_in(dataset):
         arrays = [_first_array(items[index]) for index in _chosen(items, picked)]
         if not arrays or any(array is None for array in arrays):

@@ -16,16 +16,19 @@ from flatout.observe.scalers import Scalers
 from flatout.observe.series import joined, place_in, scaled_to_range
 from flatout.observe.spread import has_median, held_ends, missed_end
 
-# Smallest share of different samples in a training, for equal ones to be conclusive.
+# Smallest share of different samples among the training samples. Below it, equal samples in
+# validation prove nothing.
 _DIFFERENT = 0.5
-# Minimum number of times that the training's mean is farther from zero than the mean of all
-# samples.
+# Minimum ratio of the training samples' mean to the mean of all samples, both as distances from
+# zero.
 _FARTHER = 20.0
-# _MEAN_OFF, _DEVIATION_OFF: largest distance from a mean of 0 and a deviation of 1 after scaling.
+# _MEAN_OFF: largest distance of a scaled column's mean from 0; _DEVIATION_OFF: largest distance of
+# its standard deviation from 1.
 _MEAN_OFF, _DEVIATION_OFF = 1e-4, 1e-3
-# Maximum number of classes that both parts have, where a sorted dataset was split within a class.
+# Maximum number of classes in both training and validation, where a sorted dataset was split within
+# a class.
 _AT_SPLIT = 1
-# Minimum number of samples: fewer may have any mean.
+# Minimum number of samples for a comparison of means.
 _FEWEST = 50
 
 
@@ -57,7 +60,8 @@ def compare_classes(loaders: Sequence[Any]) -> None:
     """Fill in `unseen_classes` of loaders used only for evaluation.
 
     Data that were split in the order of their labels have at most one class in both parts. With
-    more common classes, the order may be intended, such as tasks that are learned in turn.
+    more common classes, the order may be intended, such as tasks that are learned one after
+    another.
     """
     trained = [loader.label_sizes for loader in loaders if loader.facts.in_training]
     held_out = [loader for loader in loaders if not loader.facts.in_training]

@@ -1,6 +1,6 @@
-"""Facts from within a model: autocast in its forward, and the time of its frozen parts.
+"""Facts from within a model: autocast in its forward, and the time of its frozen submodules.
 
-They come from hooks on some of its modules, in a few steps only.
+The facts come from hooks on some of the model's modules, in a few steps only.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Look:
 
     def _frozen(self, module: Any, args: Any, output: Any) -> None:
         took = perf_counter_ns() - self._began.pop(id(module))
-        # A part with an input that requires gradients is not leading.
+        # A frozen submodule whose input requires gradients is not at the beginning of the model.
         if not any(getattr(arg, "requires_grad", False) for arg in args):
             self._frozen_ns += took
 
@@ -142,7 +142,7 @@ def _state_of(module: Any) -> list[Any] | None:
 
 
 def frozen_parts(module: Any) -> Iterator[Any]:
-    """Yield the outermost submodules with weights of which none is trainable.
+    """Yield the outermost submodules that have weights, none of them trainable.
 
     Modules that act in train mode, as dropout and BatchNorm do, are left out.
     """

@@ -23,12 +23,12 @@ from flatout.observe.watch import Watch
 
 # Steps of each training after which variables are inspected.
 _LOOKS = (5, 9, 13, 17)
-# Minimum number of these looks in which a variable must hold more than before.
+# Minimum number of these inspections in which a variable must hold more than before.
 _FEWEST = 3
 # _NAMES: maximum number of names of a frame; _ENTRIES: maximum number of entries of a dict or
 # attributes of an object.
 _NAMES, _ENTRIES = 300, 64
-# Smallest growth of a variable between two looks, in entries or nodes per step.
+# Smallest growth of a variable between two inspections, in list entries or graph nodes per step.
 _EACH = 0.5
 _CONTAINERS = (list, deque)
 _SUM = "AddBackward0"
@@ -36,11 +36,11 @@ _SUM = "AddBackward0"
 
 @dataclass
 class _Held:
-    """Content of a variable at one look.
+    """Content of a variable at one inspection.
 
     Attributes:
         step: number of steps of the training.
-        value: the list; None for a sum.
+        value: the list of tensors; None where the variable is a sum.
         first: first entry of the list, or last node of the sum's graph.
         size: number of entries, or of graph nodes.
     """
@@ -88,7 +88,8 @@ class KeptLosses:
                 if held is not None:
                     self._held[key] = [*looks, held]
                     places[key] = adds_in
-        # Updated at each look, since slow steps may end the observation before the last one.
+        # Updated at each inspection, since slow steps may end the observation before the last
+        # inspection.
         self.found = list(self._told)
         for key, adds_in in places.items():
             if len(self._held[key]) >= _FEWEST:

@@ -13,13 +13,13 @@ from flatout.observe.samples import as_array, behind_subsets, is_in_memory
 # _WIDTH: maximum number of columns of a table; _COLUMNS: maximum number of columns that are
 # compared.
 _LENGTH, _LISTED, _WIDTH, _COLUMNS = 2**20, 2**17, 64, 200
-# _ENTRIES: maximum number of entries of a dict or an object; _ASKED: values by which integers are
-# recognized.
+# _ENTRIES: maximum number of entries of a dict or an object; _ASKED: number of values by which
+# integers are recognized.
 _ENTRIES, _ASKED = 64, 64
 # _CLASSES: maximum number of classes of labels; _EACH: minimum number of labels per class on
 # average.
 _CLASSES, _EACH = 10_000, 2
-# Largest share of a class: a larger one may fill the first batches in any order.
+# Largest share of samples in one class: a larger class may fill the first batches in any order.
 _MOST = 0.9
 
 
@@ -29,7 +29,7 @@ class Lies(NamedTuple):
     Attributes:
         name: the script's name of the column; "" for a dataset that is a column itself.
         classes: number of classes.
-        samples: number of labels.
+        samples: number of labels in the column.
     """
 
     name: str
@@ -121,7 +121,7 @@ def _of_list(name: str, rows: list[Any]) -> Iterator[tuple[str, list[Any]]]:
         try:
             yield f"{name}[i][{key!r}]", [_value(row[key]) for row in rows]
         except (KeyError, IndexError, TypeError):
-            continue  # some rows lack it
+            continue  # some rows lack this entry
 
 
 def _value(item: Any) -> Any:
@@ -136,7 +136,7 @@ def _is_label(value: Any) -> bool:
 def column_of(
     first: Sequence[int], batch_size: int, classes: int, columns: Iterable[tuple[str, Any]]
 ) -> Lies | None:
-    """Return the column that begins with these labels, if each class in it lies in one piece."""
+    """Return the column that begins with these labels, if it has each class in consecutive rows."""
     found: Lies | None = None
     is_one = len({*first}) == 1
     for name, column in islice(columns, _COLUMNS):

@@ -1,8 +1,9 @@
 """Labels of the training batches, found as the tensor that enters the loss, whatever its name.
 
 The labels of the first steps are recorded, and compared with the columns that the script holds. A
-column was read in sorted order if the labels are its beginning and each class lies in one piece. If
-all batches had a single class and no column explains it, later batches are inspected now and then.
+column was read in sorted order if the labels are its beginning and the rows of each class are
+consecutive. If all batches had a single class and no column explains it, later batches are
+inspected at growing intervals.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ _FROM, _UNTIL = AFTER_STEPS, AFTER_STEPS + 4
 _NODES, _LOSSES = 256, 8
 _OF_CLASSES = ("NllLossBackward0", "NllLoss2DBackward0")
 _OF_TWO = ("BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0")
-# _LEAST: minimum number of labels in a batch that show an order; _BATCHES: minimum number of such
-# batches.
+# _LEAST: minimum number of labels in a batch for a check of their order; _BATCHES: minimum number
+# of such batches.
 _LEAST, _BATCHES = 8, 6
 # _PURE: share of batches with a single class from which on later batches are inspected; _LATER:
 # factor from one inspected step to the next.
 _PURE, _LATER = 0.75, 1.3
-# Largest share of batches at which the class may change, for labels of 0 and 1. A GAN that trains
-# on real and generated halves changes it more often.
+# Largest share of batches whose class differs from the batch before, for labels of 0 and 1. A GAN
+# that trains on real and generated halves changes it more often.
 _CHANGES = 1 / 3
-# _STRIDES: maximum number of steps between successive windows of a series; _ASKED: training steps
-# checked.
+# _STRIDES: maximum number of steps between successive windows of a series; _ASKED: number of
+# training steps that are checked.
 _STRIDES, _ASKED = 64, 3
 
 
@@ -53,12 +54,13 @@ class _Seen:
     Attributes:
         site: the line of the backward pass.
         classes: number of possible classes.
-        is_of_two: whether the labels were 0 and 1 for a binary loss, not class indices.
+        is_of_two: whether the labels were 0 and 1 for a binary loss, instead of class indices.
         batches, of_one: number of inspected batches, and of those with a single class.
         alone: the classes of the batches with a single class.
-        changes: how often the class differed between successive batches with a single class.
+        changes: number of times that the class differed between successive batches with a single
+            class.
         first: the labels of the first batches, concatenated.
-        lies: the column whose beginning they are.
+        lies: the column that begins with these labels.
     """
 
     site: Site | None
@@ -133,7 +135,7 @@ class Labels:
             try:
                 found = root.grad_fn and _labels_under(root.grad_fn)
             except (RuntimeError, NotImplementedError):
-                continue  # saved tensors that were freed, or tensors of a kind without them
+                continue  # saved tensors were freed, or this node has none
             if not found:
                 continue
             labels, classes, name = found
@@ -183,7 +185,7 @@ class Labels:
         self._watch.at(later + 1, self._await, is_once=True)
 
     def results(self) -> list[InLoss]:
-        """Return a finding for each loss, the one with most single classes first."""
+        """Return a finding for each loss, with the most batches of a single class first."""
         facts = [seen.result(line in self._halves) for (line, *_), seen in self._seen.items()]
         return sorted(facts, key=lambda fact: -len(fact.detail["alone"]))
 

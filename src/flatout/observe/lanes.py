@@ -57,8 +57,9 @@ class Unseen:
 
     Attributes:
         since, until: range of steps; `until` is None for all later steps.
-        ns: time per step.
-        before, after: the lane of the clock, and the lane that the time belongs to.
+        ns: nanoseconds per step.
+        before, after: index of the lane that the clock runs for, and of the lane that the time
+            belongs to.
     """
 
     since: int
@@ -82,13 +83,13 @@ class Lanes(Clock):
         self.due = 1
 
     def skip(self) -> None:
-        """Exclude the time since the last call, which was our own, from all lanes."""
+        """Exclude the time since the last call, which the observation has spent, from all lanes."""
         now = perf_counter_ns()
         self.began += now - self.last
         self.last = now
 
     def leave_out(self, ns: int) -> None:
-        """Exclude `ns` since the last call, which were our own, from all lanes."""
+        """Exclude `ns` since the last call, which the observation has spent, from all lanes."""
         self.began += ns
         self.last += ns
 
@@ -105,7 +106,7 @@ class Lanes(Clock):
         return asked >= 0
 
     def decide(self) -> None:
-        """Judge open evaluations, forget the set-up, and mark the lanes at a batch's request."""
+        """Handle a batch's request: judge open evaluations, forget the set-up, mark the lanes."""
         if self.evaluations:
             self.judge()
         if not self.steps and not self.backwards:
@@ -128,7 +129,7 @@ class Lanes(Clock):
         self.evaluations.append(seen)
         if not self.is_open and self.before is None:
             backwards = self.seen_backwards
-            self.switch(self.current)  # the time before this call is not the evaluation's
+            self.switch(self.current)  # the time before this call is no part of the evaluation
             self.mark()
             self.seen_backwards = backwards  # backward passes before this batch, not this call
         self.is_open = self.wants_told = True
@@ -139,7 +140,7 @@ class Lanes(Clock):
         If a backward pass followed, they were a part of training, such as a teacher's calls.
         """
         if self.backwards == self.seen_backwards:
-            self.switch(self.current)  # the time until now is the evaluation's
+            self.switch(self.current)  # the time until now is a part of the evaluation
             spent = self.spent
             for lane, before in enumerate(self.before or spent):
                 if lane not in (EVALUATION, SAVING, GC):
@@ -175,7 +176,7 @@ class Lanes(Clock):
     def _drop_open(self) -> None:
         spent = self.spent
         between = spent[EVALUATION] + spent[SAVING]
-        # The remaining time was nearly all the host's.
+        # The remaining time was nearly all spent in the host lane.
         rest = self.last - self.began - between + self.between
         spent[HOST] = max(self.first[HOST], spent[HOST] - rest)
         self.spent = spent
@@ -205,7 +206,7 @@ class Lanes(Clock):
         self.thread = get_ident()
 
     def renew(self) -> None:
-        """Begin to count again, in the same thread."""
+        """Reset all counts; the observed thread stays the same."""
         thread = self.thread
         Lanes.__init__(self)
         self.thread = thread
@@ -225,5 +226,5 @@ class Lanes(Clock):
             moved = min(totals[item.before], round(item.ns * (until - item.since)))
             totals[item.before] -= moved
             totals[item.after] += moved
-        totals[HOST] += totals[AFTER]  # time between steps is the user's, as is time before a step
+        totals[HOST] += totals[AFTER]  # both are spent in the user's code
         return {name: totals[lane] / max(1, steps) / 1e6 for lane, name in enumerate(LANES)}

@@ -1,7 +1,7 @@
 """Time-lapse: end loaders and loops early, to observe what follows an epoch.
 
 A short observation of a script with long epochs sees no validation, checkpoint, scheduler or second
-epoch. Where nothing of a run is kept, each loader gives a few more batches and then its last one,
+epoch. Where no output of a run is kept, each loader gives a few more batches and then its last one,
 which may be smaller. Stepping loops of the user end in the same way. `len(loader)` is unchanged,
 and so are numbers that scripts compute from it. These epochs show the actions of the script, but
 nothing about their duration. `with_lapse` adds the findings to an earlier Observation.
@@ -38,11 +38,12 @@ from flatout.observe.taken_out import batches_in
 from flatout.observe.watch import Watch
 
 # _EPOCHS: epochs after which the time-lapse is complete; _STEPS: minimum number of steps of each of
-# them.
+# these epochs.
 _EPOCHS, _STEPS = 2, 2
-# Maximum seconds to find the last batch of an epoch, since samplers yield all others before it.
+# Maximum seconds to find the last batch of an epoch, since a sampler yields all other batches
+# before the last.
 _SEEKING_S = 1.0
-# Seconds that the script has to end after the interrupt.
+# Seconds in which the script must end after the interrupt.
 _GRACE_S = 3.0
 _DATALOADER = "torch.utils.data.dataloader"
 
@@ -57,7 +58,7 @@ class TimeLapse:
         self._hook: Hook | None = None
         self._timer: threading.Timer | None = None
         self._is_over = False
-        self._cut: dict[int, tuple[int, int | None]] = {}  # by loader number
+        self._cut: dict[int, tuple[int, int | None]] = {}  # by the loader's index
         self._began_s = 0.0
         self._began_at = 0
         self._begun: dict[int, int] = {}  # epochs of each loader before the time-lapse

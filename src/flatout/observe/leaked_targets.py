@@ -25,16 +25,17 @@ from flatout.observe.watch import Watch
 # _FROM: step after which the hook for the first steps is gone; _UNTIL: step of the decision.
 _FROM, _UNTIL = AFTER_STEPS, AFTER_STEPS + 4
 # _SAMPLES: maximum number of compared samples; _COLUMNS: maximum number of compared columns of a
-# sample. _FEWEST_...: fewest samples, columns, and columns for a comparison in other units (it
-# needs more than this).
+# sample. _FEWEST_SAMPLES, _FEWEST_COLUMNS: minimum number of samples and columns; _FEWEST_OTHERS: a
+# comparison in other units needs more columns than this.
 _SAMPLES, _COLUMNS = 512, 4096
 _FEWEST_SAMPLES, _FEWEST_COLUMNS, _FEWEST_OTHERS = 32, 2, 3
-# _PICTURES: dimensions of a batch of images; _NUMBERS: maximum number of values of an image;
-# _KEPT: maximum number of columns kept of those that match the target in the first batch, and the
-# same number of others; _ALIKE: smallest correlation of a match; _MOST: largest share of matching
-# columns, since an image that shows the target itself has more.
+# _PICTURES: number of dimensions of a batch of images; _NUMBERS: maximum number of values of an
+# image; _KEPT: maximum number of columns kept that match the target in the first batch; about the
+# same number of other columns is kept; _ALIKE: smallest correlation with the target that counts as
+# a match; _MOST: largest share of matching columns, since an image that shows the target itself has
+# more.
 _PICTURES, _NUMBERS, _KEPT, _ALIKE, _MOST = 4, 2**18, 64, 0.999, 0.1
-_AT_ONCE = 2**23  # most numbers of a batch that are compared
+_AT_ONCE = 2**23  # maximum number of values of a batch that are compared
 # Smallest negative logarithm of the probability that a match is a coincidence.
 _CHANCE = 25.0
 # _ROUNDING: largest deviation of a column in other units, relative to the target's standard
@@ -43,8 +44,8 @@ _ROUNDING, _NEAR = 1e-4, 0.95
 # _DIGITS: maximum number of digits of a round factor or offset; _ROUND: relative tolerance for
 # rounding.
 _DIGITS, _ROUND = 3, 2e-5
-# Largest share of samples, beyond chance, in which another column may agree too, as where a series
-# is constant.
+# Largest share of samples, beyond chance, in which another column may equal the target too, as
+# where a series is constant.
 _STANDS_STILL = 0.5
 
 
@@ -126,7 +127,7 @@ class LeakedTargets:
         try:
             target = target_under(self._torch, roots[0].grad_fn, output)
         except (RuntimeError, NotImplementedError):
-            return  # saved tensors that were freed, or tensors of a kind without them
+            return  # saved tensors were freed, or this node has none
         if target is None or target.values.numel() != len(batch):
             return
         if self._shape not in ((), tuple(batch.shape[1:])):

@@ -1,4 +1,4 @@
-"""Time of each of the user's lines, by Python's tracing, which is slow: for short intervals."""
+"""Timer of the user's lines by Python's tracing, used for short intervals since tracing is slow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from flatout.observe.sites import is_users
 
-# Total ns after which the timing ends early.
+# Total nanoseconds after which the timing ends early.
 _LONGEST_NS = 200_000_000
 
 
@@ -18,8 +18,9 @@ class LineClock:
     """Timer of lines of the user's code in one thread, with the library code that they call.
 
     Attributes:
-        ns: time of each line, by file and number, without the user's lines that it calls.
-        whole_ns: time from start to stop, without that of the clock itself.
+        ns: nanoseconds of each line, by file and line number, without the user's lines that the
+            line calls.
+        whole_ns: nanoseconds from start to stop, without the time of the clock itself.
     """
 
     def __init__(self) -> None:

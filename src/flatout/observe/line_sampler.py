@@ -1,6 +1,7 @@
-"""User's lines that the steps' time is spent on, sampled by a native thread (`kernels/_stacks.c`).
+"""User's lines that steps spend time on, sampled by a native thread (`kernels/_stacks.c`).
 
-Where no DataLoader gives the batches, the time of the lines that make them is the input lane.
+Where no DataLoader gives the batches, the time of the lines that make the batches is the input
+lane.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from flatout.observe.watch import Watch
 
 # Minimum number of samples from which lines are reported.
 _FEWEST = 50
-# A line with more than this multiple of the evaluation lane's time does more than evaluate.
+# Largest time of a line that only evaluates, as a multiple of the evaluation lane's time.
 _LARGEST = 2.0
 
 

@@ -1,7 +1,7 @@
 """User's lines from stack samples: the time of each per step, and whether that time increases.
 
 The time of libraries is attributed to the user's line that called them. The line names the module
-or function of the library that took most of it.
+or function of the library that took most of that time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from flatout.observe.observation import Growth, Line, Site
 from flatout.observe.sites import read
 from flatout.observe.stacks import NOWHERE, Place, Places, Stack
 
-# _LINES: maximum number of lines that are reported; _CALLERS: maximum number of calling lines of
-# each.
+# _LINES: maximum number of lines that are reported; _CALLERS: maximum number of callers reported
+# for each line.
 _LINES, _CALLERS = 40, 3
-# Minimum number of samples of a line whose growth is estimated.
+# Minimum number of stack samples of a line to estimate its growth.
 _FEWEST = 40
 # _GROWS_BY: smallest growth over the observation that is reported, as a share of the mean time;
-# _FEWEST_BINS: minimum number of bins of steps.
+# _FEWEST_BINS: minimum number of bins into which the steps are divided.
 _GROWS_BY, _FEWEST_BINS = 0.25, 6
 # Multiple of the 95% interval that a growth must exceed, since many lines are tested.
 _SURE = 2.0
@@ -76,7 +76,7 @@ class Lines:
     Attributes:
         explained: share of the steps' time that is attributed to a user's line, or to a trainer's
             function.
-        samples: number of samples.
+        samples: number of stack samples.
     """
 
     def __init__(
@@ -106,14 +106,14 @@ class Lines:
         self.explained = min(1.0, total_ms / max(sum(ms.values()), 1e-9))
 
     def most(self) -> list[Line]:
-        """Return the lines that take most time, longest first."""
+        """Return the lines that take the most time, in order of decreasing time."""
         lines = sorted(self._of.items(), key=lambda item: -item[1].ms)[:_LINES]
         return [self._line(*key, of) for key, of in lines]
 
     def _line(self, file: str, line: int, trainer: str, within: str, of: _Of) -> Line:
         callers = _most(of.callers)
         named = _most(of.within)
-        # A module is named only if it took at least half of the line's time.
+        # A module is reported only if it took at least half of the line's time.
         if not within and of.within[named] >= 0.5 * sum(of.within.values()):
             within = named
         return Line(

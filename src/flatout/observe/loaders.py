@@ -41,14 +41,16 @@ from flatout.observe.tables import longer_series
 from flatout.observe.watch import Watch
 from flatout.observe.within_loader import LOADER, Looker, Probe, first_tensor, size_of, watch_fetch
 
-# _WAITS: waits that are kept of each loader; _EPOCHS: epochs whose first batch is recorded.
+# _WAITS: number of the latest waits for a batch that are kept for each loader; _EPOCHS: number of
+# epochs whose first batch is recorded.
 _WAITS, _EPOCHS = 20_000, 1000
 # Maximum number of samples of the first epoch that are compared with those of other ranks.
 _TAKEN = 512
-# _FIRSTS: epochs whose first samples are recorded; _COMPARED: batches of an epoch after which the
-# loader's samples are compared with those of others.
+# _FIRSTS: number of epochs whose first samples are recorded; _COMPARED: number of batches of an
+# epoch after which the loader's samples are recorded for the comparison with other ranks and
+# workers.
 _FIRSTS, _COMPARED = 8, 16
-# Batches between two counts of the dataset's entries; old waits are then dropped.
+# Number of batches between two counts of the dataset's entries; old waits are dropped then, too.
 _LOOK_EVERY = 16
 # Maximum number of values of a batch that are hashed to compare it with another batch.
 _NUMBERS = 4096
@@ -85,7 +87,7 @@ class SeenLoader(Loaded):
         self.is_hashed = True
         self.has_peers = self.is_taking_down = has_peers()
         self.indices: list[int] = []
-        self.compared_at = 0  # number of batches
+        self.compared_at = 0  # number of batches at which the samples were compared
         self.firsts: list[list[int]] = []  # first indices of each of the first epochs
         self.rows: list[list[int]] = []  # hashes of the samples of each worker
         self.looker: Looker | None = None
@@ -133,7 +135,7 @@ class SeenLoader(Loaded):
                 result.append(zlib.crc32(repr(list(index)).encode()))
 
     def take_down(self, index: Any) -> None:
-        """Record the sample indices of a batch, unless enough are known."""
+        """Record the sample indices of a batch, unless enough indices are recorded."""
         if not isinstance(index, (list, tuple)) or not all(isinstance(i, int) for i in index):
             self.is_taking_down = False
             return
@@ -147,10 +149,10 @@ class SeenLoader(Loaded):
         self.is_taking_down = not has_all or len(self.firsts[-1]) < ENOUGH
 
     def compare_with_others(self) -> None:
-        """Record the facts that ranks and workers are compared by: first samples, and their part.
+        """Record the first samples, and the part of the dataset, to compare ranks and workers.
 
-        This happens early, since the dataset may be gone when the script ends, and again at the end
-        if the dataset is still there.
+        The record is made early, since the dataset may be gone when the script ends, and again at
+        the end if the dataset still exists.
         """
         loader, facts = self.ref(), self.facts
         if loader is None or not (self.has_peers or any(self.rows)):
@@ -164,7 +166,7 @@ class SeenLoader(Loaded):
             facts.parts_of, facts.parts = parts_of_rows(loader.dataset, self.rows) or (None, None)
 
     def probe(self) -> tuple[Probe, Looker] | None:
-        """Return the probe of batches made in this process, and its looker; None once complete."""
+        """Return this process's Probe and its sampler thread; None once the probe is complete."""
         if self.looker is None:
             self.looker = Looker(Probe())
             self.looker.start()
@@ -326,7 +328,7 @@ def _entries(dataset: Any) -> int:
 
 
 def stages_of(dataset: Any) -> list[str] | None:
-    """Return the names of torch's datapipes, from the source up to one that joins several.
+    """Return the names of torch's datapipes, from the source up to a datapipe that joins several.
 
     None where the dataset is no datapipe.
     """
@@ -362,7 +364,7 @@ def watch_loaders(module: Any, watch: Watch, *, looks_within: bool = True) -> No
     """Hook into torch.utils.data.dataloader.
 
     Args:
-        looks_within: whether to measure also what the first batches spend their time on.
+        looks_within: whether to measure also the lines that the first batches spend their time on.
     """
     known: dict[int, SeenLoader] = {}
 

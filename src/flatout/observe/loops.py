@@ -1,4 +1,4 @@
-"""Loops of the user's code that step or evaluate: which are open, and where to end them early.
+"""Loops of the user's code that step or evaluate: which loops are running, and when to end them.
 
 `rewriting.py` wraps the iterable of such a loop in `Loops.around`. A DataLoader ends early by its
 own hook, and is given to the loop unchanged.
@@ -15,9 +15,10 @@ from typing import Any
 
 from flatout.observe.lanes import Lanes
 
-# Maximum number of steps in an iteration: a loop with more is a loop over epochs.
+# Maximum number of steps in one iteration of a loop over batches; a loop with more is over epochs.
 _STEPS_IN_A_TURN = 2
-# Iterations after which a loop ends early. STEPPING: if it steps; EVALUATING: if it evaluates.
+# Number of iterations after which a loop ends early. STEPPING: for a loop that steps; EVALUATING:
+# for a loop that evaluates.
 STEPPING, EVALUATING = 4, 2
 # Minimum number of steps of a loop that counts as an epoch.
 _AN_EPOCH = 2
@@ -25,18 +26,18 @@ _AN_EPOCH = 2
 
 @dataclass(eq=False)
 class Turns:
-    """A loop that is open.
+    """A loop that is running.
 
     Attributes:
-        number: number of the loop in the code.
+        number: index of the loop in the code.
         length: full number of iterations; None where unknown.
         steps: number of finished steps when its latest iteration began.
-        first: number of finished steps when the loop began.
+        first: number of finished steps when the loop itself began.
         only_steps: whether it ends early only if it steps. Code after a `while` may rely on its
-            condition, as where the loop gathers samples.
+            condition, as where the loop collects samples.
         turns: number of finished iterations.
-        short: number of iterations that have finished since loops end early.
-        has_stepped: whether an iteration since then has taken a step.
+        short: number of iterations finished since `Loops.ends_early` was set.
+        has_stepped: whether one of the iterations counted in `short` has taken a step.
         holds_epochs: whether an inner loop steps, or one iteration takes many steps.
     """
 
@@ -57,11 +58,11 @@ class Loops:
     Attributes:
         ends_early: whether loops end early now.
         ends_unsized: whether stepping loops over iterables without a length, such as enumerate(),
-            end early too. Around a DataLoader they end with it.
-        epochs: number of stepping loops that have ended since then.
-        has_cut: whether one of these ended early.
-        had_epoch: whether a stepping loop has ended before.
-        cut: by loop number, iterations that ran and the full number.
+            end early too. A loop over a DataLoader ends when the DataLoader does.
+        epochs: number of stepping loops that have ended since `ends_early` was set.
+        has_cut: whether any of these loops ended early.
+        had_epoch: whether a stepping loop ended before `ends_early` was set.
+        cut: by loop index, the number of iterations that ran, and the number without an early end.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -74,16 +75,16 @@ class Loops:
 
     @property
     def is_stepping(self) -> bool:
-        """True while a loop is open whose iterations are steps."""
+        """True while a loop whose iterations are steps is running."""
         return any(map(self._steps, self._open))
 
     @property
     def is_counting(self) -> bool:
-        """True while a loop with a length is open whose iterations are steps."""
+        """True while a loop with a length, whose iterations are steps, is running."""
         return any(self._steps(item) and item.length is not None for item in self._open)
 
     def epochs_of(self) -> list[tuple[int, int]]:
-        """Return the loops over epochs: the number of each, and its number of iterations."""
+        """Return [index, number of iterations] of each loop over epochs."""
         now = self._lanes.steps
         is_open = {
             item.number: item.length

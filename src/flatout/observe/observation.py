@@ -40,14 +40,16 @@ class Scaling:
     """A normalization whose statistics were computed over validation samples too.
 
     Attributes:
-        by: what computed the statistics: "StandardScaler", or "mean and standard deviation",
+        by: name of the scaler or statistics: "StandardScaler", or "mean and standard deviation",
             "minimum and maximum" or "median".
-        site: where they were computed; None where only the normalized numbers reveal it.
+        site: line that computed the statistics; None where only the normalized numbers reveal the
+            scaling.
         samples: number of training and validation samples that the statistics cover.
         held_out: number of validation samples among `samples`.
         off: largest mean of a column over all of `samples`, in standard deviations; None where the
             scaler itself was found.
-        off_training: the same over the training samples alone.
+        off_training: largest mean of a column over the training samples alone, in standard
+            deviations.
         misses: where all samples together reach both ends of a range, the distance of the training
             samples from one end.
         is_held: whether the dataset holds the statistics and scales by them, so that they were not
@@ -79,10 +81,10 @@ class Call:
             torch.distributed), "checkpoint" (a part of forward that backward recomputes).
         site: the user's line that led to the call.
         count: number of calls, from the first observed step to the last.
-        seconds: total time of the calls; None where they are not timed.
+        seconds: total seconds of the calls; None where this kind is not timed.
         steps: number of different steps with such a call.
-        detail: further data that a check needs, such as {"set_to_none": False}, or the mean "bytes"
-            per call.
+        detail: data that the checks of this kind need, such as {"set_to_none": False}, or the mean
+            "bytes" per call.
     """
 
     kind: str
@@ -99,11 +101,11 @@ class Loader:
 
     Attributes:
         kind: the class, as module.Name.
-        site: where the user iterates over it.
+        site: the user's line that iterates over the loader.
         made_at: the user's line that made the loader; if a library made it, the user's line that
             made the first loader of the same dataset.
-        dataset: class of the dataset. `length` and `dataset_site` (of its `__getitem__`) are set
-            where the dataset has them.
+        dataset: class of the dataset. `length` (number of samples or batches, as the dataset says)
+            and `dataset_site` (line of its `__getitem__`) are None where the dataset has none.
         batch_size, num_workers, persistent_workers, pin_memory, drop_last, prefetch_factor: as in
             torch.
         shuffles: whether its sampler draws a random order.
@@ -111,29 +113,31 @@ class Loader:
             function such as `randperm`.
         is_distributed: whether its sampler gives each rank its own part of the samples.
         epochs: number of iterations that were begun over it.
-        first_ms: duration of the first batch of each epoch.
-        wait_ms: median wait for a batch other than the first of an epoch.
+        first_ms: milliseconds that the script waited for the first batch of each epoch.
+        wait_ms: median milliseconds of waiting for a batch, without first batches of epochs.
         batches: number of batches that were taken.
-        batch_bytes: size of one batch.
-        sample_bytes: size of one sample as the dataset returns it.
+        batch_bytes: bytes of one batch.
+        sample_bytes: bytes of one sample as the dataset returns it.
         hashes: one hash per epoch over the sample indices of its first batch; None where the
             sampler is not accessible.
-        worker_hashes: one number per worker. Equal numbers mean that the workers began with the
-            same random state and drew from it. It covers the generator that differs least between
+        worker_hashes: one hash per worker. Equal hashes mean that the workers began with the same
+            random state and drew from it. It covers the generator that differs least between
             workers. Empty where the workers drew nothing, None where this was not recorded.
-        worker_draws: name of that generator: "torch", "random", "numpy", or its place in the
-            dataset, such as "dataset.rng"; "" where the workers drew nothing.
+        worker_draws: name of the generator in `worker_hashes`: "torch", "random", "numpy", or its
+            path in the dataset, such as "dataset.rng"; "" where the workers drew nothing.
         is_iterable: whether the dataset is an IterableDataset, whose samples have no indices.
         gives_batches: whether the dataset returns whole batches instead of single samples.
-        lanes_ms: time per batch within the loader, by "read", "decode", "transform", "collate";
-            measured in a worker where the loader has workers.
-        hot: user's lines that take most of the loader's time, each with its share, largest first.
+        lanes_ms: milliseconds per batch within the loader, by kind of work: "read", "decode",
+            "transform", "collate"; measured in a worker where the loader has workers.
+        hot: user's lines that take most of the loader's time, each with its share of that time,
+            largest first.
         decodes_at: the user's line that takes most of the decoding time.
-        opens_per_sample: number of files opened per sample.
+        opens_per_sample: mean number of files opened per sample.
         open_files: files of at least one MiB that stay open for reading between batches, with
             their bytes; over all workers.
-        stages: what samples pass through, from the source on, such as ["IterableWrapper",
-            "Shuffler", "Batcher"]; None where the dataset is no chain of torch's datapipes.
+        stages: classes of the datapipes that samples pass through, from the source on, such as
+            ["IterableWrapper", "Shuffler", "Batcher"]; None where the dataset is no chain of
+            torch's datapipes.
         kept_per_sample: entries that each sample read in this process added to the dataset's own
             lists, dicts and sets; None where workers read, or too few samples were read.
         in_training: whether its batches were used for training, not only for evaluation.
@@ -142,26 +146,28 @@ class Loader:
             second largest class, from the labels that its dataset holds; None where the labels are
             unknown.
         shared_rows: for a loader used only for evaluation, the number of its samples that equal a
-            training sample bit for bit, and the number compared; None where the samples are not
-            accessible.
-        shared_files: whether these samples are equal because they are read from the same files.
+            training sample bit for bit, and the number of samples compared; None where the samples
+            are not accessible.
+        shared_files: whether the samples in `shared_rows` are equal because they are read from the
+            same files.
         shared_windows: number of its samples that are a window of a series, and equal a training
             window shifted by one step.
         unseen_classes: for a loader used only for evaluation, the classes that no training sample
             has, and the number of samples of these classes.
         scaling: for a loader used only for evaluation, the normalization whose statistics cover
             both its samples and the training samples.
-        worker_batches: for an IterableDataset only, a number for the first batch of each worker,
-            then one for the second batch of the first worker. Equal numbers mean equal batches,
-            also across ranks.
-        taken: with several ranks, a number for each of the first samples of an epoch; None where
-            the samples are not accessible, or may repeat.
+        worker_batches: for an IterableDataset only, a hash of the first batch of each worker, then
+            a hash of the second batch of the first worker. Equal hashes mean equal batches, also
+            across ranks.
+        taken: with several ranks, a hash of each of the first samples of an epoch; None where the
+            samples are not accessible, or may repeat.
         parts: where several ranks or workers divide the samples, the part that this loader reads,
             for each of the first epochs, or for each worker of a stream. A part is every n-th
             sample of `parts_of`, stored as (remainder by n, n); None of too few samples, or where
             this is unknown.
-        block: in the same case, for a Subset of consecutive samples: the first index, the number
-            of samples, and the number of samples in the whole dataset.
+        block: where several ranks or workers divide the samples and the dataset is a Subset of
+            consecutive samples: the first index, the number of samples, and the number of samples
+            in the whole dataset.
     """
 
     kind: str
@@ -218,7 +224,7 @@ class Table:
 
     Attributes:
         name: the script's name of the variable.
-        site: where the model is called with its rows.
+        site: line that calls the model with rows of the table.
         length: number of samples.
         batch_size: number of samples in one call of the model.
         in_training: whether its rows are used for training, not only for evaluation.
@@ -247,7 +253,8 @@ class Optimizer:
         steps: number of its steps.
         step_share: its share of the time of all optimizers' steps.
         backwards: median number of backward passes per step.
-        fused, foreach: the options as given; None where the class takes no such option.
+        fused, foreach: values of these options as the script gave them; None where the class takes
+            no such option.
         parameters: number of parameter tensors.
         elements: number of elements in the parameters.
         local_bytes: bytes of the parameter parts that this rank holds.
@@ -257,19 +264,19 @@ class Optimizer:
         rates: learning rate of its first parameter group in some of its first steps: [step, rate].
         first_target: the full learning rate according to its scheduler; None without a scheduler.
         subnormal_share: largest share of subnormal numbers in one of its moments, on a CPU that
-            computes with them.
+            does not flush subnormal numbers to zero.
         options: numeric options of its parameter groups by name, each the value farthest from
             zero; options of Keras optimizers have torch's names.
         kept_gradients: number of its first steps in which backward added to gradients left from
             the step before, and the number of steps checked; None where this was not checked.
-        gradient_looks: number of checks in which any of its parameters had a gradient.
+        gradient_looks: number of gradient checks in which any of its parameters had a gradient.
         unreached: names and shapes of its trainable parameters that never had a gradient, in
             models that were called.
         orphans: shapes of the parameters without a gradient that belong to no called model.
         without_grad: the unreached parameters of layers that were called during training, but
             always with gradients disabled, by the line `no_grad_site`.
-        cut: names of the first parameters of a model, where these get no gradient although all
-            later parameters do, and although their layers are called with gradients enabled.
+        cut: names of a model's first parameters that get no gradient, although all later parameters
+            do and the layers are called with gradients enabled.
         steps_without: number of steps before which none of its parameters had a gradient, and the
             number of steps checked.
         discarded: number of backward passes whose gradients were zeroed before a step, at
@@ -318,18 +325,18 @@ class Schedule:
     Attributes:
         kind: its class.
         site: where it is made.
-        stepped_at: where it was stepped first.
+        stepped_at: line that stepped the scheduler first.
         first_after: number of optimizer steps before its first step; None where not recorded.
         steps: number of its steps.
         ends_after: number of its steps after which the learning rate is practically zero; None
             where that never happens, or is unknown.
-        made_for: number of steps that it was configured for, or until its rate is zero; None
-            where neither is known.
+        made_for: number of scheduler steps that it was configured for, or until its rate is zero;
+            None where neither number is known.
         is_used: whether its optimizer has stepped.
-        in_lapse: number of its steps in a time-lapse.
+        in_lapse: number of its steps in a time-lapse (see Lapse).
         mode: "min" or "max" of a ReduceLROnPlateau; "" for other classes.
         given: the argument of step() at `stepped_at`, as the script writes it.
-        given_kind: "loss" or "score", guessed from the script's names.
+        given_kind: kind of that argument, "loss" or "score", guessed from the script's names.
     """
 
     kind: str
@@ -384,8 +391,8 @@ class InLoss:
             summed for a step. "cut": a term ends in a tensor that is newly made in each step.
         site: the user's line, where torch could record it.
         count: number of graphs with the finding.
-        steps: last step with the finding.
-        detail: further data, such as {"outer": "cross_entropy", "inner": "softmax"}.
+        steps: number of the last step with the finding.
+        detail: data that depend on `kind`, such as {"outer": "cross_entropy", "inner": "softmax"}.
     """
 
     kind: str
@@ -406,13 +413,13 @@ class Model:
         layers: number of modules of each class; "Dropout in LSTM" for modules with dropout inside.
         has_convolutions, is_channels_last, is_compiled: properties of the model.
         wrapper: "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel" or "".
-        wrapper_options: such as {"find_unused_parameters": True}.
+        wrapper_options: options of that wrapper, such as {"find_unused_parameters": True}.
         unused_parameters: whether any of its parameters had no gradient in some step; None if
             unknown.
         autocast: dtype of autocast in its training forward, "" without autocast.
         inputs: recorded shapes and dtypes of its inputs: [[shape, dtype], count].
-        padding_share: share of padding in its inputs; None where these are no sequences.
-        lengths: number of different lengths of these sequences, padding included.
+        padding_share: share of padding in its inputs; None where the inputs are no sequences.
+        lengths: number of different lengths of the input sequences, padding included.
         is_told: whether each call passes the training mode to its layers, as in Keras; the mode
             of the module then has no meaning.
         evaluated_in_train_mode: where it was called without gradients in train mode, although
@@ -421,8 +428,8 @@ class Model:
         evaluated_with_grad: where it was called in eval mode with gradients enabled, and no
             backward followed.
         evaluated_every: steps between evaluations, where that number is constant.
-        first_weights, first_gradients: a hash of the weights before the first step, and one of the
-            gradients of the first step. None with a single rank, where ranks hold parts of the
+        first_weights, first_gradients: a hash of the weights before the first step, and a hash of
+            the gradients of the first step. None with a single rank, where ranks hold parts of the
             tensors, and where all gradients were zero.
         not_finite: names of parameters and buffers with NaN or infinity at the end of the
             observation, or before an evaluation or a save.
@@ -430,8 +437,8 @@ class Model:
             although none of their parameters is trainable.
         not_stepped: names of parameters that had a gradient when an optimizer stepped, but belong
             to no optimizer; only for a model of which an optimizer steps other parameters.
-        moved: names of such parameters that the script itself changes, as in a moving average;
-            with `moved_share`, their share of all elements that had a gradient.
+        moved: names of the `not_stepped` parameters that the script itself changes, as in a moving
+            average. `moved_share` is their share of all elements that had a gradient.
         misses_first: whether the `not_stepped` parameters come before all stepped ones, as where
             only a head is meant to train.
         unregistered: names and shapes of parameters that a loss has reached, but that belong to no
@@ -439,12 +446,12 @@ class Model:
         repeats: number of its first `repeats_of` calls that had the same input, weights and random
             state as the call before.
         subnormal_share: largest share of subnormal numbers in one of its parameters, buffers or
-            gradients, on a CPU that computes with them.
+            gradients, on a CPU that does not flush subnormal numbers to zero.
         frozen_share: share of the forward time in leading modules without trainable parameters.
         pool_after: names of (activation, pooling) pairs that could swap places.
         pool_site: the line of the first pair.
-        pool_parts, pool_ms: names of the modules in these pairs, and the time of their own forward
-            and backward per step; None where it was not measured, as on a GPU.
+        pool_parts, pool_ms: names of the modules in these pairs, and milliseconds of their own
+            forward and backward per step; None where that time was not measured, as on a GPU.
         device_type: type of the device of its parameters: "cpu", "cuda".
     """
 
@@ -494,7 +501,7 @@ class Backbone:
     Attributes:
         kind: its class.
         site: where it was called first.
-        ms: its time per step.
+        ms: milliseconds per step in its forward.
     """
 
     kind: str
@@ -507,10 +514,10 @@ class Cell:
     """A recurrent cell that is called in a loop over parts of one tensor.
 
     Attributes:
-        kind: such as "LSTMCell".
+        kind: class of the cell, such as "LSTMCell".
         site: where it is called.
         length: number of iterations of the loop.
-        ms: time of its calls in the forward of a step.
+        ms: milliseconds that its calls take in the forward pass of one step.
     """
 
     kind: str
@@ -521,16 +528,15 @@ class Cell:
 
 @dataclass
 class OverBatch:
-    """A sequence-first layer called with the samples of a shuffled batch in the sequence dimension,
-    or a softmax over the samples.
+    """A sequence-first layer that got samples in the sequence dimension, or a softmax over samples.
 
     Attributes:
-        kind: such as "LSTM", "MultiheadAttention" or "log_softmax".
+        kind: class or function, such as "LSTM", "MultiheadAttention" or "log_softmax".
         site: where it is called.
         shape: shape of its input.
         count: number of such calls.
-        by_targets: whether the evidence is that the targets are the inputs shifted by one place in
-            each row.
+        by_targets: True if the evidence is that targets are inputs shifted by one token in each
+            row; False if the evidence is the shape of a shuffled batch.
     """
 
     kind: str
@@ -547,7 +553,7 @@ class Unfrozen:
     Attributes:
         name: the attribute, such as "require_grad".
         kind: class of the module on which `requires_grad` was set; "" where the name is misspelt.
-        site: where it is set; None where that was not found.
+        site: line that sets the attribute; None where that line was not found.
         parameters, elements: number of tensors, and of elements in them.
         names: names of the first of these parameters.
     """
@@ -603,10 +609,10 @@ class StateLoad:
             tensors, which have changed since it was taken. "kept" where such a state dict is kept
             to be loaded later.
         model: the class of the module.
-        parameters: number of tensors in it.
-        site: where it is loaded.
-        taken_at: where it was taken from the module; None where it has other names.
-        steps: number of steps since then.
+        parameters: number of tensors in the state dict.
+        site: line that loads the state dict.
+        taken_at: line that took the state dict from the module; None for kind "unmatched".
+        steps: number of optimizer steps between taking and loading the state dict.
         given, wanted: first names of the state dict and of the module, where none match.
     """
 
@@ -629,11 +635,12 @@ class Growing:
         site: the line.
         numbers: elements of the result when it was last measured.
         more: elements that each step adds.
-        ms: time per step, in the measured steps.
-        at: the last measured step.
-        bytes: size of an element.
+        ms: milliseconds per step, in the measured steps.
+        at: number of the last measured step.
+        bytes: bytes per element.
         is_list: whether it reads a whole Python list, instead of concatenating arrays.
-        pieces: tensors or arrays that each step adds to the concatenated ones.
+        pieces: number of tensors or arrays that each step adds to the concatenated tensors or
+            arrays.
     """
 
     words: str
@@ -652,17 +659,18 @@ class UnusedGradients:
     """Gradients that a backward pass computes for parameters that its own optimizer does not step.
 
     Attributes:
-        fate: "zeroed" before the optimizer of these parameters stepped, "added" to its own
-            gradients, or "kept", where no optimizer steps these parameters.
+        fate: "zeroed" before the optimizer of these parameters stepped, "added" to the gradients
+            that this optimizer steps with, or "kept" where no optimizer steps these parameters.
         model: class of the model with these parameters; "" where it is unknown.
         called_at: where the model is called.
         backward_at: the backward pass that computes the gradients.
         stepped_at: the optimizer step that this pass was for.
         passes_on: whether the gradient passes through this model to the stepped parameters.
-        parameters: number of tensors of that model, or of its optimizer.
+        parameters: number of parameter tensors of that model, or of its optimizer.
         elements: number of elements in the tensors that got a gradient.
-        share: their share of the elements that all backward passes of a step compute gradients for.
-        count: number of times that this was recorded.
+        share: share of these elements among all elements whose gradients a step's backward passes
+            compute.
+        count: number of backward passes in which these gradients were unused.
     """
 
     fate: str
@@ -686,7 +694,8 @@ class RepeatedSeed:
             drew the same numbers again, such as "torch.randperm".
         site: where it is called.
         steps: number of finished steps at each reset.
-        seed: seed of the torch.Generator that gave the same numbers; None where `kind` seeds.
+        seed: seed of the torch.Generator that gave the same numbers; None where `kind` is a seeding
+            function.
     """
 
     kind: str
@@ -704,7 +713,8 @@ class Teacher:
         site: where it is called.
         layers: number of its layers whose output depends on train mode, by class.
         moved: number of BatchNorms whose running statistics changed in four steps.
-        dropped: share of elements that its first dropout set to zero; None without a dropout.
+        dropped: share of elements that the model's first dropout layer set to zero; None without a
+            dropout.
     """
 
     kind: str
@@ -742,7 +752,7 @@ class SeenAhead:
     Attributes:
         kind: its class, as module.Name.
         site: where it is called.
-        at: position in the sequence of the checked output.
+        at: position of the checked output in the sequence, from 0.
         length: length of the sequence in tokens.
         targets: number of targets compared with the tokens; each equals the next token.
         change: change of the output, relative to its spread over the classes.
@@ -769,8 +779,8 @@ class RemadeOptimizer:
         site: where it is constructed.
         parameters: number of trainable tensors.
         times: number of repeated constructions.
-        until: number of training steps in which they were counted.
-        each: median number of steps that one of these optimizers takes.
+        until: number of training steps in which the constructions were counted.
+        each: median number of steps taken by each of these optimizers.
         memory: number of steps that its longest moving average spans.
     """
 
@@ -841,7 +851,7 @@ class Growth:
     """Increase of a line's time from each step to the next.
 
     Attributes:
-        us: microseconds; `low` and `high` are the ends of the 95% interval.
+        us: increase per step in microseconds; `low` and `high` are the ends of its 95% interval.
     """
 
     us: float
@@ -855,15 +865,16 @@ class Line:
 
     Attributes:
         site: the line.
-        ms: time per step.
-        lanes_ms: time per step by lane.
-        words: the call in the line, as it is written there, such as "torch.quantile".
+        ms: milliseconds per step.
+        lanes_ms: milliseconds per step by lane.
+        words: source text of the line's call, such as "torch.quantile".
         callers: user's lines that called it most often, innermost first.
         within: the module that took most of the time, such as "BertLayer"; for a trainer's or
             DataLoader's own code, the function.
-        trainer: the package whose loop the line only starts, such as "lightning"; "" for none.
+        trainer: the package whose training loop this line only starts, such as "lightning"; "" for
+            none.
         samples: number of stack samples taken in the line; the fewer, the less exact is `ms`.
-        growth: increase of its time per step; None where it does not increase.
+        growth: increase of the line's time per step; None where that time does not increase.
     """
 
     site: Site
@@ -886,7 +897,7 @@ class ModuleTime:
             several, such as "layers.*.attention". "" for the model itself.
         kind: their class; "" for code outside of all modules, such as a functional loss.
         count: number of modules.
-        forward_ms, backward_ms: time per step.
+        forward_ms, backward_ms: milliseconds per step in forward and in backward.
         operator: autograd's name of the operator that takes most of their backward, such as "Bmm";
             "" where none dominates, and for torch's own layers.
     """
@@ -929,12 +940,14 @@ class Ablation:
     """Duration of a step with one lane taken out, measured in the running script.
 
     Attributes:
-        ratio: time with the lane over time without it; `low` and `high` are the ends of the 95%
-            interval.
+        ratio: step time with the lane divided by step time without the lane; `low` and `high` are
+            the ends of its 95% interval.
         floor: distance of the ratio from 1 that noise alone would cause.
-        pairs: number of measured quadruples of blocks; 0 where the lane's own time suffices.
-        step_ms, without_ms: median time per step of the blocks with the lane, and without it.
-        returns_ms: most time per step that any cure of this lane can save.
+        pairs: number of times that blocks A B B A were measured; 0 where the lane's own time
+            suffices.
+        step_ms, without_ms: median milliseconds per step of the blocks with the lane, and of the
+            blocks without the lane.
+        returns_ms: maximum milliseconds per step that any cure of this lane can save.
     """
 
     ratio: float
@@ -953,14 +966,14 @@ class DeviceTime:
 
     Attributes:
         steps: number of profiled steps.
-        busy_ms: time per step in which the GPU ran anything; overlapping work counts once.
-        lanes_ms: time of kernels, by the lane in which the host launched them: "backward",
-            "optimizer", or "forward" for all others.
-        to_device_ms, to_host_ms: time of copies from and to the host.
+        busy_ms: milliseconds per step in which the GPU ran anything; overlapping work counts once.
+        lanes_ms: milliseconds per step of kernels, by the lane in which the host launched them:
+            "backward", "optimizer", or "forward" for all other lanes.
+        to_device_ms, to_host_ms: milliseconds per step of copies from the host and to the host.
         is_pageable: whether any copy to the device came from memory that is not pinned.
         kernels: names of the kernels that take most time, with ms per step, longest first.
-        launches: kernels and copies per step.
-        step_ms: duration of a profiled step, which is longer on a slow host.
+        launches: number of kernels and copies per step.
+        step_ms: milliseconds of a profiled step, which profiling lengthens on a slow host.
     """
 
     steps: int
@@ -980,9 +993,10 @@ class LeftOut:
 
     Attributes:
         site: where the call is made.
-        words: the called expression, as it is written there.
-        measured: duration of steps with and without the call.
-        first: line of the first assignment before it that only this call reads, else its own line.
+        words: source text of the called expression.
+        measured: Ablation with the duration of steps with and without the call.
+        first: number of the first assignment's line that only this call reads, else the number of
+            the call's line.
     """
 
     site: Site
@@ -1009,9 +1023,9 @@ class Lapse:
     """Findings of the time-lapse after the timed steps, in which epochs are cut short.
 
     Attributes:
-        seconds: its duration.
-        steps: number of optimizer steps in it.
-        epochs: number of epochs that ended in it.
+        seconds: seconds that the time-lapse took.
+        steps: number of optimizer steps in the time-lapse.
+        epochs: number of epochs that ended in the time-lapse.
         parts: parts of the script that ran in addition to training: "validation", "checkpoint",
             "schedule".
         cut: loaders and loops that were cut short: the line, the number of batches or iterations
@@ -1035,25 +1049,28 @@ class Observation:
     Attributes:
         command: the script and its arguments.
         framework: "torch", "keras", "lightning", "accelerate", "transformers" or "flatout".
-        versions: of Python and of the relevant packages.
-        rank, world_size: of this process.
-        device: where the model computes, such as "cpu" or "cuda:0".
-        threads, usable_cpus: torch's threads, and CPUs that this process may use.
+        versions: version of Python and of each relevant package, by name.
+        rank, world_size: rank of this process, and number of ranks.
+        device: device on which the model computes, such as "cpu" or "cuda:0".
+        threads, usable_cpus: number of torch's threads, and number of CPUs that this process may
+            use.
         steps: number of observed optimizer steps.
-        step_ms: durations of those steps in order, without evaluation and saving between them.
-        lanes_ms: time per step by the names of measure.LANES; None for a lane not measured.
-        memory_mb: resident memory at each of `memory_at` steps.
-        own_mb: its part that belongs to no file, at the same steps.
+        step_ms: milliseconds of each of those steps in order, without evaluation and saving between
+            steps.
+        lanes_ms: milliseconds per step by the names of measure.LANES; None for a lane that was not
+            measured.
+        memory_mb: MB of resident memory at each of the steps `memory_at`.
+        own_mb: MB of resident memory that belongs to no file, at the same steps.
         graph_nodes: [step, autograd graph nodes alive], where memory had grown.
-        graph_site: the line that keeps them.
-        page_faults: minor page faults per step.
-        major_faults: major page faults per step.
-        runnable: runnable processes and threads of this job per usable CPU.
-        job_mb: memory that belongs to no file, of this process and its workers together. It is
-            measured at each of `job_at` steps, at most once a second.
-        swapped_mb: largest amount of memory of this process and its workers in swap.
-        device_held_mb, device_peak_mb, device_total_mb: GPU memory that tensors hold between
-            steps, its peak, and the memory that the GPU has.
+        graph_site: the user's line that keeps the graph nodes alive.
+        page_faults: number of minor page faults per step.
+        major_faults: number of major page faults per step.
+        runnable: median number of runnable processes and threads of this job per usable CPU.
+        job_mb: MB of memory that belongs to no file, of this process and its workers together, at
+            each of the steps `job_at`, which are at least a second apart.
+        swapped_mb: largest MB of memory of this process and its workers in swap.
+        device_held_mb, device_peak_mb, device_total_mb: MB of GPU memory that tensors hold between
+            steps, the peak of that memory, and the GPU's whole memory.
         device_failures: number of times that the GPU ran out of memory.
         device_time: work of the GPU per step; None where it was not profiled.
         backbones: on a CPU, modules that nothing trains and that steps call on samples.
@@ -1086,45 +1103,48 @@ class Observation:
             None where one of them has no length.
         switched_on: global debugging settings of torch that were on at the first backward pass,
             such as "detect_anomaly"; None without a backward pass.
-        evaluation_site: where a model was called to evaluate.
+        evaluation_site: line that called a model to evaluate it.
         saved: files written with torch.save, each {"path", "step", "keys", "bytes", "is_there"}.
             "path" is absolute, or "" for no file; "bytes" is None where unknown; "is_there" says
-            whether the file existed at the end. With several ranks, "contents" is a number for its
-            tensors, None without any.
-        compiles: [step, graphs that torch.compile had made by then, seconds that took], from the
-            second step on; empty if the script compiles nothing. The number of graphs may stay 0.
+            whether the file existed at the end. With several ranks, "contents" is a hash of its
+            tensors, None without tensors.
+        compiles: [step, number of graphs that torch.compile had made by then, seconds of compiling
+            them], from the second step on; empty if the script compiles nothing. The number of
+            graphs may stay 0.
         openmp: names of the OpenMP libraries that the process has loaded.
-        openmp_settings: environment variables for an OpenMP library, at the end.
-        gpu_memory_mb: by GPU uuid, the peak of torch's memory on each GPU on which this process
+        openmp_settings: environment variables for an OpenMP library, as they are at the script's
+            end.
+        gpu_memory_mb: by GPU uuid, the peak MB of torch's memory on each GPU on which this process
             has a context; None where torch computes on no GPU.
-        shm_free_mb: free space in /dev/shm, through which workers pass batches.
-        disk_free_mb: free space where the files of `saved` lie; None without any.
-        machine_cpus: CPUs that all ranks of this machine may use together.
+        shm_free_mb: MB of free space in /dev/shm, through which workers pass batches.
+        disk_free_mb: MB of free space on the disk of the files in `saved`; None without such files.
+        machine_cpus: number of CPUs that all ranks of this machine may use together.
         gpus: names of the GPUs that torch could use here, even if the script does not.
         bf16_units: hardware that computes in bf16 on this device, such as "AMX-bf16"; "" for none.
-        available_mb: memory that the job could still allocate.
-        matmul_precision: torch.get_float32_matmul_precision(), at the last step.
-        cudnn_benchmark: torch.backends.cudnn.benchmark, at the last step.
-        ended: "done", "stopped" (the observation was complete), "failed", "no steps". "running" is
-            written meanwhile, and remains if the script was killed.
+        available_mb: MB of memory that the job could still allocate.
+        matmul_precision: value of torch.get_float32_matmul_precision() at the last step.
+        cudnn_benchmark: value of torch.backends.cudnn.benchmark at the last step.
+        ended: how the script ended: "done", "stopped" (the observation was complete), "failed", "no
+            steps". "running" is written while the script runs, and remains if the script was
+            killed.
         error: the script's own error, as Python prints it.
-        added_us_per_step: overhead of the observation per step, measured directly.
+        added_us_per_step: microseconds of overhead per step by the observation, measured directly.
         start_s: seconds from the start to the end of the first step; None before that.
-        added_once_ms: further overhead, of checks in the first steps and at some later steps. Where
-            less than two seconds were observed, the overhead of all checks.
-        lines: the user's lines that take most time of steps, longest first; empty where lines
-            were not sampled.
-        modules: modules that take most time of forward and backward on a CPU, longest first; empty
-            where they were not timed.
+        added_once_ms: milliseconds of further overhead, by checks in the first steps and at some
+            later steps. Where less than two seconds were observed, all checks are included.
+        lines: the user's lines that take most of the steps' time, in order of decreasing time;
+            empty where lines were not sampled.
+        modules: modules that take most of the time of forward and backward on a CPU, in order of
+            decreasing time; empty where modules were not timed.
         other_threads: threads of the script that run the user's code while it steps, busiest first.
         explained: share of the steps' time that is attributed to a line or a trainer's function;
             None where lines were not sampled, or too rarely.
-        ablations: step times without a lane: "input", "log" (print, logging, summaries), "item"
-            (waiting for a device to read a number), "sync", "evaluation", "saving". Empty where no
-            lane was taken out.
-        left_out: calls that were left out of some steps, and the duration of these steps.
-        checkpointed_mb: memory per backward pass that forward would keep if backward did not
-            recompute it; None where nothing is recomputed, or this was not measured.
+        ablations: Ablation by lane that was left out of some steps: "input", "log" (print, logging,
+            summaries), "item" (waiting for a device to read a number), "sync", "evaluation",
+            "saving". Empty where no lane was left out.
+        left_out: calls that were left out of some steps, with the duration of these steps.
+        checkpointed_mb: MB that forward would keep for each backward pass if backward did not
+            recompute them; None where nothing is recomputed, or nothing was measured.
         lapse: findings of a time-lapse; None without one.
         notes: signals that could not be recorded, each with the reason.
     """

@@ -19,14 +19,14 @@ from flatout.observe.watch import Watch
 if TYPE_CHECKING:
     from flatout.kernels import StepHook
 
-# Maximum number of steps of an optimizer within one round of all optimizers. One that steps more
-# often before the last one has a round of its own.
+# Maximum number of steps of an optimizer within one round of all optimizers. An optimizer that
+# steps more often, before the last optimizer has stepped, has a round of its own.
 _LONGEST_ROUND = 20
 _ELSEWHERE = "an optimizer stepped in a thread beside the main one: those steps were not watched"
 # Numbers of an optimizer's steps after which its learning rate is recorded.
 _RATE_STEPS = (1, 5, 20, 100)
-# Maximum number of successive optimizers of the same parameters that are recorded apart: some
-# scripts make one in each step.
+# Maximum number of successive optimizers of the same parameters that are recorded separately: some
+# scripts make an optimizer in each step.
 _FOLLOWING = 4
 # Number of first steps in which zero_grad is timed.
 _NOTED_STEPS = 50
@@ -45,12 +45,12 @@ class SeenOptimizer:
     def __init__(self, optimizer: Any, facts: Optimizer) -> None:
         self.ref = ref(optimizer)
         self.facts = facts
-        self.counts: dict[int, int] = {}  # steps, by number of backward passes before the step
+        self.counts: dict[int, int] = {}  # number of steps, by backward passes before the step
         self.count: Callable[[], None] = lambda: None  # updates `counts`
         self.ns = 0  # time of its steps, where several optimizers step
         self.since_round = 0
         self.ends_round = True
-        self.followed = 0  # number of optimizers of the same parameters before it
+        self.followed = 0  # number of earlier optimizers of the same parameters
         first = next(iter(tensors_of(optimizer)), None)
         self._first: Callable[[], Any] = (lambda: None) if first is None else ref(first)
 
@@ -62,7 +62,7 @@ class SeenOptimizer:
 
     @property
     def backwards(self) -> dict[int, int]:
-        """Numbers of steps, by the number of backward passes before the step."""
+        """Number of steps, by the number of backward passes before the step."""
         self.count()
         return self.counts
 
@@ -143,11 +143,12 @@ def _rows(gradient: Any) -> tuple[int, int]:
 class StepFinder:
     """Finder of the script's steps.
 
-    A step is one round of all optimizers that take turns, each after its backward passes.
+    A step is one round of all optimizers that step one after another, each after its backward
+    passes.
 
     Attributes:
         backward_site: the user's line of the first backward pass.
-        known_ns: time of the optimizers' lane that is attributed to an optimizer.
+        known_ns: nanoseconds of the optimizers' lane that are attributed to an optimizer.
     """
 
     __slots__ = (
@@ -166,7 +167,7 @@ class StepFinder:
         self._watch = watch
         self._lanes = watch.lanes
         self._seen: dict[int, SeenOptimizer] = {}
-        self._sole: SeenOptimizer | None = None  # set where it is the only one
+        self._sole: SeenOptimizer | None = None  # set where it is the only optimizer
         self._counted = 0  # backward passes of this round before the latest optimizer step
         self._is_traced: Callable[[], bool] = lambda: False
         self._quick: StepHook | None = None
@@ -175,7 +176,7 @@ class StepFinder:
         watch.on_renewal.append(self.renew)
 
     def renew(self) -> None:
-        """Begin to count again, with no known optimizers."""
+        """Reset all counts, and forget the known optimizers."""
         self._seen.clear()
         self._let_alone(None)
         self._counted = self.known_ns = 0
@@ -198,12 +199,13 @@ class StepFinder:
             return
         lanes.is_counted = False
         watch = self._watch
-        # The first step of a later training is what reveals it, so one more step is inspected.
+        # Only the first step of a later training reveals that training, so one more step is
+        # inspected.
         if lanes.steps < watch.began + (3 if watch.began else 2):
             watch.aside(*watch.with_gradients, is_once=True)
 
     def end(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
-        """End an optimizer step. The outer step of a wrapper around another optimizer is ignored.
+        """End an optimizer step; ignore the step of a wrapper around another optimizer.
 
         Raises:
             Enough: the script is to end here.

@@ -29,7 +29,7 @@ def origins(call: Place, callers: Sequence[Place]) -> set[Place]:
         if function is None:
             break
         names = _given(function, line)
-        if wanted is not None:  # all parameters, since the caller may use other names
+        if wanted is not None:  # return all parameters, since the caller may use other names
             names |= _given_through(function, line)
         lines, left = _slice(function, names, line)
         places |= {(file, line) for line in lines}

@@ -1,6 +1,6 @@
 """Activity of the script's other threads while it steps, such as one that makes its batches.
 
-They are sampled by a thread of ours, if the script has threads that run its own code.
+A thread of the observation samples these threads, if the script has threads that run its own code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flatout.observe.watch import Watch
 
 # Seconds between two samples of the threads. Sampling slows down if it takes too much of a CPU.
 _EVERY_S = 0.04
-# Numbers of the steps in which other threads are searched.
+# Steps in which other threads are searched.
 _ASKED = (1, 10, 100)
 # _FEWEST: minimum number of samples of a thread that is reported; _MOST: maximum number of threads
 # that are sampled.
@@ -87,7 +87,7 @@ class OtherThreads:
         while not self._end.wait(pause):
             stepping = self._watch.lanes.thread
             if not stepping:
-                continue  # nothing is observed now
+                continue  # the observation is paused
             began = time.thread_time()
             for thread, frame in self._of_user(stepping):
                 self._note(thread, frame)

@@ -23,7 +23,7 @@ from flatout.observe.watch import Watch
 _SAVED = 24
 # Number of first saves whose tensors are hashed, to compare them between ranks.
 _NUMBERED = 8
-# Detail of calls of a logging package, whose output can be left out.
+# Detail of the calls of a logging package; such calls can be left out.
 _LOGGED = {"logged": True}
 
 
@@ -41,7 +41,8 @@ def watch_outputs(watch: Watch) -> None:
 class Told:
     """Timer of calls that print or log.
 
-    They are timed in all steps, or only in some that represent all, where timing costs too much.
+    The calls are timed in all steps or, where timing costs too much, only in some steps that
+    represent all.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -49,7 +50,7 @@ class Told:
         self.calls = FrequentCalls(watch)
 
     def time(self, owner: Any, name: str, kind: str, detail: dict[str, Any] | None = None) -> None:
-        """Time the calls of a function, as calls of this kind."""
+        """Time the calls of a function, and count them as calls of this kind."""
         shifted = self.calls.shifted
         around = partial(
             timed, kind=kind, lane=HOST, watch=self._watch, detail=detail, shifted=shifted
@@ -105,7 +106,7 @@ def _size(path: str) -> int | None:
 
 
 def contents_of(obj: Any) -> int | None:
-    """Return a hash of the tensors in nested dicts and lists; None where none holds floats."""
+    """Return a hash of the tensors in nested dicts and lists; None where no tensor holds floats."""
     tensors = [local(tensor) for tensor in _tensors_in(obj)]
     if not any(tensor.is_floating_point() for tensor in tensors):
         return None

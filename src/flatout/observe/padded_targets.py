@@ -8,17 +8,18 @@ from flatout.observe.graph_nodes import first_child
 from flatout.observe.padding import at_the_end, most_common
 from flatout.observe.saved import saved_number
 
-# _LEAST_ROWS, _LEAST_PLACES: minimum number of rows and places of sequences; _ROWS: maximum number
-# of rows inspected.
+# _LEAST_ROWS: minimum number of rows of targets; _LEAST_PLACES: minimum number of tokens per row;
+# _ROWS: maximum number of rows inspected.
 _LEAST_ROWS, _LEAST_PLACES, _ROWS = 4, 4, 64
-# Smallest share of rows with the same last value before the padding, if that value ends rows.
+# Smallest share of rows with the same last value before the padding, for that value to be an end
+# token.
 _ENDED = 0.9
 
 
 def padding_in(node: Any) -> dict[str, Any] | None:
     """Return the padding among the targets of an nll_loss, and whether an end token precedes it.
 
-    None where the loss ignores the padding, or there is none.
+    None where the loss ignores the padding, or the targets have no padding.
     """
     labels = node._saved_target
     # An unreduced loss may be multiplied by a mask, and a class may have zero weight.

@@ -1,16 +1,16 @@
-"""Share of padding in a batch: the value that fills rows to the length of the longest."""
+"""Share of padding in a batch, the value that fills rows to the length of the longest row."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Minimum number of places in a row (_LEAST_PLACES) and fewest rows (_LEAST_ROWS) of a batch of
-# sequences.
+# _LEAST_PLACES: minimum number of tokens or frames in a row of a batch of sequences; _LEAST_ROWS:
+# minimum number of rows.
 _LEAST_PLACES, _LEAST_ROWS = 8, 2
 # Maximum number of rows of a batch that are inspected.
 _ROWS = 16
-# Largest share of the other places that may hold the padding value; above it, the value has a
-# meaning.
+# Largest share of the positions outside of the padding that may hold the padding value; above this
+# share, the value has a meaning.
 _ELSEWHERE = 0.01
 
 
@@ -18,7 +18,7 @@ class Padding:
     """Padding in the inspected batches of one model.
 
     Attributes:
-        lengths: numbers of places in their rows.
+        lengths: different numbers of positions (tokens or frames) in the rows of a batch.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class Padding:
 
     @property
     def share(self) -> float | None:
-        """Share of padding in the inspected places; None without a batch of sequences."""
+        """Share of padding in the inspected positions; None without a batch of sequences."""
         return self._padded / self._places if self._places else None
 
 
 def most_common(values: Any) -> Any:
-    """Return the most common number of an array; the smallest if there are several."""
+    """Return the most common value of an array, the smallest of several such values."""
     import numpy as np
 
     numbers, counts = np.unique(values, return_counts=True)
@@ -71,7 +71,7 @@ def most_common(values: Any) -> Any:
 
 
 def at_the_end(is_value: Any) -> int:
-    """Return the number of places at the ends of rows that hold the value.
+    """Return the number of positions at the ends of rows that hold the value.
 
     0 where the value also occurs elsewhere, or all rows end with equally many.
     """

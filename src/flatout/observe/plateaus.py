@@ -17,7 +17,7 @@ _SCORES = {
     "acc", "accuracy", "auc", "auroc", "f1", "iou", "miou", "dice", "psnr", "ssim", "precision",
     "recall", "bleu", "reward", "rewards",
 }  # fmt: skip
-# Words in names of what improves in the opposite direction, or does not measure the model.
+# Words in names of metrics that improve in the opposite direction, or do not measure the model.
 _TURNED = {
     "neg", "negative", "minus", "inverse", "gap", "drop", "diff", "difference", "delta", "std",
     "var", "variance",
@@ -60,7 +60,7 @@ def kind_of_name(text: str) -> str:
 
 
 def words_of(given: ast.AST) -> set[str]:
-    """Return the words in the names of a piece of code, in lower case."""
+    """Return the words in the names of an expression or statement, in lower case."""
     return _words(ast.unparse(given))
 
 
@@ -69,7 +69,7 @@ def _words(text: str) -> set[str]:
 
 
 def kind_before(given: ast.expr, site: Site) -> str:
-    """Return the kind of the values assigned to a name in the function, if all agree, else ""."""
+    """Return the kind of the values assigned to a name in the function; "" if kinds differ."""
     function = function_at(site.file, site.line)
     if not isinstance(given, ast.Name) or function is None:
         return ""

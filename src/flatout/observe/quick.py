@@ -1,9 +1,9 @@
 """Fast path for hooks: most calls are recorded in C.
 
-During training the caches are full of other data, so that a hook in Python takes several times as
-long. A call that differs from the calls before goes to the Python hook that the C hook replaces.
-The first steps go there too, and all steps where something is compiled. torch.compile cannot trace
-C code, so the Python hooks are restored before anything is traced.
+During training the CPU's caches are full of other data, so that a hook in Python takes several
+times as long. A call that differs from earlier calls goes to the Python hook that the C hook
+replaces. The Python hooks also handle the first steps, and all steps where something is compiled.
+torch.compile cannot trace C code, so the Python hooks are restored before anything is traced.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Quick:
     """The hooks in C, and the places where they are installed.
 
     Attributes:
-        is_on: whether they are installed now.
+        is_on: whether the C hooks are installed now.
         hooks: Python hooks that are made again whenever `is_on` changes.
-        on_end: called before anything is traced.
+        on_end: functions that are called before anything is traced.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -103,7 +103,7 @@ class Quick:
 
     @property
     def fetches(self) -> int:
-        """Number of batches made in this process that only the C hook handled."""
+        """Number of batches made in this process whose fetch only the C hook handled."""
         return sum(hook.ran for hook in self._fetches)
 
     @property
@@ -160,7 +160,7 @@ class Quick:
         Args:
             handles: handles of torch's pre-hook and post-hook.
             begins, ends: the Python hooks.
-            attend: called when a step is due.
+            attend: function that is called when a step is due.
 
         Returns:
             The C hook; None after `end`.

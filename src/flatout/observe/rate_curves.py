@@ -8,10 +8,11 @@ from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
-# Maximum number of steps ahead in which the end of a rate is searched. _AHEAD: for `ends_after`;
-# _FAR_AHEAD: for `made_for`.
+# Maximum number of steps ahead in which the end of a rate is searched. _AHEAD: limit in
+# `ends_after`; _FAR_AHEAD: limit in `made_for`.
 _AHEAD, _FAR_AHEAD = 2000, 20_000
-# Shares of the highest rate. _NOTHING: practically zero; _ZERO: zero.
+# Shares of the highest rate below which a rate counts as practically zero (_NOTHING) or as zero
+# (_ZERO).
 _NOTHING, _ZERO = 0.02, 1e-6
 _PURE_MODULES = ("math", "numpy")
 _PURE_PACKAGES = ("transformers", "diffusers", "timm")
@@ -24,7 +25,7 @@ Curve = Callable[[int], float]
 def ends_after(scheduler: Any) -> int | None:
     """Return the steps after which the rate is practically zero.
 
-    None where it never is, or cannot be computed ahead.
+    None where the rate never is, or cannot be computed ahead.
     """
     if _is_chain(scheduler):
         last = ends_after(scheduler._schedulers[-1])
@@ -42,7 +43,7 @@ def ends_after(scheduler: Any) -> int | None:
 def made_for(scheduler: Any) -> int | None:
     """Return the steps that a scheduler is made for: by its arguments, or until its rate is zero.
 
-    None where neither is known.
+    None where neither number is known.
     """
     if _is_chain(scheduler):
         last = made_for(scheduler._schedulers[-1])

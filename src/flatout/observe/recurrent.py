@@ -1,4 +1,4 @@
-"""Recurrent cells that a Python loop calls step by step, although all inputs are known before."""
+"""Recurrent cells called in a Python loop, although all inputs are known before the loop."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from flatout.observe.watch import Watch
 
 # Steps between which cells are hooked: _FROM and _UNTIL.
 _FROM, _UNTIL = 4, 7
-# Minimum number of iterations of a loop: a shorter one costs little.
+# Minimum number of iterations of a loop: a shorter loop costs little.
 _LEAST = 4
-# Smallest share of the calls that belong to loops over one tensor.
+# Smallest share of a cell's calls that belong to loops over one tensor, for a finding.
 _MOST = 0.9
 
 

@@ -1,4 +1,4 @@
-"""Optimizers made again while the same parameters continue to train, which loses their averages.
+"""Optimizers made again while the same parameters continue to train, which loses moving averages.
 
 Reported are successive optimizers with the same options on the same data, none of which lives
 longer than an epoch. The weights show that training continues: those at the end of one optimizer
@@ -26,12 +26,12 @@ from flatout.observe.tables import Tables
 from flatout.observe.watch import Watch
 
 # _MAKES: maximum number of constructions of optimizers that are recorded; _ROWS: maximum number of
-# rows kept at a time.
+# rows (optimizers of the same parameters) kept at a time.
 _MAKES, _ROWS = 256, 16
 # Maximum number of tensors of a row whose weights are compared.
 _TENSORS = 16
 # Minimum number of repeated constructions. _ALIKE: with equal rates; _OTHER_RATE: with other rates;
-# _NO_DATA: where the data are unknown, or may be of more than one epoch.
+# _NO_DATA: where the dataset is unknown, or an optimizer may have lived longer than an epoch.
 _ALIKE, _OTHER_RATE, _NO_DATA = 2, 3, 20
 
 
@@ -44,12 +44,12 @@ class _Life:
         rate: its learning rate.
         made: number of training steps before it was made.
         seen: counter of its steps; None before its first step.
-        began: number of training steps before its first step.
+        began: number of training steps before this optimizer's first step.
         steps: number of its own steps when the next optimizer was made.
         loader, data: loader and dataset of its first step; None where unknown.
-        epochs: number of epochs that the loader had begun by then.
-        is_same_data: whether the optimizer before it had the same dataset. It is compared early,
-            since datasets may be gone at the end.
+        epochs: number of epochs that the loader had begun by that step.
+        is_same_data: whether the previous optimizer had the same dataset; compared early, since
+            datasets may be gone at the end.
     """
 
     ref: ref[Any]
@@ -71,16 +71,16 @@ class _Row:
     Attributes:
         key: the kind, the options except the learning rate, and the parameters.
         tensors: the parameters.
-        site: where the latest was made.
-        memory: number of steps that their longest moving average spans.
+        site: line that made the latest optimizer.
+        memory: number of steps that the optimizers' longest moving average spans.
         lives: the recorded optimizers, the latest last.
-        more: number of other optimizers.
-        until: number of training steps before the latest was made.
-        ended: the latest optimizer with as many steps as the one before it; the number of training
-            steps by then, and a hash of the weights.
-        goes_on: how often the next optimizer was made with those weights.
-        is_other: whether an optimizer was made with other weights, or got the state of the one
-            before it.
+        more: number of optimizers that stepped but are not in `lives`.
+        until: number of training steps before the latest optimizer was made.
+        ended: the latest optimizer that has taken as many steps as its predecessor did, the number
+            of training steps by then, and a hash of the weights.
+        goes_on: number of times that the next optimizer was made with the weights in `ended`.
+        is_other: whether an optimizer was made with other weights, or got the state of its
+            predecessor.
     """
 
     key: tuple[Any, ...]
@@ -211,7 +211,7 @@ class Remade:
                 continue
             took = [later.began - former.began for former, later in pairwise(lives)]
             if any(item.seen is not None and item.seen.steps > item.steps for item in lives[:-1]):
-                continue  # it still steps, as one of several that take turns
+                continue  # the optimizer still steps, in turn with others of these parameters
             is_alike = len({item.rate for item in lives}) == 1
             enough = max(
                 _ALIKE if is_alike else _OTHER_RATE,
@@ -225,7 +225,8 @@ class Remade:
                 row.site,
                 parameters=len(row.tensors),
                 times=times,
-                # The first step of an optimizer is in no step while the one before it is alive.
+                # The first step of an optimizer is not counted while the previous optimizer is
+                # alive.
                 until=max(row.until, times * each),
                 each=each,
                 memory=row.memory,

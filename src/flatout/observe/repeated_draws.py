@@ -1,9 +1,9 @@
 """Random numbers that a line draws from a `torch.Generator` again, as in an earlier step or epoch.
 
-That happens where the generator is seeded again in between. Generators cannot be hooked, so the
-functions that draw are. A repetition is found where a draw leaves the generator in a state that an
-earlier draw of the same line has left. Drawn data are not reported, since their repetition may be
-intended.
+This happens where the generator is seeded again in between. Generators cannot be hooked, so the
+functions that draw are hooked. A repetition is found where a draw leaves the generator in a state
+that an earlier draw of the same line has left. Drawn data are not reported, since their repetition
+may be intended.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _METHODS = (
 # each line; _EVENTS: maximum number of repeated states of a line, after which its draws are no
 # longer checked.
 _PLACES, _STATES, _EVENTS = 64, 64, 64
-# Draws of a line that are skipped per checked draw, once _STATES states are known.
+# Number of a line's draws that are skipped per checked draw, once _STATES states are known.
 _LEFT_OUT = 15
 # Steps after which draws are no longer hooked, if the script drew from no generator of its own.
 _UNUSED_STEPS = 64
-# _FIRST: first states of a line whose draws are compared with data; _HELD: maximum number of
-# tensors kept for that.
+# _FIRST: number of first states of a line whose draws are compared with data; _HELD: maximum number
+# of tensors kept for that comparison.
 _FIRST, _HELD = 8, 16
-# _ROWS: rows of a batch that are searched among the drawn rows; _TABLE: maximum number of drawn
-# rows of a tensor; _NODES: maximum number of nodes of a loss's graph.
+# _ROWS: number of rows of a batch that are searched among the drawn rows; _TABLE: maximum number of
+# drawn rows of a tensor; _NODES: maximum number of nodes of a loss's graph.
 _ROWS, _TABLE, _NODES = 4, 2**14, 64
-# Smallest correlation of data with a drawn tensor that they were scaled from.
+# Smallest correlation with a drawn tensor for data to count as a scaled copy of it.
 _ALIKE = 0.999
 # Function in torch._dynamo.trace_rules that lists torch's functions for torch.compile.
 _LISTED = "get_torch_obj_rule_map"
@@ -61,7 +61,8 @@ class _Draws:
     Attributes:
         seeds: by state after a draw, the seed of its generator.
         steps: by state, the steps in which a draw left it and did not serve an evaluation.
-        optimizers: by state, the number of optimizers when the state was last recorded.
+        optimizers: by state, the number of optimizers that existed when the state was last
+            recorded.
         events: number of repeated states.
         is_data: whether the whole input of a model, or the target of a loss, was drawn by the line
             or by the same generator.
@@ -147,7 +148,7 @@ class RepeatedDraws:
         self._places: dict[tuple[str, str, int], _Draws] = {}
         self._held: list[tuple[Any, _Draws, Any]] = []  # generator, line and drawn tensor
         self._inputs: list[_Draws] = []  # lines that drew a model's whole input in this step
-        self._other_at = -1  # latest step in which a model got an input that was not drawn
+        self._other_at = -1  # latest step in which a model's input was not drawn
 
     def _hook_rules(self, rules: Any) -> None:
         def listing(original: Any) -> Any:

@@ -1,7 +1,7 @@
 """Generators that the script resets to the same seed during training.
 
-Epochs or steps then draw the same numbers as earlier ones. The seeding functions are hooked.
-Torch's Generator class cannot be hooked: its orders are recognized by the result of
+Epochs or steps then draw the same numbers as earlier epochs or steps. The seeding functions are
+hooked. Torch's Generator class cannot be hooked: its orders are recognized by the result of
 `torch.randperm`, and other numbers where they are drawn (repeated_draws.py).
 """
 
@@ -27,8 +27,8 @@ from flatout.observe.watch import Watch
 # _PLACES: maximum number of lines that are recorded; _EVENTS: maximum number of calls of each line
 # that are recorded.
 _PLACES, _EVENTS = 64, 256
-# _LEAST: minimum number of values of an order, since a shorter one may repeat by chance;
-# _COMPARED: maximum number of values of an order that are compared.
+# _LEAST: minimum length of a random order, since a shorter order may repeat by chance; _COMPARED:
+# maximum number of values of an order that are compared.
 _LEAST, _COMPARED = 12, 4096
 # Modules whose frames may lie between the user's line and a hooked function.
 _INNER = ("random", "torch.random")
@@ -36,14 +36,15 @@ _INNER = ("random", "torch.random")
 
 @dataclass
 class _Place:
-    """A user's line that seeds a generator, or draws an order.
+    """A user's line that seeds a generator, or draws a random order.
 
     Attributes:
         seed: hash of the seed or of the order.
         has_others: whether there were several seeds or orders, such as seed + epoch.
         steps: steps with such a call, where nothing suggests that the repetition is intended.
-        optimizers: number of optimizers then; a new optimizer begins another training.
-        has_drawn: returns whether anything was drawn since the seeding.
+        optimizers: number of optimizers at the latest such call; a new optimizer begins another
+            training.
+        has_drawn: function that returns whether anything was drawn since the seeding.
     """
 
     kind: str

@@ -2,9 +2,9 @@
 
 Loops can then end early: `for x in xs:` becomes `for x in LOOPS(7, xs):` if its body steps or
 evaluates, and a `while` whose body steps becomes such a loop. Calls with an unused value can be
-left out: `log(x)` becomes `if CALLS[4]: log(x); CALLS[5]`. Assignments before it that nothing else
-reads go into the same block. Lines and columns are unchanged, and so are Python's cached bytecode
-files.
+left out: `log(x)` becomes `if CALLS[4]: log(x); CALLS[5]`. Assignments before such a call that
+nothing else reads go into the same block. Lines and columns are unchanged, and so are Python's
+cached bytecode files.
 """
 
 from __future__ import annotations
@@ -154,12 +154,12 @@ class Rewriting:
     """Compiler of the user's files that wraps loops, and puts conditions before calls.
 
     Attributes:
-        loops: file and line of each loop, by its number.
+        loops: file and line of each loop; the index in this list is the loop's id.
         steps_schedules: whether a line of the files steps a scheduler.
         is_compiled: whether the files compile functions; they are then left unchanged.
-        calls: calls with an unused value, by number.
-        makes: at twice a call's number, whether the call is made. The entry after it is read when
-            the call has ended.
+        calls: calls with an unused value; the index in this list is the call's id.
+        makes: whether each call is made, at twice its id. The next entry is only read, when the
+            call has ended.
     """
 
     def __init__(self, command: list[str]) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 from flatout.observe.watch import Watch
 
-# _FROM: step after which tensors are followed; _STEPS: number of steps.
+# _FROM: step after which tensors are followed; _STEPS: number of steps in which they are followed.
 _FROM, _STEPS = 3, 6
 
 
 class RoundTrips:
-    """Record of the host memory that tensors were copied to, to recognize it.
+    """Record of the host memory that tensors were copied to, to recognize copies of it back.
 
     Results computed from the copy lie elsewhere, and are not recognized.
 

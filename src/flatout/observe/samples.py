@@ -26,8 +26,8 @@ from flatout.observe.spread import Spread, spread_of
 # _ROWS: maximum number of samples whose bytes are hashed; _COLUMNS: maximum number of values
 # hashed of each sample.
 _ROWS, _COLUMNS = 2**16, 128
-# _STEPS: minimum number of steps of a window; _OF_WINDOWS: maximum number of values of all windows
-# that are hashed.
+# _STEPS: minimum number of time steps of a window; _OF_WINDOWS: maximum number of values of all
+# windows that are hashed.
 _STEPS, _OF_WINDOWS = 8, 2**23
 # Minimum number of columns of a row of statistics: shorter rows may be equal by chance.
 _FIGURES = 2
@@ -42,7 +42,8 @@ _LABEL_COLUMNS = (*_NAMES, "target", "label", "class")
 
 
 # _NUMBERS: maximum number of values of a table for which means are computed; _OF_SPREAD: maximum
-# number of numbers for which ends are computed; _AT_ONCE: rows per chunk of either.
+# number of values for which ends are computed; _AT_ONCE: number of rows per chunk of both
+# computations.
 _NUMBERS, _OF_SPREAD, _AT_ONCE = 2**26, 2**23, 2**13
 
 
@@ -53,7 +54,7 @@ class Moments:
     Attributes:
         count: number of rows.
         mean, variance: one float64 array each, by column.
-        spread: the ends between which columns lie; None for wide rows, and for too many numbers.
+        spread: the ends between which columns lie; None for wide rows, and for too many values.
     """
 
     count: int
@@ -86,14 +87,15 @@ class Samples:
     Attributes:
         rows: a hash of the bytes of each of at most _ROWS samples; None where the samples are not
             accessible.
-        moments: of all samples; None for integers, and for too many numbers.
+        moments: Moments of all samples; None for integers, and for too many values.
         is_named: whether `rows` are hashes of the files that samples are read from.
-        series: the series that the samples are windows of, steps by columns; None without one.
-        whole: a longer series of the script that contains `series`; None without one.
+        series: the series that the samples are windows of, as [steps, columns]; None without a
+            series.
+        whole: a longer series of the script that contains `series`; None without such a series.
         windows: where samples can be windows of a series, two hashes of each sample: of all steps
             but the last, and of all steps but the first; None otherwise.
-        bits: upper limit of the bits that distinguish samples. Where it is small, samples may be
-            equal by chance.
+        bits: upper limit of the bits that distinguish samples. Where the limit is small, samples
+            may be equal by chance.
         of_all: moments of all rows of the table from which the samples are picked; None where the
             samples are the whole table.
         figures: short rows of numbers that the dataset refers to, such as means by column.
@@ -116,8 +118,7 @@ class Samples:
 
 
 def samples_of(dataset: Any) -> Samples | None:
-    """Return the samples that a dataset holds in memory, or the names of their files; None for any
-    other dataset."""
+    """Return the samples that a dataset holds in memory, or the names of their files; else None."""
     inner, picked = behind_subsets(dataset)
     table = _table_in(inner)
     if table is None:
@@ -263,7 +264,7 @@ def moments_of(rows: Any) -> Moments:
 
 
 def labels_of(dataset: Any) -> list[int] | None:
-    """Return the class labels that a dataset holds, in its order; None where it holds none."""
+    """Return the class labels that a dataset holds, in its order; None without labels."""
     held, picked = behind_subsets(dataset)
     labels = _labels_in(held)
     if labels is None or len(labels) > _LABELS:
@@ -280,8 +281,9 @@ def labels_of(dataset: Any) -> list[int] | None:
 
 
 def label_runs(labels: Sequence[int] | None) -> tuple[int, int, int, int] | None:
-    """Return the numbers of classes, of runs of one class, of samples, and of samples in the second
-    largest class; None for numbers that cannot be classes."""
+    """Return the number of classes, runs of one class, samples, and samples of the second class.
+    The second class is the one with the second largest number of samples. None for numbers that
+    cannot be classes."""
     sizes = Counter(labels or ()).most_common()
     if labels is None or len(sizes) < 2 or len(sizes) > min(_CLASSES, len(labels) // 2):
         return None
@@ -310,7 +312,7 @@ def _table_in(dataset: Any) -> Any:
         parts = [_first_of_keras(dataset)]
     else:
         parts = _held(dataset)
-    # The first of several is the model's input, such as images before their masks.
+    # The first of several tensors is the model's input, such as images before their masks.
     return next((part for part in parts if is_in_memory(part) and part.ndim > 1), None)
 
 

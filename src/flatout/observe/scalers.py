@@ -18,11 +18,11 @@ _KINDS = (
     "StandardScaler", "MinMaxScaler", "MaxAbsScaler", "RobustScaler", "QuantileTransformer",
     "PowerTransformer",
 )  # fmt: skip
-# _NUMBERS: maximum number of values of a table; _SCALERS: maximum number of scalers.
+# _NUMBERS: maximum number of values of a table; _SCALERS: maximum number of recorded scalers.
 _NUMBERS, _SCALERS = 2**24, 32
-# Smallest share of the samples that a scaler was fitted on, if samples are not equal by chance.
+# Smallest share of the samples that a scaler was fitted on, where samples are not equal by chance.
 _MANY = 0.01
-# The same share where samples may be equal by chance.
+# Smallest share of the samples that a scaler was fitted on, where samples may be equal by chance.
 _MOST = 0.9
 
 

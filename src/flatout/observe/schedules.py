@@ -43,8 +43,8 @@ class Schedules:
         self._by_id: dict[int, _Watched] = {}
         self._owner = module.LRScheduler
         wrap(self._owner, "__init__", "observe", self._made)
-        # Its __init__ does not call that of LRScheduler. A first step before the optimizer's is not
-        # recorded for it, since it skips no rate then.
+        # The __init__ of ReduceLROnPlateau does not call LRScheduler.__init__. A first step before
+        # the optimizer's is not recorded for this class, since the class then skips no rate.
         self._plateau = module.ReduceLROnPlateau
         wrap(self._plateau, "__init__", "observe", self._made)
         wrap(self._plateau, "step", "observe", self._judging)
@@ -116,7 +116,8 @@ class Schedules:
     def results(self) -> list[Schedule]:
         """Return the facts about all schedulers.
 
-        Parts of another scheduler are left out, and so are uncounted ones that are gone.
+        Parts of another scheduler are left out, and so are schedulers of other classes that no
+        longer exist.
         """
         result = []
         optimizers = [optimizer.ref for optimizer in self._watch.optimizers]

@@ -14,15 +14,15 @@ from flatout.observe.samples import as_array, behind_subsets, is_in_memory
 _FEWEST, _NUMBERS = 4, 2**24
 # Minimum number of successive equal rows that identify a place in a series.
 _RUN = 8
-# _AT_END: tolerance at the ends of a scaled range; _OFTEN: maximum number of rows at an end;
-# _MISSES: smallest distance from an end that counts as missed.
+# _AT_END: tolerance at the ends of a scaled range; _OFTEN: maximum number of a column's rows at an
+# end; _MISSES: smallest distance from an end that counts as missed.
 _AT_END, _OFTEN, _MISSES = 1e-6, 3, 5e-3
 
 
 def series_of(dataset: Any) -> Any:
     """Return the series that a dataset takes windows of, or holds as windows one step apart.
 
-    The array has steps by columns. None for other datasets.
+    The array has steps by columns. None for any other dataset.
     """
     inner, picked = behind_subsets(dataset)
     span = _span(picked, length_of(inner) or 0)
@@ -107,7 +107,7 @@ def place_in(series: Any, whole: Any) -> int | None:
 
 
 def joined(trained: Any, held_out: Any) -> Any:
-    """Return both series as one, with their common part once."""
+    """Return both series as a single series, with their common part once."""
     import numpy as np
 
     begin = place_in(held_out, trained)
@@ -117,8 +117,8 @@ def joined(trained: Any, held_out: Any) -> Any:
 def scaled_to_range(trained: Any, both: Any) -> Scaling | None:
     """Return the scaling of both series together to a range, by their minimum and maximum.
 
-    Each column of both series must reach -1 or 0 and 1 in few rows, while training alone does not.
-    None otherwise.
+    None unless each column of both series together spans 0 to 1, or -1 to 1, and reaches these ends
+    in few rows, while the training series alone does not.
     """
     varied = both.std(0) > 0
     if not varied.any() or both.shape[1] != trained.shape[1]:

@@ -1,4 +1,4 @@
-"""Part of a dataset that a rank or a worker takes, inferred from the first samples it had."""
+"""Part of a dataset that a rank or a worker reads, inferred from its first samples."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flatout.observe.samples import behind_subsets, is_in_memory, row_numbers
 
 ENOUGH = 32
 """Number of samples of a part that are recorded."""
-# _FEWEST: minimum number of samples of a part, and rows of a table (which needs more); _ROWS:
-# maximum number of rows.
+# _FEWEST: minimum number of samples of a part; a table needs more rows than this; _ROWS: maximum
+# number of rows of a table.
 _FEWEST, _ROWS = 16, 2**16
 # Smallest share of a worker's samples that must be rows of a tensor of its dataset.
 _MOST = 0.9
 
 
 def part_of(positions: Sequence[int]) -> tuple[int, int] | None:
-    """Return (remainder, n) if these indices, in any order, are each n-th of a dataset."""
+    """Return (remainder, n) if these indices, in any order, are every n-th index of a dataset."""
     if len(positions) < _FEWEST:
         return None
     each = reduce(gcd, (position - positions[0] for position in positions))

@@ -1,7 +1,7 @@
 """Targets that are the model's input tokens shifted by one, found in the graph of a loss.
 
 Values show which output of the model is compared with which token: the log-probabilities that the
-loss has saved match this output, and not the next one.
+loss has saved match this output, and not the model's next output.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _LOSSES = (*_NLL, "GatherBackward0")
 _TOKENS, _TARGETS, _VALUES, _ROWS = 4, 32, 4, 64
 # Smallest share of tokens that differ from the token before: otherwise a shift cannot be detected.
 _DIFFERING = 0.25
-# _COMPARED: outputs that are compared with those in the loss; _NEARER: largest distance to the
-# loss's values, as a share of the distance of their neighbors.
+# _COMPARED: number of outputs that are compared with the outputs in the loss; _NEARER: largest
+# distance to the loss's values, as a share of the distance between neighboring outputs.
 _COMPARED, _NEARER = 8, 0.1
 
 Path = tuple[Any, ...]
@@ -37,13 +37,14 @@ class Place:
 
     Attributes:
         given: arguments of the model's call, without graphs.
-        path: place of the tokens in `given`.
+        path: keys and indices that lead to the tokens in `given`.
         tokens: the tokens, as [samples, tokens].
-        is_first: whether samples are the first dimension of the model's input.
-        row, at: sample, and place of the output that is to predict the token `at + 1`.
-        other: a token that can replace it.
-        output: number of the model's output, and the order of its dimensions.
-        shape: samples, outputs per sample, and classes.
+        is_first: whether the first dimension of the model's input is the samples.
+        row, at: index of the sample, and position of the output that is to predict the token `at +
+            1`.
+        other: a token that can replace the token `at + 1`.
+        output: index of the tensor in the model's output, and the order of its dimensions.
+        shape: number of samples, of outputs per sample, and of classes.
         targets: number of targets that were compared with the tokens.
     """
 
@@ -80,7 +81,7 @@ class _Told(NamedTuple):
 
 
 class _Shift(NamedTuple):
-    """Match of targets and tokens, both as [samples, places]; `places` are indices of targets."""
+    """Match of targets and tokens, both as [samples, positions]; `places` are target indices."""
 
     path: Path
     tokens: Any
@@ -105,7 +106,7 @@ def place_in(torch: Any, module: Any, given: dict[str, Any], gave: Any, root: An
         for shift in _shifts(torch, path, tensor, told)
     ]
     if len({shift.path for shift in shifts}) != 1:
-        return None  # one of several inputs may be for an encoder, which may see all tokens
+        return None  # one of several inputs may belong to an encoder, which may see all tokens
     outputs = [tensor for _, tensor in tensors_in(torch, gave)]
     for shift in shifts:
         rows, length = (int(size) for size in shift.tokens.shape)
@@ -223,7 +224,7 @@ def _is_label(path: Path) -> bool:
 
 
 def as_rows(output: Any, shape: tuple[int, int, int]) -> Iterator[tuple[str, Any]]:
-    """Return an output as [samples, places, classes], in each order that its shape allows."""
+    """Yield an output as [samples, positions, classes], for each order that its shape allows."""
     rows, length, classes = shape
     size = tuple(output.shape)
     if not output.is_floating_point():

@@ -1,10 +1,10 @@
 """Check that a user's call does not affect training, by the state before and after it.
 
 Weights, buffers, gradients, optimizer states, rates, modes and random states must be bitwise equal
-after the call. They are compared by a sample of each tensor and by torch's version counter.
-Tensors and arrays of the receiver and the arguments must be equal too, except single numbers. New
-ones may be added, as in a history. New tensors with the shape of a weight may not: they may be
-an average of the weights.
+after the call. They are compared by a sample of each tensor and by torch's version counter. Tensors
+and arrays of the receiver and the arguments must be equal too, except single numbers. New tensors
+may be added, as in a history, except tensors with the shape of a weight: they may be an average of
+the weights.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from flatout.observe.rewriting import Rewriting
 from flatout.observe.unused_calls import CALLS
 from flatout.observe.watch import Watch
 
-# _HOT: smallest share of a step from which a line is hot; _MOST: maximum number of calls that are
+# _HOT: share of a step's time from which a line is hot; _MOST: maximum number of calls that are
 # left out.
 _HOT, _MOST = 0.03, 2
-# _LOOKS: executions of each call that are checked; _LONGEST_NS: maximum time of all checks.
+# _LOOKS: number of executions of each call that are checked; _LONGEST_NS: maximum nanoseconds of
+# all checks together.
 _LOOKS, _LONGEST_NS = 3, 1_500_000_000
 # _DEPTH: levels of references that are followed from a call's arguments; _OBJECTS: maximum number
-# of objects.
+# of objects that are inspected.
 _DEPTH, _OBJECTS = 3, 2000
 
 
@@ -68,7 +69,8 @@ class SideEffects:
     """Check of some calls for effects on training.
 
     Attributes:
-        changed: by call number, names of the state that the call has changed; "" for none.
+        changed: by call id, names of the state that the call has changed; "" where it has changed
+            nothing.
     """
 
     def __init__(self, watch: Watch, code: Rewriting, numbers: list[int]) -> None:
@@ -81,7 +83,8 @@ class SideEffects:
         setattr(builtins, CALLS, self)
 
     def __getitem__(self, at: int) -> Any:
-        """Stand for the list `makes`: called before and after each call of the script."""
+        """Check the state around a call of the script, which reads entry `at` of the list
+        `makes`."""
         number, is_over = divmod(at, 2)
         if number not in self._looks or get_ident() != self._watch.lanes.thread:
             return self._code.makes[at]
@@ -162,7 +165,7 @@ class SideEffects:
 class Kept(dict[int, Any]):
     """State of the tensors or arrays that an object holds, by id.
 
-    Entries may be added later, but none may change or go.
+    Entries may be added later, but no entry may change or be removed.
     """
 
 

@@ -31,6 +31,6 @@ def single_scores(root: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 def _is_inside(node: Any) -> bool:
     name = node.name()
-    if name == "MulBackward0":  # by a tensor with gradient: these are no class probabilities
+    if name == "MulBackward0":  # multiplied by a tensor with gradient: no class probabilities
         return sum(child is not None for child, _ in node.next_functions) > 1
     return name in _SOFTMAX or name in _LAYERS

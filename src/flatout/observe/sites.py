@@ -73,7 +73,7 @@ def line_of(frame: FrameType) -> int:
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
-    """Return this frame or the next above it that runs the user's code; None without one."""
+    """Return the nearest frame that runs the user's code, from this frame outwards, or None."""
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
@@ -87,7 +87,7 @@ def site_of_code(code: CodeType | None) -> Site | None:
 
 
 def read(site: Site) -> Site:
-    """Return the Site with its line of code. Hooks do not read it, since files are slow."""
+    """Return the Site with its text of code, which hooks do not read since files are slow."""
     code = linecache.getline(site.file, site.line).strip()
     return replace(site, file=_named(site.file), code=code)
 

@@ -1,8 +1,8 @@
-"""Losses with NaN or infinity, after which a script goes on without a step.
+"""Losses with NaN or infinity, after which a script continues without an optimizer step.
 
-Hooked are the user's calls of `torch.isnan`, `isinf` and `isfinite` on single numbers, and
-`loss != loss`. Numbers read by the host are checked too, as in `math.isnan(loss.item())`. A step
-was skipped if the number was not finite and the line reads another one after a further call of the
+Hooked are the user's calls of `torch.isnan`, `isinf` and `isfinite` on single numbers, and `loss !=
+loss`. Numbers read by the host are checked too, as in `math.isnan(loss.item())`. A step was skipped
+if the number was not finite and the same line reads another number after a further call of the
 model, with no backward pass in between.
 """
 
@@ -18,9 +18,9 @@ from flatout.observe.sites import is_users, users_frame
 from flatout.observe.watch import Watch
 
 _GOOD = {"isnan": False, "isinf": False, "isfinite": True}
-# _FROM: step after which the functions are hooked; _WEIGHED: step of the check whether they are
-# called too often; _MOST: maximum number of calls per step, since more of them are not about the
-# loss alone.
+# _FROM: step after which the functions are hooked; _WEIGHED: step at which the number of their
+# calls is checked; _MOST: maximum number of calls per step, since more calls do not check the loss
+# alone.
 _FROM, _WEIGHED, _MOST = 2, 20, 4
 # Step after which the functions are unhooked if no step was skipped.
 _SETTLED = 500
@@ -61,7 +61,7 @@ class SkippedSteps:
     def _renew(self) -> None:
         self._asked = 0
         self._skipped: dict[Site, InLoss] = {}
-        # Latest answer, whether True means a finite number, the line, and when.
+        # Latest answer, whether True means a finite number, the line, and the time.
         self._latest: tuple[Any, bool, Site, tuple[int, int]] | None = None
         self._read: _Read | None = None
         self._end()

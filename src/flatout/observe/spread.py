@@ -11,24 +11,25 @@ from dataclasses import dataclass
 from typing import Any
 
 # _COLUMNS: maximum number of columns of a table, since wider rows are images or features of a
-# model; _ASKED: rows whose different numbers are counted.
+# model; _ASKED: number of rows in which different values are counted.
 _COLUMNS, _ASKED = 512, 1024
-# Minimum number of different numbers of a measured column; others hold classes or counts.
+# Minimum number of different values of a measured column; columns with fewer hold classes or
+# counts.
 _DIFFERENT = 32
-# _AT_END: tolerance at the end of a scaled range; _OFTEN: maximum number of rows that reach an end;
-# _MISSES: smallest distance from an end that counts as missed.
+# _AT_END: tolerance at the end of a scaled range; _OFTEN: maximum number of a column's rows that
+# reach an end; _MISSES: smallest distance from an end that counts as missed.
 _AT_END, _OFTEN, _MISSES = 1e-6, 3, 5e-3
-# _SCALED: minimum number of measured columns in a range, as a share; _REACHED: share of their ends
-# that are reached, since test data out of sight may reach the others; _FEWEST: minimum number of
-# ends that are reached.
+# _SCALED: minimum share of measured columns that lie in a range; _REACHED: minimum share of the
+# range's ends that columns reach, since test data that are not recorded may reach the other ends;
+# _FEWEST: minimum number of ends that are reached.
 _SCALED, _REACHED, _FEWEST = 0.5, 0.6, 3
-# Smallest shares of columns that reach an end in few rows. _LOW_SELDOM: of those that reach the
-# lower end; _HIGH_SELDOM: of those that reach the upper end. Many columns hold zeros, and pixels
-# are often black or white.
+# Smallest shares of columns that reach an end in few rows. _LOW_SELDOM: share of the columns that
+# reach the lower end; _HIGH_SELDOM: share of the columns that reach the upper end. Many columns
+# hold zeros, and pixels are often black or white.
 _LOW_SELDOM, _HIGH_SELDOM = 1 / 3, 2 / 3
 # Tolerance of the mean and variance of evenly spaced numbers, such as ranks and times.
 _EVEN = 2e-3
-# Share of the columns whose median over the training rows alone must differ from zero.
+# Minimum share of the columns whose median over the training rows alone differs from zero.
 _OTHERS = 0.5
 # Tolerances of a median between the two numbers nearest to zero. _MIDDLE: as a share of the gap
 # between them; _ROUNDED: absolute, since scaled numbers are rounded.
@@ -41,12 +42,12 @@ class Spread:
 
     Attributes:
         count: number of rows.
-        low, high: smallest and largest number.
-        at_low, at_high: number of rows with the smallest and with the largest number.
-        below, above: number of negative and of positive numbers.
+        low, high: smallest and largest value.
+        at_low, at_high: number of rows with the smallest value and with the largest value.
+        below, above: number of negative and of positive values.
         nearest_below, nearest_above: negative and positive number nearest to zero; infinite
             without one.
-        different: number of different numbers in some of the rows.
+        different: number of different values in some of the rows.
     """
 
     count: int
@@ -188,8 +189,7 @@ def _is_even(spread: Spread, mean: Any, variance: Any) -> Any:
 
 
 def has_median(alone: Spread, both: Spread) -> bool:
-    """Return whether each measured column's median is zero over all rows, but not over the training
-    rows alone."""
+    """Return whether measured columns have median 0 over all rows, but not in training alone."""
     measures = both.different > _DIFFERENT
     count = int(measures.sum())
     if count < 2 or not both.is_median[measures].all():
