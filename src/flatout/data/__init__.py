@@ -3,7 +3,7 @@
 Names load lazily, because torch is not needed before the first name is used.
 
 A user writes a Pipeline (pipeline.py): a source and stages. sources/ has a file per format, which
-offers Rows by number, Chunks, or a Stream (origins.py). stages/ has a file per stage: its method,
+offers Rows by index, Chunks, or a Stream (origins.py). stages/ has a file per stage: its method,
 and its effect on rows, their order and a stream. planner.py builds the program of a pipeline, and
 explains why it gives the same batches. execution/ runs the program: batch_sampler.py chooses the
 rows of a batch, samples.py makes samples of rows, program.py makes batches of samples, on threads

@@ -19,8 +19,8 @@ Flip = Literal["horizontal", "vertical", "both"]
 # Shape (rows, height, width, channels).
 Pixels: TypeAlias = npt.NDArray[Any]
 
-# Orientations as numbers: 4 is mirrored left to right, plus 0 to 3 quarter turns to the left. With
-# quarter turns, any flip gives the same eight orientations, each equally likely.
+# Codes of the orientations that each flip chooses from: 4 means mirrored left to right; add 0 to 3
+# for quarter turns to the left. With quarter turns, any flip gives the same eight orientations.
 _ORIENTATIONS = {None: (0,), "horizontal": (0, 4), "vertical": (0, 6), "both": (0, 4, 6, 2)}
 _TURNS, _ALL = (0, 1, 2, 3), tuple(range(8))
 # Number of parts that `five_crop` chooses from.
@@ -36,16 +36,18 @@ class Augmentation:
     """Random choices for each image, applied in the order of the attributes.
 
     Attributes:
-        crop: height and width of a part that is cut out at a random place.
+        crop: height and width of a part of the image, at a random position.
         padding: width of the black border that is added before `crop`.
-        five_crop: height and width of one of the four corners or the middle.
-        random_resized_crop: a part of random area, shape and place, resized to one size.
-        flip: mirrors half of the images; "both" does so in each direction, independently.
-        rotate: 90 rotates by 0, 1, 2 or 3 quarter turns.
-        brightness: range on either side of 1 from which the factor is drawn; 0 changes nothing.
-        contrast: the same for contrast.
-        saturation: the same for saturation.
-        cutout: side of a square of zeros at a random place; parts outside the image are cut off.
+        five_crop: height and width of the part, which is one of four corners or the middle.
+        random_resized_crop: part of random area, shape and position, resized to one size.
+        flip: direction in which half of the images are mirrored; "both" draws each direction
+            independently.
+        rotate: 90 rotates by 0, 1, 2 or 3 quarter turns; None does not rotate.
+        brightness: the factor is drawn from [1 - brightness, 1 + brightness]; 0: no change.
+        contrast: the factor is drawn from [1 - contrast, 1 + contrast]; 0: no change.
+        saturation: the factor is drawn from [1 - saturation, 1 + saturation]; 0: no change.
+        cutout: height and width, in pixels, of a square of zeros at a random position. The square
+            may be partly outside the image.
         views: number of different results that a sample can have; None: no limit.
     """
 
@@ -99,14 +101,14 @@ class Augmentation:
             raise DataError("augment: nothing to do", do="pass a choice, such as flip='horizontal'")
 
     def __str__(self) -> str:
-        """Return the choices as written, such as "flip='horizontal', rotate=90"."""
+        """Return the arguments as the user wrote them, such as "flip='horizontal', rotate=90"."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         options = {name: value for name, value in given.items() if value not in (None, 0)}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
     @property
     def variants(self) -> int | None:
-        """Number of different results that an image can have; None where they are not limited."""
+        """Number of different results that an image can have; None if there is no limit."""
         if self.views is not None:
             return self.views
         if self.crop or self.random_resized_crop or self.cutout or any(self._colors):
@@ -114,7 +116,7 @@ class Augmentation:
         return len(self._orientations) * (1 if self.five_crop is None else _CORNERS)
 
     def variant(self, draws: Draws) -> Numbers:
-        """Return which result each image gets: int64 of shape (rows,), below `variants`."""
+        """Return the index, below `variants`, of each image's result: int64 of shape (rows,)."""
         orientation = draws.below(len(self._orientations), _ORIENTATION)
         if self.five_crop is None:
             return orientation
@@ -166,7 +168,7 @@ class Augmentation:
     def __call__(
         self, pixels: Pixels, draws: Draws, buffers: Buffers, index: Numbers | None = None
     ) -> Pixels:
-        """Return the images after the choices that the draws decide, in new memory."""
+        """Return the changed images in new memory; `draws` decides the changes."""
         _, height, width, channels = pixels.shape
         parts, size = None, self.crop or self.five_crop or (height, width)
         if self.random_resized_crop is not None:

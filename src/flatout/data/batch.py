@@ -23,18 +23,19 @@ _PLAIN = (bool, int, float, str, bytes)
 class Features(tuple[Tensor, ...]):
     """Output of the frozen part of a model for a batch, in place of the batch's inputs.
 
-    Each tensor has one row per sample. A model that was cut takes Features as its one argument.
+    Each tensor has one row per sample. A model without its frozen layers takes Features as its only
+    argument.
     """
 
     __slots__ = ()
 
 
 class KeptFeatures(NamedTuple):
-    """Samples of a batch whose features are kept.
+    """Features of the samples of a batch that a store already holds.
 
     Attributes:
         values: features of these samples.
-        rows: their places in the batch, int64 of shape (samples,), ascending.
+        rows: positions of these samples in the batch, int64 of shape (samples,), ascending.
     """
 
     values: Features
@@ -49,21 +50,21 @@ class Batch(NamedTuple):
             tensors.
         targets: the loss's targets: as `inputs`, or None.
         weight: weight of each sample, of shape (size,), or None.
-        indices: number of each sample in the data, int64 of shape (size,) on the CPU; None where
+        indices: index of each sample in the data, int64 of shape (size,) on the CPU; None where
             the source does not know it.
-        size: number of rows.
+        size: number of rows of the batch.
         copies: number of ranks that have this same batch; 1 where each has its own samples.
         is_copy: whether another rank's copy of the batch counts, so that this one does not.
-        start: place of the batch's first sample among the samples of all ranks.
+        start: position of the batch's first sample among the samples of all ranks.
         whole: number of samples of all ranks together; 0 where it is not known.
-        padding: number of the last rows that only fill the batch up and are no samples.
-        kept: samples whose features a store had. `inputs` then has rows only for the other samples,
-            in their order, and is () where there are none; a step completes it
+        padding: number of rows at the end that only fill up the batch and are no samples.
+        kept: features of samples that a store already holds. `inputs` then has rows only for all
+            other samples, in batch order, or is () without such samples. A step adds the features
             (train/features.py).
-        turns: for samples that may come several times in an epoch, the turn of each, as
+        turns: for samples that may occur several times in an epoch, the turn of each, as
             `execution/turns.py` numbers turns: int64 of shape (size,) on the CPU; else None.
         is_jagged: whether the inputs lack a row for each sample, as flat ids with offsets, packed
-            sequences and graphs do. Such a batch is never cut.
+            sequences and graphs do. Such a batch is never split.
     """
 
     inputs: Tensors
@@ -165,20 +166,20 @@ class Batch(NamedTuple):
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Return the batch with inputs, targets and weight on `device`.
 
-        Returns the same object if all are there already. `indices` stay on the CPU: they name
-        samples and take no part in the computation.
+        Returns the same object if all tensors are on the device already. `indices` stay on the CPU:
+        they identify samples and are not used in the computation.
         """
         if all(_is_on(tensor, device) for tensor in self.tensors()):
             return self
         return self.with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Return all tensors to compute with: inputs, targets, weight and features."""
+        """Yield all tensors of the batch: inputs, targets, weight and features."""
         features = None if self.kept is None else self.kept.values
         return (tensor for _, tensor in named_tensors("", (*self[:3], features)))
 
     def with_tensors(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """Return the batch with `function` applied to each of these tensors."""
+        """Return the batch with `function` applied to each tensor of `tensors`."""
         inputs, targets, weight = map_tensors(function, self[:3])
         kept = self.kept
         if kept is not None:

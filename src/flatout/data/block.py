@@ -34,8 +34,8 @@ class Block:
     """Some decoded rows.
 
     Attributes:
-        columns: by name, an array of shape (rows, *shape) or a Ragged each.
-        numbers: number of each row in the source, int64 of shape (rows,). Rows that could not be
+        columns: values of each column, by name: an array of shape (rows, *shape), or a Ragged.
+        numbers: index of each row in the source, int64 of shape (rows,). Rows that could not be
             decoded are missing, if the user chose to skip such rows.
     """
 
@@ -58,7 +58,7 @@ def take(block: Block, index: Numbers) -> Block:
 
 
 def as_ragged(values: Values) -> Ragged:
-    """Return rows of one length, of shape (rows, length), as a Ragged."""
+    """Return an array of shape (rows, length) as a Ragged."""
     if isinstance(values, Ragged):
         return values
     if values.ndim != 2:
@@ -88,7 +88,7 @@ def take_values(values: Values, index: Numbers) -> Values:
         return values[index] if values.ndim == 1 else np.take(values, index, axis=0)
     lengths = np.diff(values.offsets)[index]
     offsets = offsets_of(lengths)
-    # Place of each value: the start of its row in the source, plus its place within the row.
+    # Position of each value: the start of its row in the source, plus its position within the row.
     places = np.arange(offsets[-1]) + np.repeat(values.offsets[index] - offsets[:-1], lengths)
     return Ragged(values.values[places], offsets)
 
@@ -120,7 +120,7 @@ def join(blocks: Sequence[Block]) -> Block:
 
 
 def cut(blocks: Iterator[Block], size: Callable[[int], int]) -> Iterator[Block]:
-    """Yield the same rows in other blocks. Block k has `size(k)` rows; the last may have fewer."""
+    """Yield the same rows in new blocks. Block k has `size(k)` rows; the last may have fewer."""
     waiting: list[Block] = []
     count = at = 0
     for block in blocks:

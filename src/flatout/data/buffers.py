@@ -30,7 +30,7 @@ class Buffers:
     """A pool of arrays. A tensor or view of an array keeps the array in use.
 
     Args:
-        limit: most bytes of unused arrays.
+        limit: maximum number of bytes of unused arrays.
     """
 
     def __init__(self, limit: int = 1 << 29) -> None:

@@ -38,11 +38,11 @@ class Changes:
         _here[self._key] = self
 
     def watches(self, column: str, change: str) -> bool:
-        """Return True if no change of the column is known and this change is not expected."""
+        """Return whether no change of the column was noted yet, and this change is not expected."""
         return column not in self._lines and (column, change) not in self._expected
 
     def expect(self, column: str, change: str) -> None:
-        """Report no such change of this column, because the user expects it."""
+        """Ignore this change of this column from now on, because the user expects it."""
         self._expected.add((column, change))
 
     def add(self, column: str, line: str) -> None:

@@ -12,7 +12,7 @@ from flatout.data.block import Numbers, Ragged, Values
 from flatout.data.changed import ROUNDED, Changes, exact_up_to, rounded_words
 from flatout.data.decoder import Encoded
 
-# Most rows of a block whose text is searched for a rounded whole number.
+# Maximum number of rows of a block whose text is searched for a rounded whole number.
 _SEARCHED_ROWS = 64
 _WHOLE = re.compile(rb"[+-]?\d+(\.0*)?")
 

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from flatout.errors import DataError
 from flatout.kernels import crc32c, crc32c_blocks
 
-# Bytes of a block: as many as the system reads from a disk for a random read, or a few times more.
+# Bytes of a block: one to a few times the bytes that the system reads from disk at a time.
 BLOCK = 1 << 18
-# Most bytes that are read and compared at once.
+# Maximum number of bytes that are read and compared at once.
 _PIECE = 16 << 20
 _BLANK = "0" * 8
 
@@ -83,7 +83,7 @@ class Verified:
         Args:
             starts: starts of the ranges, in bytes, each within the file; int64 of shape (ranges,).
             stops: ends of the ranges, each after its start.
-            read: returns the file's bytes between two places.
+            read: returns the file's bytes between two byte offsets.
 
         Raises:
             DataError: a block differs. It names the first.

@@ -1,4 +1,4 @@
-"""Rows by number from formats that are decoded in chunks."""
+"""Rows by index from formats that are decoded in chunks."""
 
 from __future__ import annotations
 

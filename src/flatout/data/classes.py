@@ -1,4 +1,4 @@
-"""Names of classes by number, and rows whose classes are renumbered as in other data."""
+"""Names of classes by index, and rows whose classes are renumbered as in other data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flatout.data.origins import Rows, is_rows
 from flatout.data.schema import Schema
 from flatout.errors import DataError
 
-# Most names that a message lists.
+# Maximum number of names that a message lists.
 _TOLD = 8
-# Most characters of a rule in a message.
+# Maximum number of characters of a rule in a message.
 _SHOWN = 300
 COLUMNS, TEXTS = "the columns of the input", "the texts of column"
 DATASET = "the classes of the Dataset"
@@ -27,11 +27,11 @@ _TABLES = ("csv", "parquet", "arrow", "table")
 
 
 def classes_of(origin: Any) -> tuple[str, ...] | None:
-    """Return names of the classes by number, or None where data have only numbers."""
+    """Return names of the classes by index, or None where data have only numbers."""
     schema = getattr(origin, "schema", None)
     if not isinstance(schema, Schema):
         return getattr(origin, "classes", None)
-    # The texts of a table's target are class names, too, if rows can be renumbered.
+    # The texts of a table's target are also class names, if the class numbers of rows can change.
     names = schema.classes if is_rows(origin) else schema.options.get("classes")
     if not names or not schema.of_role("target"):
         return None
@@ -41,8 +41,8 @@ def classes_of(origin: Any) -> tuple[str, ...] | None:
 def meanings_of(origin: Any) -> dict[str, str]:
     """Return the rules by which a source turns values into numbers; other rules give other numbers.
 
-    The keys are names for people, the values words or a digest. The names of classes are not
-    included: see `classes_of`.
+    A key is the name of a rule for the user; a value is a text or a digest. Names of classes are
+    not included: see `classes_of`.
     """
     schema = getattr(origin, "schema", None)
     if not isinstance(schema, Schema):
@@ -110,7 +110,7 @@ def _short(words: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return some names in words, such as "'cat', 'dog'"."""
+    """Return some names as text, such as "'cat', 'dog'"."""
     words = ", ".join(map(repr, names[:_TOLD]))
     return words + (f" and {len(names) - _TOLD:,} more" if len(names) > _TOLD else "")
 

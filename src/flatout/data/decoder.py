@@ -14,7 +14,8 @@ from flatout.data.error_policy import ErrorPolicy
 from flatout.data.schema import Schema
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-# Returns the place of a byte of the buffer, such as "day.svm:88121", for (row in the call, byte).
+# Returns the location of a byte of the buffer, such as "day.svm:88121", for (row in the call,
+# byte).
 Where: TypeAlias = Callable[[int, int], str]
 # For ragged columns, the number of values of each row; None where it is not known.
 Lengths: TypeAlias = Mapping[str, Numbers] | None
@@ -43,8 +44,8 @@ class Encoded(NamedTuple):
         buffer: the bytes.
         starts: first byte of each row, int64.
         ends: byte after each row, int64.
-        numbers: number of each row in a block, int64.
-        where: returns the place of a byte.
+        numbers: index of each row in a block, int64.
+        where: returns the position of a byte.
     """
 
     buffer: Bytes
@@ -58,7 +59,7 @@ class Survey(NamedTuple):
     """Facts from the first pass over rows.
 
     Attributes:
-        good: whether each row is good, bool of shape (rows,).
+        good: whether each row can be decoded, bool of shape (rows,).
         lengths: number of values of each ragged column, int64 of shape (rows,) each.
         facts: numbers from which the format infers a schema.
     """
@@ -102,7 +103,7 @@ class Decoder(StreamDecoder, Protocol):
 
 
 class Errors:
-    """Status and place of error of each row, which a kernel fills in."""
+    """Status and position of error of each row, which a kernel fills in."""
 
     def __init__(
         self,

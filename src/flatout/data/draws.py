@@ -1,4 +1,4 @@
-"""Random numbers of samples without a generator: hashes of the values that they depend on."""
+"""Random numbers for samples, made as hashes of (seed, epoch, sample), without a generator."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from flatout.errors import DataError
 
 OnError = Literal["fail", "skip"]
 
-# _TOLD: most bad rows that a message names. _KNOWN: most bad rows that are remembered.
+# _TOLD: maximum number of bad rows that a message names. _KNOWN: maximum number of bad rows that
+# are remembered.
 _TOLD, _KNOWN = 5, 100
 
 
@@ -24,7 +25,7 @@ class ErrorPolicy:
         self.skip = on_error == "skip"
         self.max_errors = max_errors
         self.count = 0
-        self._known: list[tuple[str, str]] = []  # place and fault of the first bad rows
+        self._known: list[tuple[str, str]] = []  # location and error of the first bad rows
         self._noted = 0  # number of rows skipped so far
         self._asked = 0  # number of these rows that `new_notes` has reported
         self._lock = Lock()
@@ -70,7 +71,7 @@ class ErrorPolicy:
             return []
         named = self._known[before : before + _TOLD]
         alike: dict[str, list[str]] = {}
-        for where, what in named:  # rows that differ only in the value found share one line
+        for where, what in named:  # one line for rows that differ only in the found value
             places = alike.setdefault(what.partition(", found ")[0], [])
             places.append(where if places else f"{where} {what}")
         words = [

@@ -1,4 +1,4 @@
-"""Explanation of an input pipeline, for people."""
+"""Explanation of an input pipeline, for the user."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from flatout.words import counted
 
-# Share of time spent waiting for input above which the input bounds the rate of steps.
+# Fraction of time spent waiting for input above which the input bounds the rate of steps.
 _BOUND = 0.05
 
 
@@ -22,8 +22,8 @@ class Explanation:
         stages: milliseconds of one thread per batch, by stage; empty before the first batch.
         threads: number of threads that make batches.
         trials: lines about the trials that found this number.
-        waited: share of the time that the loop waited for a batch; None before it is known.
-        padding: share of padding among the batches' values; None where rows are equally long.
+        waited: fraction of the time that the loop waited for a batch; None before it is known.
+        padding: fraction of padding among the batches' values; None where rows are equally long.
         processes: number of processes that make batches in place of threads.
     """
 

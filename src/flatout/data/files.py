@@ -1,7 +1,7 @@
 """Finds the files for a user's paths: globs, lists, URLs, compressed files.
 
 A remote file is copied into a cache folder once, and so is a compressed file whose rows are found
-by their place. A copy is whole or absent, and is made again when the original changes.
+by their place. A copy is complete or absent, and is made again when the original changes.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Paths: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 _PIECE = 4 << 20
 # Seconds between two lines about the progress of a copy.
 _QUIET_S = 1.0
-# Most bytes per compressed byte. Text and records have 3 to 20; more are mostly zeros, or made to
-# fill a disk.
+# Maximum number of bytes per compressed byte. Text and records have 3 to 20; more are mostly zeros,
+# or made to fill a disk.
 _MOST_RATIO = 200
 # Bytes to which any compressed file may decompress.
 _ALWAYS_UNPACKED = 256 << 20
@@ -180,7 +180,7 @@ def unpack(paths: Paths, *, most: int) -> list[str]:
 
     Args:
         paths: as `find` takes them.
-        most: most bytes of each decompressed file.
+        most: maximum number of bytes of each decompressed file.
 
     Returns:
         paths of the decompressed files.

@@ -138,7 +138,7 @@ class Unlike(DataError):
     """A sample that differs in structure from the first one, such as a dict that lacks a key.
 
     Attributes:
-        place: place of the sample in the list of samples.
+        place: position of the sample in the list of samples.
     """
 
     place = 0

@@ -63,7 +63,7 @@ _LIBSVM = re.compile(rb"[ \t]*%b([ \t]+qid:\d+)?([ \t]+\d+:%b)*[ \t]*(#.*)?" % (
 _CRITEO = re.compile(rb"([01]\t)?(-?\d*\t){13}([0-9a-f]{0,8}\t){25}[0-9a-f]{0,8}")
 # First bytes of a file that are read to detect its format.
 _LOOKED_AT = 1 << 16
-# Most lines of a text that are checked to detect its format.
+# Maximum number of lines of a text that are checked to detect its format.
 _LINES = 20
 
 

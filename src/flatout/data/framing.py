@@ -18,7 +18,7 @@ from flatout.data.decoder import Bytes, Split
 from flatout.data.pipe import Pipe
 from flatout.errors import DataError
 
-# Default for the most bytes of a record.
+# Default for the maximum number of bytes of a record.
 LONGEST_RECORD = 64 << 20
 
 _MAGIC = 0xCED7230A

@@ -1,4 +1,4 @@
-"""Files of rows one after the other, read by row number through an index of the rows' starts.
+"""Files of rows one after the other, read by row index through an index of the rows' starts.
 
 The index is built once and kept in the cache folder, by content: a file that changed has another
 index. The files' bytes are held in memory if they take at most a quarter of the free memory.
@@ -45,12 +45,12 @@ _VERSION = 1
 _ENDS = 1 << 16
 # Rows that one task surveys.
 _SURVEYED = 1 << 15
-# Share of the free memory that the files' bytes may use.
+# Fraction of the free memory that the files' bytes may use.
 _HELD = 0.25
 
 
 class Index(NamedTuple):
-    """Places of the rows of some files, as if the files were one after the other.
+    """Positions of the rows of some files, as if the files were one after the other.
 
     Attributes:
         starts: first byte of each row, int64 of shape (rows,).
@@ -72,7 +72,8 @@ class Reading(NamedTuple):
 
     Attributes:
         piece: bytes that are read at a time.
-        longest_row: most bytes of a row. A row that does not end within them is damaged.
+        longest_row: maximum number of bytes of a row. A row that does not end within them is
+            damaged.
         quiet_s: seconds between two lines of progress, and between two checks for changed files.
     """
 
@@ -486,6 +487,6 @@ def _save(index: Index, path: Path) -> None:
 
 
 def names_of(files: Sequence[File]) -> str:
-    """Return the names of some files, for people."""
+    """Return the names of some files, for the user."""
     more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
     return ", ".join(file.name for file in files[:3]) + more

@@ -28,7 +28,8 @@ class Mixture:
 
     Attributes:
         parts: the pipelines.
-        weights: share of each pipeline in an epoch; None means all rows of all pipelines.
+        weights: fraction of an epoch's samples from each pipeline; None means all rows of all
+            pipelines.
         seed: seed of the order in which the pipelines take turns.
     """
 
@@ -38,12 +39,12 @@ class Mixture:
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes, equal in all parts."""
+        """Names of the classes, equal in all pipelines."""
         return self.parts[0].classes
 
     @property
     def meanings(self) -> dict[str, str]:
-        """Rules by which values become numbers, equal in all parts."""
+        """Rules by which values become numbers, equal in all pipelines."""
         return self.parts[0].meanings
 
     def with_classes(self, names: tuple[str, ...]) -> Mixture:
@@ -60,7 +61,7 @@ class Mixture:
         return [line for part in self.parts for line in part.stage_words]
 
     def describe(self) -> str:
-        """Return one line for people."""
+        """Return one line for the user."""
         return " mixed with ".join(part.describe() for part in self.parts)
 
     def notes(self) -> list[str]:
@@ -100,8 +101,9 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int 
     Args:
         pipelines: pipelines with the same columns. Each keeps its own shuffle, split and functions.
             If they name classes, one has all names, and the others take its numbers.
-        weights: exact share of each pipeline in an epoch. An epoch ends when the first pipeline has
-            no more samples; the others continue there in the next epoch. None takes all samples.
+        weights: exact fraction of an epoch's samples from each pipeline. An epoch ends when the
+            first pipeline has no more samples; the others continue there in the next epoch. None
+            takes all samples.
         seed: seed of the order in which the pipelines take turns.
 
     Raises:
@@ -182,7 +184,7 @@ def _shifted(order: Order, by: int, epoch: int) -> Numbers:
 
 
 def mixed(orders: Sequence[Order], counts: list[int], sizes: list[int], seed: int) -> Order:
-    """Return an order with `counts[i]` rows of source i in an epoch, in a drawn sequence.
+    """Return an order with `counts[i]` rows of source i in an epoch, in a random sequence.
 
     A source that has more rows than an epoch takes continues there in the next epoch.
     """

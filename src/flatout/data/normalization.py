@@ -14,7 +14,8 @@ from flatout.data.batch import Batch, map_tensors
 from flatout.errors import DataError
 
 _BRIGHTEST = 255.0
-# Fewest dimensions of a batch of images; uint8 tensors with fewer dimensions are no images.
+# Minimum number of dimensions of a batch of images; uint8 tensors with fewer dimensions are no
+# images.
 _IMAGES = 3
 
 

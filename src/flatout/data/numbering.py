@@ -9,7 +9,7 @@ from flatout.data.sources.arrays import ArraySamples, ArraySource
 
 
 def numbered(source: Source) -> Numbered | str:
-    """Return the samples of a source by number, if a sample is always equal or has few variants.
+    """Return the samples of a source by index, if a sample is always equal or has few variants.
 
     If not, return a text with the reason.
     """

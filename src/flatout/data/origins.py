@@ -1,4 +1,4 @@
-"""Interfaces of formats: rows by number, chunks of rows, or a stream of rows."""
+"""Interfaces of formats: rows by index, chunks of rows, or a stream of rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Origin(Protocol):
         ...
 
     def describe(self) -> str:
-        """Return one line for people, such as "19 LibSVM files, 18.4 GB, 41,200,000 rows"."""
+        """Return one line for the user, such as "19 LibSVM files, 18.4 GB, 41,200,000 rows"."""
         ...
 
     def notes(self) -> list[str]:
@@ -48,7 +48,7 @@ class Origin(Protocol):
 
 
 class Rows(Origin, Protocol):
-    """Rows by number: seekable and counted. Several threads may call all methods at once.
+    """Rows by index: seekable and counted. Several threads may call all methods at once.
 
     Attributes:
         rows: number of rows, without the rows that were skipped for errors.
@@ -69,7 +69,7 @@ class Rows(Origin, Protocol):
     def row_stamps(self, numbers: Numbers | None = None) -> Sequence[str] | None:
         """Return texts that identify what rows are read from; other rows do not change them.
 
-        The first line of a text names the row's data for people. All lines together differ if the
+        The first line of a text names the row's data for the user. All lines together differ if the
         data were replaced.
         """
         return None
@@ -87,7 +87,7 @@ class Rows(Origin, Protocol):
         return None
 
     def where(self, number: int) -> str:
-        """Return the place of a row in the data, such as "day.svm:88121"."""
+        """Return the location of a row in the data, such as "day.svm:88121"."""
         ...
 
 
@@ -102,7 +102,7 @@ class Chunks(Origin, Protocol):
         ...
 
     def where(self, number: int) -> str:
-        """Return the place of a row in the data."""
+        """Return the location of a row in the data."""
         ...
 
 
@@ -121,7 +121,7 @@ class Stream(Origin, Protocol):
 
 
 def is_rows(origin: Any) -> TypeGuard[Rows]:
-    """Return whether an origin offers rows by number. Checks the class: properties may be slow."""
+    """Return whether an origin offers rows by index. Checks the class: properties may be slow."""
     return hasattr(type(origin), "take")
 
 

@@ -166,7 +166,7 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes by number; None where the data have only the numbers of classes."""
+        """Names of the classes by index; None where the data have only the indices of classes."""
         return classes_of(self.origin)
 
     @property
@@ -183,7 +183,7 @@ class Pipeline(Staged["Pipeline"]):
         Returns the pipeline itself where the order is the same, or where the data name no classes.
 
         Args:
-            names: names of classes by number, such as those of a model. There may be more classes
+            names: names of classes by index, such as those of a model. There may be more classes
                 than the data have.
 
         Raises:
@@ -426,7 +426,7 @@ class Pipeline(Staged["Pipeline"]):
         return ", ".join([*parts, order])
 
     def where(self, number: int) -> str | None:
-        """Return the place of a sample in the data, such as file and line; None for a stream."""
+        """Return the location of a sample in the data, such as file and line; None for a stream."""
         return self._built.where(number)
 
     def labels_range(self) -> tuple[int, int] | None:
@@ -467,7 +467,7 @@ class Pipeline(Staged["Pipeline"]):
     # -- batches -----------------------------------------------------------------------------
 
     def numbered(self) -> Numbered | str:
-        """Return the samples by number, if a sample is equal in all epochs or has a few variants.
+        """Return the samples by index, if a sample is equal in all epochs or has a few variants.
 
         If not, return a text with the reason.
         """
@@ -503,7 +503,7 @@ class Pipeline(Staged["Pipeline"]):
         """Yield the parts of an epoch's batches that a rank claims; requires `can_claim`.
 
         Args:
-            epoch: its number.
+            epoch: index of the epoch, from 0.
             claims: claims of the rank.
             features: see `batches`.
         """
@@ -519,7 +519,7 @@ class Pipeline(Staged["Pipeline"]):
         """Return the batches of an epoch from `start_step` on.
 
         Args:
-            epoch: its number.
+            epoch: index of the epoch, from 0.
             start_step: the first batch.
             features: features of some samples, which then are not made: see `Batch.kept`. Only
                 for samples that are `numbered`.

@@ -2,7 +2,7 @@
 
 Only Flatout's own stages move, and only where the batches stay the same:
 
-- The order of rows is a function of (seed, epoch, place), and a row is found by its number. So a
+- The order of rows is a function of (seed, epoch, place), and a row is found by its index. So a
   split, a filter or a shard chooses the same rows before and after a shuffle. The result of a
   stage for one row does not depend on the time when it runs.
 - A cache keeps samples, never their order. So it goes before shuffles and batches.
@@ -77,7 +77,7 @@ class FirstSamples:
 
 @dataclass
 class Built:
-    """Program over rows by number, and the plan it was made from.
+    """Program over rows by index, and the plan it was made from.
 
     Attributes:
         rows_to_cut: rows of all ranks from which batches are cut: rows of an epoch, or of one pass
@@ -128,7 +128,7 @@ class Built:
         return self.plan.samples.where(number)
 
     def numbered(self) -> Numbered | str:
-        """Return the samples by number, or the reason why they differ each time."""
+        """Return the samples by index, or the reason why they differ each time."""
         plan = self.plan
         if plan.blends:
             return f"{plan.blends[0].kind} makes others of whole batches"
@@ -185,7 +185,7 @@ class Built:
         return values if isinstance(values, np.ndarray) else None
 
     def padding(self, epoch: int) -> float | None:
-        """Return the share of padding among the batches' values."""
+        """Return the fraction of padding among the batches' values."""
         lengths = self.plan.origin.lengths() if is_rows(self.plan.origin) else None
         if lengths is None:
             return None
@@ -290,7 +290,7 @@ def build(
 def build_rows(
     origin: Any, stages: Sequence[Stage], options: Options, say: Callable[[str], None]
 ) -> Built:
-    """Build the program of these stages over rows by number."""
+    """Build the program of these stages over rows by index."""
     begun = _begun(origin, options, say)
     chosen = _plan(origin, begun.samples, stages, options, say)
     for stage in stages:

@@ -27,7 +27,7 @@ def ranked(
     whole: bool = False,
     ends: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
 ) -> Source:
-    """Return the source for one rank of several: each global batch is cut into one part per rank.
+    """Return the source for one rank of several: each global batch is split into one part per rank.
 
     A batch of fewer samples than ranks goes whole to every rank; see `Batch.copies`.
     """

@@ -1,4 +1,4 @@
-"""Counts of the files that a source reads, for people who compare runs."""
+"""Counts of the files that a source reads, to compare runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-# Most files whose sizes and times are read.
+# Maximum number of files whose sizes and times are read.
 _MOST_ASKED = 10_000
 
 

@@ -6,7 +6,7 @@
     message Bytes { repeated bytes value = 1; }
 
 The wire format is that of Protocol Buffers (https://protobuf.dev/programming-guides/encoding). A
-sparse tensor has the place of each value in `keys`.
+sparse tensor has the position of each value in `keys`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tensor(NamedTuple):
     Attributes:
         kind: "float32", "float64", "int32" or "bytes".
         values: of shape (n,); uint8 where the kind is bytes.
-        keys: places of the values in a sparse tensor, int64; empty for a dense tensor.
+        keys: positions of the values in a sparse tensor, int64; empty for a dense tensor.
         shape: shape of the tensor, int64; empty where it was left out.
     """
 
@@ -57,7 +57,7 @@ class RecordioDecoder:
     """Decoder of RecordIO records that each hold a Record.
 
     A column is the feature of its name. The column `label` is the label "values", as SageMaker's
-    algorithms have it, and `label.NAME` is another label. `NAME.keys` are the places of a sparse
+    algorithms have it, and `label.NAME` is another label. `NAME.keys` are the positions of a sparse
     feature's values. A sparse feature becomes dense in a column with a shape; in a ragged column it
     stays sparse. A missing feature without a default is an error.
     """
@@ -103,7 +103,7 @@ def _put_together(column: Column, rows: Sequence[npt.NDArray[Any]], buffers: Buf
 
 
 class _Source(NamedTuple):
-    """Place of a column's values in a Record."""
+    """Position of a column's values in a Record."""
 
     column: Column
     map: int

@@ -19,7 +19,7 @@ _DRAW = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def drawn_order(data: Any) -> str | None:
-    """Return the name of the part that draws the order of rows at random, for people.
+    """Return the name of the part that draws the order of rows at random, for the user.
 
     Return None if the rows come in stored order, or in the order of the user's own function.
     """

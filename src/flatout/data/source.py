@@ -77,7 +77,7 @@ class Source(Protocol):
         ...
 
     def describe(self) -> str:
-        """Return one line for people."""
+        """Return one line for the user."""
         ...
 
     def labels_range(self) -> tuple[int, int] | None:

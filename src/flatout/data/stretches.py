@@ -59,7 +59,7 @@ class Stretches:
         return self.of.labels_range()
 
     def describe(self) -> str:
-        """Return one line for people."""
+        """Return one line for the user."""
         return f"{self._steps:,} batches an epoch, of {self.of.describe()}"
 
     def peek(self, count: int) -> list[Batch]:

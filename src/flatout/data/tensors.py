@@ -123,8 +123,8 @@ def as_batch(value: Any, where: str, *, is_jagged: bool | None = None) -> Batch:
 def jagged(inputs: Any, targets: Any = None, weight: Any = None, *, samples: Any = None) -> Batch:
     """Make a batch whose inputs have no row for each sample; a loader returns it for (x, y).
 
-    It is never cut into micro-batches or over ranks; each rank reads its own batches. Most flat ids
-    with offsets and graphs are detected without this function, which is for all other inputs.
+    It is never split into micro-batches or over ranks; each rank reads its own batches. Most flat
+    ids with offsets and graphs are detected without this function, which is for all other inputs.
 
     Args:
         inputs: input of the model: tensors, a tuple or dict of tensors, numbers and None, or an

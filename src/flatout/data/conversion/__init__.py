@@ -1,1 +1,1 @@
-"""Conversion of files to another format: each file whole or absent, resumable, with checksums."""
+"""Conversion of files to another format: resumable, with checksums and no partial files."""

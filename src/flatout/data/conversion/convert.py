@@ -35,7 +35,7 @@ from flatout.data.sources.image_bytes import ImageBytes
 from flatout.errors import DataError
 from flatout.words import size_words
 
-# Version of the written bytes: it changes when the same rows are written as other bytes.
+# Version of the written bytes. It is increased when the same rows are written as other bytes.
 _VERSION = 1
 
 
@@ -60,8 +60,8 @@ def convert(
 ) -> Converted:
     """Write data in another format.
 
-    Shards have names such as `name-00000-of-00012.tfrecord` and equally many rows, give or take
-    one. A shard is either whole or absent. The same folder gets a manifest with checksums,
+    Shards have names such as `name-00000-of-00012.tfrecord` and the same number of rows, give or
+    take one. A shard is either complete or absent. The same folder gets a manifest with checksums,
     `_name.tfrecord.json`, and the schema that reads the shards, `_name.tfrecord.toml`. After a
     kill, the same call continues after the shards that are done; a row cache is started again. The
     same data and settings give the same bytes.
@@ -74,19 +74,19 @@ def convert(
             From a Pipeline, the samples of epoch 0 are written, after all its stages.
         target: `out/train.tfrecord`, `out/train.parquet` or `out/train.rows`, without numbers.
         to: the format, where the target's name does not state it.
-        schema: schema of the source, as its own function takes it; not with a Pipeline.
+        schema: schema of the source, as the source's function accepts it; not with a Pipeline.
         format: format of the source, one of `formats.FORMATS`; None means that of the schema, or
             guesses.
-        shuffle: a seed; None keeps the order.
+        shuffle: seed of the shuffled order; None keeps the source's order.
         shards: number of files; None makes files of about `shard_bytes`.
-        rows_per_shard: most rows in a file, in place of `shards`.
+        rows_per_shard: maximum number of rows in a file, in place of `shards`.
         shard_bytes: approximate bytes of a file, in place of `shards`; None means 128 MiB.
-        balance: "class" writes equally many rows of each class, "spread" writes all rows once. Both
-            spread each class evenly over all files, and within them.
+        balance: "class" writes the same number of rows of each class, "spread" writes all rows
+            once. Both spread each class evenly over all files, and within them.
         sampling: for balance="class": "over" repeats rows of rarer classes, "under" leaves out rows
             of more frequent ones. The rows are drawn with the seed `shuffle`, else 0.
         on_error: "fail", or "skip" bad rows.
-        max_errors: most rows to skip.
+        max_errors: maximum number of rows to skip.
         overwrite: replace files that other settings or other data have made.
         progress: show progress on standard error, from the second second on.
         options: more arguments of the source's function, such as `{"delimiter": ";"}` of CSV; not

@@ -14,7 +14,7 @@ from flatout.data.execution.row_folder import read_meta
 from flatout.errors import DataError
 from flatout.words import size_words
 
-# Most classes that are named one by one.
+# Maximum number of classes that are named one by one.
 _TOLD = 8
 
 To = Literal["tfrecord", "parquet", "rows"]
@@ -28,7 +28,7 @@ class ShardSizes(NamedTuple):
 
     Attributes:
         shards: number of shards.
-        rows: most rows of a shard.
+        rows: maximum number of rows of a shard.
         bytes: approximate bytes of a shard.
     """
 
@@ -63,17 +63,17 @@ class ShardSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Converted:
-    """Result of a conversion. `str` returns a text for people.
+    """Result of a conversion. `str` returns a text for the user.
 
     Attributes:
-        to: the format.
+        to: name of the written format.
         files: paths of the files.
         rows: rows in the files.
         bytes: bytes of the files.
-        found: number of these rows that an earlier run had written.
+        found: number of rows that an earlier, interrupted run had written.
         seconds: duration of the conversion.
         schema: the path of the schema that reads the files; None where they contain it.
-        read: a line of Python that reads the files.
+        read: line of Python code that reads the files.
         notes: lines for the user.
     """
 

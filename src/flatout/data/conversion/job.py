@@ -1,4 +1,4 @@
-"""The work of a conversion: rows of a pipeline in their order, made by threads, piece by piece."""
+"""Rows of a conversion: which rows of a pipeline are written, in which order and form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flatout.errors import DataError
 
 T = TypeVar("T")
 
-# Rows that are made to find dtypes, shapes and sizes.
+# Number of rows that are made to find dtypes, shapes and sizes.
 _PROBE = 256
 # Options of a source that state the meaning of numbers; all other options are about its files.
 _MEANINGS = ("classes", "categories", "unknown", "base", "buckets", "stack")
@@ -39,16 +39,16 @@ class Conversion:
     """Rows to be converted.
 
     Attributes:
-        samples: the samples.
-        numbers: numbers of the rows, in the order in which they are written.
+        samples: samples of the pipeline, from which rows are written.
+        numbers: indices of the rows, in the order in which they are written.
         schema: schema of the written rows; its format has no meaning.
         names: name of the block's column, by the name of the written column.
         probe: some rows, as they are written.
         settings: settings that decide the written bytes.
-        origin: the source.
-        describe: description of the pipeline, for people.
-        alone: whether one thread makes all rows, as a function draws from global generators.
-        told: notes about balanced classes.
+        origin: source of the pipeline.
+        describe: description of the pipeline, for the user.
+        alone: whether one thread makes all rows, since a function draws from global generators.
+        told: lines for the user about balanced classes.
     """
 
     samples: Samples
@@ -133,10 +133,10 @@ def job_of(
 
 
 def balanced(labels: npt.NDArray[Any]) -> Numbers:
-    """Return an order in which any stretch of rows has the classes in about their overall shares.
+    """Return an order in which any range of rows has about the class fractions of all rows.
 
-    Row r of a class of n rows comes at place (r + 0.5) / n of the whole. Rows of a class keep their
-    order.
+    Row r of a class of n rows comes after the fraction (r + 0.5) / n of all rows. Rows of a class
+    keep their order.
     """
     _, own, counts = np.unique(labels, return_inverse=True, return_counts=True)
     by_class = np.argsort(own, kind="stable")

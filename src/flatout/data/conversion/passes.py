@@ -16,7 +16,7 @@ from flatout.measure import usable_cpus
 
 T = TypeVar("T")
 
-# Most rows of a piece.
+# Maximum number of rows of a piece.
 _MOST_ROWS = 1 << 16
 
 
@@ -24,9 +24,9 @@ class Piece(NamedTuple):
     """Rows that are made at once.
 
     Attributes:
-        part: number of the part of the whole, such as a shard, that they belong to.
-        start: place of the first row in the order of all rows.
-        stop: place after the last row.
+        part: index of the output part, such as a shard, that the rows belong to.
+        start: position of the first row in the order of all rows.
+        stop: position after the last row.
     """
 
     part: int
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(sizes: Sequence[int], probe: Block, piece_bytes: int) -> list[Piece]:
-    """Cut parts of these sizes into pieces; pieces of one part have about the same size."""
+    """Split parts of these numbers of rows into pieces of about the same size in each part."""
     most = int(min(max(piece_bytes / row_bytes(probe), 1), _MOST_ROWS))
     pieces, start = [], 0
     for part, size in enumerate(sizes):

@@ -310,7 +310,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Return the differences between settings, in words."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if len(names) > 1 and "order" in names:
-        # `order` follows from the other settings, and its text is not for people
+        # `order` follows from the other settings, and its text is not for the user
         names.remove("order")
     if "source" in names:  # the other differences follow from this one, or matter little
         return "its source was another, or has changed since"

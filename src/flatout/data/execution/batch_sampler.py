@@ -17,26 +17,26 @@ from flatout.errors import DataError
 Last = Literal["keep", "drop", "pad"]
 # Batch size where the user names none, as in Keras.
 DEFAULT_BATCH_SIZE = 32
-# Returns the row numbers of an epoch, in their order, for the number of the epoch.
+# Returns the row indices of an epoch, in their order, for the number of the epoch.
 Order: TypeAlias = Callable[[int], Numbers]
 
 
 @dataclass(frozen=True)
 class BatchSampler:
-    """An epoch cut into batches. All results depend only on the attributes and the epoch's number.
+    """An epoch split into batches. Results depend only on the attributes and the epoch's index.
 
     Attributes:
-        samples: rows in an epoch, of all ranks.
-        batch_size: rows of a global batch.
-        order: returns the row numbers of an epoch.
+        samples: number of rows in an epoch, of all ranks.
+        batch_size: number of rows of a global batch.
+        order: returns the row indices of an epoch, for the epoch's index.
         last: what happens to a smaller last batch; "pad" fills it up with its own first rows, whose
             weight is then 0.
-        rank: the rank whose part of each batch this is.
+        rank: the rank and the number of ranks; this rank reads its part of each batch.
         even_steps: number of steps into which this rank's own rows are cut, where `samples` are
-            only this rank's rows. All ranks then make equally many steps from different numbers of
-            rows.
+            only this rank's rows. All ranks then make the same number of steps from different
+            indices of rows.
         shuffle: whether the order differs from 0, 1, 2, ...
-        passes: equal parts of the epoch that each end with a separate last batch.
+        passes: number of equal parts of an epoch that each end with a separate last batch.
     """
 
     samples: int
@@ -210,7 +210,7 @@ def check_start(start_step: int, steps: int | None) -> None:
 
 
 def padding_share(numbers: Numbers, lengths: Numbers, starts: Numbers) -> float:
-    """Return the share of padding among the batches' values; 0 where no row is padded."""
+    """Return the fraction of padding among the batches' values; 0 where no row is padded."""
     result = lengths[numbers]
     widest = np.maximum.reduceat(result, starts)
     sizes = np.diff(np.append(starts, len(result)))

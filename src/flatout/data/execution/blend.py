@@ -22,7 +22,7 @@ class Blend:
     Attributes:
         kind: "mixup" (Zhang et al., 2018) blends whole samples, "cutmix" (Yun et al., 2019) copies
             a part of one image into another.
-        alpha: shares are drawn from the Beta distribution (alpha, alpha).
+        alpha: weights of the blend are drawn from the Beta distribution (alpha, alpha).
         classes: number of classes; None where it is not known.
     """
 
@@ -31,12 +31,12 @@ class Blend:
     classes: int | None
 
     def __call__(self, batch: Batch, rng: np.random.Generator, led: bool) -> Batch:
-        """Return the samples, each with a share of the sample before it.
+        """Return the samples, each blended with the sample before it.
 
         Args:
             batch: the samples.
             rng: generator of the random numbers.
-            led: whether the first sample only precedes the others.
+            led: whether the first sample is only blended into the second, and is not returned.
         """
         inputs, targets = self._inputs(batch), self._targets(batch)
         share = float(rng.beta(self.alpha, self.alpha))

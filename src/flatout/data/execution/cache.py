@@ -30,9 +30,9 @@ from flatout.words import size_words
 
 Where = Literal["auto", "memory", "disk"]
 
-# Share of the free memory that a cache may use, where the user sets no budget.
+# Fraction of the free memory that a cache may use, where the user sets no budget.
 _SHARE = 0.5
-# Rows that are made to measure the size of a row.
+# Number of rows that are made to measure the size of a row.
 _PROBE = 64
 
 
@@ -151,7 +151,7 @@ class Cached:
 
     @property
     def filled(self) -> float:
-        """Share of the samples that are kept so far."""
+        """Fraction of the samples that are kept so far."""
         return 1 - self._missing / max(1, len(self._numbers))
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
@@ -207,7 +207,7 @@ class Cached:
         start = clock()
         own = made.numbers if self._whole else np.searchsorted(self._numbers, made.numbers)
         with self._lock:
-            # A number that comes twice, in a batch or in two threads, is kept once.
+            # A sample that occurs twice, in a batch or in two threads, is stored once.
             new, first = np.unique(own, return_index=True)
             fresh = ~self._filled[new]
             if fresh.any():

@@ -18,8 +18,8 @@ class Claim(NamedTuple):
     """A part of a batch.
 
     Attributes:
-        step: number of the batch in its epoch.
-        part: number of the part; each batch has one part for each rank.
+        step: index of the batch in its epoch.
+        part: index of the part in its batch; each batch has one part for each rank.
     """
 
     step: int
@@ -32,12 +32,12 @@ class Claims:
     A part is claimed when its samples are about to be read, a few parts ahead of its step.
 
     Args:
-        ask: claims the next part among all ranks, and returns its number and the number of parts
-            left. If no part is left, it returns -1 and the number after the last part.
-        use: gets the number of the claim whose samples are used next.
+        ask: claims the next part among all ranks, and returns its index and the number of parts
+            left. If no part is left, it returns -1 and the index after the last part.
+        use: is called with the index of the claim whose samples are used next.
         parts: number of parts of each batch.
-        first: number, in the epoch, of the first of these batches.
-        last: number, in the epoch, after the last of these batches.
+        first: index, in the epoch, of the first of these batches.
+        last: index, in the epoch, after the last of these batches.
         run: number of consecutive batches of which the same part is claimed together.
 
     Attributes:
@@ -45,7 +45,7 @@ class Claims:
         used: number of claims used so far.
         passed: number of parts that all ranks have claimed between this rank's last two used
             claims.
-        end: number after the last batch with a claimed part; None before it is known.
+        end: index after the last batch with a claimed part; None before it is known.
     """
 
     def __init__(

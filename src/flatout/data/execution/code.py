@@ -186,7 +186,7 @@ def names_in(code: CodeType) -> Any:
 
 
 def words_of(value: Any) -> str:
-    """Return a value as text for people; long or complex values are named by their type."""
+    """Return a value as text for the user; long or complex values are named by their type."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, _PLAIN):
@@ -199,7 +199,7 @@ def words_of(value: Any) -> str:
 
 
 def arguments_words(thing: Any) -> str:
-    """Return an object's constructor arguments as text for people, without paths."""
+    """Return an object's constructor arguments as text for the user, without paths."""
     given = {k: v for k, v in arguments_of(thing).items() if k not in _UNTOLD}
     words = {name: words_of(value) for name, value in given.items()}
     # A path may differ between runs or machines.

@@ -23,17 +23,17 @@ from flatout.data.form import Form
 
 @dataclass(frozen=True)
 class Numbered:
-    """Samples by number, each of which is always the same, or one of a few variants.
+    """Samples by index, each of which has one result, or a few results (variants), in all epochs.
 
     Attributes:
-        rows: number of samples; numbers are 0 to rows - 1.
+        rows: number of samples; their indices are 0 to rows - 1.
         content: returns 16 hex digits that differ for any different sample, or None if not
             possible. It may read all of the data.
         variants: number of variants of a sample.
-        variant: returns the variant of each of some samples in an epoch, int64; None where there is
-            only one.
-        named: returns names of the slots that do not change with the other samples; None without
-            such names.
+        variant: returns the index of each sample's variant in an epoch, int64; None if samples have
+            one variant.
+        named: returns a name for each slot (pair of sample and variant) that does not depend on
+            other samples; None without such names.
         comes_whole: whether batches have all samples anyway. Then `content` and rows are only of
             the inputs.
         files: files with many rows each, from which each epoch reads samples.
@@ -49,11 +49,11 @@ class Numbered:
 
     @property
     def slots(self) -> int:
-        """Number of different samples."""
+        """Number of pairs of a sample and a variant."""
         return self.rows * self.variants
 
     def slots_of(self, numbers: Numbers, epoch: Turns) -> Numbers:
-        """Return the slots, in a store, of these samples of an epoch."""
+        """Return the slots of these samples in an epoch: index * variants + variant."""
         if self.variant is None:
             return numbers
         return numbers * self.variants + self.variant(numbers, epoch)
@@ -105,11 +105,11 @@ class FeatureRows:
         """Return the batch of some samples, in this order.
 
         Args:
-            numbers: numbers of the samples.
-            there: which of the samples are kept; at least one.
-            epoch: the epoch, or the turns of the samples, which decide their variants.
-            made: the samples that are not kept, without those that cannot be read; None if there
-                are none.
+            numbers: indices of the samples.
+            there: whether each sample's features are in the store, bool; at least one is.
+            epoch: the epoch, or the turns of the samples (turns.py), which decide their variants.
+            made: the samples that the store does not have, without samples that cannot be read;
+                None without such samples.
             form: structure of the samples.
         """
         missing = numbers[~there]
@@ -144,11 +144,11 @@ def _beside(made: Batch, form: Form) -> list[Any]:
 
 
 def joined_rows(kept: Tensor, made: Tensor | None, there: npt.NDArray[np.bool_]) -> Tensor:
-    """Return rows that are kept and rows that were made, in the batch's order.
+    """Join stored rows and newly made rows in the batch's order.
 
     Args:
-        kept: a row for each place that is `there`.
-        made: a row for each other place, on the same device; None where there is none.
+        kept: a row for each position that is `there`.
+        made: a row for each position that is not `there`, on the same device; None without rows.
         there: bool of shape (rows,).
     """
     if made is None:

@@ -50,7 +50,7 @@ def send(pipe: Any, value: Any) -> None:
 
 
 def receive(pipe: Any) -> Any:
-    """Return the next value."""
+    """Wait for the next value that `send` has sent, and return it."""
     data = memoryview(pipe.recv_bytes())
     size = int.from_bytes(data[:_SIZE_BYTES], "little")
     mapped = _received(pipe, size) if size else None
@@ -70,7 +70,7 @@ def _received(pipe: Any, size: int) -> mmap.mmap:
         os.close(shared)
 
 
-# Place of a tensor: its dtype, its shape, its strides, and its first byte.
+# Position of a tensor: its dtype, its shape, its strides, and its first byte.
 _Place = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
 

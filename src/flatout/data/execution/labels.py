@@ -22,7 +22,7 @@ def targets_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, 
 
     Args:
         samples: the samples. They are made if their targets are not known otherwise.
-        numbers: numbers of rows.
+        numbers: indices of rows.
         what: name of the caller, for messages.
 
     Raises:

@@ -9,9 +9,10 @@ from flatout.data.block import Numbers
 from flatout.data.execution.batch_sampler import BatchSampler
 from flatout.measure import available_bytes, usable_cpus
 
-# Rows from which on the next order is made ahead; fewer rows take less than half a millisecond.
+# Minimum number of rows for which the next order is made ahead; fewer rows take under 0.5 ms.
 _MANY = 1 << 15
-# Share of the free memory that making an order ahead may use. _ROW_BYTES: bytes per row for it.
+# _ROOM: fraction of the free memory that an order made ahead may use. _ROW_BYTES: bytes of memory
+# per row of the order.
 _ROOM = 1 / 8
 _ROW_BYTES = 24
 

@@ -14,25 +14,25 @@ T = TypeVar("T")
 
 # Smallest speedup of the input for which an additional thread is kept.
 _WORTH = 1.03
-# Fewest items and seconds of a window that is measured.
+# Minimum number of items and seconds of a window that is measured.
 _ITEMS, _SECONDS = 16, 0.25
-# Fewest seconds after which the share of waiting is reported.
+# Minimum seconds after which the fraction of waiting is reported.
 _TOO_LITTLE_S = 0.02
-# Share of time that the consumer may wait for input before another thread is tried.
+# Fraction of time that the consumer may wait for input before another thread is tried.
 _WAIT = 0.03
 # Seconds in which all threads together may end when the loop ends; a thread may wait for a pipe.
 _PATIENCE_S = 5.0
 
 
 class Tuner:
-    """Number of threads that make items, and of items made ahead, found while running.
+    """Finds, while running, the number of threads and of items that they make ahead.
 
     If the consumer waits for input, one more thread is tried for a window of items. It is kept if
     items came faster. If the consumer does not wait, one thread less is tried in the same way. The
     order of items does not depend on the number of threads, which is kept between epochs.
 
     Attributes:
-        waited: share of the time that the consumer waited, in the latest window.
+        waited: fraction of the time that the consumer waited, in the latest window.
         rate: batches a second, in the latest window.
         in_vain: whether another thread was tried and made nothing faster.
         trials: lines about each trial and its outcome.
@@ -62,7 +62,7 @@ class Tuner:
         return self._depth is not None
 
     def depth(self, batches: int) -> int:
-        """Return the most items to make ahead, where each item holds `batches` batches.
+        """Return the maximum number of items to make ahead; each item holds `batches` batches.
 
         Large items are made fewer ahead: new items are then still in the processor's caches.
         """
@@ -70,7 +70,7 @@ class Tuner:
 
     @property
     def waited_so_far(self) -> float | None:
-        """Share of the time that the consumer waited: in the latest window, or since the start.
+        """Fraction of the time that the consumer waited: in the latest window, or since the start.
 
         None where too little time has passed.
         """

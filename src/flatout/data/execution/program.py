@@ -46,14 +46,14 @@ _QUICK_NS = 100_000
 # Nanoseconds of a run: as many batches as are made in this time are made together. Python's share
 # of the work, which threads cannot divide, is then done once for all batches of the run.
 _RUN_NS = 4_000_000
-# Most batches of a run.
+# Maximum number of batches of a run.
 _LONGEST_RUN = 16
-# Most batches that are measured to find the cost of a batch.
+# Maximum number of batches that are measured to find the cost of a batch.
 _FIRST = 5
-# Share of a batch's time spent in the user's Python code from which on processes may help.
+# Fraction of a batch's time spent in the user's Python code from which on processes may help.
 _PYTHON = 0.5
 
-# Row numbers of a batch, with the row before them first if the batch is blended; number of
+# Row indices of a batch, with the row before them first if the batch is blended; number of
 # additional rows of weight 0; epoch; step; a store that has features of some rows; turns, or None.
 Task: TypeAlias = tuple[Numbers, int, int, int, FeatureRows | None, Numbers | None]
 

@@ -34,9 +34,9 @@ import torch
 
 from flatout.data.execution.code import is_library, names_in
 
-# Most objects that are visited.
+# Maximum number of objects that are visited.
 _MOST = 10_000
-# Most items of a container that are visited.
+# Maximum number of items of a container that are visited.
 _LONGEST = 64
 _PLAIN = (bool, int, float, complex, str, bytes, np.ndarray, torch.dtype, type(None))
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)

@@ -10,8 +10,8 @@ from time import monotonic
 _CERTAIN = 2.0
 # Smallest speedup over threads for which processes are kept.
 _WORTH = 1.03
-# _BATCHES, _SECONDS: fewest batches and seconds after which processes are first compared with
-# threads. _LONGER: factor on _SECONDS for all later comparisons.
+# _BATCHES, _SECONDS: minimum number of batches and seconds after which processes are first compared
+# with threads. _LONGER: factor on _SECONDS for all later comparisons.
 _BATCHES, _SECONDS, _LONGER = 32, 1.0, 10.0
 
 
@@ -19,8 +19,8 @@ class Repay:
     """Seconds per batch, made by threads and by processes.
 
     Args:
-        start_s: most seconds that the start of processes takes: each imports the script and torch,
-            and reads the data.
+        start_s: maximum seconds that the start of processes takes: each imports the script and
+            torch, and reads the data.
 
     Attributes:
         epochs: epochs of the whole run. None where not known: the run is then expected to last as

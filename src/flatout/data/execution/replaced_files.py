@@ -16,7 +16,7 @@ from flatout.data.features.store import FeatureStore
 from flatout.data.files import File, stamp_of
 from flatout.errors import DataError
 
-# Most replaced files that one message names.
+# Maximum number of replaced files that one message names.
 _NAMED = 3
 
 

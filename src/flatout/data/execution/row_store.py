@@ -1,4 +1,4 @@
-"""Decoded rows of one length, so that the place of a row is its slot times the length.
+"""Decoded rows of one length, so that the position of a row is its slot times the length.
 
 The values of a row are next to each other, so that fetching a row takes one memory access instead
 of one for each column. Ragged values are in an arena of their own; the row holds their place and
@@ -22,7 +22,7 @@ from flatout.data.block import Block, Numbers, Ragged, Values, is_channels_last,
 from flatout.data.buffers import Buffers
 from flatout.kernels import lines
 
-# Place of a ragged row's values in an arena.
+# Position of a ragged row's values in an arena.
 PLACE = np.dtype([("start", np.int64), ("length", np.int64)])
 # Alignment of a row, in bytes.
 _ALIGNED = 8
@@ -84,7 +84,7 @@ class Arena(Protocol):
     """Values of one ragged column, in the order in which they came."""
 
     def append(self, values: npt.NDArray[Any]) -> int:
-        """Append values; return the place of the first."""
+        """Append values; return the position of the first."""
         ...
 
     def values(self) -> npt.NDArray[Any]:

@@ -1,4 +1,4 @@
-"""The rows of a source after each stage, still found by their number."""
+"""The rows of a source after each stage, still found by their index."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from flatout.data.origins import Rows
 from flatout.data.randomness import random_state, same_state, set_random_state
 from flatout.errors import DataError, FlatoutError
 
-# Most rows that one call makes during the search for a readable row.
+# Maximum number of rows that one call makes during the search for a readable row.
 _MOST_AT_ONCE = 64
 
 
 class Samples(Protocol):
-    """Rows by number, as they are after some stages. Several threads may call at once.
+    """Rows by index, as they are after some stages. Several threads may call at once.
 
     Attributes:
-        rows: number of row numbers.
+        rows: number of row indices.
         random: whether any order costs about as much as the given one.
-        name: name of the stage, for people.
+        name: name of the stage, for the user.
     """
 
     rows: int
@@ -51,7 +51,7 @@ class Samples(Protocol):
 
     @property
     def probe(self) -> int:
-        """Number of a chosen row, which shows the structure of samples."""
+        """Index of a chosen row, which shows the structure of samples."""
         ...
 
     @property
@@ -84,7 +84,7 @@ class Samples(Protocol):
         ...
 
     def where(self, number: int) -> str:
-        """Return the place of a row in the data."""
+        """Return the location of a row in the data."""
         ...
 
 
@@ -98,7 +98,7 @@ class LentRows(NamedTuple):
     Attributes:
         block: the columns that were copied, of the rows.
         whole: the columns that were not copied, of all rows.
-        places: places of the rows in `whole`, int64 of shape (rows,).
+        places: positions of the rows in `whole`, int64 of shape (rows,).
     """
 
     block: Block
@@ -227,7 +227,7 @@ class Made:
         raise NotImplementedError
 
     def where(self, number: int) -> str:
-        """Return the place of a row in the data."""
+        """Return the location of a row in the data."""
         raise NotImplementedError
 
     def _block(self, made: list[Any], numbers: Numbers) -> Block:
@@ -362,7 +362,7 @@ class Joined:
     """The rows of several sources, numbered one after the other.
 
     Attributes:
-        numbers: numbers of the chosen rows of all sources, ascending.
+        numbers: indices of the chosen rows of all sources, ascending.
     """
 
     def __init__(self, parts: list[Samples], chosen: list[Numbers]) -> None:
@@ -452,7 +452,7 @@ def _kinds(samples: Samples) -> dict[str, str]:
 
 
 def known_targets(samples: Samples) -> npt.NDArray[Any] | None:
-    """Return the targets of all rows by number, where they are known without making samples.
+    """Return the targets of all rows by index, where they are known without making samples.
 
     A cache and augmentations do not change targets; a user's function may change them.
     """

@@ -1,4 +1,4 @@
-"""Rows that come several times in an epoch. Each time is a turn, with its own random numbers."""
+"""Rows that occur several times in an epoch. Each time is a turn, with its own random numbers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ Turns: TypeAlias = int | Numbers
 """The number of the epoch; or one number per row that differs between its turns, int64 of shape
 (rows,). The number of a row's first turn is the number of the epoch."""
 
-# Difference between the numbers of two turns of a row. A run has fewer epochs than this.
+# A turn's value is epoch + _APART * (number of earlier occurrences of the row in the epoch). A run
+# has fewer epochs than _APART.
 _APART = 1 << 32
 
 
 def turns_of(order: Numbers, epoch: int) -> Numbers | None:
-    """Return the turn of each row of an epoch, or None where no row comes twice."""
+    """Return the turn of each row of an epoch, or None if no row occurs twice."""
     by_row = np.argsort(order, kind="stable")
     rows = order[by_row]
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
@@ -31,7 +32,7 @@ def turns_of(order: Numbers, epoch: int) -> Numbers | None:
 
 
 def turns_at(turns: Turns, chosen: slice | npt.NDArray[Any]) -> Turns:
-    """Return the turns of some rows, chosen by places or by a bool for each row."""
+    """Return the turns of some rows, chosen by positions or by a bool for each row."""
     return turns if isinstance(turns, int) else turns[chosen]
 
 
@@ -41,7 +42,7 @@ def turns_left(turns: Turns, numbers: Numbers, left: Numbers) -> Turns:
 
 
 def places_left(numbers: Numbers, left: Numbers) -> Numbers:
-    """Return the places, in `numbers`, of the rows that could be read, in the same order."""
+    """Return the positions, in `numbers`, of the rows that could be read, in the same order."""
     if len(left) == len(numbers):
         return np.arange(len(numbers))
     places: list[int] = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-# _DEPTH: levels of held objects that are compared. _MOST: most attributes that are compared.
+# _DEPTH: levels of held objects that are compared. _MOST: maximum number of attributes that are
+# compared.
 _DEPTH, _MOST = 4, 10_000
 _PLAIN = (bool, int, float, str, bytes, type(None))
 

@@ -18,7 +18,7 @@ from flatout.words import counted, rounded
 # a thread of the process, and a number is the number of worker processes.
 Workers: TypeAlias = int | Literal["thread"]
 
-# Share of time spent waiting for batches from which on candidates are tried.
+# Fraction of time spent waiting for batches from which on candidates are tried.
 WAIT = 0.1
 # Smallest speedup for which a candidate is kept.
 WORTH = 1.05
@@ -28,11 +28,11 @@ _BATCHES, _LONG_S, _SECONDS = 16, 4.0, 0.25
 # If a candidate's speedup is at least _CLEARLY, the window after it needs only _FEW_BATCHES
 # batches.
 _CLEARLY, _FEW_BATCHES = 1.5, 4
-# START_S: most seconds that the start of worker processes takes. CERTAIN: workers are tried only if
-# they can save this many times START_S.
+# START_S: maximum seconds that the start of worker processes takes. CERTAIN: workers are tried only
+# if they can save this many times START_S.
 START_S, CERTAIN = 2.0, 2.0
-# Fewest windows of batches left in the run for which a trial starts. The trial itself takes two
-# windows, and the batches after it must repay it.
+# Minimum number of windows of batches left in the run for which a trial starts. The trial itself
+# takes two windows, and the batches after it must repay it.
 _TRIALS_WINDOWS = 4
 # A candidate is given up within its window if it makes steps this many times slower.
 _HOPELESS = 3.0
@@ -46,7 +46,7 @@ class WorkerTrial(NamedTuple):
     Attributes:
         before_s: seconds before the trial.
         after_s: seconds in the trial.
-        floor: share by which the windows before and after the trial differed.
+        floor: fraction by which the windows before and after the trial differed.
     """
 
     before_s: float
@@ -71,7 +71,7 @@ class _Window:
 
     Attributes:
         skip: number of first batches that are not measured, since batches made ahead fill up.
-        needed: fewest batches to measure.
+        needed: minimum number of batches to measure.
         batches: batches measured so far.
         seconds: seconds of these batches.
         waited: seconds of waiting for these batches.
@@ -119,7 +119,7 @@ class WorkerTuner:
         kept: measurement of the kept workers; None where these are 0.
         plain_s: seconds from one batch to the next without workers, at the latest measurement.
         left: batches of the run that are still to come.
-        waited: share of time spent waiting in the latest window; None before the first window.
+        waited: fraction of time spent waiting in the latest window; None before the first window.
         trials: lines about each trial and its outcome.
         notes: lines for the user; the caller that shows them empties the list.
     """

@@ -13,7 +13,7 @@ from flatout.data.block import Numbers
 from flatout.data.features.room import device_room
 from flatout.data.features.row_log import RowPart
 
-# _UNKNOWN: rows for which there is memory if the number of rows is not known. _MORE: share of
+# _UNKNOWN: rows for which there is memory if the number of rows is not known. _MORE: fraction of
 # additional rows if it is known, such as for validation samples.
 _UNKNOWN, _MORE = 4096, 0.25
 

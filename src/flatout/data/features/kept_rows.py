@@ -34,7 +34,7 @@ class Opened(NamedTuple):
         log: the rows.
         name: name of the files in the cache folder.
         free: bytes that are free on disk or in memory, within the budget.
-        reason: why rows are kept on disk or in memory, for people.
+        reason: why rows are kept on disk or in memory, for the user.
     """
 
     log: RowLog
@@ -54,8 +54,8 @@ class KeptRows:
         name: name of the files: the same for the same key and form of rows, on any host.
         where: "memory" or "disk".
         free: bytes that were free there when the rows were opened, within the budget.
-        reason: why rows are kept there, for people.
-        say: prints a line for people, such as that a row is damaged.
+        reason: why rows are kept there, for the user.
+        say: prints a line for the user, such as that a row is damaged.
         say_full: prints the line that no more rows are kept; None means `say`.
         is_full: whether no more rows are kept.
     """

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-# Most batches of rows that may wait for the disk. Each is in pinned memory while it waits.
+# Maximum number of batches of rows that may wait for the disk. Each is in pinned memory while it
+# waits.
 _WAITING = 4
 
 

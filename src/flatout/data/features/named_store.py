@@ -49,7 +49,7 @@ class NamedStore(KeptRows):
         return len(self._at)
 
     def places(self, names: Sequence[bytes]) -> Numbers:
-        """Return the places of these names' rows for `get`, or -1 for names without a row.
+        """Return the positions of these names' rows for `get`, or -1 for names without a row.
 
         A row is compared with its checksum when this process first uses it. A row that differs
         counts as absent from then on, and may be put again. Rows may be from any process.

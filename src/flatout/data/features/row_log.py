@@ -122,7 +122,7 @@ class RowLog:
         return self._files.on_disk
 
     def kept(self) -> Numbers:
-        """Return the places of all rows that are not damaged."""
+        """Return the positions of all rows that are not damaged."""
         self.refresh()
         with self._lock:
             return np.flatnonzero(~self._bad[: self._count])

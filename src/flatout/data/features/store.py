@@ -13,7 +13,7 @@ from flatout.data.buffers import Buffers
 from flatout.data.features.kept_rows import KeptRows, Opened, Where, opened
 from flatout.data.features.row_log import Names, RowPart
 
-# Most damaged rows that one message names.
+# Maximum number of damaged rows that one message names.
 _NAMED = 3
 
 

@@ -29,7 +29,7 @@ _PARTS = ("fields", "ids", "rows", "counts", "seen")
 
 
 class FieldPlaces(NamedTuple):
-    """Field and shared rows of each place of a column's rows.
+    """Field and shared rows of each position of a column's rows.
 
     The arrays have one entry for all places if there is only one field.
 
@@ -49,7 +49,7 @@ class FieldPlaces(NamedTuple):
 
 
 def width_of(column: Column) -> int:
-    """Return the places of a row; 1 for a single number and for rows of different lengths."""
+    """Return the positions of a row; 1 for a single number and for rows of different lengths."""
     return column.shape[0] if column.shape else 1
 
 
@@ -82,8 +82,8 @@ class Growth(NamedTuple):
             the table has no room.
         hashed: number of ids of this training that share rows, in fields with several such rows.
         collide: `hashed` minus the number of shared rows that these ids use.
-        old_rows: earlier row numbers of the rows that are kept, int64.
-        new_rows: present row numbers of the same rows, int64.
+        old_rows: earlier row indices of the rows that are kept, int64.
+        new_rows: present row indices of the same rows, int64.
     """
 
     new: int = 0
@@ -102,7 +102,7 @@ class IdMap:
     Attributes:
         column: name of the column.
         ladder: entries of the schema about ids.
-        width: places of a row of the column.
+        width: positions of a row of the column.
         items: fields, ids and rows of all known ids, in rising order of field, then id. The row of
             an id without a row is -1.
         counts: number of times that each id occurred, int64.
@@ -140,7 +140,7 @@ class IdMap:
 
     @cached_property
     def places(self) -> FieldPlaces:
-        """Field and shared rows of each place of a row."""
+        """Field and shared rows of each position of a row."""
         return places_of(self.ladder, self.width)
 
     @cached_property

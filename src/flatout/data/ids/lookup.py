@@ -30,7 +30,7 @@ class Lookup(Protocol):
         ...
 
     def rows_of(self, ids: Numbers, out: Numbers) -> int:
-        """Write the rows of ids to `out`; return the place of the first id without one, or -1."""
+        """Write the rows of ids to `out`; return the position of the first unknown id, or -1."""
         ...
 
 
@@ -94,7 +94,7 @@ class _Lookup:
 
 
 class RowsLookup(_Lookup):
-    """Rows by number. Follows `flatout.data.origins.Rows`."""
+    """Rows by index. Follows `flatout.data.origins.Rows`."""
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """Return these rows, in this order."""
@@ -111,7 +111,7 @@ class RowsLookup(_Lookup):
         return result
 
     def where(self, number: int) -> str:
-        """Return the place of a row in the data."""
+        """Return the location of a row in the data."""
         return str(self.inner.where(number))
 
 
@@ -123,7 +123,7 @@ class ChunksLookup(_Lookup):
         return self._looked_up(self.inner.read(chunk, buffers), buffers)
 
     def where(self, number: int) -> str:
-        """Return the place of a row in the data."""
+        """Return the location of a row in the data."""
         return str(self.inner.where(number))
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flatout.data.block import Block, Ragged, Values
 from flatout.data.execution.row_store import row_bytes
 
-# Most different labels that are taken for classes.
+# Maximum number of different labels that are taken for classes.
 _MOST_CLASSES = 10_000
 _PERCENTILES = (0, 50, 90, 99, 100)
 

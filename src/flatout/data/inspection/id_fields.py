@@ -15,13 +15,14 @@ from flatout.kernels import IdNumbers, Items
 from flatout.measure import available_bytes
 from flatout.words import rounded
 
-# Most places of a column that are fields of their own. More places are those of a text or an image.
+# Maximum number of positions of a column that are fields of their own. More places are those of a
+# text or an image.
 _MOST_FIELDS = 128
 # Number of ids up to which a field gets a row for each id, without other advice.
 _FEW = 1000
-# Share of values with unknown ids from which on the advice is to hash new ids.
+# Fraction of values with unknown ids from which on the advice is to hash new ids.
 _MANY_UNKNOWN = 0.2
-# Fewest buckets that the advice names.
+# Minimum number of buckets that the advice names.
 _FEWEST_BUCKETS = 1024
 HASH = 'hash, few ids come again: vocabulary = "none"'
 """Advice for a field whose ids should share rows."""
@@ -37,10 +38,10 @@ class FieldFacts:
         ids: number of different ids.
         once: number of ids that come once.
         top: the most frequent id.
-        top_share: share of the most frequent id among the values.
+        top_share: fraction of the most frequent id among the values.
         half: number of most frequent ids that make up half of the values.
         unknown_ids: number of ids that the other data do not have; None without other data.
-        unknown_share: share of the values with such an id.
+        unknown_share: fraction of the values with such an id.
         todo: advice for the schema.
     """
 

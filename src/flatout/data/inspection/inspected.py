@@ -1,4 +1,4 @@
-"""Report on the contents of files, as data and as text for people."""
+"""Report on the contents of files, as data and as text for the user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.data.schema import Schema
 from flatout.errors import DataError, as_data_error
 from flatout.words import counted, rounded, size_words
 
-# Most classes that the headline names one by one.
+# Maximum number of classes that the headline names one by one.
 _TOLD = 6
 
 
@@ -54,7 +54,7 @@ class ColumnFacts:
 
 @dataclass(frozen=True)
 class Report:
-    """Contents of files. `str` returns a text for people.
+    """Contents of files. `str` returns a text for the user.
 
     Attributes:
         format: one of `formats.FORMATS`.
@@ -65,7 +65,7 @@ class Report:
         rows: number of good rows.
         looked_at: number of good rows that were decoded for this report.
         columns: facts about each column.
-        values_a_row: fewest and most index:value pairs of a LibSVM row; else None.
+        values_a_row: minimum and maximum number of index:value pairs of a LibSVM row; else None.
         max_id: the largest index of LibSVM, or id of an int64 column; None where there is none.
         target: name of the target; None where there is no target, or several.
         classes: number of rows of each class, by name or number; None where the target is no

@@ -20,7 +20,8 @@ from flatout.words import rounded
 
 # Rows of a batch, where the user names none and data are large.
 _BATCH = 4096
-# Fewest batches of an epoch: small data have smaller batches, as threads start again in each epoch.
+# Minimum number of batches of an epoch: small data have smaller batches, as threads start again in
+# each epoch.
 _BATCHES = 4
 # First batches that are not measured.
 _WARM = 2
@@ -48,7 +49,7 @@ class Bench:
     """Rate of an input.
 
     Attributes:
-        describe: description of the input, for people.
+        describe: description of the input, for the user.
         rows: number of rows.
         batch_size: rows of a batch.
         order: order in which rows were read, in words.

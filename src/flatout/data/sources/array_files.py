@@ -17,7 +17,7 @@ from flatout.errors import DataError
 # One array of a file, several by name, or several under names of one's own.
 Names: TypeAlias = "str | Sequence[str] | Mapping[str, str]"
 _SIGNED = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
-# The most names in a message.
+# Maximum number of names in a message.
 _TOLD = 20
 
 

@@ -19,7 +19,7 @@ def with_parts(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, A
         x: inputs, or all of the data.
         y: targets, where `x` has only inputs.
         sample_weight: one number per sample, or None.
-        share: share of the samples to hold out, from the end; 0 for none.
+        share: fraction of the samples to hold out, from the end; 0 for none.
 
     Returns:
         x and y for `as_source`, and the held-out data or None.

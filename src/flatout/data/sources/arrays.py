@@ -35,18 +35,18 @@ _READY_MADE = (
     "give as many of each; data in memory are cut by rows, and inputs that have no row for each "
     "sample (flat ids with offsets, graphs) come in batches, from a DataLoader or as a list"
 )
-# _TOGETHER: most bytes that one call gathers for several batches; they stay in the CPU's cache
-# until they are used. _MOST_TOGETHER: most batches that one call gathers.
+# _TOGETHER: maximum number of bytes that one call gathers for several batches; they stay in the
+# CPU's cache until they are used. _MOST_TOGETHER: maximum number of batches that one call gathers.
 _TOGETHER, _MOST_TOGETHER = 1 << 18, 32
 # Views, one for each batch, that one call makes.
 _VIEWS_TOGETHER = 64
-# Most bytes that one call gathers on a GPU. The number of calls decides there: the host needs as
-# long for a call as the GPU for a small kernel.
+# Maximum number of bytes that one call gathers on a GPU. The number of calls decides there: the
+# host needs as long for a call as the GPU for a small kernel.
 _TOGETHER_ON_DEVICE = 1 << 25
 
 
 class Arrays(Staged[Pipeline]):
-    """Inputs and targets in memory, not yet cut into batches. Stages can be applied to them.
+    """Inputs and targets in memory, not yet split into batches. Stages can be applied to them.
 
     Memory is shared with the given arrays, never copied (exceptions: another byte order,
     negative strides, and uint8 inputs to be scaled that are not contiguous). Dtypes do not change.
@@ -183,7 +183,7 @@ class ArraySource:
 
     Attributes:
         data: the Arrays.
-        plan: how the data are cut into batches.
+        plan: how the data are split into batches.
     """
 
     seekable = True
@@ -224,7 +224,7 @@ class ArraySource:
         return self.data.digest
 
     def describe(self) -> str:
-        """Return one line for people."""
+        """Return one line for the user."""
         return f"{self.data.describe()}, {self.plan.describe()}"
 
     def labels_range(self) -> tuple[int, int] | None:
@@ -265,7 +265,7 @@ class ArraySource:
         """Yield the parts of an epoch's batches that a rank claims, from the first unused one.
 
         Args:
-            epoch: its number.
+            epoch: index of the epoch, from 0.
             claims: claims of the rank.
         """
         order, cuts = self._order(epoch), cuts_of(self.plan, claims.parts)

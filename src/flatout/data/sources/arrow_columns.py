@@ -30,7 +30,7 @@ class BadValue(Exception):
     Attributes:
         row: row of the value.
         what: the column, and what was expected and found.
-        byte: place of the fault in the row.
+        byte: position of the fault in the row.
         do: advice for the user.
     """
 
@@ -244,7 +244,7 @@ _LARGEST_ID = 2.0**64
 _MANY = 4
 # Objects made from a schema's lists: made once, not for every batch.
 _MADE: dict[tuple[int, str], tuple[list[Any], Any]] = {}
-# Most objects in _MADE.
+# Maximum number of objects in _MADE.
 _MOST_MADE = 256
 
 

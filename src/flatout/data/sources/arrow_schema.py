@@ -37,7 +37,8 @@ ISO_TYPES = {
 
 # Name of the one input into which several columns are stacked.
 STACKED = "inputs"
-# _TOLD: most columns that a message names. _LONGEST: most characters of a column's name.
+# _TOLD: maximum number of columns that a message names. _LONGEST: maximum number of characters of a
+# column's name.
 _TOLD, _LONGEST = 8, 40
 _DTYPES = {
     "bool": "bool",

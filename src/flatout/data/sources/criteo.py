@@ -121,7 +121,7 @@ def criteo(
         buckets: without a schema, each category is taken modulo this number; 0 keeps categories.
         label: without a schema, whether lines begin with a label, as in training files.
         on_error: "fail", or "skip" bad rows.
-        max_errors: most rows to skip.
+        max_errors: maximum number of rows to skip.
 
     Raises:
         DataError: a row is bad. It names file and line, and what was expected and found.

@@ -57,7 +57,8 @@ def csv(
         schema: a Schema, the path of one in TOML, or a dict; `target`, `inputs`, `weight` and
             `unused` then change its roles.
         delimiter: character between fields; None: a tab for files that end in .tsv or .tab, else
-            the one of tab, semicolon, bar or comma that gives the first rows equally many fields.
+            the one of tab, semicolon, bar or comma that gives the first rows the same number of
+            fields.
         decimal: character before a number's fraction; None: a comma if the delimiter is another
             character and no number of the first rows has a point, else a point.
         encoding: Python's name of it, such as "cp1252"; a file that is not UTF-8 is copied into the
@@ -85,7 +86,7 @@ def csv(
         allow_nan: accept NaN and infinite values; None: False.
         on_error: "fail", or "skip" bad rows: another number of fields, text in a column of numbers,
             missing and unknown values.
-        max_errors: most rows to skip.
+        max_errors: maximum number of rows to skip.
 
     Raises:
         DataError: a row is bad. It names file and line, and what was expected and found.

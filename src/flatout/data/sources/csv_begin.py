@@ -21,9 +21,9 @@ from flatout.errors import DataError, as_data_error
 
 UNNAMED = "Unnamed: "
 BOM = b"\xef\xbb\xbf"
-# Most bytes of each file that are read to find names and types.
+# Maximum number of bytes of each file that are read to find names and types.
 SAMPLE = 1 << 20
-# Share of numbers among a column's texts from which on it holds numbers, and other texts are
+# Fraction of numbers among a column's texts from which on it holds numbers, and other texts are
 # errors.
 _MOSTLY = 0.9
 _WHOLE = r"^\s*[+-]?\d{1,18}\s*$"
@@ -38,7 +38,7 @@ class FileBegin(NamedTuple):
     Attributes:
         file: the file.
         text: the bytes.
-        rows: places of the rows in the bytes; the first may be a header.
+        rows: positions of the rows in the bytes; the first may be a header.
         first: bytes of the first row.
     """
 

@@ -87,7 +87,7 @@ class CsvChanges:
 
 
 def _zeros_before_digits(content: Bytes, delimiter: int) -> Numbers:
-    """Return places of zeros that start a longer field, and a few places that start no field."""
+    """Return positions of zeros that start a longer field, and a few places that start no field."""
     found = content[:-1] == ord("0")
     found &= content[1:] > _SLASH
     before = content[:-2] < _MINUS

@@ -30,7 +30,7 @@ from flatout.data.sources.csv_split import dialect_of, split_rows
 from flatout.data.sources.csv_text import in_one_piece, not_utf8, read_text
 from flatout.errors import DataError
 
-# Most bad rows that `look` leaves out. Each one takes another parse.
+# Maximum number of bad rows that `look` leaves out. Each one takes another parse.
 _MOST_BAD = 10
 
 

@@ -13,10 +13,10 @@ from contextlib import suppress
 from flatout.data.files import File
 from flatout.errors import as_data_error
 
-# Tried in this order. A tab, semicolon or bar that gives all rows equally many fields is almost
-# always the delimiter, but commas are frequent in numbers and texts, too.
+# Delimiters, tried in this order. A tab, semicolon or bar that gives all rows the same number of
+# fields is almost always the delimiter, but commas are frequent in numbers and texts, too.
 _DELIMITERS = ("\t", ";", "|", ",")
-# _BYTES: most bytes of a sample. _ROWS: most rows of a sample.
+# _BYTES: maximum number of bytes of a sample. _ROWS: maximum number of rows of a sample.
 _BYTES, _ROWS = 1 << 16, 64
 _NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
 _WITH_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
@@ -69,7 +69,7 @@ def fields_of(text: str, delimiter: str, quote: str) -> list[list[str]]:
 
 
 def sniff_delimiter(text: str, quote: str) -> str:
-    """Return the delimiter that gives most rows as many fields as the first, at least two."""
+    """Return the delimiter for which the most rows have as many fields as the first row (>= 2)."""
     best, most = ",", 0.0
     for sign in _DELIMITERS:
         if sign == quote:

@@ -95,7 +95,7 @@ def in_one_piece(buffer: Bytes, starts: Numbers, ends: Numbers) -> Any:
 
 
 def not_utf8(text: bytes) -> tuple[int, str]:
-    """Return the place of the first byte that is not UTF-8, and a line about it."""
+    """Return the position of the first byte that is not UTF-8, and a line about it."""
     try:
         text.decode()
     except UnicodeDecodeError as error:

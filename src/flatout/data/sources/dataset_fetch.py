@@ -34,7 +34,7 @@ class Fetch(Dataset[Any]):
     """Makes whole batches, in a worker or in the main process.
 
     A worker returns an error as a value, because torch would build another exception from the
-    traceback and lose the text for people.
+    traceback and lose the text for the user.
 
     Attributes:
         whole: makes batches at once where the result is equal; None where it is not tried.

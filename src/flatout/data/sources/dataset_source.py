@@ -31,7 +31,7 @@ class DatasetSource:
 
     Attributes:
         dataset: the user's Dataset.
-        plan: how it is cut into batches.
+        plan: how it is split into batches.
     """
 
     seekable = True
@@ -84,7 +84,7 @@ class DatasetSource:
         return name_digest(self.dataset, len(self.dataset), self.fetch.collate)
 
     def describe(self) -> str:
-        """Return one line for people."""
+        """Return one line for the user."""
         kind = type(self.dataset).__name__
         return f"{self.plan.samples:,} samples of {kind}, {self.plan.describe()}, {self.readers()}"
 

@@ -25,7 +25,7 @@ from flatout.words import size_words
 
 # Seconds without a byte after which a download fails.
 _TIMEOUT_S = 30.0
-# Most bytes that are read at a time.
+# Maximum number of bytes that are read at a time.
 _PIECE = 1 << 20
 # Seconds between two lines about the progress of a download.
 _QUIET_S = 1.0

@@ -32,7 +32,7 @@ from flatout.world import Place, place
 PipePath: TypeAlias = "str | os.PathLike[str] | TextIO"
 Presharded: TypeAlias = Literal["rank", "local_rank", "node"] | None
 
-# Most rows of text that are decoded at a time.
+# Maximum number of rows of text that are decoded at a time.
 _BLOCK_ROWS = 4096
 
 
@@ -41,8 +41,8 @@ class PipePart(NamedTuple):
 
     Attributes:
         block: the decoded rows of this reader.
-        records: number of records that the rows come from, with those of other readers.
-        ends_turn: whether another pipe is read next.
+        records: number of records that were read, including records of other readers' rows.
+        ends_turn: whether the next rows come from another pipe.
     """
 
     block: Block
@@ -135,7 +135,7 @@ class FifoStream:
         self._left.update(pipe.name for pipe in self._open)
 
     def places(self) -> list[str]:
-        """Return the places of the pipes: equal for two readers of one pipe, and only for them."""
+        """Return a text for each pipe; only two readers of the same pipe have equal texts."""
         return [f"{machine()} {_real(path)}" for path in self._paths]
 
     def _numbered(self, parts: Iterator[PipePart]) -> Iterator[Block]:
@@ -183,7 +183,7 @@ class FifoStream:
     def _rows_of(self, pipe: Pipe, policy: ErrorPolicy, buffers: Buffers) -> Iterator[PipePart]:
         decoder = decoder_of(self.schema, self._wrap, pipe.name, self._changes)
         text = getattr(decoder, "text", True)
-        # A single pipe has an endless turn.
+        # With a single pipe, reading never switches to another pipe.
         turn = left = self._turn if len(self._paths) > 1 else sys.maxsize
         rows_seen = 0
         for piece in pieces(pipe, decoder.split, text=text, longest=self._longest):
@@ -294,7 +294,7 @@ def fifo(
             all ranks of this node get the same rows. None: all ranks get the same rows. Of n ranks
             that get the same rows, each keeps every n-th row.
         on_error: "fail", or "skip" bad rows, in each pass.
-        max_errors: most rows to skip in a pass.
+        max_errors: maximum number of rows to skip in a pass.
         timeout_s: longest time without a byte; None waits forever. In both cases, a line on stderr
             names the pipe that is waited for.
         max_record_bytes: longest record; it limits the memory for reading.

@@ -1,4 +1,4 @@
-"""HDF5 files. Rows are read from the file by their number, so a file may be larger than memory."""
+"""HDF5 files. Rows are read from the file by their index, so a file may be larger than memory."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _unpacked(packed: bytes, file: Path) -> bytes:
     content, most = bytearray(), most_unpacked(len(packed))
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(packed)) as stream:
-            # read1 returns the bytes before an error, so that the place of the error is exact.
+            # read1 returns the bytes before an error, so that the position of the error is exact.
             while piece := stream.read1(_CHUNK):
                 content += piece
                 if len(content) > most:

@@ -21,7 +21,7 @@ from flatout.words import counted, size_words
 
 
 class ImageBytes:
-    """Image files by number. Follows `flatout.data.origins.Rows`.
+    """Image files by index. Follows `flatout.data.origins.Rows`.
 
     A row has `image` (the file's bytes) and `path` (the bytes of its path within the given folder).
     If there are class folders, it also has `label` (int64, the number of its class folder). The

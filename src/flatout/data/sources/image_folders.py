@@ -24,12 +24,12 @@ from flatout.data.sources.image_files import (
 from flatout.data.sources.image_header import Header
 from flatout.errors import DataError
 
-# Most skipped files that a note names.
+# Maximum number of skipped files that a note names.
 _TOLD = 3
 
 
 class ImageFolders:
-    """Image files by number. Follows `flatout.data.sources.image_rows.Images`."""
+    """Image files by index. Follows `flatout.data.sources.image_rows.Images`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ImageFolders:
 
     @property
     def keys(self) -> list[str]:
-        """Paths of the images within the given folder, by number."""
+        """Paths of the images within the given folder, by index."""
         return [entry.key for entry in self._entries]
 
     def stamps(self, numbers: Numbers | None = None) -> list[str]:

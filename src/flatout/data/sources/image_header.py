@@ -24,9 +24,9 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000")
 # Bytes that hold most headers; the rest of a file is read only if its header is longer.
 _HEAD = 4096
-# Most bytes of an image file.
+# Maximum number of bytes of an image file.
 _MOST_BYTES = 1 << 30
-# Most segments of a JPEG before its size.
+# Maximum number of segments of a JPEG before its size.
 _MOST_SEGMENTS = 4096
 # Twice Pillow's limit for a warning, which is Pillow's limit for an error.
 _MOST_PIXELS = 178_956_970

@@ -29,12 +29,12 @@ from flatout.errors import DataError
 _PIECE = 16 << 20
 # Names that `flatout data convert` gives to shards.
 _SHARD = re.compile(r"(?P<stem>.+?)-\d{5,}(-of-\d{5,})?(?P<suffix>\.[a-z]+)")
-# Upper limit for the numbers of classes.
+# Upper limit for the indices of classes.
 _MOST_CLASSES = 1 << 20
 
 
 class ImageRecords:
-    """Images by number. Follows `flatout.data.sources.image_rows.Images`.
+    """Images by index. Follows `flatout.data.sources.image_rows.Images`.
 
     A record is an Example of `image` (the bytes of an image file), `label` (one int64) and,
     optionally, `path` (the bytes of the file's path, for messages). All headers are read once, and

@@ -1,4 +1,4 @@
-"""Images by number, decoded when they are needed, for any storage."""
+"""Images by index, decoded when they are needed, for any storage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flatout.data.sources.image_header import Damaged, Header
 from flatout.errors import DataError
 from flatout.words import counted
 
-# Most classes that a description lists.
+# Maximum number of classes that a description lists.
 _TOLD = 3
 
 
@@ -61,7 +61,7 @@ class Images(Protocol):
     Attributes:
         headers: facts about each image, an array with the fields of `Header`.
         labels: each image's class, int64 of shape (images,); None without labels.
-        classes: names of the classes, by number; () without labels.
+        classes: names of the classes, by index; () without labels.
     """
 
     headers: npt.NDArray[Any]
@@ -81,7 +81,7 @@ class Images(Protocol):
         ...
 
     def where(self, number: int) -> str:
-        """Return the place of an image in its storage."""
+        """Return the location of an image in its storage."""
         ...
 
     def notes(self) -> list[str]:
@@ -90,10 +90,10 @@ class Images(Protocol):
 
 
 class ImageRows(Rows):
-    """Images by number. Follows `flatout.data.origins.Rows`.
+    """Images by index. Follows `flatout.data.origins.Rows`.
 
     Attributes:
-        classes: names of the classes, by number; () without labels.
+        classes: names of the classes, by index; () without labels.
     """
 
     random = True
@@ -103,7 +103,7 @@ class ImageRows(Rows):
         self._policy = policy
         self._changes = Changes()
         self._bad: set[int] = set()  # images that cannot be read
-        # Number, fault and place of the bad images that other ranks do not know yet.
+        # Number, fault and position of the bad images that other ranks do not know yet.
         self._new: list[tuple[int, str, str]] = []
         self.rows = len(images.headers)
         self.classes = images.classes

@@ -79,7 +79,8 @@ def images(
         records: whether the files are TFRecord shards; None means that files whose names end in
             .tfrecord, .tfrecords or .tfrec are.
         on_error: "fail", or "skip" images that cannot be read.
-        max_errors: most images to skip; for records, once when they are opened and once later.
+        max_errors: maximum number of images to skip; for records, once when they are opened and
+            once later.
         schema: a Schema, the path of one in TOML, or a dict, in place of all arguments above except
             `paths`, `records`, `on_error` and `max_errors`. Its options are `resize`, `reduced` and
             `classes`; without `resize`, images must have the size of the column.

@@ -94,7 +94,7 @@ class IterableSource:
         return self._digest()
 
     def describe(self) -> str:
-        """Return one line for people."""
+        """Return one line for the user."""
         steps = "an unknown number of" if self.steps is None else f"{self.steps:,}"
         return f"{steps} {self._name}"
 

@@ -22,7 +22,7 @@ from flatout.kernels import libsvm as kernel
 
 Layout = Literal["dense", "fixed", "ragged"]
 
-# Most features for which rows become dense vectors with a place for each feature.
+# Maximum number of features for which rows become dense vectors with a place for each feature.
 _DENSE = 1024
 # Limit of indices where the schema states no number of features. int64 can hold it plus the base.
 _NO_LIMIT = 2**62
@@ -233,7 +233,7 @@ def libsvm(
             longest row), or "ragged" (the same, padded batch by batch).
         base: without a schema, the smallest index, 0 or 1; None means 1 unless there is an index 0.
         on_error: "fail", or "skip" bad rows.
-        max_errors: most rows to skip.
+        max_errors: maximum number of rows to skip.
 
     Returns:
         a Pipeline. Labels are int64 if all are whole numbers from 0, else float32.

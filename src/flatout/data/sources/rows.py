@@ -88,7 +88,7 @@ class FolderRows(Rows):
         except (IndexError, ValueError, MemoryError) as error:
             if len(numbers) and (numbers.min() < 0 or numbers.max() >= self.rows):
                 raise
-            # Sizes were checked when the folder was opened, but not the places of ragged values.
+            # Sizes were checked when the folder was opened, but not the positions of ragged values.
             raise DataError(
                 f"a row points to values that are not there: {error}",
                 where=str(self.path),

@@ -34,7 +34,7 @@ class TableRows(Rows):
     """Rows of an Arrow table in memory. Follows `flatout.data.origins.Rows`.
 
     Args:
-        digest_bytes: most bytes that the digest reads.
+        digest_bytes: maximum number of bytes that the digest reads.
     """
 
     random = True

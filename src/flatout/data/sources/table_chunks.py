@@ -58,8 +58,8 @@ class TableFile(Protocol):
     """A file that holds a table in parts.
 
     Attributes:
-        kind: kind of the file, for people.
-        part: name of a part, for people.
+        kind: kind of the file, for the user.
+        part: name of a part, for the user.
         file: the file.
         sizes: rows of each part.
         largest: bytes of the largest part after decoding, or 0 where it is not known.

@@ -152,7 +152,7 @@ def tfrecord(
             columns, or a number by column. None makes it an error. A ragged column stays empty.
         check: compare both checksums of every record; False leaves out that of the data.
         on_error: "fail", or "skip" bad rows.
-        max_errors: most rows to skip.
+        max_errors: maximum number of rows to skip.
 
     Raises:
         DataError: a record is bad. It names file and byte, and what was expected and found.

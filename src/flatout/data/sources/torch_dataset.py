@@ -17,7 +17,7 @@ from flatout.errors import DataError
 
 
 class DatasetRows:
-    """Samples of a Dataset by number. Their structure is known once a sample was made."""
+    """Samples of a Dataset by index. Their structure is known once a sample was made."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

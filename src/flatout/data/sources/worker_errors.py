@@ -1,4 +1,4 @@
-"""Errors that end a torch DataLoader's workers, in words for people."""
+"""Errors that end a torch DataLoader's workers, in words for the user."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from flatout.words import counted, rounded
 
 # First number of the draws of classes, above the epochs for which a shuffle of the same seed draws.
 _CLASSES = 1 << 63
-# Most classes that a note names one by one.
+# Maximum number of classes that a note names one by one.
 _TOLD = 8
 
 
@@ -93,7 +93,7 @@ def balance(self: Writable[P], how: Literal["over", "under"] | int = "over", *, 
 def balanced(groups: Sequence[Numbers], each: int, seed: int) -> Order:
     """Return an order with `each` rows of every group in an epoch, in which groups take turns.
 
-    All rows of a group come equally often. Rows for a remainder are taken in a drawn order, from
+    All rows of a group come equally often. Rows for a remainder are taken in a random order, from
     where the epoch before has stopped. So the uses of two rows never differ by more than one.
     """
     turns = [group[drawn(len(group), seed, _CLASSES + at)] for at, group in enumerate(groups)]

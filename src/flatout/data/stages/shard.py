@@ -23,16 +23,17 @@ Presharded: TypeAlias = Literal["node", "local_rank", "rank"]
 
 @dataclass(frozen=True)
 class Shard(Stage):
-    """A rank's part of the data.
+    """Selects the data of one rank.
 
     Attributes:
-        rank: the rank.
+        rank: rank that reads this pipeline.
         world_size: number of ranks.
-        by: how ranks share the data: parts of each batch, whole files, or ranges of rows.
-        presharded: how the rows were split before, as the user wrote it.
-        beside: with `presharded`, the number of this rank among the ranks with the same rows,
-            and the number of these ranks.
-        steps: with `presharded`, batches in an epoch; None until the ranks have agreed.
+        by: unit in which data are divided among ranks: "batch" (a part of each batch), "files" or
+            "rows" (ranges of rows).
+        presharded: the user's statement of how the rows were divided before.
+        beside: with `presharded`, the index of this rank among the ranks with the same rows, and
+            the number of these ranks.
+        steps: with `presharded`, number of batches in an epoch; None until the ranks have agreed.
     """
 
     rank: int
@@ -120,7 +121,7 @@ class Shard(Stage):
         return numbers[len(numbers) * rank // world : len(numbers) * (rank + 1) // world]
 
     def share(self, batches: BatchSampler, plan: Plan) -> BatchSampler:
-        """Return this rank's part of each batch, or its own rows cut into all ranks' steps."""
+        """Return this rank's part of each batch, or its own rows split into all ranks' steps."""
         if not self.has_own_rows:
             return replace(batches, rank=self.rank, world_size=self.world_size)
         if not self.presharded:
@@ -157,7 +158,7 @@ def shard(
     presharded: bool | Presharded = False,
     steps: int | None = None,
 ) -> P:
-    """Take the part of one rank. All ranks make equally many steps; no sample is lost or repeated.
+    """Take the part of one rank. All ranks make equal steps; no sample is lost or repeated.
 
     A Trainer and a Loop give each rank its part of every batch by themselves. Use this stage if
     ranks should have their own samples, or for a loop without Trainer and Loop.

@@ -63,7 +63,7 @@ class Plan:
         order_seed: seed of the order of rows; None where nothing shuffles.
         options: resources that the pipeline may use.
         say: prints a line for the user.
-        numbers: numbers of the chosen rows, ascending.
+        numbers: indices of the chosen rows, ascending.
         everywhere: number of rows chosen before a rank kept only its own; None where every rank
             has all rows.
         labels: the class of each row of `numbers` where a stage needs classes; else None.
@@ -116,7 +116,7 @@ class Stage:
 
     Attributes:
         once: whether the stage may be in a pipeline only once.
-        by_number: whether the stage needs rows that can be found by number.
+        by_number: whether the stage needs rows that can be found by index.
     """
 
     once: ClassVar[bool] = False
@@ -124,7 +124,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """Short name for people, such as "shuffle" or "batch"."""
+        """Short name for the user, such as "shuffle" or "batch"."""
         return type(self).__name__.lower()
 
     def __str__(self) -> str:
@@ -156,7 +156,7 @@ class Stage:
 
     @property
     def repeats(self) -> bool:
-        """Whether a row may come several times in an epoch."""
+        """Whether a row may occur several times in an epoch."""
         return False
 
     def check(self, before: Sequence[Stage], behind: Sequence[Stage]) -> None:
