@@ -43,9 +43,11 @@ class Augmentation:
         flip: direction in which half of the images are mirrored; "both" draws each direction
             independently.
         rotate: 90 rotates by 0, 1, 2 or 3 quarter turns; None does not rotate.
-        brightness: the factor is drawn from [1 - brightness, 1 + brightness]; 0: no change.
-        contrast: the factor is drawn from [1 - contrast, 1 + contrast]; 0: no change.
-        saturation: the factor is drawn from [1 - saturation, 1 + saturation]; 0: no change.
+        brightness: the factor is drawn from 1 - brightness (at least 0) to 1 + brightness; 0: no
+            change.
+        contrast: the factor is drawn from 1 - contrast (at least 0) to 1 + contrast; 0: no change.
+        saturation: the factor is drawn from 1 - saturation (at least 0) to 1 + saturation; 0: no
+            change.
         cutout: height and width, in pixels, of a square of zeros at a random position. The square
             may be partly outside the image.
         views: number of different results that a sample can have; None: no limit.

@@ -166,7 +166,7 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes by index; None where the data have only the indices of classes."""
+        """Names of the classes by index; None where the data have only class numbers."""
         return classes_of(self.origin)
 
     @property

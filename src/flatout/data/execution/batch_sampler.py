@@ -31,11 +31,13 @@ class BatchSampler:
         order: returns the row indices of an epoch, for the epoch's index.
         last: what happens to a smaller last batch; "pad" fills it up with its own first rows, whose
             weight is then 0.
-        rank: the rank and the number of ranks; this rank reads its part of each batch.
-        even_steps: number of steps into which this rank's own rows are cut, where `samples` are
-            only this rank's rows. All ranks then make the same number of steps from different
-            indices of rows.
+        rank: rank that reads its part of each batch.
+        world_size: number of ranks that divide each batch.
+        even_steps: number of steps over which this rank's own rows are spread, if `samples` counts
+            only this rank's rows. Ranks with different numbers of rows then make the same number of
+            steps.
         shuffle: whether the order differs from 0, 1, 2, ...
+        seed: seed of the order.
         passes: number of equal parts of an epoch that each end with a separate last batch.
     """
 
@@ -52,12 +54,12 @@ class BatchSampler:
 
     @property
     def steps(self) -> int:
-        """Batches in an epoch, the same on every rank."""
+        """Number of batches in an epoch, the same on every rank."""
         return self.passes * self._pass_steps
 
     @property
     def used(self) -> int:
-        """Rows in an epoch that batches use, of all ranks."""
+        """Number of rows in an epoch that batches use, of all ranks."""
         return self.passes * self._pass_used
 
     @property

@@ -29,16 +29,16 @@ _PARTS = ("fields", "ids", "rows", "counts", "seen")
 
 
 class FieldPlaces(NamedTuple):
-    """Field and shared rows of each position of a column's rows.
+    """Field and shared table rows of each position in a column's rows.
 
-    The arrays have one entry for all places if there is only one field.
+    The arrays have one entry for all positions if the column has only one field.
 
     Attributes:
-        fields: the field of each place, int64.
-        firsts: the first row that ids of the place's field share, int64.
-        buckets: number of rows that these ids share, int64.
-        entries: for each field, the index of its entry in the ladder.
-        shared: number of rows before the first row of a single id.
+        fields: field of each position, int64.
+        firsts: first table row that ids of the position's field share, int64.
+        buckets: number of table rows that these ids share, int64.
+        entries: for each field, the index of its entry in the list of `Ids`.
+        shared: number of table rows before the first row of a single id.
     """
 
     fields: Numbers
@@ -49,12 +49,12 @@ class FieldPlaces(NamedTuple):
 
 
 def width_of(column: Column) -> int:
-    """Return the positions of a row; 1 for a single number and for rows of different lengths."""
+    """Return the number of positions in a row; 1 for single numbers and for ragged rows."""
     return column.shape[0] if column.shape else 1
 
 
 def places_of(ladder: Sequence[Ids], width: int) -> FieldPlaces:
-    """Return the fields of a column whose rows have `width` places."""
+    """Return the fields of a column whose rows have `width` positions."""
     fields = np.zeros(width, np.int64)
     entries: list[int] = []
     for number, item in enumerate(ladder):
@@ -82,8 +82,8 @@ class Growth(NamedTuple):
             the table has no room.
         hashed: number of ids of this training that share rows, in fields with several such rows.
         collide: `hashed` minus the number of shared rows that these ids use.
-        old_rows: earlier row indices of the rows that are kept, int64.
-        new_rows: present row indices of the same rows, int64.
+        old_rows: earlier indices of the table rows that stay, int64.
+        new_rows: present indices of the same table rows, int64.
     """
 
     new: int = 0
@@ -101,13 +101,13 @@ class IdMap:
 
     Attributes:
         column: name of the column.
-        ladder: entries of the schema about ids.
-        width: positions of a row of the column.
+        ladder: entries (`Ids`) of the schema about ids.
+        width: number of positions in a row of the column.
         items: fields, ids and rows of all known ids, in rising order of field, then id. The row of
             an id without a row is -1.
         counts: number of times that each id occurred, int64.
-        seen: number of the last training in which each id occurred, from 1, int64.
-        size: rows of the table.
+        seen: the last training, counted from 1, in which each id occurred, int64.
+        size: number of rows of the table.
         trainings: number of trainings whose ids were counted.
         learned_from: digest of the data of the last training.
     """
@@ -135,12 +135,12 @@ class IdMap:
         return Column(name=self.column, dtype="int64", shape=(self.width,), ids=self.ladder)
 
     def of(self, column: Column) -> IdMap:
-        """Return the same rows for the ids of another column, all of whose places are one field."""
+        """Return the same rows for the ids of another column, whose positions are one field."""
         return replace(self, column=column.name, width=width_of(column))
 
     @cached_property
     def places(self) -> FieldPlaces:
-        """Field and shared rows of each position of a row."""
+        """Field and shared table rows of each position in a row."""
         return places_of(self.ladder, self.width)
 
     @cached_property

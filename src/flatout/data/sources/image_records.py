@@ -29,7 +29,7 @@ from flatout.errors import DataError
 _PIECE = 16 << 20
 # Names that `flatout data convert` gives to shards.
 _SHARD = re.compile(r"(?P<stem>.+?)-\d{5,}(-of-\d{5,})?(?P<suffix>\.[a-z]+)")
-# Upper limit for the indices of classes.
+# Maximum class number.
 _MOST_CLASSES = 1 << 20
 
 

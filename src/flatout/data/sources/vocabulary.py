@@ -20,8 +20,8 @@ from flatout.data.sources.arrow_schema import ColumnOptions, is_text, listed
 from flatout.errors import DataError
 
 # A column is taken for names or prose, not for categories, if it has more than _FEW different texts
-# and these are more than a fraction of its rows. _SHARE: this share where all rows were read;
-# _SHARE_OF_SOME: this share where only some rows were read, since texts may repeat in later rows.
+# and these are more than a fraction of its rows. _SHARE: fraction if all rows were read;
+# _SHARE_OF_SOME: fraction if only some rows were read, since texts may repeat in later rows.
 _FEW, _SHARE, _SHARE_OF_SOME = 32, 0.5, 0.95
 _NUMBERISH = re.compile(r"[\s€$£%+-]*\d[\d\s.,'/:%€$£TZ+-]*")
 _WHOLE = re.compile(r"\s*[+-]?\d+\s*")
