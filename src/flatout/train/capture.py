@@ -53,21 +53,23 @@ from flatout.train.step import Stepper
 from flatout.words import duration
 
 KIND = "steps"
-# Niceness of the child process. BEHIND: if a CPU is left for it. BESIDE: if it shares the CPUs.
+# Niceness of the child process. BEHIND: if steps leave a CPU to the child. BESIDE: if the child
+# shares CPUs with steps.
 BEHIND, BESIDE = 19, 5
 # Seconds that the child has to end on request before it is killed.
 _END_S = 1.0
-# Steps by the graph between two comparisons with an eager step.
+# Number of steps by the graph between two comparisons with an eager step.
 _CHECK_EVERY = 1000
-# Largest difference, as a share of the change in a step, that counts as rounding. _ROUNDING: of
-# losses, buffers and states. _HALF_ROUNDING: the same under autocast. _OF_UPDATE: of weights if the
-# optimizer has state, since such an update is a quotient of two rounded values.
+# Maximum difference, as a fraction of the change in a step, that counts as rounding. _ROUNDING: for
+# losses, buffers and optimizer states. _HALF_ROUNDING: for the same values under autocast.
+# _OF_UPDATE: for weights if the optimizer has state, since such an update is a quotient of two
+# rounded values.
 _ROUNDING, _HALF_ROUNDING, _OF_UPDATE = 0.01, 0.5, 0.5
-_EPSILON = 1e-6  # difference, as a share of the values' norm (at least 1), that is always accepted
-# Most graphs that are made in a run, as settings change.
+_EPSILON = 1e-6  # always accepted difference, as a fraction of the values' norm (at least 1)
+# Maximum number of graphs that are made in a run, since each change of settings needs a new graph.
 _MOST_GRAPHS = 3
 
-# Errors that end capturing, and never the run.
+# Errors after which steps run without a graph; the run continues.
 FAILURES = (Unfit, OSError, RuntimeError)
 
 Tensors = list[torch.Tensor]
@@ -146,7 +148,7 @@ class Compiling:
 
     def _tell(self, what: bytes) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # it has ended
+        with suppress(OSError, ValueError):  # the child has ended
             self._process.stdin.write(what)
 
     def close(self) -> None:
@@ -187,7 +189,7 @@ class Program:
     """A compiled step, bound to the tensors of a run.
 
     Attributes:
-        settings: the settings that the graph was traced at.
+        settings: the settings under which the graph was traced.
         left: number of steps until the next comparison with an eager step.
     """
 
@@ -257,7 +259,7 @@ class Program:
         return tensors if len(tensors) == len(self._of_batch) else None
 
     def in_a_row(self, step: int) -> Callable[[Batch], tuple[torch.Tensor, Any] | None]:
-        """Return a function that makes steps, for use while nothing else changes the model."""
+        """Return a function that makes steps, valid while nothing else changes the model."""
         run, graph, flag = self._run, self._graph, self._places.flag
         held, scale, metrics = self._held, self._stepper.lr_scale, self._compute.metrics
         self._set_rates(step)
@@ -311,7 +313,7 @@ class Program:
         return [*tensors, *self._rates, *tensors_of(batch)]
 
     def __call__(self, batch: Batch, step: int) -> Done | None:
-        """Make a step; None where an id or label is out of range, and nothing was changed."""
+        """Make a step. Return None, with nothing changed, if an id or label is out of range."""
         start = clock()
         made = self.in_a_row(step)(batch)
         if made is None:
@@ -396,7 +398,7 @@ class Capture:
                 with self._giving_up():
                     self._advance(compute, batches, step)
             return done
-        if self.is_asked and self._waits():  # other settings are being compared
+        if self.is_asked and self._waits():  # trials of other settings are running
             return eager()
         if program.settings != self._stepper.switch.now or not program.is_current():
             self._program = self._graph = None
@@ -443,7 +445,7 @@ class Capture:
             self._note(f"compute.capture: steps run eagerly: {why}")
 
     def at_hand(self) -> Program | None:
-        """Return the compiled step if it can make the next step, else None."""
+        """Return the compiled graph if it can make the next step, else None."""
         program = self._program
         if program is None or program.left <= 0 or self._stepper.pieces > 1:
             return None

@@ -1,4 +1,4 @@
-"""Compiles a step's graph in its own process: `python -m` this, FOLDER.
+"""Compiles a step's graph in its own process: `python -m flatout.train.capture_child FOLDER`.
 
 The folder holds `graph.pt`. `step.pt2` is there once the process has ended successfully.
 

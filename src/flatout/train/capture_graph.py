@@ -33,7 +33,7 @@ from flatout.train.settings import Switch
 Tensors = list[torch.Tensor]
 Shapes = list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
 PLAIN_TYPES = (bool, int, float, str, bytes, type(None))
-# The flag of a step that changed nothing else, because an id or label is out of range.
+# Value of the bad-step flag if an id or label is out of range; the step has changed nothing else.
 STRAY = 2.0
 _HOOKS = tuple(
     name for name in vars(nn.Module()) if name.endswith("_hooks") and "state_dict" not in name
@@ -105,7 +105,7 @@ class Places(NamedTuple):
     flag: torch.Tensor
 
     def alike(self) -> list[list[str]]:
-        """Return, for each group in turn, parameters that have made equally many steps."""
+        """Return lists of parameters with the same parameter group and number of steps."""
         result: dict[tuple[int, float], list[str]] = {}
         for number, (facts, names) in enumerate(self.groups):
             counts = self.kind.states(facts)[:1] == ("step",)
@@ -120,7 +120,7 @@ class Places(NamedTuple):
         return [*self.parameters.values(), *self.others.values(), *states, self.flag]
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Places:
-        """Return the same places with other tensors."""
+        """Return these `Places` with other tensors."""
         left = iter(tensors)
         return self._replace(
             parameters={name: next(left) for name in self.parameters},
@@ -197,7 +197,8 @@ class ModuleWatch:
             own = vars(module)
             self._known += [(own, k, v) for k, v in own.items() if isinstance(v, PLAIN_TYPES)]
             self._known.append((own, "forward", own.get("forward")))
-            # A cut after frozen layers sets this; a cut after another layer is another step.
+            # A cut after frozen layers sets this attribute. With another cut, the step is a
+            # different one.
             self._known.append((own, "_call_impl", own.get("_call_impl")))
             for names in (module._modules, module._parameters, module._buffers):
                 self._known += [(names, k, v) for k, v in names.items()]
@@ -284,12 +285,12 @@ def code_of(
         )(*arguments)
     except Unfit:
         raise
-    except Exception as error:  # whatever a model's code raises for fake tensors
+    except Exception as error:  # a model's code may raise any error for fake tensors
         raise Unfit(f"it cannot be traced: {first_line(error)}") from error
     nodes = graph.graph.nodes
     if any(map(_draws, nodes)):
         raise Unfit("the model draws random numbers")
-    graph.graph.set_codegen(CodeGen())  # of flat inputs and outputs
+    graph.graph.set_codegen(CodeGen())  # flat inputs and outputs
     graph.recompile()
     constants = {n.target: getattr(graph, n.target) for n in nodes if n.op == "get_attr"}
     if not all(isinstance(value, torch.Tensor) for value in constants.values()):

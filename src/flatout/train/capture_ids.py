@@ -1,4 +1,4 @@
-"""Detects ids and labels out of range in a captured step, without reading by them.
+"""Detection of ids and labels out of range in a captured step, without using them as an index.
 
 An eager step raises an error for them. Compiled code would end in a C++ error after it has changed
 some of the weights, or on several threads end the process.
@@ -17,10 +17,11 @@ _ALONG = (torch.gather, torch.Tensor.gather, torch.index_select, torch.Tensor.in
 
 
 class Bounded(TorchFunctionMode):
-    """Replaces ids out of range by 0 in this context.
+    """Context in which ids out of range are replaced by 0.
 
     Attributes:
-        strays: for each function call, a tensor that is True if an id was out of range.
+        strays: for each call of a function that takes ids, a bool tensor that is True if an id was
+            out of range.
     """
 
     def __init__(self) -> None:

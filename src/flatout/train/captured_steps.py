@@ -1,7 +1,7 @@
-"""Captured steps in a row, with nothing but the next batch read between them.
+"""Several captured steps in a row, with no other action between two steps than reading a batch.
 
-A single step checks for changes since the step before, and calls all who watch steps. If batches
-are gathered from arrays in memory and no callback is due, nothing can have changed.
+A single step checks for changes since the previous step, and calls all Parts. If batches come from
+arrays in memory and no callback is due, nothing can have changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flatout.train.part import Step
 def captured_steps(
     loop: Loop, compute: Any, batches: Iterator[Batch], most: int, stops: Callable[[], bool]
 ) -> Batch | None:
-    """Make steps by the compiled graph, if one is loaded; return a batch that it refuses."""
+    """Make steps by the compiled graph, if it is loaded; return a batch that the graph refuses."""
     stepper, feed, tuner = loop.stepper, loop.feed, loop.tuner
     if tuner is not None:
         most = min(most, tuner.next_step - 1 - loop.step_count)

@@ -24,12 +24,14 @@ from flatout.data import code_digest, words_of
 from flatout.errors import CheckpointError
 from flatout.optim import optimizer_adapter
 
-# Fields of a group that are no options of the job, such as the choice of kernels.
+# Entries of a parameter group that are no options of the job, such as the choice of kernels.
 _RUNS = ("params", "param_names", "fused", "foreach", "capturable", "differentiable", "kind")
-# _BASES: base values that a schedule writes into a group. _SCHEDULED: all values that it writes.
+# _BASES: names of the base values that a schedule writes into a parameter group. _SCHEDULED: names
+# of all values that a schedule writes.
 _BASES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 _SCHEDULED = ("lr", "momentum", "betas", *_BASES)
-# Entries of a schedule's state that show its progress, or that repeat the groups' values.
+# Entries of a schedule's state that show its progress, or that repeat values of the parameter
+# groups.
 _PROGRESS = (
     "last_epoch", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step", "T_cur",
     "T_i", "best", "num_bad_epochs", "cooldown_counter", "verbose", "base_lrs",
@@ -52,7 +54,7 @@ class RateChanges:
     Attributes:
         taken: changes that are taken over.
         refused: changes that cannot be taken over.
-        values: new options, as (optimizer, group, name).
+        values: new values of options, by (optimizer index, parameter group index, name).
         replayed: optimizers whose schedules are stepped to the checkpoint's step.
     """
 
@@ -158,7 +160,8 @@ def _compare_options(
         skipped = _left_to_schedule(now) if scheduled else ()
         for name in {**then, **now}:
             was, is_now = then.get(name), now.get(name)
-            # A second fit in one process finds the values that the first fit has left.
+            # In a second fit of the same process, the groups have the values that the first fit has
+            # left.
             left = saved_groups[at].get("lr" if name in adapter.rate_names else name)
             if was != is_now and left is not None and is_now == _plain(left):
                 now[name] = was  # the job's original value, which the next resume compares with

@@ -27,7 +27,7 @@ _LAST_PIECES_S = 5.0
 
 
 class Checkpointing:
-    """The checkpoints in a run folder, which the first rank writes, or all ranks in pieces."""
+    """The checkpoints in a run folder, written by the first rank, or by all ranks as shards."""
 
     def __init__(self, run: str, world: World, asked: Save) -> None:
         self.run = run

@@ -1,4 +1,4 @@
-"""Checks that the data fit the model and the loss, on the first batch and after a failed step."""
+"""Checks that data fit the model and the loss, on the first batch and after a failed step."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def explained(model: nn.Module, batch: Batch) -> Iterator[None]:
 
 
 def explain_kernel(error: Exception, precision: str) -> None:
-    """Explain oneDNN's error for a half precision that this CPU has no kernel for."""
+    """Explain oneDNN's error for a half precision without a kernel for this CPU."""
     if precision != "fp32" and _NO_KERNEL in str(error):
         raise DeviceError(
             f"this CPU has no {precision} kernel for an operator of the model: {first_line(error)}",
@@ -139,7 +139,7 @@ def check_labels(
 def loss_misfit(error: Exception, loss: Loss, output: object, batch: Batch) -> DataError:
     """Return the error to raise where the loss failed with `error` on this output and batch."""
     if "device-side assert" in str(error):
-        # This process can no longer read from the GPU.
+        # After this error, the process can no longer read from the GPU.
         return DataError(
             "the GPU stopped in the loss, most likely at a label that the model has no class for",
             where=f"batch: {describe(batch)}",

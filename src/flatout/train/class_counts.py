@@ -15,7 +15,7 @@ from flatout.words import counted, rounded
 from flatout.world import World
 
 Counts: TypeAlias = dict[int, int]
-# Most classes that are listed one by one.
+# Maximum number of classes that a message lists one by one.
 _TOLD = 8
 
 

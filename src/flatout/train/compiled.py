@@ -58,7 +58,7 @@ from flatout.world import place
 
 # The number of fits of each model in this process.
 _fits_of: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-# The most parts of a tuple of data: inputs, targets and weights.
+# Maximum number of elements in a tuple of data: inputs, targets and weights.
 _MOST_PARTS = 3
 
 
@@ -126,7 +126,7 @@ class CompiledObjective(Objective):
         self._is_balanced = False
 
     def start_warm(self, source: str | Path, say: Callable[[str], None]) -> Signature | None:
-        """Remember the source: the first batch builds the optimizer, which then loads it."""
+        """Remember the warm start's source, which `build` loads after the first batch."""
         self._warm_start = source
         return None
 

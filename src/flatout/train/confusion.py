@@ -16,9 +16,9 @@ from flatout.plotting import figure_class
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Most classes of a matrix.
+# Maximum number of classes of a matrix.
 _MOST = 1000
-# Most classes for which the picture has a number in each field.
+# Maximum number of classes for which the picture has a number in each field.
 _NUMBERED = 20
 
 Matrix = list[list[int]]
@@ -59,7 +59,8 @@ class ConfusionCount:
         true = target.argmax(1) if target.shape == output.shape else target.reshape(-1).long()
         if self._counts is None:
             self._counts = torch.zeros(classes**2 + 1, dtype=torch.int64, device=output.device)
-        # Samples that do not count go into the last place, so that nothing waits for the device.
+        # Samples that do not count are added to the last bin, so that the host need not wait for
+        # the device.
         at = (true * classes + output.argmax(1)).where((true >= 0) & (true < classes), classes**2)
         self._counts.index_add_(0, at, torch.ones_like(at))
 

@@ -34,7 +34,8 @@ SHARE = 0.9
 MEMORY, TIME = "memory", "time"
 """Reasons why a child has not finished."""
 
-# Bytes of a thread's stack if no limit states the size (pthread_create(3)); little of it is used.
+# Bytes of a thread's stack if the system sets no limit (pthread_create(3)); the function uses
+# little of the stack.
 _STACK = 2 * 2**20
 
 
@@ -43,9 +44,10 @@ class Answer(NamedTuple):
 
     Attributes:
         value: the function's result, as plain data.
-        why: the reason why there is none: `MEMORY`, `TIME`, or the error in one line; "" if there
-            is a result.
-        is_told: whether the child itself has reported this; False if it ended before.
+        why: the reason why there is no result: `MEMORY`, `TIME`, or the error in one line; "" if
+            there is a result.
+        is_told: whether the child itself has reported the result or error; False if the child ended
+            without a report.
     """
 
     value: Any
@@ -108,7 +110,7 @@ def _be_child(run: Callable[[], Any], most: int | None, writes: int, parent: int
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills this
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills this
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_parent(parent)
         with suppress(OSError):  # if memory runs out, the kernel kills this process first

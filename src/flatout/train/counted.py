@@ -23,7 +23,7 @@ from flatout.train.loop import Loop
 
 
 def operator_count(loop: Loop) -> OperatorCount | None:
-    """Return a counter for the next step; None for a compiled model, which would run otherwise.
+    """Return a counter for the next step; None for compiled models, which it would run otherwise.
 
     A rank that runs only a stage gets None, too: most of its step time is outside the operators.
     """

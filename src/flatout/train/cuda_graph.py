@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: one launch in place of one launch for each kernel.
+"""Steps as CUDA graphs: a single launch in place of a launch for each kernel.
 
 A graph is recorded from a real step: the same kernels on the same numbers, with the random numbers
 that the step would have drawn. Each batch is copied to the graph's input tensors. For a small model
@@ -47,12 +47,14 @@ from flatout.train.settings import Settings
 from flatout.train.snapshot import untouched
 from flatout.train.step import Stepper
 
-# Largest numbers of graphs and of batch shapes. Graphs are kept by shapes and settings; the least
-# recently used one is dropped. Batches of further shapes run without a graph.
+# _MOST_GRAPHS: maximum number of graphs, which are kept by shapes and settings; the least recently
+# used graph is dropped. _MOST_SHAPES: maximum number of batch shapes with graphs; batches of
+# further shapes run without a graph.
 _MOST_GRAPHS = _MOST_SHAPES = 8
-# Number of changes of the model after which it is not recorded again.
+# Number of changes of the model after which its steps are not recorded again.
 _MOST_CHANGES = 3
-# Largest difference of gradients, as a share of their norm, from another order of sums.
+# Maximum difference of gradients, as a fraction of their norm, that counts as rounding by another
+# order of sums.
 _ROUNDING = 0.01
 _FAILURES = (Unfit, RuntimeError)
 
@@ -84,7 +86,7 @@ class CudaGraphs:
     def __call__(
         self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int
     ) -> Done:
-        """Make a step, by a graph if there is one."""
+        """Make a step, by a graph if it was recorded."""
         # A first step may be watched, and its operators counted.
         is_watched = hasattr(compute, "__wrapped__") or _get_current_dispatch_mode() is not None
         if self.why or is_watched:
@@ -245,7 +247,7 @@ def check_containers(model: nn.Module) -> None:
 
 
 class _Place:
-    """The stream and memory pool that all graphs share, since one graph runs at a time."""
+    """The stream and memory pool of all graphs, which never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

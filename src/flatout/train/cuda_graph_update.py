@@ -17,8 +17,8 @@ from flatout.optim import Update
 from flatout.train.step import Stepper
 
 _OTHERS = ("params", "fused", "foreach")
-# Largest number of bytes that is copied for comparison. In larger models the update is a small part
-# of a step.
+# Maximum bytes of weights and states that are copied for comparison. In larger models the update is
+# a small part of a step.
 _MOST_BYTES = 1 << 26
 
 
@@ -50,7 +50,7 @@ class RecordedUpdate:
 
     @classmethod
     def of(cls, update: Update) -> RecordedUpdate | None:
-        """Return the recorded form of an Update; None if it waits, or for a large model."""
+        """Return the recorded form of an Update; None if it waits for the device or is large."""
         part = update.parts[0]
         is_one = len(update.parts) == 1 and update.across is None and update.flag is not None
         if not is_one or part.direct is None or part.hooked():
@@ -89,7 +89,7 @@ class RecordedUpdate:
 
     @torch.no_grad()
     def share(self) -> float:
-        """Return the difference from the rehearsed update, as a share of the change in a step."""
+        """Return the difference from the rehearsed update, as a fraction of a step's change."""
         differing = changed = 0.0
         for old, wanted, now in zip(self._before, self._wanted, self._moved, strict=True):
             differing += float((now.double() - wanted.double()).norm()) ** 2

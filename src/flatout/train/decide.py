@@ -178,7 +178,7 @@ def _check_first(loop: LoopState, compute: Compute, first: list[Batch]) -> float
 
 
 def samples_of(batches: Sequence[Batch]) -> float:
-    """Return the approximate samples of a batch, divided by the ranks that share it as a copy."""
+    """Return a batch's approximate number of samples, divided by the ranks that compute it too."""
     return batches[0].size / batches[0].copies if batches else 0.0
 
 
@@ -221,7 +221,7 @@ def _decision(
         loop.say,
         planned,
         known,
-        # A worker that rejoins later decides alone.
+        # A rank that rejoins later decides alone.
         None if _has_spare_workers(loop) else loop.world,
         loop.terms,
     )
@@ -395,7 +395,7 @@ def _agree_on_pieces(loop: LoopState, compute: Compute, first: list[Batch], know
         own = loop.stepper.pieces
         if first and own == known:
             own = estimate_pieces(loop.model, compute, first[0])
-        loop.stepper.pieces = max(loop.world.gather(own))  # the most that any rank needs
+        loop.stepper.pieces = max(loop.world.gather(own))  # the maximum number that any rank needs
     return loop.stepper.pieces
 
 

@@ -1,6 +1,6 @@
-"""Data in memory that are copied to the GPU once, so that batches are gathered there.
+"""Copies of in-memory data on the GPU, from which batches are collected there.
 
-A batch that is gathered on the host costs host time and a copy in each step.
+A batch that is collected on the host costs host time and a copy in each step.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from flatout.recipe import Choice, Parity
 from flatout.words import size_words
 
 FIELD = "input.on_device"
-# Largest share that data may take. _MOST: of the device's memory. _MOST_FREE: of the memory that is
-# free for this process before the first step.
+# Maximum fraction of GPU memory that copied data may take. _MOST: of the device's memory.
+# _MOST_FREE: of the memory that is free for this process before the first step.
 _MOST, _MOST_FREE = 0.05, 0.25
 
 
@@ -41,13 +41,13 @@ def choose(asked: str, source: Source | None, device: torch.device, *, frozen: b
 
 
 def room(device: torch.device) -> int:
-    """Return the bytes of a GPU that data may take without a request."""
+    """Return the bytes of GPU memory that data may take if the user did not request copies."""
     total = torch.cuda.mem_get_info(device)[1]
     return int(min(_MOST * total, _MOST_FREE * available_on_gpu(device)))
 
 
 class DeviceData:
-    """Keeps copies of arrays on a device, as long as their sources exist.
+    """Copies of arrays on a device, kept as long as their sources exist.
 
     Attributes:
         notes: lines for the user.

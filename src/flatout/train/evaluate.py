@@ -24,8 +24,8 @@ from flatout.train.running_mean import RunningMean, mean_of
 from flatout.train.snapshot import untouched
 from flatout.train.tables import explain_ids, ids_checked, ids_checked_in_evaluation
 
-# Returns the batches that it takes, and may do something between them. The second argument is a
-# function that reads the figures after the latest batch.
+# A function that returns the batches of its first argument, and may act between two batches. Its
+# second argument is a function that reads the figures after the latest batch.
 Watched = Callable[[Iterator[Batch], Callable[[], Any]], Iterator[Batch]]
 # Number of a validation's batches that are checked before a fit.
 _BATCHES = 2
@@ -99,7 +99,7 @@ def evaluate_batches(
     source: Source | None = None,
     mean: RunningMean | None = None,
 ) -> bool:
-    """Add this rank's losses to `mean`, its metrics to `job`; return False if it is stopped."""
+    """Add this rank's losses to `mean`, its metrics to `job`; return False if stopped early."""
     mean = RunningMean() if mean is None else mean
     # Losses of Keras may communicate in each batch, and so do sharded weights.
     meets = objective.adapter.meets_in_loss or loop.meets_in_compute
@@ -110,10 +110,10 @@ def evaluate_batches(
         with checked(batch):
             value = job.compute(batch)
         if batch.is_copy:
-            pass  # another rank counts it
+            pass  # another rank counts this batch
         elif isinstance(value, tuple):
             total, weight = value
-            # Where nothing is counted, nothing is added.
+            # If no sample is counted, nothing is added.
             safe = torch.as_tensor(weight, dtype=total.dtype).clamp_min(1e-12)
             mean.add(total / safe, weight)
         else:
@@ -234,9 +234,9 @@ def train_mode(model: nn.Module) -> None:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode without gradients; restore each module's mode afterwards.
 
-    A compiled model runs uncompiled meanwhile: compiling it once more for evaluation would take
-    longer than most evaluations. It uses no_grad, because inference_mode would make tensors that a
-    model or dataset keeps (a table of positions, a cached sample) unusable in training.
+    A compiled model runs uncompiled meanwhile: compiling the model once more for evaluation would
+    take longer than most evaluations. It uses no_grad, because inference_mode would make tensors
+    that a model or dataset keeps (a table of positions, a cached sample) unusable in training.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

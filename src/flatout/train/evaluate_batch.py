@@ -20,17 +20,21 @@ from flatout.measure import TrialResult, available_bytes, finish_device, quadrup
 from flatout.train.auto_terms import TERMS
 from flatout.train.micro_batch import is_out_of_memory
 
-# _STEP: factor between two sizes that are compared. _FEWEST, _MOST: limits of the size.
+# _STEP: factor between two batch sizes that are compared. _FEWEST, _MOST: minimum and maximum batch
+# size.
 _STEP, _FEWEST, _MOST = 4, 8, 4096
-# Largest share of the free memory for all values that a forward makes.
+# Maximum fraction of the free memory for all values that a forward makes.
 _SHARE = 0.25
-# Ratio, plus three times the noise, from which a single round of four blocks is enough.
+# A single round of four blocks is enough if the ratio of times exceeds this value plus three times
+# the noise.
 _CLEAR = 1.5
-# _LEAST_GAIN: smallest gain that counts, as a share. _TOLD: smallest ratio that is reported.
+# _LEAST_GAIN: minimum gain that counts, as a fraction of the time. _TOLD: minimum ratio of times
+# that is reported.
 _LEAST_GAIN, _TOLD = 0.02, 1.1
 # Number of samples in the check whether a sample's output depends on other samples.
 _FEW = 16
-# Largest difference of outputs under autocast, as a share of the largest value.
+# Maximum difference of outputs under autocast, as a fraction of the largest value, that counts as
+# rounding.
 _HALF_ROUNDING = 0.02
 
 Run = Callable[[Batch], Any]
@@ -62,7 +66,7 @@ class EvaluateBatch:
         return latest is not None and latest.trials is not None and not latest.is_over
 
     def over(self, batches: Iterable[Batch], run: Run) -> Iterator[Batch]:
-        """Return the same samples in the same order, in batches of the size that is due."""
+        """Return the same samples in the same order, in batches of the current size."""
         iterator = iter(batches)
         first = next(iterator, None)
         if first is None:
@@ -110,16 +114,16 @@ class EvaluateBatch:
 
 
 class _Search:
-    """A search for the fastest size, starting at the given one.
+    """A search for the fastest batch size, starting at the given size.
 
     Attributes:
-        given: samples of a batch as it comes.
+        given: number of samples in a batch of the source.
         size: samples per batch in the next block.
         block: number of samples in the next block.
         spent_s: seconds of evaluation before the search began.
         trials: generator that yields the size of the next block, and is sent seconds per sample.
         compared: the measurements, as plain data.
-        is_over: whether `size` is the result.
+        is_over: whether the search has ended, with `size` as the result.
     """
 
     def __init__(self, given: int) -> None:
@@ -185,7 +189,7 @@ def _take(batches: Iterator[Batch], samples: int) -> list[Batch]:
 
 
 def rebatched(batches: list[Batch], size: int) -> Iterator[Batch]:
-    """Return the samples in batches of `size`: join batches where possible, and split larger."""
+    """Return the samples in batches of `size`: join small batches if possible, split large ones."""
     group: list[Batch] = []
     for batch in batches:
         if group and not (
@@ -238,7 +242,7 @@ def _joined(batches: list[Batch]) -> Batch:
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all values that operators return."""
+    """Context that counts the bytes of all values that operators return."""
 
     bytes: int = 0
 

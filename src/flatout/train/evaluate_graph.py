@@ -44,27 +44,30 @@ from flatout.train.evaluate_batch import are_close
 from flatout.train.forward_graph import Attributes, held_by, trace_forward
 from flatout.words import duration
 
-# _WORTH_S: fewest seconds of eager calls before compiling is considered. _FEW: fewest such calls.
+# _WORTH_S: minimum seconds of eager calls before compiling is considered. _FEW: minimum number of
+# eager calls before compiling is considered.
 _WORTH_S, _FEW = 0.5, 4
-# Fewest seconds of forward that must remain before the forward is traced.
+# Minimum expected seconds of remaining forward calls for which the forward is traced.
 _LEAST_S = 10.0
-# _COMPILE_S: estimated seconds of a compilation. _SLOWED: share of these seconds that calls lose
-# meanwhile if a CPU is left for the child. _SAVED: share of the time outside kernels that a graph
-# is expected to save.
+# _COMPILE_S: estimated seconds of a compilation. _SLOWED: fraction of these seconds that calls lose
+# meanwhile if a CPU is left for the child. _SAVED: fraction of the time outside kernels that a
+# graph is expected to save.
 _COMPILE_S, _SLOWED, _SAVED = 25.0, 0.05, 0.25
 # The expected saving in seconds must be at least this multiple of the cost.
 _REPAID = 2.0
-# _MOST_FORMS: most forms of calls that are distinguished. _MOST_GRAPHS: most forms traced.
+# _MOST_FORMS: maximum number of forms of calls (tensors of the same shapes) that are distinguished.
+# _MOST_GRAPHS: maximum number of forms that are traced.
 _MOST_FORMS, _MOST_GRAPHS = 16, 4
 # Seconds between two polls of the child.
 _ASK_S = 0.25
-# _CHECK_EVERY: calls by the graph between two comparisons with an eager call. _CHECK_AGAIN: calls
-# by the graph after which a new evaluation begins with a comparison.
+# _CHECK_EVERY: number of calls by the graph between two comparisons with an eager call.
+# _CHECK_AGAIN: number of calls by the graph after which a new evaluation begins with a comparison.
 _CHECK_EVERY, _CHECK_AGAIN = 1000, 16
-# _BLOCK_S: seconds of a trial's block. _LEAST_GAIN: smallest gain that counts. _UNCLEAR: a lost
-# trial whose upper bound of the ratio reaches this is repeated in a later process.
+# _BLOCK_S: seconds of a trial's block. _LEAST_GAIN: minimum gain that counts, as a fraction of the
+# time. _UNCLEAR: if the upper bound of a lost trial's ratio reaches this value, a later process
+# repeats the trial.
 _BLOCK_S, _LEAST_GAIN, _UNCLEAR = 0.05, 0.02, 1.05
-# Largest share of the free memory for the weights' second copy, which the child holds.
+# Maximum fraction of the free memory for the second copy of the weights, which the child holds.
 _SHARE = 0.25
 
 # Tree spec of a call whose only argument is a tensor.
@@ -162,7 +165,7 @@ class EvaluateGraph:
         return self._forms[-1]
 
     def left_s(self, form: _Form) -> float:
-        """Return the seconds that the remaining calls of a form will take if made as now.
+        """Return the seconds that the remaining calls of a form will take at the present speed.
 
         The form is expected to have the same share of the remaining samples as until now.
         """
@@ -213,7 +216,7 @@ class _Form:
         key: context, shapes and argument structure that the calls share.
         samples: number of samples of a call.
         seen: samples of all calls, except those made while input sizes were compared.
-        calls, spent_s: number of eager calls, and their seconds.
+        calls, spent_s: number of eager calls, and their total seconds.
         why: the reason why calls stay eager for good; "" while that is open.
     """
 
@@ -247,7 +250,7 @@ class _Form:
         return call() if output is ... else output
 
     def _eager(self, leaves: list[Any], call: Call) -> Any:
-        """Make an eager call, and take the next action on the way to a compiled graph."""
+        """Make an eager call, and do the next step towards a compiled graph."""
         if self._is_due:
             return self._looked_at(leaves, call)
         began = self._owner.clock()
@@ -531,7 +534,7 @@ class _Trial:
     """Blocks of eager calls (a) and calls by the graph (b), in the order A B B A.
 
     Attributes:
-        side: "a" or "b", the side of the present block.
+        side: "a" if eager calls make the present block, "b" if the graph makes it.
     """
 
     def __init__(self) -> None:

@@ -36,12 +36,12 @@ from flatout.train.named_rows import NamedRows, NamedSamples, samples_of
 from flatout.train.snapshot import untouched
 from flatout.words import counted
 
-# Fewest samples for which finding a cut takes less time than computing them.
+# Minimum number of samples for which finding a cut takes less time than computing the samples.
 _WORTH = 32
 
 
 class Chooses(Protocol):
-    """Finds a model's cuts and chooses among them; implemented in features.py."""
+    """Interface of an object that finds a model's cuts and chooses among them; see features.py."""
 
     rows: ModelRows
 
@@ -68,9 +68,9 @@ class EvaluatedFeatures:
         self._features, self._loop, self._model = features, loop, model
         self._looked, self._cuts = Cuts(), list[Cut]()
         self._forms: list[RowPart] = []  # forms of the inputs that the cuts are for
-        self._times: Counter[str] = Counter()  # number of evaluations, by content
+        self._times: Counter[str] = Counter()  # number of evaluations, by content key
         self._named: dict[str, NamedRows] = {}  # by content and cut
-        self._random: set[str] = set()  # contents whose samples never came again
+        self._random: set[str] = set()  # content keys whose samples did not repeat
         self._said: set[str] = set()
 
     @contextmanager
@@ -89,7 +89,8 @@ class EvaluatedFeatures:
         undo = cut.apply()
         try:
             if isinstance(rows, NamedRows):
-                # Continues the open iterator: a loader that starts again would draw another order.
+                # This continues the open iterator, because a loader that starts again would draw
+                # another order.
                 epoch = self._times[content_of(rows.samples)]
                 yield self._features.rows.completed_of(made, rows, cut, epoch)
             else:
@@ -109,7 +110,7 @@ class EvaluatedFeatures:
             return False
         samples = samples_of(source)
         is_random = isinstance(samples, NamedSamples) and content_of(samples) in self._random
-        if is_random and self._loop.world.size == 1:  # several ranks notice it at other times
+        if is_random and self._loop.world.size == 1:  # several ranks detect it at different times
             return False
         return not isinstance(samples, str) and (samples_of_all(source) or 0) >= _WORTH
 
@@ -168,7 +169,7 @@ class EvaluatedFeatures:
             self._say(content, f"features: kept {most} of {counted(kept[most], 'sample')}")
             return most
         times = self._times[content]
-        if times < 2 or times & (times - 1):  # measured again at each doubling
+        if times < 2 or times & (times - 1):  # measure again when `times` has doubled
             return ""
         # The data are expected to be evaluated as many times again.
         choice = self._features.choose(source, cuts, batch, times, passes=1)

@@ -21,13 +21,13 @@ TABLES = "tables: "
 
 _WIDTH = 80
 _BAR = 20
-# Columns for a trial's name; after a longer name, the figures stand on their own line.
+# Number of columns for a trial's name; after a longer name, the figures are on a line of their own.
 _NAME = 34
-# Most ranges of steps that are listed for each of the settings.
+# Maximum number of ranges of steps that are listed for each settings.
 _MOST_SPANS = 5
-# Largest accepted factor by which a lane may be faster than its limit, since counts are not exact.
+# Maximum factor by which a lane may be faster than its computed limit, since counts are not exact.
 _CONTRADICTS = 1.15
-# Fields that a roofline distinguishes, with their plain values.
+# Recipe fields that a roofline distinguishes, with their plain values.
 _KNOWN = {
     field: SETTINGS[field].plain
     for field in (
@@ -53,8 +53,8 @@ class Lane:
 
     Attributes:
         name: "forward", "backward" or "optimizer"; "step" where steps are one compiled graph.
-        took_s: seconds; 0 where no step was recorded.
-        kinds: smallest possible seconds, by kind of operator.
+        took_s: measured seconds of the lane; 0 if no step was recorded.
+        kinds: smallest possible seconds of the lane's operators, by kind of operator.
     """
 
     name: str

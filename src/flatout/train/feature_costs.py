@@ -14,10 +14,11 @@ from flatout.cache_folder import kind_folder
 from flatout.data import Pipeline, Source, device_room, disk_room, memory_room
 from flatout.measure import available_bytes, finish_device, usable_cpus
 
-# Share of the free memory that the system is expected to use for cached files.
+# Fraction of the free memory that the system is expected to use for cached files.
 _SHARE = 0.5
 _COPIED = 16 << 20
-# Rate of reading rows, as a share of the rate of a copy, since rows are also checked and gathered.
+# Rate of reading rows, as a fraction of the rate of a copy, since rows are also checked and
+# collected.
 _READ = 0.25
 
 
@@ -45,10 +46,10 @@ class Costs(NamedTuple):
     """Seconds per sample.
 
     Attributes:
-        made: to read and decode a sample.
-        prefix: of the frozen layers before a cut.
-        live: of the layers after the cut, forward and backward.
-        read: to read a row in place of making the sample and running the prefix.
+        made: seconds to read and decode a sample.
+        prefix: seconds of the frozen layers before a cut.
+        live: seconds of the layers after the cut, forward and backward.
+        read: seconds to read a row, in place of making the sample and running the prefix.
         is_beside: whether samples are made, and rows read, while the device computes. Then only the
             longer of the two times counts.
     """
@@ -61,20 +62,20 @@ class Costs(NamedTuple):
 
     @property
     def plain_s(self) -> float:
-        """Seconds where nothing is kept."""
+        """Seconds per sample if nothing is kept."""
         computed = self.prefix + self.live
         return max(self.made, computed) if self.is_beside else self.made + computed
 
     @property
     def saved_s(self) -> float:
-        """Seconds saved where a row is kept, without the cost of reading it."""
+        """Seconds saved per kept row, before the cost of reading the row."""
         if self.is_beside:
             return max(0.0, self.plain_s - max(self.read, self.live))
         return self.made + self.prefix
 
     @property
     def read_s(self) -> float:
-        """Seconds added to read, or to write, a row."""
+        """Seconds added per row that is read or written."""
         return 0.0 if self.is_beside else self.read
 
 
@@ -118,5 +119,5 @@ def disk_rate(data: bytes) -> float:
 
 
 def room(where: str) -> float:
-    """Return the bytes that a store may still use."""
+    """Return the free bytes that a store of rows may use."""
     return float(memory_room() if where == "memory" else disk_room())

@@ -44,7 +44,7 @@ from flatout.train.loop_state import LoopState
 from flatout.train.named_rows import NamedRows, NamedSamples, samples_of
 from flatout.train.settings import LIVE
 
-# Number of stores, the latest, that stay open for later evaluations.
+# Number of latest stores that stay open for later evaluations.
 _HELD = 4
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -54,7 +54,7 @@ class ModelRows:
 
     Attributes:
         model: the model that computes the features.
-        where: the place of the rows, as in `input.features`.
+        where: the requested place of the rows, as in the Recipe's `input.features`.
         contents: by source, the text that identifies its samples.
     """
 
@@ -197,7 +197,7 @@ class ModelRows:
         rows.drop()
 
     def content_of(self, source: Source, samples: Numbered) -> str:
-        """Return the identity of a source's samples; "only ..." if it holds in this run alone."""
+        """Return a source's key; "only ..." if the key is valid in this run alone."""
         if source not in self.contents:
             content = samples.content()
             if content is None:
@@ -293,7 +293,7 @@ class ModelRows:
     def completed_of(
         self, made: Iterator[Batch], rows: FeatureRows | NamedRows, cut: Cut, epoch: int
     ) -> Iterator[Batch]:
-        """Return given batches with features in place of inputs; `epoch` as in `complete`."""
+        """Return these batches with features in place of inputs; `epoch` is as in `complete`."""
         return (self.complete(self._loop.ready(batch), rows, cut, epoch) for batch in made)
 
     def _computed(self, cut: Cut, inputs: Any, samples: int, *, alone: bool) -> Features:

@@ -1,14 +1,13 @@
-"""Keeps the outputs of frozen leading layers for each sample, also for later runs.
+"""Stores the outputs of frozen leading layers for each sample, also for later runs.
 
 Once settings are decided, the model's cuts are measured and the best one is chosen
 (`frozen_choice.py`). From then on each training batch becomes `Features`. Rows that the store has
 are read; the frozen layers compute the missing rows, which are then stored. The rest of the model
 takes the features in place of its inputs.
 
-    feature_rows.py         stores, and batches that are made of their rows.
-    named_rows.py           rows of samples that have no numbers.
-    feature_costs.py        the cost to make, read and write a row.
-    evaluated_features.py   evaluations outside of a fit
+    feature_rows.py         stores, and batches that are made of their rows. named_rows.py
+    rows of samples that have no index. feature_costs.py        the cost to make, read and write a
+    row. evaluated_features.py   evaluations outside of a fit
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ from flatout.train.snapshot import untouched
 
 Rows: TypeAlias = FeatureRows | NamedRows
 
-# Steps of tuning after which the best settings known are used, if features wait for settings.
+# Number of tuning steps after which tuning ends, if features wait for the settings.
 _TUNED = 60
 # Number of samples in a measurement on a CPU.
 _MEASURED = 4
-# Number of batches that are searched for one with several samples.
+# Number of batches in which a batch with several samples is searched.
 _PEEKED = 4
 
 
@@ -88,7 +87,7 @@ class FrozenFeatures:
         self._of_source: dict[int, tuple[Source, Rows | None]] = {}
         self._decided_in = -1  # the epoch of the latest decision
         self._has_dropped = self._restarts = self._trains = False
-        self._say = loop.say  # before the first epoch no progress line would show it
+        self._say = loop.say  # before the first epoch no progress line would show notes
         self._pixels: Pipeline | None = None
         self._hindrance = ""  # the reason why no more layers can be replaced by features
         self._is_new_epoch = False
@@ -182,7 +181,7 @@ class FrozenFeatures:
         return rows if isinstance(rows, FeatureRows) else None
 
     def batch(self, batch: Batch, epoch: int) -> Batch:
-        """Return a training batch in the form that the model takes."""
+        """Return a training batch as the model takes it: with features or with inputs."""
         assert self._source is not None
         if self._is_due(epoch):
             self._decide(self._source, batch, epoch)
@@ -206,7 +205,7 @@ class FrozenFeatures:
         return self._decided_in < 0 or self._has_dropped
 
     def taken(self) -> int:
-        """Return the ns of computing features since the last call."""
+        """Return the nanoseconds spent computing features since the last call."""
         return self.rows.taken()
 
     @contextmanager

@@ -31,7 +31,7 @@ from flatout.world import World
 
 
 class KeepsFeatures(Protocol):
-    """Replaces inputs by stored features of frozen layers; implemented in features.py."""
+    """Interface for replacing inputs by stored features of frozen layers (see features.py)."""
 
     def begin(self, source: Source, part: Source, epoch: int) -> bool:
         """Start an epoch; return whether its batches must pass through this object."""
@@ -52,7 +52,7 @@ class KeepsFeatures(Protocol):
         """Return a training batch in the form that the model takes."""
 
     def taken(self) -> int:
-        """Return the ns of computing features since the last call."""
+        """Return the nanoseconds spent computing features since the last call."""
 
     def evaluated(self, source: Source, part: Source) -> AbstractContextManager[Iterator[Batch]]:
         """Yield the batches of an evaluation."""
@@ -69,8 +69,10 @@ class Feed:
         taken: number of batches of this epoch that were taken.
         device_data: keeps arrays on the device; None where they stay on the host.
         features: replaces inputs by features of frozen layers; None without features.
-        claims: the parts of batches that this rank claims; None where each rank has a fixed part.
-        lanes: times of the batches of the present step.
+        claims: assigns the next part of a batch to a rank that is ready; None if each rank has a
+            fixed part of each batch.
+        lanes: for the present step's batches, the clock at the start, and the times of fetching, of
+            copying and of waiting for other ranks, all in ns.
     """
 
     def __init__(self) -> None:
@@ -84,7 +86,7 @@ class Feed:
         self.claims: Claims | None = None
         self._lanes: Lanes | None = None
         self.lanes: Lanes = (0, 0, 0, 0)
-        self._told: set[str] = set()  # lines about skipped rows that were returned
+        self._told: set[str] = set()  # lines about skipped rows that were returned before
 
     def set_device(self, device: torch.device) -> None:
         """Move batches to this device from now on."""
@@ -171,7 +173,7 @@ class Feed:
         """Return the batch on the device, in the chosen memory format."""
         if self._copies:
             batch = batch.to(self.device, True)
-        if isinstance(batch.inputs, Features):  # they replaced inputs that were ready before
+        if isinstance(batch.inputs, Features):  # they replaced inputs that were on the device
             return batch
         if not self.channels_last:
             return self.inputs(batch)

@@ -69,7 +69,8 @@ from flatout.train.stragglers import RankTimes
 from flatout.train.waiting import waiting_words
 from flatout.world import LostRank, are_back
 
-# Seconds between two comparisons of replicas, which are made at the end of an epoch.
+# Minimum seconds between two comparisons of the ranks' weights, which are made at the end of an
+# epoch.
 _COMPARE_EVERY_S = 10.0
 # Flatout's own callbacks for display and logs, which have no state in a checkpoint.
 _SHOWS = (Progress, JsonLines, remaining.Remaining, train_job_status.TrainJobStatus)
@@ -127,8 +128,8 @@ class Fit:
         self._running = False
         self._compare_at = 0.0
         self._reported: set[str] = set()  # figures whose NaN or infinity was reported
-        # `may_take_back`: whether killed ranks may rejoin. `takes_back`: whether they do; then all
-        # ranks begin again from the checkpoint that was written for it.
+        # `may_take_back`: whether killed ranks may rejoin. `takes_back`: whether killed ranks
+        # rejoin now; then all ranks begin again from the checkpoint that was written for this.
         self.may_take_back = self.takes_back = False
         self._look_for_them_at = 0.0
 
