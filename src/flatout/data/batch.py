@@ -48,7 +48,7 @@ class Batch(NamedTuple):
     Attributes:
         inputs: input of the model: a tensor, a tuple or dict of tensors, or an object that holds
             tensors.
-        targets: the loss's targets: as `inputs`, or None.
+        targets: the loss's targets: a structure like `inputs`, or None.
         weight: weight of each sample, of shape (size,), or None.
         indices: index of each sample in the data, int64 of shape (size,) on the CPU; None where
             the source does not know it.
@@ -93,7 +93,7 @@ class Batch(NamedTuple):
         per sample, so that none is empty.
 
         Raises:
-            DataError: a jagged batch would have to be cut.
+            DataError: a jagged batch would have to be split.
         """
         if n == 1:
             return [self]
@@ -110,7 +110,7 @@ class Batch(NamedTuple):
         """Return samples `start` to `stop` of the batch, as views.
 
         Raises:
-            DataError: a jagged batch would have to be cut.
+            DataError: a jagged batch would have to be split.
         """
         if self.is_jagged:
             if start == 0 and stop >= self.size:

@@ -1,7 +1,7 @@
 """Finds the files for a user's paths: globs, lists, URLs, compressed files.
 
 A remote file is copied into a cache folder once, and so is a compressed file whose rows are found
-by their place. A copy is complete or absent, and is made again when the original changes.
+by their position. A copy is complete or absent, and is made again when the original changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Paths: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
 # Bytes that are copied at a time.
 _PIECE = 4 << 20
-# Seconds between two lines about the progress of a copy.
+# Seconds between two progress lines of a copy.
 _QUIET_S = 1.0
 # Maximum number of bytes per compressed byte. Text and records have 3 to 20; more are mostly zeros,
 # or made to fill a disk.
@@ -179,7 +179,7 @@ def unpack(paths: Paths, *, most: int) -> list[str]:
     They are decompressed into the cache, where readers of the same paths find them.
 
     Args:
-        paths: as `find` takes them.
+        paths: path, glob pattern or URL, or a list of these.
         most: maximum number of bytes of each decompressed file.
 
     Returns:

@@ -43,7 +43,7 @@ class Form(NamedTuple):
 
     Attributes:
         inputs: a Leaf, or a tuple or dict of them.
-        targets: as `inputs`, or None.
+        targets: a structure like `inputs`, or None.
         weight: a Leaf, or None.
     """
 

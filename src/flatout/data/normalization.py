@@ -28,7 +28,7 @@ class Normalization:
 
     Attributes:
         mean: mean of each channel, or one number for all, of pixels scaled to 0..1.
-        std: the same for the standard deviation.
+        std: standard deviation of each channel, or one number for all, of pixels scaled to 0..1.
     """
 
     mean: tuple[float, ...] = (0.0,)

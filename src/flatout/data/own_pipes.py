@@ -46,7 +46,7 @@ def own_pipe(
     that no row is left over. All ranks call this together.
 
     Args:
-        pipeline: the same on all ranks except for its pipe.
+        pipeline: the pipeline, equal on all ranks except for its pipe.
         rank: rank of this process.
         world_size: number of ranks.
         gather: returns the values of all ranks, by rank, for the value of this rank.
@@ -108,12 +108,12 @@ class OwnPipe:
 
     Args:
         own: result of `own_pipe`.
-        dry: gets whether this rank's pipe is at its end, and returns the number of ranks whose
-            pipes are.
+        dry: is called with whether this rank's pipe is at its end; returns the number of ranks
+            whose pipes are at their end.
         gather: returns the values of all ranks, by rank, for the value of this rank.
-        say: prints a line about rows that were left over.
+        say: prints a line about rows that no batch used.
         left_over_s: seconds for which a pipe is read after the end of the epoch, to count rows
-            that are left over and to let its writer end.
+            that no batch used and to let its writer end.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ class Pipeline(Staged["Pipeline"]):
             processes: number of processes that make batches, in place of threads. They are
                 spawned, so a script needs `if __name__ == "__main__":`, and functions have to be
                 at the top level of a module.
-            depth: batches made ahead.
+            depth: number of batches made ahead.
             memory: bytes that a cache may use.
         """
         given = {"threads": threads, "processes": processes, "depth": depth, "memory": memory}
@@ -149,7 +149,7 @@ class Pipeline(Staged["Pipeline"]):
         options = replace(self._options, **{k: v for k, v in given.items() if v is not None})
         return Pipeline(self.origin, self.stages, options, self._say)
 
-    # -- what it is --------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------
 
     @property
     def schema(self) -> Schema:
@@ -356,16 +356,15 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def samples(self) -> int | None:
-        """Samples of an epoch, over all ranks."""
+        """Number of samples of an epoch, over all ranks; None if not known."""
         return self._built.used
 
     @property
     def rows_to_cut(self) -> int | None:
-        """Samples from which batches are cut, over all ranks, with those that `last` drops.
+        """Number of samples, over all ranks, from which batches are made, with dropped samples.
 
-        They are the samples of an epoch, or of one pass where each pass ends with its own last
-        batch. None where the number is not known, as for presharded data before the ranks have
-        agreed.
+        The number counts an epoch, or one pass where each pass ends with its own last batch. None
+        where the number is not known, as for presharded data before the ranks have agreed.
         """
         if self.sharded is not None and self.sharded.presharded:
             return None
@@ -373,12 +372,12 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def steps(self) -> int | None:
-        """Batches of an epoch."""
+        """Number of batches of an epoch; None if not known."""
         return self._built.steps
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of a global batch."""
+        """Number of samples of a global batch; None without a `batch` stage."""
         batch = only(self.stages, BatchStage)
         return None if batch is None else batch.size
 
@@ -520,7 +519,7 @@ class Pipeline(Staged["Pipeline"]):
 
         Args:
             epoch: index of the epoch, from 0.
-            start_step: the first batch.
+            start_step: index of the first batch.
             features: features of some samples, which then are not made: see `Batch.kept`. Only
                 for samples that are `numbered`.
 

@@ -2,7 +2,7 @@
 
 Only Flatout's own stages move, and only where the batches stay the same:
 
-- The order of rows is a function of (seed, epoch, place), and a row is found by its index. So a
+- The order of rows is a function of (seed, epoch, position), and a row is found by its index. So a
   split, a filter or a shard chooses the same rows before and after a shuffle. The result of a
   stage for one row does not depend on the time when it runs.
 - A cache keeps samples, never their order. So it goes before shuffles and batches.
@@ -80,7 +80,7 @@ class Built:
     """Program over rows by index, and the plan it was made from.
 
     Attributes:
-        rows_to_cut: rows of all ranks from which batches are cut: rows of an epoch, or of one pass
+        rows_to_cut: rows of all ranks from which batches are made: rows of an epoch, or of one pass
             where each pass ends with its own last batch.
     """
 
@@ -108,7 +108,7 @@ class Built:
 
     @property
     def last_rows(self) -> int:
-        """Rows from which the last batch is cut."""
+        """Number of rows from which the last batch is made."""
         return self.cut.samples // self.cut.passes
 
     @property
@@ -227,7 +227,7 @@ class BuiltStream:
 
     @property
     def used(self) -> int | None:
-        """Samples of a pass, where the number is known."""
+        """Number of samples of a pass; None if not known."""
         rows = self.stream.rows
         for stage in self.stages:
             rows = stage.counted(rows)
@@ -241,7 +241,7 @@ class BuiltStream:
 
     @property
     def steps(self) -> int | None:
-        """Batches of an epoch, where the number is known."""
+        """Number of batches of an epoch; None if not known."""
         batch, shard, rows = only(self.stages, Batch), only(self.stages, Shard), self.rows_to_cut
         if shard is not None and shard.world_size > 1:
             return shard.steps  # steps of all ranks
@@ -269,7 +269,7 @@ class BuiltStream:
         )
 
     def where(self, number: int) -> None:
-        """Return None: the rows of a stream have no place."""
+        """Return None: the rows of a stream have no known location."""
 
     def notes(self) -> list[str]:
         return []

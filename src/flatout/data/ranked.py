@@ -45,7 +45,7 @@ def ranked(
 
 
 def whole_of(source: Source) -> Source:
-    """Return the source of whole batches that `ranked` has cut; another source as it is."""
+    """Return the source of whole batches that `ranked` has split; any other source unchanged."""
     return source._whole if isinstance(source, _Ranked) else source
 
 

@@ -25,12 +25,12 @@ _TOP, _LEFT, _FIRST = 16, 17, 18
 
 @dataclass(frozen=True, repr=False)
 class ResizedCrop:
-    """Parts of random area, shape and place.
+    """Parts of images with random area, shape and position.
 
     Attributes:
         size: height and width to which all parts are resized.
-        scale: least and greatest area of a part, relative to the image's.
-        ratio: least and greatest width of a part over its height; its logarithm is uniform.
+        scale: minimum and maximum area of a part, as a fraction of the image's area.
+        ratio: minimum and maximum ratio of a part's width to its height; its logarithm is uniform.
     """
 
     size: Size

@@ -56,9 +56,9 @@ class Ids(BaseModel):
         forget: number of consecutive trainings without an id after which it loses its row; None
             never removes an id.
         most: maximum number of rows of single ids. The rarest ids lose their rows. None: no limit.
-        places: positions of a row, from 0, to which this entry applies; None: all places that no
+        places: positions of a row, from 0, to which this entry applies; None: all positions that no
             other entry names.
-        by_place: whether each place is a field of its own.
+        by_place: whether each position is a field of its own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -82,7 +82,7 @@ class Column(BaseModel):
     """One column of a source.
 
     Attributes:
-        name: as the format calls it, or as the source documents it.
+        name: name of the column in the data, or as the source documents it.
         dtype: numpy's name of the dtype.
         shape: shape of one row's values; () is a single number.
         ragged: whether rows have different numbers of values; `shape` is then (). A batch pads its
@@ -165,7 +165,8 @@ class Schema(BaseModel):
 
     Attributes:
         format: the source that reads the data, such as "libsvm".
-        columns: in the order of the format. Training needs at least one column of role "input".
+        columns: columns in the order of the format. Training needs at least one column of role
+            "input".
         options: further settings of the format; each source documents its own.
     """
 

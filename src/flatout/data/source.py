@@ -31,9 +31,9 @@ class Source(Protocol):
     Attributes:
         seekable: whether a pass can start at any step without reading earlier batches.
         counted: whether `steps` is known.
-        samples: samples per epoch, or None.
-        steps: batches per epoch, or None.
-        batch_size: samples per batch, or None.
+        samples: number of samples per epoch; None if not known.
+        steps: number of batches per epoch; None if not known.
+        batch_size: number of samples per batch; None if not known.
         digest: 16 hex digits that differ for other data, for a resume to compare. Order and batch
             size do not count.
     """
@@ -50,17 +50,17 @@ class Source(Protocol):
 
     @property
     def samples(self) -> int | None:
-        """Samples per epoch, or None."""
+        """Number of samples per epoch; None if not known."""
         ...
 
     @property
     def steps(self) -> int | None:
-        """Batches per epoch, or None."""
+        """Number of batches per epoch; None if not known."""
         ...
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per batch, or None."""
+        """Number of samples per batch; None if not known."""
         ...
 
     @property
@@ -97,8 +97,8 @@ class SourceReport(Protocol):
     """Trials of how to make a source's batches, and the way that was found.
 
     Attributes:
-        settled: the kept value, as `input.workers`.
-        kept: measurement of the kept value; None if it was not measured or is 0.
+        settled: chosen value, in the form of `input.workers`.
+        kept: measurement of the chosen value; None if it was not measured or is 0.
         trials: lines about each trial and its outcome.
         notes: lines for the user; the caller that shows them empties the list.
     """
@@ -138,11 +138,11 @@ def as_source(
     A tuple is x, (x, y) or (x, y, weight), where x and y may be tuples, lists or dicts of arrays. A
     list is a list of batches, unless `y` is given. A single array or dict of arrays is x. A
     TensorDataset is handled like arrays. Sources, DataLoaders and iterables make their own batches:
-    `batch_size` must be None or equal to theirs, and the other options do not apply.
+    `batch_size` must be None or equal to their batch size. All other options are ignored.
 
     Args:
         train: inputs, or all of the data.
-        y: targets, where `train` has only inputs.
+        y: targets, if `train` has only inputs.
         batch_size: samples per batch; None means 32, or all where there are fewer.
         shuffle: whether each epoch has a new order, from (seed, epoch).
         seed: seed of the orders.

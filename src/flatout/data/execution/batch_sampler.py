@@ -103,12 +103,12 @@ class BatchSampler:
         )
 
     def places(self) -> Numbers:
-        """Return the places, in the order, of all rows that this rank uses in an epoch."""
+        """Return the positions, in the order, of all rows that this rank uses in an epoch."""
         parts = [np.arange(*self.bounds(step)) for step in range(self.steps)]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def before(self, step: int) -> int:
-        """Return the place, in the order, of the row before this rank's part of batch `step`.
+        """Return the position, in the order, of the row before this rank's part of batch `step`.
 
         The row before the first row of a global batch is the batch's last row. Where ranks have
         their own rows, it is the last row of this rank's part.

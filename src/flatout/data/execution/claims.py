@@ -61,14 +61,14 @@ class Claims:
         self.parts, self._first, self._last, self._run = parts, first, last, run
         self._found: list[tuple[int, Claim]] = []
         self._left = 0
-        # Threads that make batches ask in any order; the lock makes claims in the order of places.
+        # Threads that make batches ask in any order; the lock makes claims in ascending order.
         self._lock = Lock()
         self.used = self.passed = 0
         self._latest = -1
         self.end: int | None = None
 
     def at(self, place: int) -> Claim | None:
-        """Return this rank's claim number `place`, from 0, or None if there are no more claims."""
+        """Return this rank's claim at index `place`, or None if no more claims exist."""
         with self._lock:
             while len(self._found) <= place and self.end is None:
                 self._claim()

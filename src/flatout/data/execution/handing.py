@@ -82,7 +82,7 @@ def _at(place: _Place, mapped: mmap.mmap) -> Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a value without its tensors, and assigns a place to each tensor."""
+    """Pickles a value without its tensors, and assigns a position in the file to each tensor."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

@@ -134,7 +134,7 @@ class Tuner:
 class Ahead(Generic[T]):
     """Results of `make(first)`, ..., `make(last - 1)`, made by threads and returned in order.
 
-    An error that `make` raises comes in the place of its item.
+    An error that `make` raises comes at the position of its item.
     """
 
     def __init__(

@@ -40,11 +40,11 @@ from flatout.data.tensors import as_batch
 from flatout.errors import DataError, FlatoutError
 from flatout.words import rounded
 
-# Nanoseconds of a batch below which it is made when it is needed: to hand a batch from one thread
-# to another would take as long.
+# Nanoseconds to make a batch, below which batches are made when needed: passing a batch from one
+# thread to another would take as long.
 _QUICK_NS = 100_000
-# Nanoseconds of a run: as many batches as are made in this time are made together. Python's share
-# of the work, which threads cannot divide, is then done once for all batches of the run.
+# Nanoseconds of a run. Batches that can be made within this time are made in one call, so that
+# Python's overhead, which threads cannot divide, occurs once for all batches of the run.
 _RUN_NS = 4_000_000
 # Maximum number of batches of a run.
 _LONGEST_RUN = 16
@@ -121,7 +121,7 @@ class Maker:
     def run(self, tasks: Sequence[Task]) -> list[Batch | Exception]:
         """Return the batches of several tasks of an epoch, whose rows are read at once.
 
-        An error ends the list, in the place of its batch.
+        An error ends the list, at the position of its batch.
         """
         made: list[Batch | Exception] = []
         try:

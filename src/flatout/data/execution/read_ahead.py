@@ -32,7 +32,7 @@ _LEAST_S = 0.05
 
 
 def read_ahead(items: Iterator[T], depth: int = _DEPTH) -> Generator[T, None, None]:
-    """Yield the same items in the same order; an error comes in the place of its item."""
+    """Yield the same items in the same order; an error comes at the position of its item."""
     end = object()
 
     def following(number: int) -> T | object:
@@ -47,24 +47,24 @@ def read_ahead(items: Iterator[T], depth: int = _DEPTH) -> Generator[T, None, No
 
 
 class EpochReader:
-    """Choose between epochs if a thread, processes or the training itself make the batches.
+    """Chooses, between epochs, whether a thread, processes or the training make the batches.
 
     In the first epoch each batch is made when training asks for it. If training waited for batches,
     a thread reads the next epoch ahead, and continues if its steps took less time. If training
     still waits and processes can make the batches, processes are tried in the same way.
 
     Args:
-        workers: "auto" for this choice, "thread" for a thread if one may read, or the number of
-            processes if processes can make the batches. Otherwise the training makes them.
+        workers: "auto" for this choice, "thread" for a thread if a thread may read, or the number
+            of processes if processes can make the batches. Otherwise training makes the batches.
         maker: the object that makes the batches. Its code and attributes show whether a thread may
             read it.
         clock: returns seconds.
         most: the largest number of processes; 0 if processes cannot make the batches.
-        against: returns the reason why processes would make other batches, or an empty text.
+        against: returns the reason why processes would make different batches, or an empty text.
 
     Attributes:
-        settled: "thread", the number of processes, or 0 if the training makes the batches.
-        kept: the measurement of the choice; None if `settled` is 0 or the user has chosen.
+        settled: chosen way: "thread", the number of processes, or 0 if training makes the batches.
+        kept: measurement of the chosen way; None if `settled` is 0 or the user has chosen.
         trials: a line for each trial with its result.
         notes: lines for the user. The caller that prints them empties the list.
     """
@@ -134,13 +134,13 @@ class EpochReader:
         self._last = now
 
     def refuse(self, why: str) -> None:
-        """Note why neither a thread nor processes can read, and use none of them from now on."""
+        """Note why neither a thread nor processes can read, and let training make all batches."""
         self.trials.append(f"{self._kind}: {why}")
         self.notes.append(f"batches are read when they are asked for again: {why}")
         self.settled, self._before, self.kept, self._todo = 0, 0, None, []
 
     def ended(self, epoch: int) -> None:
-        """Judge the epoch that was just read completely."""
+        """Evaluate the epoch that was just read, and choose the way for the next epoch."""
         counted = self._batches - _NOT_COUNTED
         if counted < 1 or not self._seconds or self.is_asked:
             return

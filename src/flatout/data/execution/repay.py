@@ -26,7 +26,7 @@ class Repay:
         epochs: epochs of the whole run. None where not known: the run is then expected to last as
             long again as it has so far.
         thread_s: seconds from one batch to the next in the latest epoch, made by threads.
-        process_s: the same, made by processes, at the latest comparison.
+        process_s: seconds from one batch to the next, made by processes, at the latest comparison.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic, start_s: float = 8.0) -> None:

@@ -29,13 +29,13 @@ _ALIGNED = 8
 
 
 class Field(NamedTuple):
-    """A column's place in a row.
+    """Position and form of a column in a row.
 
     Attributes:
         name: name of the column.
         dtype: dtype of the values.
         shape: shape of one row's values; () for ragged columns too.
-        ragged: whether the row holds a place in an arena instead of values.
+        ragged: whether the row holds a position in an arena instead of values.
         offset: first byte in the row.
         width: number of bytes.
         channels_last: whether the row holds (height, width, channels) instead of `shape`.
@@ -92,7 +92,7 @@ class Arena(Protocol):
         ...
 
     def check(self, places: npt.NDArray[Any]) -> None:
-        """Check values that are about to be read, by their places."""
+        """Check values that are about to be read, by their positions."""
         ...
 
 
@@ -247,7 +247,7 @@ def _room(field: Field, rows: int, buffers: Buffers) -> npt.NDArray[Any]:
 
 
 def fetch(places: npt.NDArray[Any], arena: Arena) -> Ragged:
-    """Return the values of an arena at some places, which are of dtype PLACE."""
+    """Return the values of an arena at some positions, which are of dtype PLACE."""
     arena.check(places)
     lengths = places["length"]
     offsets = offsets_of(lengths)

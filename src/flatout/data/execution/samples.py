@@ -41,7 +41,7 @@ class Samples(Protocol):
 
     Attributes:
         rows: number of row indices.
-        random: whether any order costs about as much as the given one.
+        random: whether reading rows in any order costs about as much as in the given order.
         name: name of the stage, for the user.
     """
 

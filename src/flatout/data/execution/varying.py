@@ -1,4 +1,4 @@
-"""Decides which samples may be kept: those equal in every epoch, or with a few variants."""
+"""Decides which samples may be stored: samples equal in every epoch, or with a few variants."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def endless(samples: Samples, numbers: Numbers) -> str:
 
 
 def variant(samples: Samples, numbers: Numbers, epoch: Turns) -> Numbers:
-    """Return which of its results each sample has in an epoch, where `variants` is a number."""
+    """Return the index of each sample's result in an epoch, where `variants` is a number."""
     variants = np.zeros(len(numbers), np.int64)
     factor = 1
     while isinstance(samples, Changed):

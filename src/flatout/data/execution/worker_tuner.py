@@ -34,7 +34,7 @@ START_S, CERTAIN = 2.0, 2.0
 # Minimum number of windows of batches left in the run for which a trial starts. The trial itself
 # takes two windows, and the batches after it must repay it.
 _TRIALS_WINDOWS = 4
-# A candidate is given up within its window if it makes steps this many times slower.
+# Factor by which a candidate may slow down steps before its trial is ended early.
 _HOPELESS = 3.0
 # Consecutive windows slower than without workers, after which 0 workers are tried again.
 _PATIENCE = 2
@@ -44,8 +44,8 @@ class WorkerTrial(NamedTuple):
     """Seconds from one batch to the next, before and with the workers that are kept.
 
     Attributes:
-        before_s: seconds before the trial.
-        after_s: seconds in the trial.
+        before_s: seconds per batch before the trial.
+        after_s: seconds per batch in the trial.
         floor: fraction by which the windows before and after the trial differed.
     """
 
@@ -72,11 +72,11 @@ class _Window:
     Attributes:
         skip: number of first batches that are not measured, since batches made ahead fill up.
         needed: minimum number of batches to measure.
-        batches: batches measured so far.
+        batches: number of batches measured so far.
         seconds: seconds of these batches.
         waited: seconds of waiting for these batches.
-        in_all: batches so far, with the skipped ones.
-        in_all_s: seconds of all these batches.
+        in_all: number of batches so far, including skipped batches.
+        in_all_s: seconds of these batches.
     """
 
     skip: int
@@ -115,10 +115,10 @@ class WorkerTuner:
 
     Attributes:
         workers: workers that make the next batches.
-        settled: workers that are kept outside trials.
-        kept: measurement of the kept workers; None where these are 0.
+        settled: workers that are used outside trials.
+        kept: measurement of these workers; None if they are 0.
         plain_s: seconds from one batch to the next without workers, at the latest measurement.
-        left: batches of the run that are still to come.
+        left: number of batches that remain in the run.
         waited: fraction of time spent waiting in the latest window; None before the first window.
         trials: lines about each trial and its outcome.
         notes: lines for the user; the caller that shows them empties the list.

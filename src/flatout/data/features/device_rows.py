@@ -19,7 +19,7 @@ _UNKNOWN, _MORE = 4096, 0.25
 
 
 class DeviceRows:
-    """Rows on a device, by their places in a log. Rows without memory there are left out.
+    """Rows on a device, by their positions in a log, as far as the device has memory.
 
     Memory is allocated when the first row is put. Several threads may call at once, on streams that
     wait for the device's default stream.
@@ -31,7 +31,7 @@ class DeviceRows:
         self._parts, self._device, self._share = parts, device, share
         self._wanted = self._most = int(expected * (1 + _MORE)) or _UNKNOWN
         self._tables: list[torch.Tensor] | None = None
-        # place on the device by place in the log; -1 without a row
+        # position of each row on the device, by its position in the log; -1 for rows not on it
         self._at = np.empty(0, np.int64)
         self._count = 0
         self._lock = RLock()
@@ -57,7 +57,7 @@ class DeviceRows:
             self._at[places[new]] = at
 
     def take(self, places: Numbers) -> list[torch.Tensor] | None:
-        """Return these rows, a tensor on the device per part, or None if a row is not there."""
+        """Return these rows, one tensor per part, or None if a row is not on the device."""
         with self._lock, torch.inference_mode(False):
             at = self._at_of(places)
             if self._tables is None or (at < 0).any():

@@ -51,13 +51,14 @@ class KeptRows:
     each finds the rows that others have written.
 
     Attributes:
-        name: name of the files: the same for the same key and form of rows, on any host.
+        name: name of the files. It depends only on the key and the form of rows.
         where: "memory" or "disk".
-        free: bytes that were free there when the rows were opened, within the budget.
-        reason: why rows are kept there, for the user.
+        free: bytes that were free in memory or on disk when the rows were opened, within the
+            budget.
+        reason: why rows are kept in memory or on disk, for the user.
         say: prints a line for the user, such as that a row is damaged.
         say_full: prints the line that no more rows are kept; None means `say`.
-        is_full: whether no more rows are kept.
+        is_full: whether the store accepts no more rows.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -79,12 +80,12 @@ class KeptRows:
 
     @property
     def kept(self) -> int:
-        """Number of rows."""
+        """Number of stored rows."""
         raise NotImplementedError
 
     @property
     def bytes(self) -> int:
-        """Bytes of these rows."""
+        """Bytes of the stored rows."""
         return self.kept * self._log.stride
 
     def lie_on(
@@ -191,7 +192,7 @@ class KeptRows:
         self._later.wait()
 
     def flush(self) -> None:
-        """Make rows on disk last through a power cut; they survive a kill without this."""
+        """Flush rows to disk, so that they survive a power failure, and not only a kill."""
         self.wait()
         if self.where == "disk":
             self._log.flush()

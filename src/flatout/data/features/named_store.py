@@ -74,7 +74,7 @@ class NamedStore(KeptRows):
         return places
 
     def get(self, places: Numbers, buffers: Buffers | None = None) -> list[torch.Tensor]:
-        """Return the rows at places that `places` returned.
+        """Return the rows at positions that `places` returned.
 
         Returns:
             a tensor for each part of a row, of shape (count, ...), in this order: on the CPU, or on

@@ -75,7 +75,7 @@ class Files(NamedTuple):
 
 
 class RowLog:
-    """Rows by place. Several threads and processes may call at once.
+    """Rows by position. Several threads and processes may call at once.
 
     Attributes:
         stride: bytes of a row.
@@ -128,7 +128,7 @@ class RowLog:
             return np.flatnonzero(~self._bad[: self._count])
 
     def refresh(self) -> Numbers:
-        """Find rows that any process has kept since the last call, and return their places."""
+        """Find rows that any process has kept since the last call, and return their positions."""
         with self._lock:
             known = self._count
             size = os.fstat(self._files.log).st_size // RECORD.itemsize
@@ -223,7 +223,7 @@ class RowLog:
                 os.close(held)
 
     def append(self, names: Names, values: Sequence[torch.Tensor]) -> Numbers:
-        """Append rows, within `alone` and after a `refresh`; return their places."""
+        """Append rows, within `alone` and after a `refresh`; return their positions."""
         packed = self._packed(len(names), values)
         records = np.empty(len(names), RECORD)
         records["name"] = names

@@ -56,7 +56,7 @@ class IdCounts:
             self.numbers.add(ids, np.array([number]), items.numbers[own])
 
     def items(self) -> Items:
-        """Return fields, ids and counts, in rising order of field, then id."""
+        """Return fields, ids and counts, in ascending order of field, then id."""
         return self.numbers.items()
 
 

@@ -78,8 +78,8 @@ class Growth(NamedTuple):
     Attributes:
         new: number of ids that got a row.
         gone: number of ids that lost their row.
-        waiting: number of ids of this training without a row, since they occurred too seldom or
-            the table has no room.
+        waiting: number of ids of this training without a row, since an id occurred too seldom or
+            the table is full.
         hashed: number of ids of this training that share rows, in fields with several such rows.
         collide: `hashed` minus the number of shared rows that these ids use.
         old_rows: earlier indices of the table rows that stay, int64.
@@ -103,8 +103,8 @@ class IdMap:
         column: name of the column.
         ladder: entries (`Ids`) of the schema about ids.
         width: number of positions in a row of the column.
-        items: fields, ids and rows of all known ids, in rising order of field, then id. The row of
-            an id without a row is -1.
+        items: fields, ids and rows of all known ids, in ascending order of field, then id. The row
+            of an id without a row is -1.
         counts: number of times that each id occurred, int64.
         seen: the last training, counted from 1, in which each id occurred, int64.
         size: number of rows of the table.
@@ -161,7 +161,7 @@ class IdMap:
         """Write the rows of ids, C-contiguous int64 of shape (rows, width) or (values,).
 
         Returns:
-            place in the flat ids of the first id without a row, or -1.
+            position, in the flat ids, of the first id without a row; -1 if all ids have a row.
         """
         fields, firsts, buckets, _, _ = self.places
         if len(fields) == 1:
@@ -353,7 +353,7 @@ class IdMap:
 
 
 class _KnownIds(NamedTuple):
-    """Known ids, in rising order of field, then id; int64 of shape (ids,) each."""
+    """Known ids, in ascending order of field, then id; int64 of shape (ids,) each."""
 
     fields: Numbers
     ids: Numbers

@@ -15,8 +15,8 @@ from flatout.kernels import IdNumbers, Items
 from flatout.measure import available_bytes
 from flatout.words import rounded
 
-# Maximum number of positions of a column that are fields of their own. More places are those of a
-# text or an image.
+# Maximum number of positions of a column that are fields of their own. Columns with more positions
+# are those of a text or an image.
 _MOST_FIELDS = 128
 # Number of ids up to which a field gets a row for each id, without other advice.
 _FEW = 1000
@@ -33,15 +33,15 @@ class FieldFacts:
     """The ids of one field.
 
     Attributes:
-        name: the column, with the place in its rows where each place is a field: "ids[3]".
-        values: number of values, in which an id may come several times.
+        name: name of the column; with the position, such as "ids[3]", if each position is a field.
+        values: number of values, in which an id may occur several times.
         ids: number of different ids.
-        once: number of ids that come once.
+        once: number of ids that occur once.
         top: the most frequent id.
-        top_share: fraction of the most frequent id among the values.
+        top_share: fraction of values that are the most frequent id.
         half: number of most frequent ids that make up half of the values.
         unknown_ids: number of ids that the other data do not have; None without other data.
-        unknown_share: fraction of the values with such an id.
+        unknown_share: fraction of values whose id the other data do not have.
         todo: advice for the schema.
     """
 
@@ -58,7 +58,7 @@ class FieldFacts:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Name, ids, share that come once, top id, ids in half of the values, unknown, advice."""
+        """Texts of name, ids, ids that occur once, top id, `half`, unknown ids, and advice."""
         unknown = ""
         if self.unknown_share is not None:
             unknown = _share(self.unknown_share)

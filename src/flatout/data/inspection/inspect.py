@@ -53,13 +53,14 @@ def inspect(
     as in Parquet, the report ends at the first bad row.
 
     Args:
-        paths: as `files.find` takes them, or folders of images or rows.
+        paths: path, glob pattern or URL, or a list of these, or folders of images or rows.
         format: one of `formats.FORMATS`; None guesses.
         against: data of another day in the same format, such as the day before. The report then
             states, for each field, the ids that these data do not have. Texts are left out, since
             each file numbers them by itself.
         progress: show progress on standard error, from the second second on.
-        **options: of the format's function, such as `delimiter=";"` or `target="price"` of CSV.
+        **options: options of the format's function, such as `delimiter=";"` or `target="price"` of
+            CSV.
 
     Raises:
         DataError: there are no such files, their format is not known, it has no such option, no

@@ -21,11 +21,11 @@ class ColumnFacts:
     """Facts about one column.
 
     Attributes:
-        name: its name.
+        name: name of the column.
         kind: dtype and shape, in words.
-        role: its role in the schema.
-        low: the smallest value in it; None where it has no values.
-        high: the largest value in it; None where it has no values.
+        role: role of the column in the schema.
+        low: smallest value of the column; None without values.
+        high: largest value of the column; None without values.
         lengths: percentiles of the rows' lengths, where rows are ragged.
     """
 
@@ -60,7 +60,7 @@ class Report:
         format: one of `formats.FORMATS`.
         files: number of files.
         bytes: size of the files as stored.
-        packed: number of files that are compressed by gzip or the like.
+        packed: number of compressed files.
         unpacked_bytes: size of all files after decompression.
         rows: number of good rows.
         looked_at: number of good rows that were decoded for this report.

@@ -107,7 +107,7 @@ def bench(
     one. Bad rows are skipped, where the format can.
 
     Args:
-        paths: as `files.find` takes them, or folders of images or rows.
+        paths: path, glob pattern or URL, or a list of these, or folders of images or rows.
         format: one of `formats.FORMATS`; None means the format of the schema, or guesses.
         schema: a Schema, the path of one in TOML, or a dict.
         batch_size: rows of a batch; None means 4096, or a quarter of small data.

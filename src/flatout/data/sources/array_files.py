@@ -53,7 +53,8 @@ def npz(
     """Rows of arrays in npz archives, held in memory; dtypes are those of `npy`.
 
     Args:
-        paths: as `files.find` takes them; several archives follow each other, row after row.
+        paths: path, glob pattern or URL, or a list of these; several archives follow each other,
+            row after row.
         inputs: an array's name in the archive, or a list of them, or a dict of them by the names
             that they are to have.
         targets: as `inputs`; None where there is no target.

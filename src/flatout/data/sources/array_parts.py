@@ -1,4 +1,4 @@
-"""Arrays in parts: inputs, targets and weights, and a share that is held out for validation."""
+"""Arrays in parts: inputs, targets and weights, and a fraction that is held out for validation."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def with_parts(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, A
         x and y for `as_source`, and the held-out data or None.
 
     Raises:
-        DataError: weights or a share are given for data that are no arrays, weights are given
-            twice, or a share leaves a part without samples.
+        DataError: weights or a fraction are given for data that are no arrays, weights are given
+            twice, or a fraction leaves a part without samples.
     """
     if sample_weight is None and not share:
         return x, y, None
@@ -41,7 +41,7 @@ def with_parts(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, A
 
 
 def split_validation(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any]:
-    """Return samples for training, and the share at the end for validation, as Keras does.
+    """Return samples for training, and the fraction at the end for validation, as Keras does.
 
     Raises:
         DataError: the data are not arrays, or a part would be empty.

@@ -53,7 +53,7 @@ class Arrays(Staged[Pipeline]):
 
     Args:
         inputs: a tensor or numpy array with one row per sample, or a tuple, list or dict of them.
-        targets: as `inputs`, or None.
+        targets: a structure like `inputs`, or None.
         weight: one number per sample, of shape (samples,), or None.
         scale: makes uint8 inputs float32 as `value * scale + shift`, batch by batch; in memory
             they stay uint8.
@@ -61,7 +61,7 @@ class Arrays(Staged[Pipeline]):
 
     Attributes:
         inputs: tensor, or tuple or dict of tensors.
-        targets: as `inputs`, or None.
+        targets: a structure like `inputs`, or None.
         weight: tensor or None.
         samples: number of samples.
         device: device of all the tensors.

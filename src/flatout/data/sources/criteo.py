@@ -116,7 +116,7 @@ def criteo(
     (26,), from hexadecimal numbers, 0 if missing). The target is `label`, float32.
 
     Args:
-        paths: as `files.find` takes them.
+        paths: path, glob pattern or URL, or a list of these.
         schema: a Schema, the path of one in TOML, or a dict; for other dtypes, counts or defaults.
         buckets: without a schema, each category is taken modulo this number; 0 keeps categories.
         label: without a schema, whether lines begin with a label, as in training files.

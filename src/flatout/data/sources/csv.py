@@ -48,7 +48,7 @@ def csv(
     The pipeline's notes state findings that a user may not expect.
 
     Args:
-        paths: as `files.find` takes them. All files have the same columns.
+        paths: path, glob pattern or URL, or a list of these. All files have the same columns.
         target: the target's column, or a list of them; None where there is none.
         inputs: the input's column, or a list of them; None means all that have no other role.
         weight: the column of sample weights.

@@ -47,7 +47,8 @@ def hdf5(
     Dtypes are those of `npy`.
 
     Args:
-        paths: as `files.find` takes them; several files follow each other, row after row.
+        paths: path, glob pattern or URL, or a list of these; several files follow each other, row
+            after row.
         inputs: a dataset's name, such as "x" or "train/images", or a list of them, or a dict of
             them by the names that they are to have.
         targets: as `inputs`; None where there is no target.

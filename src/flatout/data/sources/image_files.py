@@ -44,7 +44,7 @@ HEADER = np.dtype(
         ("check", np.uint32),
     ]
 )
-# Returns the bytes of an image, for its place among the requested images.
+# Returns the bytes of an image, for its position among the requested images.
 Content: TypeAlias = Callable[[int], bytes | memoryview]
 
 

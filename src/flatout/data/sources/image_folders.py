@@ -68,7 +68,7 @@ class ImageFolders:
         return [f"{entry.key}\n{stamp_of(entry.path)}" for entry in entries]
 
     def contents(self, numbers: Numbers, buffers: Buffers) -> Content:
-        """Return a function from the place in `numbers` to the image's bytes, which it reads."""
+        """Return a function from the position in `numbers` to the image's bytes, which it reads."""
         return lambda place: self.content(int(numbers[place]))
 
     def content(self, number: int) -> bytes:

@@ -86,7 +86,7 @@ class ImageRecords:
         return self._records.digest
 
     def contents(self, numbers: Numbers, buffers: Buffers) -> Content:
-        """Read all these images, and return a function from the place in `numbers` to the bytes."""
+        """Read all these images; return a function from the position in `numbers` to the bytes."""
         return _each(self._records.take(numbers, buffers).columns["image"])
 
     def where(self, number: int) -> str:

@@ -74,7 +74,7 @@ class Images(Protocol):
         ...
 
     def contents(self, numbers: Numbers, buffers: Buffers) -> Content:
-        """Return a function from the place in `numbers` to the image's bytes.
+        """Return a function from the position in `numbers` to the image's bytes.
 
         The function raises `Damaged` for an image that has changed.
         """

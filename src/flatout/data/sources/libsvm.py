@@ -22,7 +22,7 @@ from flatout.kernels import libsvm as kernel
 
 Layout = Literal["dense", "fixed", "ragged"]
 
-# Maximum number of features for which rows become dense vectors with a place for each feature.
+# Maximum number of features for which rows become dense vectors with one position for each feature.
 _DENSE = 1024
 # Limit of indices where the schema states no number of features. int64 can hold it plus the base.
 _NO_LIMIT = 2**62
@@ -35,8 +35,8 @@ _ANY_WIDTH = 2**31 - 1
 class LibsvmDecoder:
     """Decoder of LibSVM text.
 
-    The schema's columns are `label`, perhaps `qid`, and either `features` (float32, a place for
-    each feature) or `ids` and `values` (fixed or ragged). Its options are `base` (the smallest
+    The schema's columns are `label`, perhaps `qid`, and either `features` (float32, one position
+    for each feature) or `ids` and `values` (fixed or ragged). Its options are `base` (the smallest
     index, 0 or 1, which is subtracted from all) and `features` (the number of features). If the
     schema states rows for ids, nothing is subtracted.
     """
@@ -226,7 +226,7 @@ def libsvm(
     training and validation data: `libsvm(test, schema=train.schema)`.
 
     Args:
-        paths: as `files.find` takes them.
+        paths: path, glob pattern or URL, or a list of these.
         schema: a Schema, the path of one in TOML, or a dict.
         layout: without a schema, the form of rows: "dense" (float32 of shape (features,), the
             default up to 1,024 features), "fixed" (`ids` int64 and `values` float32, padded to the

@@ -35,7 +35,7 @@ def parquet(
     inputs are a dict of tensors by column.
 
     Args:
-        paths: as `files.find` takes them.
+        paths: path, glob pattern or URL, or a list of these.
         target: as for `csv`, like `inputs`, `weight`, `schema`, `categories` and `skip_text`.
         unused: columns to leave out.
         default: value that replaces a missing value, in all columns or by column; None makes a

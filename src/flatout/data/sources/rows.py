@@ -109,7 +109,7 @@ class FolderRows(Rows):
 
     def _lengths(self) -> Iterator[Numbers]:
         for field in self._fields.values():
-            if field.ragged:  # the row holds the place and the number of the values
+            if field.ragged:  # the row holds the position and the number of the values
                 yield self._column(field._replace(dtype=np.dtype(np.int64)))[:, 1]
 
     def _column(self, field: Field) -> npt.NDArray[Any]:

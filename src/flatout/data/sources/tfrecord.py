@@ -145,7 +145,7 @@ def tfrecord(
     feature `target`, or one with a name such as label, target, y, class or click.
 
     Args:
-        paths: as `files.find` takes them.
+        paths: path, glob pattern or URL, or a list of these.
         schema: a Schema, the path of one in TOML, or a dict.
         target: without a schema, the name of the target.
         default: without a schema, the value of a feature that a record lacks: one number for all

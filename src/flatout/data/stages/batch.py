@@ -1,4 +1,4 @@
-"""batch: cut samples into batches."""
+"""batch: split samples into batches."""
 
 from __future__ import annotations
 
