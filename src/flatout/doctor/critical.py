@@ -56,7 +56,7 @@ class Critical:
 
     Attributes:
         lanes: names of the lanes in measure.LANES.
-        ms: milliseconds per step.
+        ms: milliseconds per step in these lanes.
         share: share of the time of all lanes, including the lanes between steps.
         words: description of the lanes, and the duration of steps without them if measured.
         where: file:line of the user's code; "" if unknown.
@@ -76,7 +76,7 @@ class Critical:
 
 
 def critical(ranks: Sequence[Observation]) -> Critical | None:
-    """Return the part that the steps wait for most; None if no lane was measured."""
+    """Return the part of the steps that takes the most time; None if no lane was measured."""
     if len(ranks) == 1 and (limit := _of_gpu(ranks[0])) is not None:
         return limit
     slowest = _straggler(ranks)
@@ -121,7 +121,7 @@ def _of_gpu(rank: Observation) -> Critical | None:
 
 def _kernel(name: str) -> str:
     plain = re.sub(r"<.*|\(.*", "", name.removeprefix("void ")).rpartition("::")[2]
-    if _OF_TEMPLATE.fullmatch(plain):  # the first template argument distinguishes them
+    if _OF_TEMPLATE.fullmatch(plain):  # the first template argument distinguishes such kernels
         plain = re.split(r"[<>,( ]", name.partition("<")[2])[0].rpartition("::")[2]
     return plain[:_KERNEL] + ("..." if len(plain) > _KERNEL else "")
 
@@ -244,7 +244,7 @@ def _input(device: str, rank: Observation) -> tuple[str, Site | None]:
 
 
 def dearest_line(rank: Observation, lanes: Sequence[str]) -> Line | None:
-    """Return the user's line that takes most of the first of these lanes.
+    """Return the user's line that takes most of the time of the first lane in `lanes`.
 
     None if no line takes much of that lane. Lanes forward and backward give a line of forward,
     since backward is a single call.

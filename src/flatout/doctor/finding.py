@@ -44,14 +44,16 @@ class Finding:
         name: name of the check, the same in every run, such as "threads". A check of a script
             gets its name where it is registered.
         where: file:line of the user's code.
-        cost_ms: most milliseconds per step that the cure can save; None if unknown.
+        cost_ms: maximum milliseconds per step that the cure can save; None if unknown.
         is_estimate: `cost_ms` is an estimate, not a bound: a cure can save more.
-        takes: resources other than time that the problem takes, such as "12 GB/h" of a disk.
-            These are reported however little time the problem takes; "" for none.
-        parity: parity of the cure, in the four words; "" if it changes no result.
+        takes: resources other than time that the problem takes, such as "12 GB/h" of a disk. A
+            problem with such resources is reported however little time it takes; "" for none.
+        parity: parity of the cure's results with the plain results, as a value of Parity; "" if the
+            cure changes no result.
         recipe: the cure as changes of a Recipe, by dotted name; empty if code must change.
         edits: the cure as changes of the user's code; empty if none can be written automatically.
-        proven: the measured ratio of times and its interval, [low, mid, high]; None before a trial.
+        proven: measured ratio of step times without and with the cure, and its interval, as [low,
+            mid, high]; None before a trial.
     """
 
     kind: Kind

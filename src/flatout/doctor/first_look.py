@@ -43,18 +43,20 @@ class FirstLook:
     """The result of an observed run.
 
     Attributes:
-        observations: observations of the ranks that reported any; may be empty.
+        observations: Observations of the ranks that wrote one; may be empty.
         exit_code: exit code of the script; below 0 for the signal that killed it; None if this
             process ended it.
-        output: last lines of the output, empty if they were shown already.
-        seconds: duration of the run.
-        interrupted_by: number of the signal, such as Ctrl-C's, that this process got; None if none.
+        output: last lines of the script's output; empty if these lines were printed already.
+        seconds: seconds that the run took.
+        interrupted_by: number of the signal that interrupted this process, such as Ctrl-C's; None
+            without a signal.
         held: how the script was contained: "overlay", "landlock" or "python"; "" in place.
         lacks: actions of the script that nothing contains here, as in trials.process.Process.
-        uncontained: why the script could not be contained here; "" if it was, or had not to be.
+        uncontained: reason why the script could not be contained here; "" if it was contained, or
+            ran in place on request.
         refused: attempts that were not allowed: {"kind", "what", "where"}.
-        opened: mode and path of each opened path, in order, if asked for. The mode is "read",
-            "written" or "listed".
+        opened: mode and path of each opened path, in order; empty unless requested. The mode is
+            "read", "written" or "listed".
     """
 
     observations: list[Observation]
@@ -86,11 +88,11 @@ def first_look(
 ) -> FirstLook:
     """Run a script as `python` would, with its standard input closed, and observe it.
 
-    The script is contained as in a trial: it writes to a scratch folder that is deleted
-    afterwards, and cannot send anything over the network. Unless `steps` are given, lanes are then
-    taken out of its steps for a while, which shows the most that a cure of each lane can save. If
-    the first epoch has not ended by then, epochs are made to end early, which shows what comes
-    after them.
+    The script is contained as in a trial: it writes to a scratch folder that is deleted afterwards,
+    and cannot send anything over the network. Unless `steps` are given, lanes are then left out of
+    some of its steps, which shows the maximum time that a cure of each lane can save. If the first
+    epoch has not ended by then, epochs are made to end early, which shows the work that follows an
+    epoch.
 
     Call this from the main thread, in which Python handles signals.
     """

@@ -34,8 +34,8 @@ class Verdict:
         observations: one per rank, in order, with missing facts filled in from this machine.
         environment: facts by name: the machine, Python, torch.
         critical: the part that steps wait for most; None if no step was observed.
-        findings: dangers first, notes last, each kind by the most that a cure can save, then by
-            name. None of them is proven.
+        findings: dangers first, notes last; within a kind by the maximum time that a cure can save,
+            then by name. No finding is proven yet.
         passed: names of checks that found nothing.
         unknown: names of checks that could not run, each with the reason.
     """

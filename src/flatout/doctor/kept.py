@@ -41,8 +41,8 @@ class KeptFile:
 
     Attributes:
         kind: one of KINDS.
-        path: its path.
-        bytes: size on the disk.
+        path: path of the file or folder.
+        bytes: bytes on the disk.
         is_used: True if a living process uses it.
     """
 

@@ -21,16 +21,16 @@ from flatout.doctor.finding import Finding
 from flatout.kernels import INSTALL
 from flatout.words import counted, memory_words
 
-# Least free disk space in bytes, for caches, checkpoints and logs of a job.
+# Minimum free disk space in bytes, for caches, checkpoints and logs of a job.
 _SMALL_DISK = 2 * 2**30
-# Least share of free memory. With less, the kernel may kill a job or swap.
+# Minimum share of free memory. With less, the kernel may kill a job or swap.
 _SMALL_MEMORY = 0.1
 # Oldest version of torch that Flatout supports.
 _OLDEST_TORCH = (2, 11)
 # Variables that libraries set for their own use, and users do not set for speed.
 _NOT_MEANT = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
 
-# Advice that the checks of scripts give too.
+# Advice about KMP_ variables, which the checks of scripts give too.
 KMP_DO = "use OMP_PROC_BIND and OMP_PLACES, or preload libiomp5"
 SHM_DO = "start the container with --shm-size=4g or --ipc=host, or use num_workers=0"
 

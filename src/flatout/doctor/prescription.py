@@ -20,14 +20,16 @@ class Proof:
         words: the cure in a few words, such as "workers 0 to 6".
         recipe: the cure as changes of a Recipe, by dotted name.
         edits: the cure as changes of the user's code.
-        outcome: the verdict on the cure.
+        outcome: the verdict on the cure, such as "prescribed" or "left alone".
         reason: why the cure is not prescribed, and when it would pay.
         trial: ratio of the unchanged script's time to the time with the cure; None if not tried.
-        parity: one of the four words.
+        parity: a value of Parity, such as "bit-identical" or "redrawn".
         loss: difference between the losses of the same steps, in words; "" if there are no losses.
-        same_batches: True if both sides read the same samples in the same order; None if unknown.
-        setup_s: one-time seconds of the cure, such as for compiling.
-        repays_after: steps until `setup_s` is saved; None if there is no setup, or never.
+        same_batches: True if the runs without and with the cure read the same samples in the same
+            order; None if unknown.
+        setup_s: one-time seconds that the cure takes, such as for compiling.
+        repays_after: number of steps until the cure has saved `setup_s`; None if there is no setup,
+            or the cure never saves as much.
         held: how the trial was contained: "overlay", "landlock" or "python".
         rests_on: the time that the cure was judged by: "wall time", or "CPU time" on a machine
             that is too busy for wall time.
@@ -54,18 +56,20 @@ class Prescription:
     """Results of all trials of one script.
 
     Attributes:
-        proofs: one per cure, in the order of the trials; also of cures that were not tried.
+        proofs: one Proof per cure, in the order of the trials, including cures that were not tried.
         together: proof of all prescribed cures together; None if none is prescribed.
         floor: largest distance from 1 that the ratio of the script to itself may have here.
-        noise: cause of noise that hides small wins; "" if the machine was quiet enough.
-        seconds: duration of the trials.
-        run_steps: steps of the user's whole run; None if unknown.
+        noise: cause of the noise that hides small wins, in words; "" if the machine was quiet
+            enough.
+        seconds: seconds that the trials took.
+        run_steps: number of steps of the user's whole run; None if unknown.
         before_s, after_s: seconds of the user's whole run without and with the prescribed cures,
             including warm-up and setup; None if unknown.
-        step_before_s, step_after_s: seconds of a step, with its share of evaluation and saving;
-            None if nothing is prescribed.
+        step_before_s, step_after_s: seconds of a step without and with the prescribed cures,
+            including its part of evaluation and saving; None if nothing is prescribed.
         refused: actions that the trials did not allow the script: {"kind", "what", "where"}.
-        stopped: why no trial was made, or why trials were stopped; "" if all were made.
+        stopped: reason why no trial was made, or why trials were stopped; "" if all trials were
+            made.
     """
 
     proofs: list[Proof] = field(default_factory=list)

@@ -3,7 +3,8 @@
     1  itself     The script against itself, for the noise and to see if its losses repeat. Noise
                   may come from memory that is returned to the system and allocated again in some
                   steps. Then later trials are measured with that memory kept.
-    2  alone      Each cure against the unchanged script, with several counts of workers or threads.
+    2  alone      Each cure against the unchanged script, with several numbers of workers or
+    threads.
     3  added      Cures that did not win alone, on top of those that did: bf16 alone may be slower
                   while bf16 with channels_last is three times faster. Also cures of problems that
                   another cure causes, such as memory allocated again in each step. A cure that
@@ -43,23 +44,25 @@ from flatout.errors import FlatoutError
 from flatout.measure import TrialResult
 from flatout.recipe import Parity
 
-# Shares of the budget. _ITSELF: for the script against itself; _KEPT: reserved for the last trials.
-# The script against itself gets at least _ITSELF_S seconds, but at most the share _ITSELF_MOST.
+# Shares of the time budget. _ITSELF: for the trial of the script against itself; _KEPT: reserved
+# for the last trials. The trial of the script against itself gets at least _ITSELF_S seconds, but
+# at most the share _ITSELF_MOST of the remaining time.
 _ITSELF, _KEPT = 0.25, 0.25
 _ITSELF_S, _ITSELF_MOST = 30.0, 1 / 3
 # Noise of the script against itself. _NOISY: from this noise on, its cause is reported.
 # _LOUD: from this noise on, each win has to exceed it, not only the noise of its own trial.
 _NOISY, _LOUD = 0.2, 0.4
-# Noisy scripts get blocks longer by the factor noise / _CALM, at most _LONGEST.
+# Noisy scripts get longer blocks, by the factor noise / _CALM but at most by the factor _LONGEST.
 _CALM, _LONGEST = 0.1, 4.0
-# The last trial, whose result is promised. _LAST_PAIRS, _MOST_LAST_PAIRS: minimum number of and, if
-# time allows, most quadruples of blocks. _PRECISION: largest width of its interval. _PACE_S:
-# seconds of warm-up of each side before a block counts. _LIVES: number of processes that each side
-# starts.
+# Limits of the last trial, whose result is promised. _LAST_PAIRS: minimum number of times that
+# blocks A B B A run; _MOST_LAST_PAIRS: maximum number, if time allows. _PRECISION: largest width of
+# the result's interval. _PACE_S: seconds that each side warms up before its block counts. _LIVES:
+# number of processes that each side starts, one after another.
 _LAST_PAIRS, _MOST_LAST_PAIRS, _PRECISION, _PACE_S, _LIVES = 4, 16, 0.04, 1.0, 5
-# Least distance from 1 with which a ratio of CPU times counts as a win.
+# Smallest distance from 1 at which a ratio of CPU times counts as a win.
 _LEAST_CPU_FLOOR = 0.02
-# A variant with fewer workers or threads is preferred if its ratio is at least this share.
+# A cure with fewer workers or threads is preferred if its ratio is at least this share of the best
+# ratio.
 _AS_GOOD = 0.98
 
 
@@ -69,7 +72,7 @@ class _Stopped(Exception):
 
 @dataclass(frozen=True)
 class _Tried:
-    """A cure, its proof, and the measurements of its trial."""
+    """A cure, its Proof, and the measurements of its trial."""
 
     cure: Cure
     proof: Proof
@@ -171,7 +174,7 @@ class Proving:
             self._told(f"  A/A noise ±{self._floor:.1%}, so cures are tried beside that")
             self._alone(plain, kept, remaining=len(cures))
             alone = self._tried.pop(kept.names, None)
-            if alone is None:  # no time was left for it
+            if alone is None:  # no time was left for this trial
                 return []
             chosen = self._chosen(base, [cure for cure in cures if cure is not kept])
         for names, tried in self._tried.items():
@@ -232,7 +235,7 @@ class Proving:
         if spare < needed:
             if self._tried or left < needed:
                 self._untried[cure.names] = _untried(cure, "no time was left for it")
-            else:  # time for one trial only, which has to be the last one too
+            else:  # there is time for one trial only, so it is also the last
                 self._tried[cure.names] = self._try(plain, cure, left, min_pairs=_LAST_PAIRS)
             return
         share = spare / (remaining + len(cure.others))
@@ -242,7 +245,7 @@ class Proving:
             tried = [self._try(plain, cure.by_edits, max(share, self._bench.needed_s))]
         self._tried[cure.names] = tried[0]
         for other in cure.others:
-            # Trials of the other cures come before trials of this cure's other values.
+            # All other cures are tried before this cure is tried with other values.
             spare = self._bench.left_s - max(self._kept_s, remaining * self._bench.needed_s)
             if spare > self._bench.needed_s:
                 tried.append(self._try(plain, other, max(share, self._bench.needed_s)))

@@ -2,8 +2,8 @@
 
     prove(widened(verdict), what, budget_s=600)
 
-searches for the best Recipe over all these settings and all findings: each setting alone, then
-added to those that win, then all together, measured again.
+searches for the best Recipe over all these settings and all findings: each setting alone, then each
+added to the settings that win, then all together, measured again.
 """
 
 from __future__ import annotations

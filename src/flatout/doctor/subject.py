@@ -25,9 +25,10 @@ class Subject(Protocol):
 
     Attributes:
         printed: the file that holds its output.
-        code: its exit code, -N if signal N ended it; None until known.
+        code: the script's exit code, -N if signal N ended it; None until known.
         held: how its file access is contained: "overlay", "landlock" or "python"; "" in place.
-        lacks: actions of the script that nothing contains here, as in Process; empty in place.
+        lacks: actions of the script that nothing contains here, as in trials.process.Process; empty
+            in place.
     """
 
     printed: Path

@@ -4,7 +4,7 @@
 
 Each seed runs the script twice to its end, contained as in a trial: as it is, and with all
 prescribed cures. Compared are the mean losses over the last 5% of the steps, since a script's own
-printed metrics cannot be interpreted. Compared are also the times until such a mean reached a
+printed metrics cannot be interpreted. Also compared are the times until such a mean reached a
 target. The seeds initialize the random generators. A script that seeds itself runs the same each
 time, which is detected and reported.
 """
@@ -39,7 +39,7 @@ class WholeRun:
     Attributes:
         loss: mean loss over the last steps.
         steps: number of steps.
-        seconds: time from start to end.
+        seconds: seconds from start to end.
         to_target_s: seconds from start until the loss reached the target; None if it never did.
     """
 
@@ -55,8 +55,9 @@ class Verified:
 
     Attributes:
         pairs: for each seed, the run of the script as it is, and the run with the cures.
-        stopped: why not all seeds were run; "" if they were.
-        target: a loss to reach; None for the higher final loss of each pair, which both reach.
+        stopped: why not all seeds were run; "" if all were run.
+        target: loss for which times are compared; None for the higher final loss of each pair,
+            which both runs reach.
     """
 
     pairs: list[tuple[WholeRun, WholeRun]] = field(default_factory=list)
@@ -70,7 +71,7 @@ class Verified:
 
     @property
     def difference(self) -> tuple[float, float, float] | None:
-        """Differences of final losses, cured minus plain: [low, mean, high] at 95%; or None.
+        """Differences of final losses, cured minus plain, as a 95% interval [low, mean, high].
 
         None with fewer than two seeds, or if the script seeds itself.
         """

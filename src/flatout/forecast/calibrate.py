@@ -1,6 +1,6 @@
 """Draws of the unknown values of a machine and a network that agree with timed steps.
 
-Draws from the prior get weights by their agreement with the timed steps, and are drawn again by
+Draws from the prior get weights by their agreement with the timed steps, and are resampled by
 weight (importance sampling; Rubin, "Using the SIR algorithm", 1988). A value that the timed steps
 do not determine stays as uncertain as before.
 """
@@ -17,14 +17,17 @@ import numpy as np
 from flatout.forecast.job import Floats, Job, Prior, Range, ReductionTime, StepTime
 from flatout.forecast.step import MachineDraws, sending, step_terms
 
-# Draws from the prior, and draws by weight: enough for the quantiles that are printed.
+# _DRAWS: number of draws from the prior; _KEPT: number of draws that are resampled by weight,
+# enough for the printed quantiles.
 _DRAWS, _KEPT = 20_000, 4_000
-# The effective number of draws (1 / sum of squared weights) below which weights are evened out.
+# Effective number of draws (1 / sum of squared weights) below which the weights are made more
+# equal.
 _FEWEST = 200
-# The exponent of the hidden share of sending, without a unit: 1 makes all shares equally likely,
-# 0.7 gives a mean of 0.6. Most frameworks send gradients as soon as they are ready.
+# Exponent in the prior of `hidden` (a share of sending): 1 makes all shares equally likely, 0.7
+# gives a mean of 0.6. Most frameworks send gradients as soon as they are ready.
 _SOONER = 0.7
-# Errors have longer tails than normal ones: rows of one table were run on other days.
+# Degrees of freedom of the errors, whose tails are longer than normal: rows of one table may come
+# from different days.
 _FREEDOM = 4.0
 
 
@@ -45,7 +48,8 @@ def calibrate(
     off = [
         (np.log(total_seconds(job, row, draws)) - np.log(row.seconds)) / row.noise for row in rows
     ]
-    # The model's errors are alike at all sizes, so all reductions together count as one.
+    # The model's errors are alike at all sizes, so all reductions together count as a single
+    # measurement.
     alike = len(sent) ** 0.5
     off += [
         (np.log(sending(job, item, draws)) - np.log(item.seconds)) / (alike * item.noise)

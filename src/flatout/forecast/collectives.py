@@ -1,8 +1,8 @@
 """The seconds that ranks take to sum or exchange a tensor.
 
-All functions take a `Link`. `bytes` are those of one rank's tensor. The terms are those of Thakur,
-Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005, and of
-each reduction's own file in `flatout/strategies/reductions`.
+All functions take a `Link`. `bytes` is the size of each rank's tensor, and times are in seconds.
+The terms follow Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+Operations in MPICH", 2005, and of each reduction's own file in `flatout/strategies/reductions`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 
 from flatout.forecast.job import Floats
 
-# Packing to 16 bits and unpacking take as long as summing these multiples of the bytes.
+# Packing to 16 bits and unpacking take as long as summing this multiple of the bytes.
 _PACKING = 2.0
 
 
 class Link(NamedTuple):
-    """A link between ranks, with one draw at each index.
+    """A link between ranks; each attribute is an array with one value per draw.
 
     Attributes:
         alpha: seconds of an empty message.
         beta: seconds per byte on a host's link, in one direction.
-        gamma: seconds in which a rank sums a byte.
+        gamma: seconds per byte for summing on a rank.
     """
 
     alpha: Floats
@@ -37,22 +37,22 @@ def ring(bytes: float, ranks: int, link: Link) -> Floats:
     """Return the time of a ring all-reduce: each link carries 2 (p - 1) / p of the bytes.
 
     Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations",
-    2009. Ranks of one host are neighbors in the ring, so a host's link carries no more with more
-    ranks on the host. gloo and NCCL reduce large tensors in this way.
+    2009. Ranks of one host are neighbors in the ring, so more ranks on a host do not increase the
+    bytes on the host's link. gloo and NCCL reduce large tensors in this way.
     """
     turns, share = ranks - 1, (ranks - 1) / ranks
     return 2 * turns * link.alpha + share * bytes * (2 * link.beta + link.gamma)
 
 
 def to_one(bytes: float, ranks: int, link: Link) -> Floats:
-    """Return the time of a sum on the first rank, which broadcasts it."""
+    """Return the time of a sum on the first rank, which then broadcasts the sum."""
     return reduce_and_broadcast(bytes, ranks, 1, link)
 
 
 def shared(bytes: float, ranks: int, link: Link) -> Floats:
-    """Return the time of a sum in shared memory; `beta` and `gamma` are those of memory.
+    """Return the time of a sum in shared memory; `beta` and `gamma` are seconds per byte of memory.
 
-    Ranks meet twice. Each reads its piece of all tensors, and copies the rest.
+    There are two barriers. Each rank sums 1/ranks of all tensors, and copies the remaining sums.
     """
     if ranks == 1:
         return np.zeros_like(link.alpha)
@@ -62,7 +62,8 @@ def shared(bytes: float, ranks: int, link: Link) -> Floats:
 def halves(bytes: float, ranks: int, hosts: int, link: Link) -> Floats:
     """Return the time of a sum of 16-bit numbers: half the bytes of a ring.
 
-    Each rank sends pieces to each, so a host's link carries those of all its ranks.
+    Each rank sends a part of its tensor to each other rank, so a host's link carries the parts that
+    all its ranks send.
     """
     if ranks == 1:
         return np.zeros_like(link.alpha)
@@ -71,9 +72,9 @@ def halves(bytes: float, ranks: int, hosts: int, link: Link) -> Floats:
 
 
 def power_sgd(bytes: float, ranks: int, rank: int, link: Link) -> Floats:
-    """Return the time of PowerSGD: 2 r sqrt(n) numbers in place of the n of a square matrix.
+    """Return the time of PowerSGD: 2 r sqrt(n) numbers replace the n numbers of a square matrix.
 
-    Vogels, Karimireddy and Jaggi, "PowerSGD", 2019. Three products read the whole gradient.
+    Vogels, Karimireddy and Jaggi, "PowerSGD", 2019. Three matrix products read the whole gradient.
     """
     if ranks == 1:
         return np.zeros_like(link.alpha)
@@ -82,19 +83,19 @@ def power_sgd(bytes: float, ranks: int, rank: int, link: Link) -> Floats:
 
 
 def all_gather(bytes: float, ranks: int, link: Link) -> Floats:
-    """Return the time of a ring that gathers a tensor of which each rank has a part."""
+    """Return the time of a ring all-gather of a tensor of which each rank has a part."""
     return (ranks - 1) * link.alpha + (ranks - 1) / ranks * bytes * link.beta
 
 
 def all_to_all(bytes: float, ranks: int, hosts: int, link: Link) -> Floats:
-    """Return the time in which each rank sends other bytes to each."""
+    """Return the time of an all-to-all, in which each rank sends different bytes to each rank."""
     if ranks == 1:
         return np.zeros_like(link.alpha)
     return (ranks - 1) * link.alpha + _leaving(ranks, hosts) * bytes * link.beta
 
 
 def _leaving(ranks: int, hosts: int) -> float:
-    """Return the bytes on a host's link as a multiple of one rank's bytes, if all send to all."""
+    """Return the bytes on a host's link in an all-to-all, as a multiple of one rank's bytes."""
     if hosts == 1:
         return (ranks - 1) / ranks
     per_host = ranks // hosts
@@ -104,10 +105,11 @@ def _leaving(ranks: int, hosts: int) -> float:
 def reduce_and_broadcast(
     bytes: float, ranks: int, owners: int, link: Link, *, shares_link: bool = True
 ) -> Floats:
-    """Return the time in which each owner sums its share and sends it to all, as gloo does.
+    """Return the time in which each owner sums its part and sends the sum to all, as gloo does.
 
-    A reduction is a ring's first half, whose pieces the owner gathers; a broadcast is a binomial
-    tree, see `broadcast_turns`. Owners send at once, each on its link.
+    An owner is a rank that sums a part of the tensor. A reduction is the first half of a ring,
+    after which the owner collects the results; a broadcast is a binomial tree, see
+    `broadcast_turns`. All owners send at the same time, each on its own link.
     """
     if ranks == 1:
         return np.zeros_like(link.alpha)
@@ -120,10 +122,11 @@ def reduce_and_broadcast(
 
 @cache
 def broadcast_turns(ranks: int) -> int:
-    """Return the messages' times that a broadcast takes in gloo's binomial tree.
+    """Return the time of a broadcast in gloo's binomial tree, in units of one message's time.
 
-    A rank that has the data sends it to all its children at once. They share its link, and get the
-    data together. With 2^k ranks that makes k (k + 1) / 2.
+    A rank that has the data sends the data to all its children at once. The children share the
+    rank's link, so all of them have the data at the same time. With 2^k ranks the result is k (k +
+    1) / 2.
     """
 
     def last_below(rank: int, has_it: int) -> int:
@@ -138,13 +141,14 @@ def broadcast_turns(ranks: int) -> int:
 def fullest_server(
     bytes: float, workers: int, beside: int, servers: float, largest: float, link: Link
 ) -> Floats:
-    """Return the time of the fullest parameter server.
+    """Return the time of the parameter server whose link carries the most bytes.
 
     Workers send gradients to servers and get weights back. A server's link carries the gradients of
-    each worker of another host, and the same bytes back. A server of equal shares has bytes /
-    servers; if tensors stay whole, at least the largest. A server with workers on its host gets
-    their weights, too. Its CPU sums the gradients. Li et al., "Scaling Distributed Machine Learning
-    with the Parameter Server", 2014. Published runs collapse where this term is large.
+    each worker of another host, and the same bytes back. A server holds bytes / servers if tensors
+    are split evenly; if tensors stay whole, at least the bytes of the largest tensor. The link of a
+    server with workers on its host also carries the weights for these workers. Its CPU sums the
+    gradients. Li et al., "Scaling Distributed Machine Learning with the Parameter Server", 2014.
+    Published runs collapse where this term is large.
 
     Args:
         beside: number of workers on the server's host.
@@ -167,6 +171,6 @@ def exposed(
     """
     end = np.full_like(backward, -np.inf)
     for seconds, share in zip(takes, ready, strict=True):
-        begin = -hidden * backward * (1 - share)  # 0 is the end of the backward
+        begin = -hidden * backward * (1 - share)  # time 0 is the end of the backward pass
         end = np.maximum(begin, end) + seconds
     return np.maximum(end, 0.0)

@@ -1,4 +1,4 @@
-"""Decisions from a forecast, each with the number that decided it."""
+"""Recommendations from a forecast, each with the number that decided it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flatout.forecast.profiled import BUSY, input_wait, use_of
 from flatout.forecast.step import MachineDraws, step_terms
 from flatout.words import counted, duration, rounded
 
-# The share of a step from which waiting for input limits a job.
+# Share of a step from which waiting for input counts as the limit of a job.
 _WAITS = 0.1
-# The least gain from which a change of settings is reported.
+# Smallest ratio of rates from which a change of settings is reported.
 _GAIN = 1.05
-# The share of the variance below which an unknown is not worth measuring alone.
+# Share of the rate's variance that an unknown value must explain to be worth measuring.
 _TELLS = 0.15
 _BINS = 10
-# By kind of unknown: the draws of `MachineDraws`, and the measurement that determines them.
+# By kind of unknown value: attributes of `MachineDraws`, and the measurement that determines them.
 _MEASUREMENTS = {
     "network": (
         ("nic", "rtt", "summing"),
@@ -37,14 +37,15 @@ _MEASUREMENTS = {
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision.
+    """A recommendation for the user.
 
     Attributes:
         about: "path", "hosts", "deadline", "budget", "held back", "settings", "servers", "narrow",
             "device" or "money".
-        choice: the decision for programs, or None.
-        words: the decision in words, with the number that decided it.
-        number: this number.
+        choice: the recommended value, such as a number of hosts, for use by programs; None without
+            one.
+        words: the recommendation in words, with the number that decided it.
+        number: the number that decided, as in `words`.
     """
 
     about: str
@@ -58,7 +59,7 @@ class Decision:
 
 
 def decisions(forecast: Forecast) -> list[Decision]:
-    """Return all decisions, the most important ones first."""
+    """Return all recommendations in order of decreasing importance."""
     decisions: list[Decision] = []
     for place, side in enumerate(forecast.sides, 1):
         of_side = [_path(side), *_hosts(side), *_held_back(side), *_servers(side), *_narrow(side)]
@@ -233,7 +234,7 @@ def _narrow(side: Side) -> Iterator[Decision]:
     point = side.points[-1]
     if point.rate.high / point.rate.low < 1.1:
         return
-    # The model's own error is left out: no measurement of the machine reduces it.
+    # The error of the model is left out, since no measurement of the machine reduces this error.
     seconds = sum(step_terms(side.measured.job, point.shape, side.draws).values())
     known = _shares(side.draws, point.shape.samples / np.asarray(seconds))
     if side.measured.has_crossed or point.hosts == 1 or not isinstance(side.asked.network, float):

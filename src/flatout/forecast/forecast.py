@@ -4,8 +4,8 @@
 
 Each number has an interval. It covers the unknown values of the machine and the network, and is
 widened by the errors of this model on published series (`bench/forecast_judge.py`). Beyond four
-times the measured ranks there is a range without a number. The time to an accuracy is not forecast,
-because the number of samples that an accuracy needs depends on the batch.
+times the measured number of ranks, only a range is reported. The time to an accuracy is not
+forecast, because the number of samples that an accuracy needs depends on the batch.
 """
 
 from __future__ import annotations
@@ -35,36 +35,38 @@ WIDENED = {"measured": 1.14, "given": 1.51}
 
 `bench/forecast_accuracy.py` computes them from the errors on published series.
 """
-# The rate of a link on another day or with other hosts, as a share of the measured rate.
+# Range of a link's rate on another day or between other hosts, as a share of the measured rate.
 _MEASURED_BAND: Range = (0.8, 1.05)
-# Round trips between hosts of one data center, where none is given.
+# Range of seconds of a round trip between hosts of one data center, where the user gives no value.
 _RTT: Range = (5e-5, 5e-4)
-# The standard deviation of the logarithm of the rates of two runs on one machine.
+# Standard deviation of the logarithm of a run's rate between repeated runs on one machine.
 _AGAIN = 0.015
-# Least difference of logarithms at which timed steps contradict a network.
+# Smallest difference of logarithms of step times at which timed steps contradict the given network.
 _CONTRADICTS = 0.05
-# Ranges for a network whose figures are ignored.
+# Range of bytes per second of a host's link, where the given network is ignored.
 _ANY_NIC: Range = (1e6, 5e10)
 _ANY_RTT: Range = (1e-6, 1e-2)
 
 
 @dataclass(frozen=True)
 class ForecastOptions:
-    """The questions of the user.
+    """Options of a forecast, as the user gave them.
 
     Attributes:
-        hosts: numbers of hosts, each above 0.
-        per_host: ranks on each host; None takes the number of the largest run.
-        network: a measured network, or bytes per second of a host's line; None is unknown.
-        rtt: seconds of a message between hosts; None is unknown.
-        epochs: the epochs of hours and costs; None takes the number of the run.
+        hosts: numbers of hosts to forecast, each above 0.
+        per_host: number of ranks on each host; None means as in the largest run.
+        network: a measured network, or bytes per second of a host's link; None if unknown.
+        rtt: seconds of a round trip between hosts; None if unknown.
+        epochs: number of epochs for which hours and costs are computed; None means as in the run.
         prices: prices of hosts.
-        deadline: seconds.
-        budget: an amount in the currency of the prices.
-        efficiency: the least gain from a further host, as a share of the first host's speed.
-        keeps_rank_batch: True keeps the batch of each rank, False that of all ranks together.
-        storage: bytes per second that all hosts together can read; None is no limit.
-        settings: settings of `world` in place of those of the runs.
+        deadline: seconds in which these epochs must end; None without a deadline.
+        budget: maximum cost, in the currency of the prices; None without a budget.
+        efficiency: smallest gain from one more host that is worthwhile, as a share of the first
+            host's rate.
+        keeps_rank_batch: True keeps the batch of each rank for any number of hosts; False keeps the
+            batch of all ranks together.
+        storage: bytes per second that all hosts together can read; None means no limit.
+        settings: settings of `world`, by name, that replace the settings of the runs.
     """
 
     hosts: tuple[int, ...] = (1,)
@@ -109,7 +111,7 @@ class Spreading:
         return Spreading(self.low * factor, self.middle * factor, self.high * factor)
 
     def under(self, number: float) -> Spreading:
-        """Return a number above 0 divided by this one."""
+        """Return the interval of `number`, which is above 0, divided by this value."""
         return Spreading(number / self.high, number / self.middle, number / self.low)
 
 
@@ -118,15 +120,16 @@ class Point:
     """The forecast for one number of hosts.
 
     Attributes:
-        shape: the ranks.
+        shape: the ranks and their batch.
         rate: samples per second.
         efficiency: the rate as a share of one host's rate times the number of hosts.
-        marginal: the gain from each host more than in the point before, as a share of one host.
-        seconds: the seconds of the epochs; None where the number of samples is unknown.
+        marginal: gain per host that this point has more than the previous point, as a share of one
+            host's rate.
+        seconds: seconds that the epochs take; None where the number of samples is unknown.
         cost: the cost in the currency of the prices; None without prices.
-        terms: the median of each term of a step, in seconds.
+        terms: median seconds of each term of a step, by name.
         is_range: whether the point is too far from the measured ranks for a number.
-        growth: the ranks as a multiple of the most that were measured.
+        growth: number of ranks divided by the largest measured number of ranks.
     """
 
     shape: Shape
@@ -145,7 +148,7 @@ class Point:
         return self.shape.hosts
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data; only the ends of a range."""
+        """Return plain data; where the point is a range, only the ends of each interval."""
         return {
             "hosts": self.hosts,
             "ranks": self.shape.ranks,
@@ -175,9 +178,9 @@ class Side:
     """The forecast for one kind of machine.
 
     Attributes:
-        measured: the runs on these machines.
-        asked: the questions.
-        price: the name of a host and its price per hour; None without prices.
+        measured: the runs on machines of this kind.
+        asked: the options of the forecast.
+        price: name of a kind of host and its price per hour; None without prices.
     """
 
     measured: MeasuredRuns
@@ -227,7 +230,7 @@ class Side:
             if abs(np.log(_plain_seconds(measured.job, last, free) / last.seconds)) <= off / 2:
                 break
         else:
-            return draws, ""  # another network would not explain the difference
+            return draws, ""  # no other network explains the difference
         words = (
             f"{last.shape.hosts} hosts took {last.seconds * 1e3:.3g} ms a step, and would take "
             f"{said * 1e3:.3g} ms over the given network: the forecast uses the measured steps"
@@ -250,7 +253,7 @@ class Side:
 
     @property
     def factor(self) -> float:
-        """The factor of intervals that depend on the link between hosts."""
+        """Factor by which intervals are widened that depend on the link between hosts."""
         return WIDENED["measured" if self.measured.has_crossed else "given"]
 
     @cached_property
@@ -294,7 +297,7 @@ class Side:
 
     @property
     def epochs(self) -> int | None:
-        """The number of epochs of hours and costs."""
+        """Number of epochs for which hours and costs are computed."""
         if self.asked.epochs is not None:
             return self.asked.epochs
         result = self.measured.first.job.get("epochs", "")
@@ -321,7 +324,7 @@ class Forecast:
 
     @classmethod
     def of(cls, runs: Sequence[str], asked: ForecastOptions) -> Forecast:
-        """Read run folders and forecast from them; runs on other machines are another side.
+        """Read run folders and forecast from them, with one Side for each kind of machine.
 
         Raises:
             FlatoutError: a run cannot be read or used, or a needed option is missing.

@@ -26,8 +26,8 @@ class Bucket(NamedTuple):
     """Gradients that are sent together.
 
     Attributes:
-        bytes: of these gradients.
-        ready: the share of the backward pass after which they are complete, 0 to 1.
+        bytes: total bytes of these gradients.
+        ready: share of the backward pass, 0 to 1, after which these gradients are complete.
     """
 
     bytes: float
@@ -35,7 +35,7 @@ class Bucket(NamedTuple):
 
 
 def cut(bytes: float) -> tuple[Bucket, ...]:
-    """Return buckets of 25 MB that get ready one after the other, for a job of unknown buckets."""
+    """Return buckets of 25 MB that get ready at equal intervals, for a job of unknown buckets."""
     if not bytes:
         return ()
     count = max(1, round(bytes / _BUCKET_BYTES))
@@ -43,7 +43,7 @@ def cut(bytes: float) -> tuple[Bucket, ...]:
 
 
 class Spread:
-    """The spread of the times of a rank's steps: measured, or normal without steps."""
+    """Variation of a rank's step times: as measured, or a normal distribution if not measured."""
 
     def __init__(self, steps: Sequence[float] | None = None) -> None:
         self._steps: Floats | None = None
@@ -53,13 +53,14 @@ class Spread:
 
     @property
     def is_measured(self) -> bool:
-        """True if the spread comes from steps."""
+        """True if the variation comes from measured steps."""
         return self._steps is not None
 
     def excess(self, ranks: int) -> float:
-        """Return the expected maximum over the ranks less the mean.
+        """Return the expected maximum of the ranks' step times minus their mean.
 
-        The unit is a step where the spread is measured, and else a standard deviation.
+        The unit is the mean step time where the variation is measured, otherwise a standard
+        deviation.
         """
         if self._steps is None:
             return normal_maximum(ranks)
@@ -67,7 +68,7 @@ class Spread:
 
 
 def expected_maximum(values: Sequence[float] | Floats, draws: int) -> float:
-    """Return the exact mean of the largest of several draws with replacement.
+    """Return the exact mean of the maximum of `draws` draws with replacement.
 
     The i-th smallest of n values is the maximum with probability (i/n)^N - ((i-1)/n)^N.
     """
@@ -78,35 +79,38 @@ def expected_maximum(values: Sequence[float] | Floats, draws: int) -> float:
 
 @cache
 def normal_maximum(draws: int) -> float:
-    """Return the largest of several normal draws (Blom, "Statistical Estimates", 1958)."""
+    """Return the expected maximum of normal draws (Blom, "Statistical Estimates", 1958)."""
     return 0.0 if draws == 1 else NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
 
 
 @dataclass(frozen=True)
 class Job:
-    """The work of a step: the computing and the communication of the ranks.
+    """The work of a step: the computation and the communication of the ranks.
 
     Attributes:
         buckets: gradients, in the order in which they are sent.
-        batch: samples of one rank's step to which times refer.
-        backward: the backward pass as a share of a step's computing.
-        strategy: as `world.strategy`.
-        reduction: as `world.reduction`; "nccl" is the ring all-reduce of NCCL.
-        compression: as `world.compression`.
-        powersgd_rank: the rank of the matrices of PowerSGD.
-        servers: the number of parameter servers.
-        served: the way of gradients to the servers. "hosts": each host sends the sum of its ranks,
-            as gradients get ready. "ranks": each rank sends its own gradients after its backward
-            pass, as for Flatout's asynchronous servers. "reduced": after the backward pass each
-            server's share is reduced to the server, and its weights are broadcast, as for Flatout's
-            synchronous servers. Two ways lead to servers on hosts of their own. "towers" is "hosts"
-            after the backward pass, as for Flatout's synchronous servers, and "apart" is "ranks".
-        largest: bytes of the largest tensor that a server holds whole; 0 where shares are equal.
-        row_bytes: bytes per sample of the table rows that a rank uses.
-        tables: whether every rank holds these tables, as `world.tables`.
-        sync_every: steps between two averages of local SGD.
-        averaged: bytes that local SGD averages at a time; 0 is as many as the gradients have.
-        spread: the spread of the times of a rank's steps.
+        batch: number of samples in one rank's step, for which times are given.
+        backward: share of a step's computation time in the backward pass.
+        strategy: value of the setting `world.strategy`.
+        reduction: value of the setting `world.reduction`; "nccl" is the ring all-reduce of NCCL.
+        compression: value of the setting `world.compression`.
+        powersgd_rank: rank r of the low-rank matrices of PowerSGD.
+        servers: number of parameter servers.
+        served: the way in which gradients reach the servers. "hosts": each host sends the sum of
+            its ranks' gradients, as gradients get ready. "ranks": each rank sends its own gradients
+            after its backward pass, as for Flatout's asynchronous servers. "reduced": after the
+            backward pass each server's part of the gradients is reduced to the server, and its
+            weights are broadcast, as for Flatout's synchronous servers. Two further ways are for
+            servers on separate hosts: "towers" is like "hosts", but after the backward pass, as for
+            Flatout's synchronous servers; "apart" is like "ranks".
+        largest: bytes of the largest tensor that a server holds whole; 0 where tensors are split
+            evenly among servers.
+        row_bytes: bytes per sample of the embedding table rows that a rank uses.
+        tables: value of the setting `world.tables`, which says whether every rank holds the
+            embedding tables.
+        sync_every: number of steps between two averages of weights in local SGD.
+        averaged: bytes that local SGD averages at a time; 0 means as many bytes as the gradients.
+        spread: variation of the times of a rank's steps.
     """
 
     buckets: tuple[Bucket, ...]
@@ -133,15 +137,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Shape:
-    """The ranks that take a step.
+    """Number of ranks and samples of a step.
 
     Attributes:
         hosts: the number of hosts.
-        per_host: ranks on each host.
-        batch: samples of one rank and one micro-batch.
-        accumulated: micro-batches between two gradient syncs.
-        servers: parameter servers; None takes the number of the job.
-        silent: whether ranks send nothing, as where ranks of one host were timed at once.
+        per_host: number of ranks on each host.
+        batch: number of samples in one micro-batch of one rank.
+        accumulated: number of micro-batches between two gradient syncs.
+        servers: number of parameter servers; None means as in the job.
+        silent: whether ranks send nothing, as where the ranks of one host were timed simultaneously
+            without communication.
     """
 
     hosts: int
@@ -153,12 +158,12 @@ class Shape:
 
     @property
     def ranks(self) -> int:
-        """The ranks of all hosts."""
+        """Number of ranks on all hosts together."""
         return self.hosts * self.per_host
 
     @property
     def samples(self) -> float:
-        """The samples of a step of all ranks."""
+        """Number of samples in a step of all ranks together."""
         return self.ranks * self.batch * self.accumulated
 
 
@@ -173,7 +178,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class ReductionTime:
-    """The median seconds of a reduction that was timed alone, with `bytes` of each rank."""
+    """Median seconds of a reduction that was timed without steps, with `bytes` of each rank."""
 
     shape: Shape
     reduction: Reduction
@@ -184,19 +189,21 @@ class ReductionTime:
 
 @dataclass(frozen=True)
 class Prior:
-    """The range of each term of a step before steps were timed.
+    """Range of each unknown value of the model, before timed steps narrow the range.
 
     Attributes:
         nic: bytes per second of a host's link in one direction, or None if unknown.
-        rtt: seconds of a message between hosts.
-        inside: bytes per second between ranks of a host.
-        summing: bytes per second that a rank sums, and copies from and to the network.
-        fixed: the share of a step that does not shrink with the batch.
-        contention: the slow-down of a step by the second rank on a host.
-        power: the growth of this with further ranks: 0 is none, 1 is linear.
-        spread: standard deviation of a rank's steps, as a share. If the spread is measured, the
-            share of it that differs between ranks.
-        hidden: see `collectives.exposed`.
+        rtt: seconds of a round trip between hosts.
+        inside: bytes per second between two ranks of one host.
+        summing: bytes per second at which a rank sums, including copies from and to the network.
+        fixed: share of a step's time that does not shrink with the batch.
+        contention: relative slow-down of a step by a second rank on the same host.
+        power: exponent with which `contention` grows with further ranks: 0 means no growth, 1
+            linear growth.
+        spread: standard deviation of a rank's step times, as a share of their mean. If `Job.spread`
+            is measured: the share of that variation which differs between ranks.
+        hidden: share of the backward pass that communication can overlap with, see
+            `collectives.exposed`.
         input: samples per second that a host can read; None if input is no limit.
         total_input: samples per second that all hosts together can read; None if that is no limit.
     """

@@ -1,6 +1,6 @@
 """`flatout forecast --measure`: pings and collectives between hosts, or between ranks of this one.
 
-The ranks on hosts are a job of `flatout submit ssh` whose code is one small script.
+On several hosts the ranks are a job of `flatout submit ssh`, whose code is one small script.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from flatout.forecast import probe
 
 probe.main({sizes}, {seconds})
 """
-# The time to reach hosts, start Python and let ranks meet.
+# Maximum seconds to reach hosts, start Python and connect the ranks.
 _PATIENCE_S = 180.0
 
 
@@ -49,7 +49,7 @@ def script(sizes: Sequence[int], seconds: float) -> str:
 
 
 def sizes_of(profile: Profile | None) -> list[int]:
-    """Return the bytes of the tensors that a run adds up, or a ladder of sizes if unknown."""
+    """Return the bytes of each tensor that a run reduces, or a series of sizes if unknown."""
     from flatout.forecast.probe import LADDER
 
     buckets = () if profile is None else profile.communication.get("buckets", ())
@@ -64,10 +64,10 @@ def measure_here(
     """Measure between ranks of this machine.
 
     Args:
-        sizes: bytes of the tensors that are added up.
-        say: gets a line for people.
-        seconds: the approximate time of the measurement.
-        ranks: the number of ranks; 0 is one on each usable CPU.
+        sizes: bytes of each tensor that is reduced.
+        say: function that is called with each line of progress text.
+        seconds: approximate seconds that the measurement takes.
+        ranks: number of ranks; 0 means one rank per usable CPU.
 
     Raises:
         WorldError: there is only one CPU, or the ranks fail.
@@ -104,12 +104,12 @@ def measure_hosts(
     Args:
         hosts: "host1,host2", or a file with one host in each line.
         sizes, say, seconds: as for `measure_here`.
-        ranks_per_host: ranks on each host.
-        options: NAME=VALUE each, as for `flatout submit ssh --option`.
+        ranks_per_host: number of ranks on each host.
+        options: texts NAME=VALUE, as for `flatout submit ssh --option`.
 
     Raises:
         SubmitError: a host cannot be reached, or lacks a program.
-        FlatoutError: the ranks have failed there.
+        FlatoutError: the ranks have failed on the hosts.
     """
     given = str(Path(hosts).absolute()) if "," not in hosts and os.path.isfile(hosts) else hosts
     with tempfile.TemporaryDirectory(prefix="flatout-network-") as folder:
@@ -155,7 +155,7 @@ def network_in(lines: Sequence[str], errors: Sequence[str] = ()) -> Network:
     """Return the network that the first rank has printed, from the output of all ranks.
 
     Raises:
-        FlatoutError: the ranks have printed no network; with their last lines.
+        FlatoutError: the ranks have printed no network; the message has their last lines.
     """
     from flatout.forecast.probe import LINE
 
@@ -170,7 +170,7 @@ def network_in(lines: Sequence[str], errors: Sequence[str] = ()) -> Network:
 
 
 def words_of(network: Network) -> list[str]:
-    """Return a line for each link, and one for each size with the fastest reduction first."""
+    """Return a line for each link, and a line for each size, with its fastest reduction first."""
     lines = [
         f"{' - '.join(link.between)}: round trip {duration(link.rtt_s)}, "
         f"{size_words(link.bytes_per_s)}/s"

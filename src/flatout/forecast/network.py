@@ -1,4 +1,4 @@
-"""The network between hosts: measured, as a file of JSON, or given as a line rate.
+"""The network between hosts: measured and stored as JSON, or given as a link's rate.
 
 Network.read("network.json").links[0].bytes_per_s
 parse_rate("10Gb")      # 1.25e9 bytes per second
@@ -42,10 +42,11 @@ class Collective(_Part):
 
     Attributes:
         op: the operation, such as "all_reduce".
-        reduction: the name as in `world.reduction`; None where the operation is no reduction.
-        ranks, hosts: their numbers; each host has equally many ranks.
-        bytes: the size of each rank's tensor.
-        seconds: of the slowest rank, one number for each time.
+        reduction: name as in the setting `world.reduction`; None where the operation is no
+            reduction.
+        ranks, hosts: number of ranks and of hosts; each host has equally many ranks.
+        bytes: bytes of each rank's tensor.
+        seconds: seconds of the slowest rank, for each repetition of the operation.
     """
 
     op: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
@@ -61,9 +62,9 @@ class Network(_Part):
 
     Attributes:
         version: the version of the file's schema; the file calls it "schema".
-        hosts: their names.
-        links: links of some or all pairs of hosts.
-        collectives: operations of some or all hosts.
+        hosts: names of the hosts.
+        links: measured links between some or all pairs of hosts.
+        collectives: measured operations among some or all hosts.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True)
@@ -108,7 +109,7 @@ class Network(_Part):
             ) from error
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the whole file or nothing."""
+        """Write the file atomically."""
         with atomic_write(Path(path)) as file:
             file.write(json.dumps(self.model_dump(by_alias=True), indent=1) + "\n")
 

@@ -2,7 +2,8 @@
 
     flatout run --devices 2 probe.py        (a file that calls `main`)
 
-All ranks call `probe`, and do the same in the same order. The first rank decides how often.
+All ranks call `probe`, and run the same operations in the same order. The first rank decides the
+number of repetitions.
 """
 
 from __future__ import annotations
@@ -28,23 +29,25 @@ LADDER = tuple(4096 * 4**n for n in range(8))
 """Bytes of tensors, 4 KiB to 64 MiB, for a job whose buckets are unknown."""
 LINE = "network "
 """The beginning of the line in which the first rank prints the network."""
-# The share of the time for all links, and the most seconds for one link.
+# _LINKS_SHARE: share of the measurement's time for all links; _LINK_S: maximum seconds for one
+# link.
 _LINKS_SHARE, _LINK_S = 0.25, 4.0
-# The most and the fewest pings of a link.
+# _PINGS: maximum number of pings of a link; _FEWEST_PINGS: minimum number.
 _PINGS, _FEWEST_PINGS = 200, 5
-# The bytes of a block of a stream, and the number of streams.
+# _BLOCK: bytes of a block of a stream; _ROUNDS: number of streams per link.
 _BLOCK, _ROUNDS = 2**20, 5
-# Blocks of a stream that are on their way: gloo sends a block only a round trip after the receiver
-# has asked for it.
+# Number of a stream's blocks that are in flight: gloo sends a block only a round trip after the
+# receiver has asked for that block.
 _AHEAD = 16
-# Each of more hosts than these is measured with the next host only.
+# Maximum number of hosts of which all pairs are measured. Of more hosts, each is measured with the
+# next host only.
 _MOST_PAIRED = 8
-# The fewest and the most times of a reduction.
+# _FEWEST: minimum number of repetitions of a reduction; _MOST: maximum number.
 _FEWEST, _MOST = 3, 40
 
 
 def main(sizes: Sequence[int], seconds: float) -> None:
-    """Join the other ranks, measure, and print the network on the first rank."""
+    """Join the job's ranks, measure, and print the network on the first rank."""
     world = join()
     result = probe(world, sizes, seconds)
     if world.is_first:
@@ -123,7 +126,7 @@ def _link(begins: bool, value: int, other: int, seconds: float) -> list[float]:
                 on_the_way.popleft().wait()
         for work in on_the_way:
             work.wait()
-        pass_on(small, there=False)  # all has come
+        pass_on(small, there=False)  # all blocks have arrived
         return time.perf_counter() - began
 
     trip()
@@ -159,7 +162,7 @@ def _collectives(world: World, hosts: int, sizes: Sequence[int], end: float) -> 
     }
     result = []
     left = len(made) * len(sizes)
-    slow: dict[str, float] = {}  # seconds of a byte
+    slow: dict[str, float] = {}  # seconds per byte
     for number, size in enumerate(sorted(sizes)):
         for name, reduction in made.items():
             room = (end - time.monotonic()) / left
@@ -197,7 +200,7 @@ def _timed(world: World, reduction: Reduction, number: int, size: int, room: flo
         return time.perf_counter() - began
 
     with torch.no_grad():
-        first = once()  # the first call also creates things that are made once
+        first = once()  # the first call includes one-time setup
         times = world.from_first(int(min(_MOST, max(_FEWEST, room / max(first, 1e-6)))))
         own = [once() for _ in range(times)]
     return [max(each) for each in zip(*world.gather(own, "times of sums"), strict=True)]

@@ -32,17 +32,19 @@ BUSY = 0.9
 """The use from which a device counts as fully used."""
 TCP: Range = (0.45, 0.75)
 """The share of the line rate that TCP reaches; see docs/forecast.md."""
-# The fewest steady steps of a Profile.
+# Minimum number of steady steps of a Profile.
 _FEWEST_STEPS = 30
-# The least noise of a run's median step: two processes differ by more than the steps of one.
+# Smallest relative noise of a run's median step time, since two processes differ more than the
+# steps of one process.
 _LEAST_NOISE = 0.015
-# The noise of steps that a run has timed at other sizes.
+# Relative noise of step times that a run has measured with other batch sizes or numbers of ranks.
 _TRIED_NOISE = 0.03
-# The share of a step from which waiting for input is more than overhead.
+# Share of a step from which waiting for input counts as more than overhead.
 _WAITS = 0.05
-# Ranks of one host share its CPUs: each of k ranks takes about k times as long.
+# Ranges of `Prior.contention` and `Prior.power` on CPUs. Ranks of one host share its CPUs: each of
+# k ranks takes about k times as long.
 _CPU_CONTENTION, _CPU_POWER = (0.4, 1.2), (0.8, 1.0)
-# The input rate of several readers or of another day, as a share of the measured rate.
+# Range of the input rate with several readers or on another day, as a share of the measured rate.
 _INPUT_BAND = (0.9, 1.1)
 _SETTINGS = tuple(
     f"world.{name}"
@@ -58,14 +60,14 @@ class MeasuredRuns:
     """Runs of one job on one kind of machine.
 
     Attributes:
-        profiles: the runs, the fewest ranks first.
+        profiles: the runs, in order of increasing number of ranks.
         job: the work of a step.
-        rows: timed steps.
-        prior: the range of each term, without a network between hosts.
+        rows: timed steps, with their ranks and batch.
+        prior: range of each unknown value of the model; the network between hosts is left out.
         device: "cpu" or "cuda".
-        batch: samples of a step of all ranks.
+        batch: number of samples in a step of all ranks together.
         input_per_host: samples per second that a host can read; None where this is unknown.
-        notes: assumptions.
+        notes: assumptions that were made, as sentences for the user.
     """
 
     profiles: tuple[Profile, ...]
@@ -79,17 +81,17 @@ class MeasuredRuns:
 
     @property
     def first(self) -> Profile:
-        """The run of the fewest ranks."""
+        """The run with the smallest number of ranks."""
         return self.profiles[0]
 
     @property
     def per_host(self) -> int:
-        """The ranks on a host of the largest run."""
+        """Number of ranks per host in the largest run."""
         return int(self.profiles[-1].world["ranks_per_node"])
 
     @property
     def most_ranks(self) -> int:
-        """The most ranks of steps that were timed with their communication."""
+        """Largest number of ranks whose steps were timed including communication."""
         return max(row.shape.ranks for row in self.rows if not row.shape.silent)
 
     @property
@@ -131,7 +133,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def sent_alone(network: Network, job: Job) -> list[ReductionTime]:
-    """Return the reductions between the hosts that the model knows."""
+    """Return the network's timed reductions between hosts for which the model has a formula."""
     result = []
     for collective in network.collectives:
         if (
@@ -150,7 +152,7 @@ def sent_alone(network: Network, job: Job) -> list[ReductionTime]:
 
 
 def use_of(profile: Profile) -> tuple[float | None, str]:
-    """Return the use of the device, 0 to 1, and its name; None where the use is unknown."""
+    """Return the utilization of the device, 0 to 1 or None if unknown, and the device's name."""
     result = mean_use(profile.ranks[0].use)
     if _device(profile) == "cuda":
         return result.get("gpu"), "GPU"
@@ -319,7 +321,8 @@ def _rows(profile: Profile) -> list[StepTime]:
         if int(count) != shape.ranks and rate > 0:
             tried = Shape(1, int(count), batch / int(count))
             rows.append(StepTime(tried, 1 / rate * own, _TRIED_NOISE))
-    # Steps of one rank with its part of the CPUs, and of simultaneous ranks; nothing is sent.
+    # Steps of one rank on its part of the CPUs, and of several simultaneous ranks, without
+    # communication.
     apart = [
         (per_host, step_time.local_batch, step_time.seconds) for step_time in profile.step_times
     ]

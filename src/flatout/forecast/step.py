@@ -1,4 +1,4 @@
-"""The model: the seconds of a step, term by term.
+"""Model of a step's time in seconds, as a sum of terms.
 
     sum(step_terms(job, shape, draws).values())
 
@@ -17,7 +17,8 @@ from flatout.forecast import collectives
 from flatout.forecast.collectives import Link, exposed
 from flatout.forecast.job import Floats, Job, ReductionTime, Shape
 
-# Rows go to ranks, their gradients go back, and both need the ids.
+# Transfers of table rows per step, in units of the rows' bytes: rows to ranks, gradients back, and
+# the ids for both.
 _ROW_TRIPS = 2.1
 LINK_ERROR = 0.18
 """The model's error of links at twice the ranks that were timed.
@@ -31,9 +32,10 @@ class MachineDraws:
     """Draws of the unknown values of a machine and a network; see `Prior`.
 
     Attributes:
-        seconds: the computing of a step by one rank alone on its host, at the job's batch.
-        corrections: pairs of a timed number of ranks and the factor from the model's step to the
-            timed one. Between pairs the factor is interpolated by the logarithm of the ranks.
+        seconds: seconds in which one rank, alone on its host, computes a step with the job's batch.
+        corrections: pairs of a timed number of ranks and the factor from the model's step time to
+            the measured step time. Between pairs the factor is interpolated by the logarithm of the
+            ranks.
     """
 
     seconds: Floats
@@ -51,12 +53,12 @@ class MachineDraws:
     corrections: tuple[tuple[int, float], ...] = ()
 
     def take(self, places: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> MachineDraws:
-        """Return the draws at these places."""
+        """Return the draws with these indices."""
         names = [item.name for item in fields(self) if item.name != "corrections"]
         return replace(self, **{name: getattr(self, name)[places] for name in names})
 
     def beyond(self, growth: float) -> MachineDraws:
-        """Return draws with the error of links at `growth` times the ranks that were timed."""
+        """Return draws with the error of links at `growth` times the timed number of ranks."""
         if growth <= 1:
             return self
         drawn = np.random.default_rng(4).standard_normal(len(self.seconds))
@@ -188,7 +190,7 @@ def _to_servers_apart(job: Job, workers: int, per_host: int, servers: int, link:
 
 
 def sending(job: Job, sent: ReductionTime, draws: MachineDraws) -> Floats:
-    """Return the seconds of a reduction alone."""
+    """Return the seconds of a reduction that is timed without a step."""
     alone = replace(job, reduction=sent.reduction, compression="off")
     return _reduced(alone, sent.shape, sent.bytes, *_links(sent.shape, draws))
 
@@ -218,7 +220,7 @@ def _reduced(job: Job, shape: Shape, bytes: float, inner: Link, outer: Link) -> 
 
 
 def _mean_hop(shape: Shape, inner: Link, outer: Link) -> Link:
-    # A ring of all ranks leaves each host once with all bytes.
+    # In a ring of all ranks, all bytes leave each host once.
     within = (shape.ranks - shape.hosts) / shape.ranks
     alpha = within * inner.alpha + (1 - within) * outer.alpha
     return Link(alpha, np.maximum(inner.beta, outer.beta), outer.gamma)

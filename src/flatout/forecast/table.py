@@ -18,19 +18,19 @@ from flatout.forecast.profiled import TCP
 from flatout.words import count_words, counted, rounded
 
 _WIDTH = 80
-# Decisions for a number of hosts, the most important one first.
+# Kinds of recommendations about the number of hosts, in order of decreasing importance.
 _MARKS = ("deadline", "budget", "hosts")
 
 
 class Shown:
-    """A forecast for people."""
+    """A forecast as text for a terminal."""
 
     def __init__(self, forecast: Forecast) -> None:
         self._forecast = forecast
 
     @cached_property
     def decisions(self) -> list[Decision]:
-        """The decisions of the forecast."""
+        """Recommendations that follow from the forecast."""
         return decisions(self._forecast)
 
     def as_dict(self) -> dict[str, Any]:

@@ -83,8 +83,7 @@ class SideEffects:
         setattr(builtins, CALLS, self)
 
     def __getitem__(self, at: int) -> Any:
-        """Check the state around a call of the script, which reads entry `at` of the list
-        `makes`."""
+        """Check the state before and after a call of the script; replaces the list `makes`."""
         number, is_over = divmod(at, 2)
         if number not in self._looks or get_ident() != self._watch.lanes.thread:
             return self._code.makes[at]

@@ -1,4 +1,4 @@
-"""Check for mean losses of several batches that are added up without division by their number."""
+"""Check for mean losses of several batches that are summed but not divided by their number."""
 
 from __future__ import annotations
 

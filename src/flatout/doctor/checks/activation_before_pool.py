@@ -12,7 +12,7 @@ from flatout.observe import Model, Observation
 
 @check()
 def look(observation: Observation) -> Iterator[Finding]:
-    """Report models with such a pair of layers, which could be swapped."""
+    """Report models with an activation before max-pooling, which could be swapped."""
     swappable = [model for model in models(observation) if model.pool_after]
     for model in swappable:
         cost = lane(observation, "forward", "backward")

@@ -1,4 +1,4 @@
-"""Check for steps whose time does not depend on the batch: a larger one would raise throughput."""
+"""Check for steps whose time does not depend on the batch size, so larger batches are faster."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _LAYERWISE = (32_768, 39)
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Report steps with more samples, and epochs with fewer steps, than published ones."""
+    """Report steps with more samples, and epochs with fewer steps, than published recipes have."""
     step_ms(observation)
     at_once = samples_per_call(observation)
     if at_once is None:

@@ -31,7 +31,7 @@ class Check(NamedTuple, Generic[Observed]):
         look: returns the findings of one rank, or of all ranks of a machine in order; raises
             NoSignal.
         edit: writes the cure as changes of the user's code; None if that is not possible.
-        lane: the only lane that the cures change; "" for any other.
+        lane: the only lane of a step that the cures change; "" if that is no single lane.
     """
 
     name: str
@@ -51,8 +51,8 @@ def check(
     """Register a function of an Observation as the check that its file is named after.
 
     Args:
-        edit: as for Check.
-        lane: as for Check.
+        edit: function that writes the cure as changes of the user's code; None without one.
+        lane: the only lane of a step that the cures change; "" if that is no single lane.
         hooks: True if the check needs hooks that do not see compiled code.
     """
     if not hooks:

@@ -1,4 +1,4 @@
-"""Check for one GPU of the job that holds much more memory than the others."""
+"""Check for one GPU of the job that holds much more memory than the job's other GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check for training on one class after the other."""
+"""Check for training on one class after another."""
 
 from __future__ import annotations
 

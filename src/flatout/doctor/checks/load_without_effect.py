@@ -10,7 +10,7 @@ from flatout.observe import Observation, StateLoad
 
 @check()
 def look(observation: Observation) -> Findings:
-    """Report state dicts without a matching name, and those that alias the model's own tensors."""
+    """Report state dicts without a matching name, and state dicts of the model's own tensors."""
     models(observation)
     for item in observation.state_loads:
         is_other = item.kind == "unmatched"

@@ -10,7 +10,7 @@ from flatout.observe import Observation
 
 @check(hooks=True)
 def look(observation: Observation) -> Findings:
-    """Report losses of a column against a row of equally many numbers."""
+    """Report losses that broadcast n outputs against n targets to n x n pairs."""
     for loss in in_losses(observation, "pairs"):
         output, target = loss.detail["output"], loss.detail["target"]
         yield Finding(

@@ -14,7 +14,7 @@ _MUCH = 0.05
 
 @check(edit=metrics.after_loop)
 def look(observation: Observation) -> Findings:
-    """Report metrics that take more of a step than that share."""
+    """Report metrics whose share of a step's time exceeds the limit."""
     for call in calls(observation, "metric"):
         cost = cost_ms(observation, call)
         if cost is None or not is_each_step(observation, call) or share(observation, cost) < _MUCH:

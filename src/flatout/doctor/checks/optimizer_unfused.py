@@ -14,7 +14,7 @@ _FUSES = ("SGD", "Adam", "AdamW", "Adagrad")
 
 @check(edit=arguments.fuse)
 def look(observation: Observation) -> Findings:
-    """Report such optimizers that step unfused."""
+    """Report optimizers of torch that step unfused although a fused kernel exists."""
     unfused = [optimizer for optimizer in observation.optimizers if _could_fuse(optimizer)]
     if not unfused:
         return

@@ -1,4 +1,4 @@
-"""Check for a dataset divided into more parts than there are ranks or workers that take one."""
+"""Check for a dataset divided into more parts than there are ranks or workers to read them."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def share(observation: Observation, cost: float) -> float:
 
 
 def is_worth(observation: Observation, cost: float | None) -> bool:
-    """Return True if a cost is large enough to report; an unknown cost is."""
+    """Return True if a cost is large enough to report; an unknown cost counts as large enough."""
     return cost is None or share(observation, cost) >= WORTH
 
 
@@ -85,7 +85,7 @@ def kind_of(observation: Observation, cost: float | None) -> Kind:
 
 
 def calls(observation: Observation, *kinds: str) -> list[Call]:
-    """Return the calls of these kinds, the most costly first."""
+    """Return the calls of these kinds, in order of decreasing cost."""
     if not observation.steps:
         raise NoSignal("no step was seen")
     result = [call for call in observation.calls if call.kind in kinds and call.count]
@@ -145,7 +145,7 @@ def in_losses(observation: Observation, kind: str) -> list[InLoss]:
 
 
 def other_mode(monitor: Monitor) -> str:
-    """Return the mode that the monitor's metric needs, if it is in the other mode; else ""."""
+    """Return the mode that the monitor's metric needs, if that is not its mode; else ""."""
     better = {"loss": "min", "score": "max"}.get(monitor.metric_kind, monitor.mode)
     return better if better != monitor.mode else ""
 
@@ -171,7 +171,7 @@ def models(observation: Observation) -> list[Model]:
 def arithmetic_rate(observation: Observation, model: Model) -> float | None:
     """Return the FLOP per second of forward and backward, if layers use each weight once per row.
 
-    That is two FLOP for each weight and row in forward, and four in backward. None for
+    These are two FLOP for each weight and row in forward, and four in backward. None for
     convolutions, which use a weight at many positions, and for unknown batch shapes.
     """
     words = model.inputs[0][0] if model.inputs else ""
@@ -184,7 +184,7 @@ def arithmetic_rate(observation: Observation, model: Model) -> float | None:
 
 
 def samples_per_call(observation: Observation) -> int | None:
-    """Return the samples of most calls of the model; None if they vary or are unknown."""
+    """Return the usual number of samples in a model call; None if it varies or is unknown."""
     sizes: Counter[int] = Counter()
     for words, count in observation.models[0].inputs if observation.models else ():
         size = re.match(r"\[(\d+)", words)
@@ -200,7 +200,7 @@ def batches_per_step(observation: Observation) -> float:
 
 
 def loader_ms(observation: Observation, loader: Loader, *parts: str) -> float:
-    """Return the most milliseconds per step that parts of the loader's work cost.
+    """Return the maximum milliseconds per step that `parts` of the loader's work cost.
 
     The work is divided by the workers, and limited by the wait for input.
     """
@@ -215,9 +215,9 @@ def loader_ms(observation: Observation, loader: Loader, *parts: str) -> float:
 
 
 def making_ms(observation: Observation, loader: Loader) -> float:
-    """Return the most milliseconds per step that caching whole samples saves.
+    """Return the maximum milliseconds per step that caching whole samples can save.
 
-    That is all work of making samples, without that of collating them.
+    This is all work of making samples, without collating them into batches.
     """
     parts = [part for part in loader.lanes_ms if part != "collate"]
     return loader_ms(observation, loader, *parts)

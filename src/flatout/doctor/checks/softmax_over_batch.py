@@ -7,7 +7,7 @@ from flatout.doctor.checks.signals import at, models
 from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
-# Minimum number of such calls in the observed steps.
+# Minimum number of softmax calls over the batch, in the observed steps.
 _CALLS = 2
 
 

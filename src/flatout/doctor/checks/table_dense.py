@@ -1,4 +1,4 @@
-"""Check for dense optimizers that update all rows of a table of which a batch touches a few."""
+"""Check for dense optimizers that update all rows of a table although a batch uses few rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check for gradients that are never zeroed, so that each step uses the sum of all before."""
+"""Check for gradients that are never zeroed, so that they accumulate over all steps."""
 
 from __future__ import annotations
 

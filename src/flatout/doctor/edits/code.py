@@ -95,7 +95,7 @@ class Code:
     # -- nodes -----------------------------------------------------------------------------------
 
     def statements(self, line: int) -> list[ast.stmt]:
-        """Return the innermost statements of a line; of a compound one, only its head counts."""
+        """Return the innermost statements of a line; a compound statement spans only its head."""
         result = [
             node
             for node in ast.walk(self.tree)
@@ -104,7 +104,7 @@ class Code:
         return [item for item in result if not any(self.is_within(other, item) for other in result)]
 
     def is_within(self, node: ast.AST, outer: ast.AST) -> bool:
-        """Return True if a node is a descendant of another one."""
+        """Return True if `node` is a descendant of `outer`."""
         above = self.parents.get(node)
         while above is not None and above is not outer:
             above = self.parents.get(above)
@@ -285,7 +285,7 @@ class Code:
         space = line[: len(line) - len(line.lstrip(" \t"))]
         if self.begin(last) - self.starts[last.lineno - 1] != len(space):
             return [(end, end, "".join(f", {each}" for each in words))]
-        # Each argument has its own line, and so have the new ones. A comment stays on its line.
+        # Each argument has its own line, and so has each new argument. A comment stays on its line.
         comma, result = self.next_token(end)
         is_comma = result == ","
         line_ends = self.starts[self.line_of(comma if is_comma else end)]

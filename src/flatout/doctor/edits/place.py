@@ -23,7 +23,7 @@ class FoundAt:
     Attributes:
         finding: the finding.
         seen: observation of the rank with the finding.
-        file: path as Python names it.
+        file: path of the user's file, as Python names it.
         line: line number in the file, from 1.
     """
 

@@ -1,4 +1,4 @@
-"""Edits in a JSON file, for the processes of a trial."""
+"""Storage of edits in a JSON file, for the processes of a trial."""
 
 from __future__ import annotations
 

@@ -19,13 +19,15 @@ from flatout.doctor.trials.schedule import Schedule
 from flatout.doctor.trials.scratch import temporary_of
 
 # Two processes of the same script differ permanently by up to this ratio, however small the noise
-# of their blocks. No win below it is believed.
+# of their blocks. No win below this ratio is believed.
 _LEAST_FLOOR = 0.02
-# Least cost of a trial after the start: _BLOCKS blocks of _SHORTEST_S seconds, for the warm-up and
-# two quadruples. _SLOWER_START: factor by which a start may take longer than the first.
+# Minimum cost of a trial after the start: _BLOCKS blocks of _SHORTEST_S seconds, for the warm-up
+# and twice the blocks A B B A. _SLOWER_START: factor by which a later start of the script may take
+# longer than the first start.
 _BLOCKS, _SHORTEST_S = 10, 0.3
 _SLOWER_START = 1.3
-# A cure that gains nothing after its first steps is given up if these take this factor longer.
+# A cure is given up if its first steps take this factor longer than the plain script's, unless the
+# cure may gain later.
 _HOPELESS = 4.0
 LEFT = "it stays as written"
 
@@ -35,10 +37,10 @@ class Bench:
 
     Attributes:
         floor: largest distance from 1 that the ratio of the script to itself may have.
-        epoch_steps: steps of an epoch; None if unknown.
+        epoch_steps: number of steps of an epoch; None if unknown.
         start_s: seconds of a start of the script, as far as known.
-        longer: factor by which blocks are longer than asked for.
-        held: how the processes are contained.
+        longer: factor by which blocks are longer than the `block_s` of `measure`.
+        held: how the processes are contained: "overlay", "landlock" or "python".
         refused: actions that the processes were not allowed to do.
     """
 
@@ -67,7 +69,7 @@ class Bench:
 
     @property
     def needed_s(self) -> float:
-        """Least seconds of one trial."""
+        """Minimum seconds of one trial."""
         starts = 1 if self._most_steps is None else 3  # short scripts are restarted several times
         return starts * _SLOWER_START * self.start_s + _BLOCKS * self._block_s
 
@@ -80,7 +82,7 @@ class Bench:
 
     @contextmanager
     def beside(self, cure: Cure) -> Iterator[Against]:
-        """Add a cure to both sides of measurements in this context; yield the plain side."""
+        """Add a cure to both sides of trials in this context; yield the side to measure against."""
         self._beside = cure
         try:
             with self.against(NOTHING) as against:
@@ -141,7 +143,7 @@ class Bench:
 
 
 def why_left(cure: Cure, b: Showed) -> str:
-    """Return why the cure was not applied; "" if it was applied, or may be later."""
+    """Return why the cure was not applied; "" if it was applied, or may still be applied later."""
     # The number of threads is part of another cure: a change of it alone does not count.
     names = [name for name in cure.recipe if name != "process.threads"] or list(cure.recipe)
     if not names or cure.own_edits or any(name not in b.left for name in names):

@@ -27,9 +27,11 @@ class Cure:
         recipe: the cure as changes of a Recipe, by dotted name.
         edits: changes of the user's code; a trial makes them only if there is no Recipe.
         parity: the largest change of results that this kind of cure may cause.
-        same_input: the same limit if both sides are observed to read identical input.
-        others: the same cure with other values that are worth a trial.
-        own_edits: edits that a trial makes.
+        same_input: the largest change of results that is allowed if both sides are observed to read
+            identical input.
+        others: the same cure with other values (such as another number of workers) that are worth a
+            trial.
+        own_edits: the edits that a trial makes in addition to applying `recipe`.
     """
 
     names: tuple[str, ...]
@@ -80,8 +82,9 @@ def together(cures: Iterable[Cure]) -> Cure:
 def cures_of(verdict: Verdict, allow: Parity) -> list[Cure]:
     """Return the cures in the order of their trials.
 
-    Cures that need the user's OK come after the others, and compiling, which takes longest, comes
-    last. Otherwise the order is that of the findings: by the most that each cure can save.
+    Cures that need the user's OK come after all other cures, and compiling, which takes longest,
+    comes last. Otherwise the order is that of the findings: by the maximum time that each cure can
+    save.
     """
     observation = verdict.observations[0]
     result: dict[Any, Cure] = {}

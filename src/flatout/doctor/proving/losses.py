@@ -12,8 +12,8 @@ Changes that a cure may make depend on its parity:
   1979, "A sequential procedure for determining the length of a steady-state simulation".)
 
 If the first batches of both sides contain the same numbers, the cure has not changed the input.
-Then it is judged by the other changes that it may make, with "rounding" as the strictest rule.
-Random draws within a model, such as dropout's, are not visible in batches.
+Then the cure is judged by the other changes that it may make, with "rounding" as the strictest
+rule. Random draws within a model, such as dropout's, are not visible in batches.
 
 Equal losses over some steps do not show the accuracy of a whole run.
 """
@@ -43,9 +43,9 @@ class Compared:
     """Result of the comparison of the losses of both sides.
 
     Attributes:
-        holds: True if the losses differ no more than the parity of the cure allows.
+        holds: True if the losses differ at most as much as the parity of the cure allows.
         parity: parity of the cure, after the comparison.
-        words: difference between the losses; "" if there are none.
+        words: description of the difference between the losses; "" without losses.
         same_batches: True if both sides read the same samples in the same order; None if unknown.
         is_equal: True if all losses are the same numbers; None if there are no losses.
     """
@@ -60,7 +60,7 @@ class Compared:
 def compare(
     a: Showed, b: Showed, parity: Parity, *, is_repeatable: bool, same_input: Parity | None = None
 ) -> Compared:
-    """Judge the losses of a script with a cure (B) against those without it (A)."""
+    """Judge the losses of a script with a cure (B) against the losses without the cure (A)."""
     batches = same_batches(a, b)
     steps = min(len(a.losses), len(b.losses))
     curve, other = np.array(a.losses[:steps]), np.array(b.losses[:steps])

@@ -14,10 +14,11 @@ from flatout.observe import Loader, Observation
 
 _EPOCHS = ("--epochs", "--num-epochs", "--num_epochs", "--max-epochs", "--max_epochs")
 _STEPS = ("--max-steps", "--max_steps")
-# Minimum number of blocks with evaluation or saving. With fewer, one more or less changes the
-# result much.
+# Minimum number of blocks with evaluation or saving. With fewer, a single block more or less
+# changes the result much.
 _FEWEST_BLOCKS = 4
-# Minimum number of such blocks of each side to compare the duration of one evaluation on both.
+# Minimum number of blocks with evaluation on each side to compare the duration of one evaluation
+# between the sides.
 _FEWEST_COMPARED = 2
 
 

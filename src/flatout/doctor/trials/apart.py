@@ -34,7 +34,7 @@ class Apart:
         init: process ID of init, a child of the process that called `start`.
         script: process ID of the script, as seen from outside.
         descriptor: pidfd of the script, for pidfd_send_signal.
-        said: the message that `begin` returned.
+        said: the message that `begin` returned, from inside the namespaces.
         services: sockets inside that listen on addresses of this machine's services outside.
     """
 

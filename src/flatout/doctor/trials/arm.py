@@ -41,11 +41,12 @@ class Block:
 
     Attributes:
         side: "a" or "b".
-        steps: number of steps.
-        began, ended: begin and end on the clock that all processes share, in nanoseconds.
-        between: time of evaluation and saving within the block, in nanoseconds.
-        faults: minor page faults of the process that trains.
-        cpu: CPU time of the script and all its children, in nanoseconds.
+        steps: number of counted steps.
+        began, ended: begin and end of the block, in nanoseconds of the clock that all processes
+            share.
+        between: nanoseconds of evaluation and saving within the block.
+        faults: number of minor page faults of the process that trains.
+        cpu: CPU nanoseconds of the script and all its children.
     """
 
     side: str
@@ -77,7 +78,7 @@ class Showed:
     """Results of one side, except for the times of its blocks.
 
     Attributes:
-        losses: losses of the first steps; NaN for a step without a loss.
+        losses: one loss for each of the first steps; NaN for a step without a loss.
         batches: for each loader, a hash of the indices of each of the first batches.
         contents: for each loader, a hash of the data of each of the first batches; None if the
             data cannot be hashed.
@@ -87,7 +88,7 @@ class Showed:
         first_s: seconds of the first step, from its first batch on.
         warm_s: seconds of the steps from the second to the first counted block, in which caches
             are filled.
-        warm_steps: number of those steps.
+        warm_steps: number of the steps in `warm_s`.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -115,11 +116,11 @@ class Arm:
     """A script that is run for some steps at a time.
 
     Attributes:
-        queue: number of batches that the script prefetches.
-        step_s: seconds per step of the latest block.
+        queue: number of batches that the script's loaders prefetch.
+        step_s: seconds per step in the latest block.
         is_full: True if the script reports that its caches hold all that later epochs read.
         has_ended: True if the script has failed, or did not answer in time.
-        showed: the other results of the script.
+        showed: results of the script except for its block times.
     """
 
     def __init__(
@@ -202,10 +203,11 @@ class Arm:
         self._seen.warm_steps = dropped + self._warm + FEWEST_STEPS
 
     def block(self, dropped: int, steps: int, *, dropped_again: int = 0, unit: int = 1) -> Block:
-        """Run `dropped` uncounted steps, then `steps` counted ones.
+        """Run `dropped` uncounted steps, then `steps` counted steps.
 
-        If the script has to be restarted for that, `dropped_again` steps are dropped if that is
-        more than `dropped`. If the script ends earlier, fewer steps count: a multiple of `unit`.
+        If the script has to be restarted for these steps, the larger of `dropped` and
+        `dropped_again` is the number of uncounted steps. If the script ends earlier, fewer steps
+        count: a multiple of `unit`.
         """
         would_end = self._life and self._done + dropped + steps > self._life
         if self._is_renewed and would_end and self._blocks:

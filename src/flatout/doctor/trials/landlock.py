@@ -20,9 +20,9 @@ _ASK_VERSION, _BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
 # another folder, version 3 truncating.
 _WRITE_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 13, 1 << 14
 _CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))
-# A bit of `scoped`, from version 6 on.
+# The bit for signals in the field `scoped`, from version 6 on.
 _SIGNALS = 1 << 1
-# Rights that apply to a single file; the others apply to folders.
+# Rights that apply to a single file; all other rights apply to folders.
 _OF_FILES = _WRITE_FILE | _TRUNCATE
 
 
@@ -52,7 +52,7 @@ def restrict_signals() -> bool:
 
 
 def _restrict(asked: Sequence[int], folders: Sequence[Path] = ()) -> bool:
-    # Handled rights of files, then of the network, then scopes; cut to fields that `asked` gives.
+    # Handled rights of files, then of the network, then scopes; only as many fields as `asked` has.
     attributes = (ctypes.c_uint64 * len(asked))(*asked)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     rules = int(_libc.syscall(_CREATE, attributes, size, 0))

@@ -12,13 +12,13 @@ MESSAGES = 0x08000000  # CLONE_NEWIPC
 _USER = 0x10000000
 BIND, RECURSIVE = 4096, 16384
 _PRIVATE = 1 << 18
-# Mount point of systemd's, on machines without containers.
+# Mount point that systemd mounts on access, on machines without containers.
 _MOUNTED_WHEN_OPENED = "/proc/sys/fs/binfmt_misc"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def leave(kinds: int, *, as_user: bool | None = None) -> None:
-    """Move this process into new namespaces: MOUNTS, and the other kinds that are asked for.
+    """Move this process into new namespaces: MOUNTS, and all further `kinds`.
 
     The process must have one thread only. Its next child enters the new namespace of PROCESSES.
     """

@@ -39,8 +39,8 @@ class Machine:
 
     Attributes:
         addresses: the machine's addresses, without loopback.
-        services: address and port of each TCP service that listens.
-        folder: folder for a file that is needed inside.
+        services: address and port of each TCP service that listens on this machine.
+        folder: folder for a file that the trial's network needs.
     """
 
     addresses: tuple[str, ...]
@@ -69,7 +69,7 @@ def _services() -> list[tuple[str, int]]:
                 if state == _LISTENS:
                     address, port = _address_of(local, family)
                     result.append((address.removeprefix("::ffff:"), port))
-                    if address == "::":  # it usually accepts IPv4 connections too
+                    if address == "::":  # such a service usually accepts IPv4 connections too
                         result.append(("0.0.0.0", port))
     return list(dict.fromkeys(result))[:_MOST_SERVICES]
 
@@ -97,7 +97,7 @@ def begin(machine: Machine) -> list[socket.socket]:
                 fcntl.ioctl(ip6, _SET_ADDRESS, asked)
     _name_itself(machine)
     for name in os.environ:
-        if name.endswith("_SOCKET_IFNAME"):  # the interface on which gloo, NCCL and others listen
+        if name.endswith("_SOCKET_IFNAME"):  # interface of gloo, NCCL or similar
             os.environ[name] = _LOOPBACK
     return [item for item in map(_listening, machine.services) if item is not None]
 
@@ -133,7 +133,7 @@ def _listening(where: tuple[str, int]) -> socket.socket | None:
 
 
 def meets_elsewhere(command: Sequence[str], variables: Mapping[str, str] = os.environ) -> str:
-    """Return the other machine where a script's ranks meet; "" if they meet on this one."""
+    """Return the name of another machine where a script's ranks meet; "" if they meet here."""
     places = [variables.get("MASTER_ADDR", "")]
     for option, after in zip(command, [*command[1:], ""], strict=True):
         name, _, value = option.partition("=")

@@ -1,15 +1,15 @@
 """Two live processes of the same script, measured block by block in the order A B B A.
 
-One process runs at a time, while the other is stopped with all its children. They take turns at
-step boundaries (step_sync.py), after the device has finished. A block is longer than the queue of
-batches that loader workers prefetch. Its first steps, as many as the queue and two more, are not
-counted. Time between steps that the process reports, such as evaluation, is not counted either,
-unless it is what the trial is about.
+One process runs at a time, while the other is stopped with all its children. The processes
+alternate at step boundaries (step_sync.py), after the device has finished. A block is longer than
+the queue of batches that loader workers prefetch. Its first steps, as many as the queue and two
+more, are not counted. Time between steps that the process reports, such as evaluation, is not
+counted either, unless it is what the trial is about.
 
 The speed of a machine depends on the previous load. On two virtual CPUs steps of 2 ms took 3 ms for
 a second after steps of 15 ms had run. Steps of 15 ms took 12 ms for 200 ms after steps of 2 ms had
-run. Both effects make the ratio smaller than that of processes that each run alone. So the last
-trial, whose result is promised, lets each side warm up before it counts.
+run. Both effects make the ratio smaller than that of processes that each run alone. So in the last
+trial, whose result is promised, each side warms up before its steps count.
 
 A script that ends by itself may be restarted, so that short scripts can be measured too. A stays
 alive from one B to the next. A script may slow down with each step, if something grows or if
@@ -40,12 +40,14 @@ _SLACK = 1.5
 # _SETTLES_WITHIN: maximum number of blocks in which a cache of unknown size may fill. _AS_FAST: the
 # cache counts as full once a block takes more than this share of the time of the block before.
 _SETTLES_WITHIN, _AS_FAST = 4, 0.9
-# Minimum seconds of the first steps together that show hopeless slowness, and no accident.
+# Minimum total seconds of the first steps for a judgment that a cure is hopelessly slow; a shorter
+# time may be an accident.
 _TELLING_S = 0.5
-# Least relative slowdown with which A is too old for a new B, unless noise is larger.
+# Smallest relative slowdown of a long-running A at which A is restarted before a new B, unless
+# noise is larger.
 _AGED = 0.05
-# Least relative slowdown with which the script counts as one that always slows down. Its processes
-# are then not restarted within a trial, since the user's run is one long process too.
+# Smallest relative slowdown at which the script counts as always slowing down. Its processes are
+# then not restarted within a trial, since the user's run is one long process too.
 _AGES = 0.25
 
 
@@ -54,15 +56,15 @@ class Pair:
     """Result of a trial.
 
     Attributes:
-        result: A against B; None if the trial ended too early.
-        cpu: the same for CPU time, which other processes change less; None if not counted.
-        reason: why the trial ended early; "" if it did not.
+        result: ratio of A's step time to B's; None if the trial ended too early.
+        cpu: ratio of A's CPU time to B's, which other processes change less; None if not measured.
+        reason: why the trial ended early; "" if the trial was complete.
         is_too_short: True if it ended because a script reached its end within a block.
         blocks: blocks in the order in which they ran.
-        dropped: uncounted steps at the start of each block.
+        dropped: number of uncounted steps at the start of each block.
         held: how the processes were contained: "overlay", "landlock" or "python".
         refused: actions that the script was not allowed to do: {"kind", "what", "where"}.
-        seconds: duration of the whole trial, including starts.
+        seconds: seconds of the whole trial, including starts of the processes.
         a, b: results of the two sides except for their times.
     """
 
@@ -80,7 +82,7 @@ class Pair:
 
 
 class Against:
-    """One side, against which other sides are measured in turn; it lives until `close`."""
+    """Side A, against which other sides are measured one after another; it runs until `close`."""
 
     def __init__(
         self,
@@ -146,7 +148,7 @@ class Against:
                 self._has_met = True
             elif fresh or (self._has_aged(terms.floor) and self.start_s < budget_s / 2):
                 self._restart()
-            # B may take as long as A to start. For anything more it has the trial's own time.
+            # B may take as long as A to start. A longer start takes from the trial's own time.
             starts = time.monotonic() + _SLACK * self.start_s
             with closing(self._start("b", b, min(self._until, max(until, starts)), warm)) as other:
                 other.meet()
@@ -199,7 +201,7 @@ class Against:
 
     def _why_hopeless(self, b: Arm, times: float) -> str:
         as_long = b.step_s / self._a.step_s
-        # A few short steps may have been slowed by anything.
+        # A few short steps may be slow by accident.
         if as_long < times or FEWEST_STEPS * b.step_s < _TELLING_S:
             return ""
         return f"steps took {as_long:.1f} times as long"
@@ -214,7 +216,7 @@ class Against:
             _settle(b, dropped, steps, until)
             left = until - time.monotonic()
         length = terms.length(slowest, left, dropped, steps, a.most_steps)
-        # One quadruple proves nothing: two are measured, unless the whole budget ends before.
+        # A single A B B A proves nothing: two are measured, unless the whole budget ends before.
         two = 8 * length.seconds(slowest) * _SLACK
         if a.most_steps:  # both sides may have to be restarted during the measurement
             two += 2 * (a.showed.started_s + b.showed.started_s)

@@ -32,7 +32,7 @@ class Command:
 
     Attributes:
         command: program and arguments, such as [sys.executable, "train.py"].
-        variables: environment variables in addition to the caller's.
+        variables: environment variables that are added to the caller's environment.
     """
 
     command: Sequence[str]
@@ -48,17 +48,18 @@ class Process:
 
     Args:
         job: command to run, in the current folder.
-        folder: folder of this process, within the trial's.
+        folder: folder of this process, within the trial's folder.
         temporary: folder of this process for temporary files and logs.
         passes: folders whose files it may change.
         is_redirected: redirect files; None means only if the kernel cannot overlay files.
-        apart: namespaces to make if the kernel allows them, named as in namespaces.py.
+        apart: kinds of namespaces to make if the kernel allows them, as flags of namespaces.py.
 
     Attributes:
         held: how its files are contained: "overlay", "landlock" or "python".
-        lacks: actions of the script that nothing contains here. "signals": to other processes
-            of the user. "orphans": they may outlive a killed supervisor. "network": of native code
-            and child programs. "ranks": the same, since its ranks meet on another machine.
+        lacks: actions of the script that nothing contains here. "signals": signals to other
+            processes of the user. "orphans": children that may outlive a killed supervisor.
+            "network": connections of native code and child programs. "ranks": the same connections,
+            since the script's ranks meet on another machine.
         pid: process ID of the script.
         printed: the file that holds its output.
         exit: its exit code, -N if signal N ended it; None until known.

@@ -19,13 +19,13 @@ from flatout.doctor.trials.step_sync import RECORDED, at_step
 from flatout.hooks import Hook, wrap
 from flatout.observe import EVALUATION, SAVING, Lanes, Watch
 
-# Most steps, and most batches of a loader, that are recorded.
+# Maximum number of steps, and of each loader's batches, that are recorded.
 _MOST = 2000
 # Maximum number of indices of a batch that are hashed. They suffice to distinguish orders of
 # samples.
 _INDICES = 256
-# _READ: first batches of each loader whose contents are hashed, to detect random augmentation.
-# _BYTES: maximum bytes of each tensor that are hashed.
+# _READ: number of first batches of each loader whose contents are hashed, to detect random
+# augmentation. _BYTES: maximum bytes of each tensor that are hashed.
 _READ, _BYTES = 8, 2**24
 
 
@@ -37,7 +37,7 @@ class Stepping(Watch):
 
     Attributes:
         record: recorded losses and batches.
-        more: returns other results for the trial, as plain data.
+        more: function that returns further results for the trial, as plain data.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Stepping(Watch):
         super().attend()
         lanes, more = self.lanes, 1
         taken = lanes.steps - self._done
-        if taken:  # otherwise this call belongs to the step before
+        if taken:  # otherwise this call belongs to the previous step
             self._done = lanes.steps
             if lanes.steps == 1:
                 self._first_s = lanes.step_ms()[0] / 1e3

@@ -21,8 +21,8 @@ class Schedule:
     """Terms of a trial: length, number and handling of its blocks.
 
     Attributes:
-        max_pairs: most quadruples A B B A.
-        min_pairs: minimum number of quadruples, if time allows.
+        max_pairs: maximum number of times that blocks A B B A run.
+        min_pairs: minimum number of times that blocks A B B A run, if time allows.
         block_s: longest duration of a block in seconds, unless the queue requires more. Blocks are
             shorter if `max_pairs` would exceed the budget.
         floor: known largest distance from 1 that the ratio of the script to itself may have.
@@ -60,7 +60,7 @@ class Schedule:
             step_s: seconds per step of the slower side.
             left_s: seconds for the whole trial.
             dropped: uncounted steps at the start of a block.
-            most: total steps of the script; None if unknown.
+            most: total number of steps of the script; None if unknown.
 
         Raises:
             Ended: the script does not take enough steps.
@@ -94,9 +94,10 @@ class Schedule:
             left_s: seconds left of the trial.
             renewal_s: seconds of a restart of both sides.
             quadruple_s: seconds of one quadruple A B B A.
-            most: total steps of the script; None if unknown.
+            most: total number of steps of the script; None if unknown.
         """
-        # Short scripts are restarted anyway, and a restarted side would have to settle again.
+        # Short scripts are restarted anyway, and a restarted side would have to fill its caches
+        # again.
         if most is not None or self.settles:
             return Lives(1, self.max_pairs)
         counts = range(self.lives, 0, -1)
@@ -117,7 +118,7 @@ class Schedule:
         """
         if most is not None:  # a short script has no steps for warm-up
             return Length(dropped, steps)
-        # At most half of the time of a quadruple's four blocks, less a margin.
+        # Warm-up takes at most half of the time of the four blocks A B B A, less a margin.
         pace_s = min(self.pace_s, max(left_s, 0.0) / (10 * self.min_pairs))
         epoch = self.epoch_steps or 1
         unit = 1 if steps % epoch else epoch
@@ -130,7 +131,7 @@ class Lives:
 
     Attributes:
         count: number of starts of each side.
-        quadruples: number of quadruples that fit; they are spread evenly over the starts.
+        quadruples: number of A B B A that fit into the time, divided evenly among the starts.
     """
 
     count: int
@@ -143,7 +144,7 @@ class Lives:
 
     @property
     def fewest(self) -> int:
-        """Fewest quadruples with which each start has had one."""
+        """Minimum number of A B B A with which each start has run one A B B A."""
         return max(self._ends, default=0) + 1
 
     @property
@@ -158,10 +159,10 @@ class Length:
     Attributes:
         dropped: minimum number of uncounted steps at the start of a block.
         steps: minimum number of counted steps.
-        pace_s: seconds that a side runs after the other one before it counts. If 0, both sides
-            count the same number of steps.
+        pace_s: seconds that a side runs after the other side before its steps count. If 0, both
+            sides count the same number of steps.
         counts_s: seconds that each side counts if `pace_s` is not 0.
-        unit: step numbers for these seconds are multiples of it: an epoch, or 1.
+        unit: the number of counted steps is a multiple of this: the steps of an epoch, or 1.
     """
 
     dropped: int
@@ -171,7 +172,7 @@ class Length:
     unit: int = 1
 
     def of(self, step_s: float, *, is_paced: bool = True) -> tuple[int, int]:
-        """Return the uncounted steps at the start of a side's block, and the counted ones."""
+        """Return the numbers of uncounted and of counted steps of a side's block."""
         if not self.pace_s:
             return self.dropped, self.steps
         left_out = int(self.pace_s / (self.unit * step_s)) * self.unit if is_paced else 0

@@ -1,9 +1,9 @@
 """A trial's process at a step boundary: reports the time of its block, and waits for the next.
 
-The code that detects optimizer steps calls `at_step()` after each, or after the returned number of
-steps. Outside a trial the call does nothing. The first process of a script that calls it takes
-part. Other ranks and workers of the script wait for that process by their usual means. If the
-script ends within a block, it reports its number of steps.
+The code that detects optimizer steps calls `at_step()` after each step, or after the returned
+number of steps. Outside a trial the call does nothing. The first process of a script that calls
+`at_step()` takes part in the trial. Other ranks and workers of the script wait for that process by
+their usual means. If the script ends within a block, it reports its number of steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VARIABLE = "FLATOUT_BATON"
 _SOCKET = "steps"
 RECORDED = "FLATOUT_RECORDED"
 """Variable with the number of steps and batches that a process records, not only times."""
-# Steps to the next action, if there is none.
+# Number of steps to the next action if no action is planned.
 _NEVER = 2**40
 
 

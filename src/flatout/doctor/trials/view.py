@@ -53,7 +53,7 @@ class View:
         return self._without_files(native.getcwd())
 
     def to_read(self, name: Name, follow: bool = True) -> str:
-        """Return the path where a file is stored: its copy if there is one."""
+        """Return the path where a file is stored: its copy if a copy exists."""
         path = self.named(name)
         if self._is_passed(path):
             return path

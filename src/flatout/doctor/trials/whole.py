@@ -1,7 +1,7 @@
 """All losses of a whole run in a file: time and loss of each step, eight bytes each.
 
-Times are seconds of the monotonic clock, which all processes of a machine share. The loss of a
-step without one is NaN.
+Times are seconds of the monotonic clock, which all processes of a machine share. A step without a
+loss has NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flatout.observe import Lanes
 LAST = 0.05
 """Share of the steps, from the end of a run, whose mean loss is the final loss."""
 
-# Steps between reads of the losses from the device, which are then written.
+# Number of steps after which losses are read from the device and written.
 _EVERY = 256
 
 
@@ -85,7 +85,7 @@ class Curve:
         return float(last.mean()) if len(last) else math.nan
 
     def reached(self, target: float) -> float | None:
-        """Return the seconds until the mean of equally many losses was this low; None if never."""
+        """Return the seconds until the mean of 5% of the losses reached `target`; None if never."""
         low = np.flatnonzero(self._means() <= target)
         return float(self.at[low[0] + self._window() - 1]) if len(low) else None
 
