@@ -83,7 +83,7 @@ class Batch(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Number of samples, without the rows that only fill the batch up."""
+        """Number of samples, without padding rows."""
         return self.size - self.padding
 
     def split(self, n: int) -> list[Batch]:
@@ -139,7 +139,7 @@ class Batch(NamedTuple):
         return self if self.is_jagged else self.rows(0, count)
 
     def repeated(self, size: int) -> Batch:
-        """Return `size` samples that repeat those of this batch, to measure time and memory.
+        """Return a batch of `size` samples that repeats this batch, to measure time and memory.
 
         A jagged batch stays as it is.
         """
@@ -153,9 +153,9 @@ class Batch(NamedTuple):
         return Batch(inputs, targets, weight, None, size)
 
     def without_padding(self) -> Batch:
-        """Return the batch without the rows that only fill it up, or itself if there are none.
+        """Return the batch without padding rows; the same object if it has no padding rows.
 
-        Weights are left out if all are one, since they were added with those rows.
+        Weights are removed if all are one, since they were added with the padding rows.
         """
         if not self.padding:
             return self
@@ -247,9 +247,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def rows_of_samples(value: Any, batch: Batch) -> Any:
-    """Return a model's output for the batch, without the rows that only fill the batch up.
+    """Return a model's output for the batch, without padding rows.
 
-    A tensor stays as it is if it has no row for each row of the batch.
+    A tensor without one row for each row of the batch is returned unchanged.
     """
     if not batch.padding:
         return value

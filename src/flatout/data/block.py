@@ -15,7 +15,7 @@ Numbers: TypeAlias = npt.NDArray[np.int64]
 
 
 class Ragged(NamedTuple):
-    """Rows of different lengths, one after the other.
+    """Rows of different lengths, in sequence.
 
     Attributes:
         values: values of all rows.

@@ -86,7 +86,7 @@ class Verified:
             read: returns the file's bytes between two byte offsets.
 
         Raises:
-            DataError: a block differs. It names the first.
+            DataError: a block differs. The error names the first such block.
         """
         if self.done or not len(starts):
             return
@@ -121,7 +121,7 @@ class Verified:
         """Compare bytes that begin with a block, even if they were compared before.
 
         Raises:
-            DataError: a block differs. It names the first.
+            DataError: a block differs. The error names the first such block.
         """
         begin = start >> self._shift
         self._compare(begin, begin + (len(data) + self._sums.block - 1 >> self._shift), data)

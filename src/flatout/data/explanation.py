@@ -70,7 +70,7 @@ class Explanation:
 
     @property
     def bound(self) -> str:
-        """Text that names what bounds the rate of steps: input or model."""
+        """Text that states whether input or model bounds the rate of steps."""
         if self.processes:
             return f"not known: {self.processes} processes make the batches, each counts for itself"
         if self.threads == 0:

@@ -176,7 +176,7 @@ def _name_of(path: str, *, is_absolute: bool) -> str:
 def unpack(paths: Paths, *, most: int) -> list[str]:
     """Decompress files that hold far more than expected from their size, so that they can be read.
 
-    They are decompressed into the cache, where readers of the same paths find them.
+    The files are decompressed into the cache, where readers of the same paths find them.
 
     Args:
         paths: path, glob pattern or URL, or a list of these.
@@ -209,7 +209,7 @@ def _here(fs: Any, place: str, name: str, unpack: bool, most: int | None) -> Fil
             return _cached(known, name, lambda: open(place, "rb"), status.st_size, unpack, most)
         info = fs.info(place)
         size = info.get("size")
-        # Stores state a version by one of these; a size alone would miss a rewritten file.
+        # Stores give a version under one of these keys. Size alone would miss a rewritten file.
         version = [str(info.get(k)) for k in ("ETag", "etag", "md5Hash", "mtime", "LastModified")]
         known = f"{name} {size} {version} {unpack}"
         return _cached(known, name, lambda: fs.open(place, "rb"), size, unpack, most)

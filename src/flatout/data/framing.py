@@ -28,7 +28,7 @@ _LENGTH_BITS = 29
 _MOST = (1 << _LENGTH_BITS) - 1
 # Flags of a RecordIO part: a whole record, or the first, a middle or the last part of one.
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
-# Bytes of a record's framing, which do not count toward its size.
+# Maximum bytes of a record's framing, which do not count toward the record's size.
 _FRAMING = 1 << 12
 
 
@@ -66,7 +66,7 @@ def pieces(
     longest: int = LONGEST_RECORD,
     room_bytes: int = 1 << 20,
 ) -> Iterator[Piece]:
-    """Yield the records of a pipe, at each time those that have come and fit into memory."""
+    """Yield the records of a pipe as they arrive, in pieces that fit into memory."""
     buffer = np.empty(2 * room_bytes, np.uint8)
     held = offset = lines = 0
     while True:

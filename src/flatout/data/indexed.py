@@ -1,4 +1,4 @@
-"""Files of rows one after the other, read by row index through an index of the rows' starts.
+"""Files of rows in sequence, read by row index through an index of the rows' starts.
 
 The index is built once and kept in the cache folder, by content: a file that changed has another
 index. The files' bytes are held in memory if they take at most a quarter of the free memory.
@@ -50,7 +50,7 @@ _HELD = 0.25
 
 
 class Index(NamedTuple):
-    """Positions of the rows of some files, as if the files were one after the other.
+    """Positions of the rows of some files, as if the files were concatenated.
 
     Attributes:
         starts: first byte of each row, int64 of shape (rows,).
@@ -172,7 +172,7 @@ class IndexedRows(Rows):
 
 
 class _FileBytes:
-    """The bytes of several files, as if the files were one after the other."""
+    """The bytes of several files, as if the files were concatenated."""
 
     def __init__(
         self, files: Sequence[File], budget: int | None, reading: Reading | None = None

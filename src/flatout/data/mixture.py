@@ -100,7 +100,8 @@ def mix(*pipelines: Pipeline, weights: Sequence[float] | None = None, seed: int 
 
     Args:
         pipelines: pipelines with the same columns. Each keeps its own shuffle, split and functions.
-            If they name classes, one has all names, and the others take its numbers.
+            If the pipelines name classes, one of them must have all names; all pipelines use its
+            class numbers.
         weights: exact fraction of an epoch's samples from each pipeline. An epoch ends when the
             first pipeline has no more samples; the others continue there in the next epoch. None
             takes all samples.

@@ -23,8 +23,8 @@ _IMAGES = 3
 class Normalization:
     """Conversion of uint8 to float32: scaled to 0..1, less a mean, divided by a standard deviation.
 
-    It takes one multiplication and one addition, each rounded to float32. Scaling alone only
-    multiplies.
+    The conversion is one multiplication and one addition, each rounded to float32. Scaling alone
+    only multiplies.
 
     Attributes:
         mean: mean of each channel, or one number for all, of pixels scaled to 0..1.

@@ -11,8 +11,8 @@ _WORD = 2**64
 def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> npt.NDArray[np.int64]:
     """Return the order of the samples 0 to n-1 in an epoch.
 
-    It is the same with every version of Python, numpy and torch, on every machine, and with any
-    number of workers. So a run can resume in the middle of an epoch from (seed, epoch, step).
+    The order is the same with every version of Python, numpy and torch, on every machine, and with
+    any number of workers. So a run can resume in the middle of an epoch from (seed, epoch, step).
 
     Each sample draws a 64-bit word from Philox4x64-10 (Salmon et al., "Parallel random numbers: as
     easy as 1, 2, 3", 2011), keyed by (seed, epoch), counter 0. numpy guarantees that the words of a
@@ -35,8 +35,8 @@ def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> npt.NDArray[np
 def batch_seed(seed: int, epoch: int, step: int) -> int:
     """Return the 64-bit seed of all random draws while batch `step` of an epoch is made.
 
-    It comes from the same Philox streams as `order`, at counters that `order` never reaches. So it
-    also depends on its arguments alone, with every version and any number of workers.
+    The seed comes from the same Philox streams as `order`, at counters that `order` never uses. So
+    the seed also depends on its arguments alone, with every version and any number of workers.
     """
     counter = np.array([step % _WORD, 0, 0, 1], dtype=np.uint64)
     key = np.array([seed % _WORD, epoch % _WORD], dtype=np.uint64)

@@ -67,7 +67,7 @@ class Rows(Origin, Protocol):
         return None
 
     def row_stamps(self, numbers: Numbers | None = None) -> Sequence[str] | None:
-        """Return texts that identify what rows are read from; other rows do not change them.
+        """Return a text for each row that identifies its data, and does not depend on other rows.
 
         The first line of a text names the row's data for the user. All lines together differ if the
         data were replaced.
@@ -107,7 +107,7 @@ class Chunks(Origin, Protocol):
 
 
 class Stream(Origin, Protocol):
-    """Rows that come one after the other, such as from a pipe: not seekable.
+    """Rows that come in sequence, such as from a pipe: not seekable.
 
     Attributes:
         rows: number of rows in an epoch, or None where it is not known.
@@ -131,5 +131,5 @@ def is_chunks(origin: Any) -> TypeGuard[Chunks]:
 
 
 def is_stream(origin: Any) -> TypeGuard[Stream]:
-    """Return whether an origin offers rows one after the other."""
+    """Return whether an origin offers rows in sequence."""
     return hasattr(type(origin), "blocks")

@@ -33,5 +33,5 @@ class Pool(ThreadPoolExecutor):
 
 
 def say_fewer(why: str, what: str) -> None:
-    """Print, once, what continues without a thread or process that could not be started."""
+    """Print, once, that work continues without a thread or process that could not be started."""
     say_once(f"{what}: {why}; raise the limit of threads and processes (ulimit -u, pids.max)")

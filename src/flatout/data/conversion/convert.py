@@ -70,13 +70,14 @@ def convert(
     other formats, and from a Pipeline, images are written decoded.
 
     Args:
-        source: paths as `files.find` takes them, a folder of images, or a Pipeline without batch.
-            From a Pipeline, the samples of epoch 0 are written, after all its stages.
+        source: path, glob pattern or URL, or a list of these, a folder of images, or a Pipeline
+            without batch. From a Pipeline, the samples of epoch 0 are written, after all its
+            stages.
         target: `out/train.tfrecord`, `out/train.parquet` or `out/train.rows`, without numbers.
         to: the format, where the target's name does not state it.
         schema: schema of the source, as the source's function accepts it; not with a Pipeline.
-        format: format of the source, one of `formats.FORMATS`; None means that of the schema, or
-            guesses.
+        format: format of the source, one of `formats.FORMATS`; None means the schema's format,
+            or a guess from the files.
         shuffle: seed of the shuffled order; None keeps the source's order.
         shards: number of files; None makes files of about `shard_bytes`.
         rows_per_shard: maximum number of rows in a file, in place of `shards`.

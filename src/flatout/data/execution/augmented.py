@@ -65,7 +65,7 @@ class Augmented:
 
     @property
     def words(self) -> tuple[str, str]:
-        """Texts that decide the results; with fixed views, also how these are drawn."""
+        """Texts of settings that decide the results; with fixed views, also of the random draws."""
         if self.augmentation.views is None:
             return self.name, ""
         drawn = "number" if self._row_words is None else "name"

@@ -23,7 +23,7 @@ import torch
 from flatout.data.execution.digests import PLAIN_COUNTS, code_words, content_digest, digest_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-# Methods that callers use. Methods that these call by name also count.
+# Methods that callers use. Methods that are called by these methods also count.
 _ENTRIES = (
     "__init__", "__call__", "__getitem__", "__getitems__", "__iter__", "__next__", "forward",
     "call", "build", "update", "compute", "update_state", "result",

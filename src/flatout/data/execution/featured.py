@@ -66,9 +66,9 @@ class FeatureRows:
     Attributes:
         samples: samples whose features the store keeps.
         store: the store.
-        parts: number of first parts of a row that are features. The parts after them are the
-            targets and the weight, in the order of `named_tensors`, unless batches come whole or
-            the targets are known.
+        parts: number of tensors of a stored row that are features; they come first. The next
+            tensors are the targets and the weight, in the order of `named_tensors`, unless batches
+            come whole or the targets are known.
         files: checks of the files that samples are read from; None without such files.
         targets: targets of all samples, where they are known without reading any.
     """
@@ -88,7 +88,7 @@ class FeatureRows:
         """Return which of these samples have a row in an epoch.
 
         Raises:
-            DataError: a file that holds many of them was replaced.
+            DataError: a file that holds many of the samples was replaced.
         """
         if self.files is not None:
             self.files.look(numbers)

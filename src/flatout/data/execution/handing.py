@@ -1,7 +1,7 @@
 """Transfer of values between two processes by a pipe, with tensors in shared memory.
 
 torch would share each tensor by a file in /dev/shm, and send its descriptor through a socket in a
-temporary folder; a killed process may leave all of them there. Here, one file without a name
+temporary folder; a killed process may leave these files there. Here, one file without a name
 holds all tensors of a value, and its descriptor goes through the pipe.
 """
 

@@ -33,7 +33,7 @@ class _Copier:
         if self._stream is None:
             return _Copied(batch.with_tensors(torch.clone), None)
         if any(tensor.device == self._device for tensor in batch.tensors()):
-            # Such as rows of features, which were gathered there on the current stream.
+            # Tensors already on the device, such as features, come from the current stream.
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             copied = batch.with_tensors(self._copy)
@@ -60,9 +60,9 @@ def prefetch(batches: Iterator[Batch], device: torch.device, depth: int = 2) -> 
     """Yield the same batches on `device`, copied up to `depth` ahead.
 
     Args:
-        batches: batches, which another thread reads.
-        device: device for the batches; a CPU gets copies.
-        depth: batches that are copied at once; 2 is double buffering.
+        batches: iterator of batches, which another thread reads.
+        device: device for the batches; for a CPU, batches are copied too.
+        depth: number of batches that are copied at once; 2 is double buffering.
     """
     copier = _Copier(device)
 

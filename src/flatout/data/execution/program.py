@@ -98,7 +98,7 @@ class Maker:
             )
         block = self.samples.make(numbers, self._buffers, when, self.costs)
         when = turns_left(when, numbers, block.numbers)
-        # No row precedes the batch if it cannot be read, or if all others cannot be read.
+        # The row before the batch is missing if that row, or all rows of the batch, cannot be read.
         led = led and len(block) > 0 and bool(block.numbers[0] == numbers[0])
         if led and len(block) == 1:
             block, led = rows_between(block, 1, 1), False
@@ -158,7 +158,7 @@ class Maker:
     ) -> Batch:
         began = clock()
         if not len(block):
-            # All rows are bad, or other ranks have them. The number of batches stays the same.
+            # All rows are bad, or belong to other ranks. The number of batches stays the same.
             block = self._filler(epoch, step)
             padding, when = max(1, padding), epoch
             block = take(block, np.zeros(padding, np.int64))
@@ -446,13 +446,13 @@ class Functions:
     ) -> None:
         self.blends = blends
         self._functions = [(f, f"map {name_of(f)}", takes_rng(f)) for f in functions]
-        # A different key from that of samples, since batches and samples have equal numbers.
+        # Samples and batches have equal indices, so their seeds must differ.
         self._seed = seed + 1
 
     def __call__(
         self, batch: Batch, epoch: int, step: int, costs: Costs, led: bool = False
     ) -> Batch:
-        """Apply the functions to a batch. With `led`, its first row only precedes the others."""
+        """Apply the functions. With `led`, the first row is only blended into the next row."""
         if self.blends:
             began = clock()
             # A third key, since functions draw with the key above.

@@ -1,6 +1,6 @@
 """Rows of a RowStore in a folder: Flatout's own format, mapped into memory for reading.
 
-    rows.bin         the rows, one after the other
+    rows.bin         the rows, in sequence
     ragged-0.bin     values of the first ragged column, and so on
     meta.json        layout, number of rows, form, digest, checksums; written last
 

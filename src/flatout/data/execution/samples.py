@@ -359,7 +359,7 @@ class Mapped(Made):
 
 
 class Joined:
-    """The rows of several sources, numbered one after the other.
+    """The rows of several sources, numbered in sequence.
 
     Attributes:
         numbers: indices of the chosen rows of all sources, ascending.

@@ -1,4 +1,4 @@
-"""Program of a pipeline over a stream, whose rows come one after the other, once."""
+"""Program of a pipeline over a stream, whose rows come in sequence, once."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class KeptRows:
 
     Rows on disk stay for later runs. Rows in memory stay while a process lives that has them, and
     can be opened while the first process lives. Several threads and processes may call at once:
-    each finds the rows that others have written.
+    each process or thread finds rows that any process has written.
 
     Attributes:
         name: name of the files. It depends only on the key and the form of rows.

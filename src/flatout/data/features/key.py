@@ -66,7 +66,7 @@ def _versions() -> dict[str, str]:
 def _arithmetic() -> list[Any]:
     own: Any = torch.backends
     return [
-        # torch's setting for all of these at once cannot be read if they differ.
+        # torch's common setting for all backends cannot be read if the backends differ.
         own.cuda.matmul.fp32_precision,
         own.cudnn.conv.fp32_precision,
         own.mkldnn.matmul.fp32_precision,

@@ -1,6 +1,6 @@
 """Rows of one length that several processes append, in memory or in a folder.
 
-    rows         the rows, one after the other
+    rows         the rows, in sequence
     filled.log   a RECORD for each row, in the order of the rows
 
 A row is kept once its whole record is written, which happens after the row. If a process is killed

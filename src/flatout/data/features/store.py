@@ -22,7 +22,7 @@ class FeatureStore(KeptRows):
 
     def __init__(self, opened: Opened, slots: int, names: Names | None) -> None:
         self._names = _names_of(slots) if names is None else names
-        # Slots sorted by the first half of their names; None where slots themselves are the names.
+        # Slots sorted by the first half of their names; None if rows are named by their slots.
         self._order = None if names is None else np.argsort(names[:, 0], kind="stable")
         self._places = np.full(slots, -1, np.int64)
         self._left = np.zeros(slots, bool)

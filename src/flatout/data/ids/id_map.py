@@ -260,7 +260,7 @@ class IdMap:
         """Merge two maps that grew separately, such as those of two days.
 
         Ids of this map keep their rows. Ids with a row only in the other map get new rows, in the
-        order of the other's rows. Counts are added up.
+        order of the rows in the other map. Counts are added.
 
         Raises:
             DataError: the maps have other columns or fields.

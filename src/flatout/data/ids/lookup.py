@@ -128,7 +128,7 @@ class ChunksLookup(_Lookup):
 
 
 class StreamLookup(_Lookup):
-    """Rows one after the other. Follows `flatout.data.origins.Stream`."""
+    """Rows in sequence. Follows `flatout.data.origins.Stream`."""
 
     def blocks(self, epoch: int, buffers: Buffers) -> Iterator[Block]:
         """Yield the rows of an epoch."""

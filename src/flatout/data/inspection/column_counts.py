@@ -143,7 +143,7 @@ class ColumnCounts:
                 self.labels = None
 
     def only_labels(self, targets: npt.NDArray[Any] | None) -> None:
-        """Count these as the targets of all rows, in place of the targets counted so far."""
+        """Replace all counts of targets by counts of `targets`, the targets of all rows."""
         self.labels, self._changes, self._last, self.target_sum = Counter(), 0, None, 0.0
         self._labeled = 0
         self._add_labels(None if targets is None else _labels(targets))

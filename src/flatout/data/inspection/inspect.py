@@ -54,7 +54,7 @@ def inspect(
 
     Args:
         paths: path, glob pattern or URL, or a list of these, or folders of images or rows.
-        format: one of `formats.FORMATS`; None guesses.
+        format: one of `formats.FORMATS`; None guesses from names and first bytes of the files.
         against: data of another day in the same format, such as the day before. The report then
             states, for each field, the ids that these data do not have. Texts are left out, since
             each file numbers them by itself.

@@ -57,7 +57,7 @@ class Report:
     """Contents of files. `str` returns a text for the user.
 
     Attributes:
-        format: one of `formats.FORMATS`.
+        format: name of the format, one of `formats.FORMATS`.
         files: number of files.
         bytes: size of the files as stored.
         packed: number of compressed files.
@@ -66,7 +66,7 @@ class Report:
         looked_at: number of good rows that were decoded for this report.
         columns: facts about each column.
         values_a_row: minimum and maximum number of index:value pairs of a LibSVM row; else None.
-        max_id: the largest index of LibSVM, or id of an int64 column; None where there is none.
+        max_id: the largest index of LibSVM, or id of an int64 column; None if the data have none.
         target: name of the target; None where there is no target, or several.
         classes: number of rows of each class, by name or number; None where the target is no
             class.

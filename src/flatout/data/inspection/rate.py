@@ -108,7 +108,7 @@ def bench(
 
     Args:
         paths: path, glob pattern or URL, or a list of these, or folders of images or rows.
-        format: one of `formats.FORMATS`; None means the format of the schema, or guesses.
+        format: one of `formats.FORMATS`; None means the schema's format, or a guess from the files.
         schema: a Schema, the path of one in TOML, or a dict.
         batch_size: rows of a batch; None means 4096, or a quarter of small data.
         seconds: time to measure each number of threads.

@@ -14,7 +14,7 @@ from flatout.data.pipeline import Pipeline
 from flatout.data.sources.arrays import Arrays
 from flatout.errors import DataError
 
-# One array of a file, several by name, or several under names of one's own.
+# Name of an array in a file, a list of names, or a dict that maps input names to array names.
 Names: TypeAlias = "str | Sequence[str] | Mapping[str, str]"
 _SIGNED = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 # Maximum number of names in a message.
@@ -26,20 +26,20 @@ def npy(
     targets: Paths | Mapping[str, Paths] | None = None,
     weight: Paths | None = None,
 ) -> Pipeline:
-    """Rows of arrays in npy files; one file is mapped into memory, several are joined there.
+    """Read rows of arrays in npy files. One file is mapped into memory; several files are joined.
 
     Dtypes stay as they are stored, in the byte order of this machine; unsigned integers of more
     than 8 bits become signed ones.
 
     Args:
-        inputs: as `files.find` takes paths; several files are parts of one array, row after row.
-            Several inputs come as a dict of these by name.
-        targets: as `inputs`; None where there is no target.
-        weight: as `inputs`, a number a row.
+        inputs: path, glob pattern or URL of an npy file, or a list of these; several files hold the
+            rows of one array in sequence. For several inputs, a dict of such paths by name.
+        targets: paths, or a dict of paths by name, as for `inputs`; None without targets.
+        weight: paths of an array with one weight for each row.
 
     Raises:
-        DataError: naming a file that is damaged, cut off or holds no numbers; or the arrays differ
-            in their number of rows.
+        DataError: a file is damaged, truncated or holds no numbers (the error names the file), or
+            the arrays have different numbers of rows.
     """
     return _pipeline(inputs, targets, weight, lambda paths: _joined(find(paths), _read_npy))
 
@@ -50,18 +50,18 @@ def npz(
     targets: Names | None = "y",
     weight: str | None = None,
 ) -> Pipeline:
-    """Rows of arrays in npz archives, held in memory; dtypes are those of `npy`.
+    """Read rows of arrays in npz archives into memory; dtypes are as for `npy`.
 
     Args:
         paths: path, glob pattern or URL, or a list of these; several archives follow each other,
             row after row.
-        inputs: an array's name in the archive, or a list of them, or a dict of them by the names
-            that they are to have.
-        targets: as `inputs`; None where there is no target.
-        weight: the name of an array with a number a row.
+        inputs: name of an array in the archive, a list of names, or a dict that maps the model's
+            input names to array names.
+        targets: name, list or dict of names, as for `inputs`; None without targets.
+        weight: name of an array with one weight for each row.
 
     Raises:
-        DataError: as `npy`, or an archive lacks an array.
+        DataError: an archive lacks an array, or `npy` would raise this error for its arrays.
     """
     files = find(paths)
     return _pipeline(
@@ -107,7 +107,7 @@ def _numbers(array: npt.NDArray[Any], where: str) -> npt.NDArray[Any]:
 
 
 def dtype_of_rows(array: Any, where: str) -> np.dtype[Any]:
-    """Return the dtype that rows of an array or a dataset get; refuse what holds no numbers."""
+    """Return the dtype that rows of an array or dataset get; refuse arrays without numbers."""
     if not array.shape:
         raise DataError("expected a row for each sample, found one number", where=where)
     if array.dtype.kind not in "biuf":
@@ -161,5 +161,5 @@ def damage_named(where: str, what: str) -> Iterator[None]:
         yield
     except (DataError, MemoryError):
         raise
-    except Exception as error:  # the libraries raise whatever the damage leads to
+    except Exception as error:  # the libraries raise errors of any type for damaged files
         raise DataError(f"{what}: {error}", where=where) from error

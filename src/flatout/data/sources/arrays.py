@@ -29,7 +29,8 @@ from flatout.data.tensors import as_tensor, as_tensors, count_rows
 from flatout.errors import DataError
 from flatout.kernels import gather_rows
 
-# torch cannot gather rows of these dtypes, but it can gather rows of the signed ones.
+# torch's index_select does not support these unsigned dtypes; the values are signed dtypes of the
+# same width.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _READY_MADE = (
     "give as many of each; data in memory are cut by rows, and inputs that have no row for each "
@@ -57,14 +58,14 @@ class Arrays(Staged[Pipeline]):
         weight: one number per sample, of shape (samples,), or None.
         scale: makes uint8 inputs float32 as `value * scale + shift`, batch by batch; in memory
             they stay uint8.
-        shift: see `scale`.
+        shift: number that is added to `value * scale`.
 
     Attributes:
         inputs: tensor, or tuple or dict of tensors.
         targets: a structure like `inputs`, or None.
-        weight: tensor or None.
+        weight: tensor of one weight per sample, or None.
         samples: number of samples.
-        device: device of all the tensors.
+        device: device of all tensors.
 
     Raises:
         DataError: lengths differ, a part holds no numbers or is empty, the tensors are on several
@@ -183,7 +184,7 @@ class ArraySource:
 
     Attributes:
         data: the Arrays.
-        plan: how the data are split into batches.
+        plan: batch sampler that splits the data into batches.
     """
 
     seekable = True
@@ -477,11 +478,11 @@ def array_source(
     """Return batches of data in memory.
 
     Args:
-        inputs: as `Arrays` takes them, or an `Arrays`.
-        targets: as `Arrays` takes them.
-        weight: as `Arrays` takes it.
-        scale: as `Arrays` takes it.
-        shift: as `Arrays` takes it.
+        inputs: an `Arrays`, or inputs as for `Arrays`.
+        targets: targets, as for `Arrays`.
+        weight: one number per sample, as for `Arrays`.
+        scale: factor for uint8 inputs, as for `Arrays`.
+        shift: number that is added to scaled inputs, as for `Arrays`.
         batch_size: samples per batch; None means 32, or all where there are fewer.
         shuffle: whether each epoch has a new order, from (seed, epoch).
         seed: seed of the orders.

@@ -124,7 +124,7 @@ def criteo(
         max_errors: maximum number of rows to skip.
 
     Raises:
-        DataError: a row is bad. It names file and line, and what was expected and found.
+        DataError: a row is bad. The error names file and line, and what was expected and found.
     """
     from flatout.data.files import find
     from flatout.data.indexed import IndexedRows

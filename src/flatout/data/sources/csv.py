@@ -49,11 +49,12 @@ def csv(
 
     Args:
         paths: path, glob pattern or URL, or a list of these. All files have the same columns.
-        target: the target's column, or a list of them; None where there is none.
-        inputs: the input's column, or a list of them; None means all that have no other role.
-        weight: the column of sample weights.
-        unused: columns to leave out. Columns without a name, as pandas writes its index, are always
-            left out.
+        target: name of the target's column, or a list of names; None if the data have no target.
+        inputs: name of the input's column, or a list of names; None means all columns without
+            another role.
+        weight: name of the column of sample weights.
+        unused: names of columns to leave out. Columns without a name, as pandas writes its index,
+            are always left out.
         schema: a Schema, the path of one in TOML, or a dict; `target`, `inputs`, `weight` and
             `unused` then change its roles.
         delimiter: character between fields; None: a tab for files that end in .tsv or .tab, else
@@ -62,7 +63,7 @@ def csv(
         decimal: character before a number's fraction; None: a comma if the delimiter is another
             character and no number of the first rows has a point, else a point.
         encoding: Python's name of it, such as "cp1252"; a file that is not UTF-8 is copied into the
-            cache folder as UTF-8, once. None: that of a byte order mark, else UTF-8.
+            cache folder as UTF-8, once. None: the encoding of a byte order mark, else UTF-8.
         header: whether the first line of each file has the names of the columns; or the names, for
             files without such a line. False names them f0, f1, ...; None: True, unless the first
             line has numbers above numbers.
@@ -89,7 +90,7 @@ def csv(
         max_errors: maximum number of rows to skip.
 
     Raises:
-        DataError: a row is bad. It names file and line, and what was expected and found.
+        DataError: a row is bad. The error names file and line, and what was expected and found.
     """
     require("pyarrow", "tables", "CSV")
     from flatout.data.sources.arrow_schema import ColumnOptions, listed

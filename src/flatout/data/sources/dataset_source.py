@@ -31,7 +31,7 @@ class DatasetSource:
 
     Attributes:
         dataset: the user's Dataset.
-        plan: how it is split into batches.
+        plan: batch sampler that splits the data into batches.
     """
 
     seekable = True
@@ -132,7 +132,7 @@ class DatasetSource:
         """Yield the batches of an epoch as a loader makes them.
 
         Args:
-            loader: one of `self.loader`.
+            loader: DataLoader that `self.loader` returned.
             epoch: the number of the epoch.
             start_step: number of the first batch.
             seeded: whether the global generators are seeded for each batch.

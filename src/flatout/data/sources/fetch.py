@@ -38,7 +38,8 @@ class _Location(NamedTuple):
     files: dict[str, str]
 
 
-# Fashion-MNIST's checksums are from its README; MNIST's are those of the files first published.
+# Locations of the data sets. Checksums of Fashion-MNIST are from its README; those of MNIST are of
+# the files as first published.
 _HOMES = {
     "fashion_mnist": _Location(
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
@@ -74,7 +75,7 @@ def fetch(
     Args:
         name: "fashion_mnist" or "mnist".
         folder: created if it does not exist.
-        url: another place with the same files, such as a mirror.
+        url: URL of a folder with the same files, such as a mirror.
         files: file names and their MD5 in hexadecimal, for a user's own data set; needs `url`.
         say: prints a line for each file, and more lines for slow downloads.
 

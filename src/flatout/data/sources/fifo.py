@@ -1,4 +1,4 @@
-"""Pipes and standard input: rows that come one after the other, once per pass."""
+"""Pipes and standard input: rows that come in sequence, once per pass."""
 
 from __future__ import annotations
 
@@ -300,8 +300,8 @@ def fifo(
         max_record_bytes: longest record; it limits the memory for reading.
 
     Raises:
-        DataError: here or while reading. It names pipe and line or byte, and what was expected and
-            found. A stream that ends within a record is an error with any `on_error`.
+        DataError: here or while reading. The error names pipe and line or byte, and what was
+            expected and found. A stream that ends within a record is an error with any `on_error`.
     """
     several = isinstance(path, Sequence) and not isinstance(path, str)
     paths = [_name_of(item) for item in (path if several else [path])]  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Decoders of streams, which learn from the first record what can be read from files in advance."""
+"""Decoders of streams, which detect the form of records from the first record."""
 
 from __future__ import annotations
 

@@ -42,17 +42,17 @@ def hdf5(
     targets: Names | None = "y",
     weight: str | None = None,
 ) -> Pipeline:
-    """Rows of datasets in HDF5 files; datasets of up to 1 GiB together are held in memory.
+    """Read rows of datasets in HDF5 files; datasets of up to 1 GiB in all are held in memory.
 
-    Dtypes are those of `npy`.
+    Dtypes are as for `npy`.
 
     Args:
         paths: path, glob pattern or URL, or a list of these; several files follow each other, row
             after row.
-        inputs: a dataset's name, such as "x" or "train/images", or a list of them, or a dict of
-            them by the names that they are to have.
-        targets: as `inputs`; None where there is no target.
-        weight: the name of a dataset with a number a row.
+        inputs: name of a dataset, such as "x" or "train/images", a list of names, or a dict that
+            maps the model's input names to names of datasets.
+        targets: name, list or dict of names, as for `inputs`; None without targets.
+        weight: name of a dataset with one weight for each row.
 
     Raises:
         DataError: a file is damaged, cut off or lacks a dataset; a dataset holds no numbers, or
@@ -111,7 +111,7 @@ class HDF5Rows(Rows):
 
     @cached_property
     def digest(self) -> str:
-        """Over the files' sizes, their first and last bytes, the datasets' names and the schema."""
+        """16 hex digits over the files' sizes, first and last bytes, dataset names and the schema."""
         names = [f"{column} {dataset}" for column, dataset in self._datasets.items()]
         return files_digest(self.files, *names, self.schema.dumps())
 
@@ -182,7 +182,7 @@ class HDF5Rows(Rows):
         columns: list[Column] = []
         counts: list[int] = []
         in_chunks = False
-        # Closed at the end: HDF5 shows a file that was written anew as it was while it is open.
+        # Close the file at the end: while it is open, HDF5 does not show that it was rewritten.
         with damage_named(self.files[at].name, _DAMAGED), _opened(self.files[at], 0) as opened:
             for name, role in roles.items():
                 dataset, where = self._dataset(opened, at, name), self._where(at, name)

@@ -52,11 +52,11 @@ class Entry(NamedTuple):
     """An image file.
 
     Attributes:
-        key: its path within the given folder, or its own name; equal on all machines.
-        path: its path on this machine.
-        name: its name in messages.
-        folder: its class: the first folder below the given folder or, for a file given by its own
-            name, its folder; "" where there is none.
+        key: path within the given folder, or the file's name; equal on all machines.
+        path: path on this machine.
+        name: name in messages.
+        folder: name of the class: the first folder below the given folder or, for a file given by
+            its own name, the file's folder; "" where there is none.
     """
 
     key: str

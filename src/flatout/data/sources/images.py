@@ -75,7 +75,7 @@ def images(
             `flatout data convert` has written with the shards, or else the numbers.
         labels: whether there are classes; False reads images from any folders.
         reduced: decode large JPEGs at a half, quarter or eighth of their size where that still
-            covers `size`. It is faster and changes pixels.
+            covers `size`. This is faster and changes pixel values.
         records: whether the files are TFRecord shards; None means that files whose names end in
             .tfrecord, .tfrecords or .tfrec are.
         on_error: "fail", or "skip" images that cannot be read.
@@ -91,7 +91,7 @@ def images(
     Raises:
         DataError: there are no images, or no class folders; images differ in size; a file is
             empty, missing, damaged or no image; a shard has changed; a label is not the number of a
-            class; an argument makes no sense. It names the file, and the byte in a shard.
+            class; an argument makes no sense. The error names the file, and the byte in a shard.
     """
     if not HAVE_PILLOW:
         raise DataError("reading images takes Pillow", do="pip install 'flatout[images]'")

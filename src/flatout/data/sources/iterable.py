@@ -37,16 +37,16 @@ class IterableSource:
 
     Args:
         begin: returns the iterator of an epoch.
-        name: the name of the iterator, for messages.
+        name: name of the iterator, for messages.
         digest: returns a text that identifies the iterator, for comparison; called only when
             needed.
-        steps: batches per epoch, if known.
-        samples: samples per epoch, if known.
-        batch_size: samples per batch, if known.
+        steps: number of batches per epoch, if known.
+        samples: number of samples per epoch, if known.
+        batch_size: number of samples per batch, if known.
         generators: torch generators that the iterator draws from.
         seekable: True if the batches do not depend on earlier reads.
         peek: reads the first raw batches and leaves them in the epoch. None if opening does so.
-        reader: chooses the makers of the batches; None for no thread and no processes.
+        reader: chooses whether a thread or processes make the batches; None: neither does.
         reopens: True if an epoch can be opened again.
         begin_apart: returns the iterator of an epoch whose batches are made by a given number of
             processes.

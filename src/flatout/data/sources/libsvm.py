@@ -64,7 +64,7 @@ class LibsvmDecoder:
         elif not schema["ids"].ragged:
             self.width = schema["ids"].shape[0]
         if not self.dense and schema["ids"].ids:
-            # Ids are names, not places: they do not change, and the map decides which ids are
+            # Ids are names, not positions: they do not change, and the map decides which ids are
             # known.
             self.base, self.limit = 0, _NO_LIMIT
         self.needs_survey = not self.dense and self.width is None
@@ -239,7 +239,7 @@ def libsvm(
         a Pipeline. Labels are int64 if all are whole numbers from 0, else float32.
 
     Raises:
-        DataError: a row is bad. It names file and line, and what was expected and found.
+        DataError: a row is bad. The error names file and line, and what was expected and found.
     """
     from flatout.data.files import find
     from flatout.data.indexed import IndexedRows, names_of, survey_files

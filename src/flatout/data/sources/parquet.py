@@ -36,7 +36,8 @@ def parquet(
 
     Args:
         paths: path, glob pattern or URL, or a list of these.
-        target: as for `csv`, like `inputs`, `weight`, `schema`, `categories` and `skip_text`.
+        target: column of the target, or a list of columns, as for `csv`. The arguments `inputs`,
+            `weight`, `schema`, `categories` and `skip_text` are also as for `csv`.
         unused: columns to leave out.
         default: value that replaces a missing value, in all columns or by column; None makes a
             missing value an error. A missing list of any length becomes an empty one.

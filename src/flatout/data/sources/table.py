@@ -118,10 +118,11 @@ def table(
     Args:
         rows: a frame of pandas or polars, an Arrow table, a dict of columns, or a list of dicts; a
             dict of single values is one row.
-        schema: as for `parquet`, or that of CSV, Parquet or Arrow files, so that inputs are the
-            same as in training. A missing target or weight is then left out, since rows to predict
-            have none.
-        target: as for `parquet`, like all other arguments.
+        schema: a schema as for `parquet`, or the schema of CSV, Parquet or Arrow files, so that
+            inputs are the same as in training. A missing target or weight is then left out, since
+            rows to predict have none.
+        target: column of the target, or a list of columns, as for `parquet`. All other arguments
+            are also as for `parquet`.
 
     Raises:
         DataError: `rows` is no table, or a column is missing or does not fit the schema. For a

@@ -155,7 +155,7 @@ def tfrecord(
         max_errors: maximum number of rows to skip.
 
     Raises:
-        DataError: a record is bad. It names file and byte, and what was expected and found.
+        DataError: a record is bad. The error names file and byte, and what was expected and found.
     """
     from flatout.data.files import find
     from flatout.data.indexed import IndexedRows

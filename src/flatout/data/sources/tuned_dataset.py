@@ -39,8 +39,8 @@ from flatout.words import memory_words
 
 # Batches that are checked for random draws before a thread may make batches.
 _WATCHED = 32
-# _ON_THEIR_WAY: batches that each worker process has in /dev/shm at once. _SHM_LEAST: bytes of
-# /dev/shm that must stay free.
+# _ON_THEIR_WAY: maximum number of batches that each worker process has in /dev/shm. _SHM_LEAST:
+# bytes of /dev/shm that must stay free.
 _ON_THEIR_WAY, _SHM_LEAST = 4, 100e6
 # A worker process hangs if it returns nothing for SILENT_S seconds, and for the time of
 # _SILENT_BATCHES batches.
@@ -50,7 +50,7 @@ OTHER_VALUES = "workers made other values of the same samples"
 
 
 class TunedDatasetSource(DatasetSource):
-    """A `DatasetSource` that finds, while batches are used, how to make them fastest.
+    """A `DatasetSource` that finds the fastest way to make batches while batches are used.
 
     Args:
         workers: "auto", or "thread" to let a thread make batches from the start where it can.

@@ -25,9 +25,9 @@ class Batch(Stage):
     """Global batches of `size` samples.
 
     Attributes:
-        size: samples of a batch.
-        last: what happens to a smaller last batch.
-        window: batches within which rows are sorted by length; None does not sort.
+        size: number of samples of a global batch.
+        last: "keep", "drop" or "pad" a smaller last batch.
+        window: number of batches within which rows are sorted by length; None does not sort.
     """
 
     size: int

@@ -25,7 +25,7 @@ class Blended(Stage):
     """Each sample is blended with the sample before it in the global batch.
 
     Attributes:
-        alpha: parameter of the Beta distribution of shares.
+        alpha: parameter of the Beta distribution of the blend's weight.
         classes: number of classes; None where the data or the targets state it.
     """
 
@@ -88,11 +88,11 @@ class Cutmix(Blended):
 def mixup(self: Writable[P], alpha: float, *, classes: int | None = None) -> P:
     """Replace each sample by a weighted mean with the one before it in the batch, targets too.
 
-    The share is drawn once for a global batch, from the Beta distribution (alpha, alpha). It
+    The weight is drawn once for a global batch, from the Beta distribution (alpha, alpha). It
     depends on (seed, epoch, batch), so a batch is the same on any number of ranks. Class numbers
-    become float32 shares of shape (samples, classes), which cross_entropy and accuracy accept.
-    Bytes stay bytes, rounded. If `cutmix` is used too, each batch gets one of the two. It changes
-    learning. Validation data, as another pipeline, do not change.
+    become float32 class probabilities of shape (samples, classes), which cross_entropy and accuracy
+    accept. Bytes stay bytes, rounded. If `cutmix` is used too, each batch gets one of the two. It
+    changes learning. Validation data, as another pipeline, do not change.
     """
     return self._with(Mixup(*_checked("mixup", alpha, classes)))
 

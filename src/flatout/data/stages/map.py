@@ -13,7 +13,7 @@ from flatout.data.stages.stage import Function, P, Plan, Writable
 
 @dataclass(frozen=True)
 class Map(Function):
-    """A user's function: of one sample before `Batch`, of a whole batch after it."""
+    """A user's function of one sample or, after `Batch`, of a whole batch."""
 
     def make(self, plan: Plan) -> None:
         """Add the function where it was written, relative to other functions and to the batch."""

@@ -28,8 +28,8 @@ def prefetch(self: Writable[P], device: str, *, depth: int = 2) -> P:
     A Trainer does this by itself if it trains on a GPU.
 
     Args:
-        device: as torch names it.
-        depth: batches that are copied at once; 2 is double buffering.
+        device: name of the device, as in torch.
+        depth: number of batches that are copied at once; 2 is double buffering.
     """
     _check_device(device)
     return self._with(Prefetch(device, whole_number("prefetch: depth", depth, 1)))

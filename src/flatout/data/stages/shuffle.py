@@ -90,7 +90,7 @@ def shuffled(inner: Order, seed: int) -> Order:
 def shuffled_in_windows(inner: Order, seed: int, window: int) -> Order:
     """Return rows shuffled among `window` neighbors, in shuffled order of the windows.
 
-    For files that do not fit in memory: the rows of a window are read from one place.
+    For files that do not fit in memory: the rows of a window are next to each other in a file.
     """
 
     def order(epoch: int) -> Numbers:

@@ -168,7 +168,7 @@ class Stage:
             raise DataError(f"{self.name} comes after mix", do=f"{self.name} each source before it")
 
     def check_stream(self, stream: Stream, stages: Sequence[Stage]) -> None:
-        """Refuse a stage that cannot process rows which come one after the other."""
+        """Refuse a stage that cannot process rows which come in sequence."""
         if self.by_number:
             raise DataError(
                 f"{self.name} wants rows that can be found by number, and a stream has none",
