@@ -111,7 +111,7 @@ class HDF5Rows(Rows):
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over the files' sizes, first and last bytes, dataset names and the schema."""
+        """16 hex digits over the files' sizes, first and last bytes, dataset names, and schema."""
         names = [f"{column} {dataset}" for column, dataset in self._datasets.items()]
         return files_digest(self.files, *names, self.schema.dumps())
 
