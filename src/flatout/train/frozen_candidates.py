@@ -1,6 +1,6 @@
-"""Candidates for the cut that features are kept at: from this run's times, and from earlier runs.
+"""Candidates for the cut at which features are kept: from this run's times, and from earlier runs.
 
-Measured times differ a little between runs and ranks, and so may the cuts that they suggest.
+Measured times differ a little between runs and ranks, so the cuts chosen by them may differ too.
 """
 
 from __future__ import annotations

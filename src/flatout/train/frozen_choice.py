@@ -11,9 +11,9 @@ from typing import Any
 
 from flatout.words import counted, rounded, size_words
 
-# Assumed number of epochs of a run of unknown length.
+# Assumed number of remaining epochs in a run of unknown length.
 _UNKNOWN = 5
-# Smallest share of the run's time that keeping features must save.
+# Minimum fraction of the run's time that keeping features must save.
 _LEAST = 0.03
 
 
@@ -22,16 +22,16 @@ class FeatureOption:
     """A kind of data that may be kept for each sample.
 
     Attributes:
-        name: the cut, such as "behind features.16 (MaxPool2d)"; or "decoded pixels".
+        name: description of the cut, such as "behind features.16 (MaxPool2d)"; or "decoded pixels".
         saved_s: seconds saved per sample that is kept.
         bytes: bytes per sample.
-        variants: number of augmented variants of each sample.
-        read_s: seconds in which a sample is read, or written.
-        room: free bytes.
-        filled: share of all samples and variants that is kept already.
+        variants: number of augmented versions of each sample, called variants.
+        read_s: seconds to read a sample's row, or to write it.
+        room: free bytes in the store's memory or disk.
+        filled: fraction of all samples and variants that is kept already.
         hosts: number of hosts, which each keep the features that they compute.
-        stays: whether a sample is read by the same host in each epoch. If so, each host keeps its
-            own part; else each host will need all samples.
+        stays: whether a sample is read by the same host in each epoch. If so, each host keeps only
+            its own samples; else each host will need all samples.
     """
 
     name: str
@@ -51,7 +51,7 @@ class FeatureOption:
         return f"{each} keeps the rows of its part" if self.stays else f"{each} keeps all rows"
 
     def share(self, samples: int) -> float:
-        """Return the share of all samples and variants that are kept or have room."""
+        """Return the fraction of all samples and variants that are kept or fit into free bytes."""
         return min(1.0, self.filled + self.room / max(1, self.whole_bytes(samples)))
 
     def whole_bytes(self, samples: int) -> int:
@@ -71,7 +71,8 @@ class Choice:
         later_s: seconds per sample once all samples are kept.
         pays_from: the epoch, counted from 1, from which on the run has saved time.
         whole_bytes: bytes of all samples and variants, on each host.
-        share: share of all samples and variants that are kept already or have room.
+        share: fraction of all samples and variants that are kept already or fit into the free
+            bytes.
     """
 
     kept: FeatureOption | None
@@ -87,7 +88,7 @@ class Choice:
         return asdict(self)
 
     def words(self, where: str, precision: str) -> str:
-        """Describe the kept data, their place ("disk", "memory"), and when keeping pays."""
+        """Describe the kept data, their place `where` ("disk" or "memory"), and their gain."""
         if self.kept is None:
             return self.why
         kept = self.kept

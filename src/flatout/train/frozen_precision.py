@@ -16,12 +16,12 @@ from flatout.train.auto_check import FirstCheck
 from flatout.train.auto_search import Option
 from flatout.words import rounded
 
-# _LOOKED_AT: number of samples whose forward takes as long as the check. _SHARE: largest share of
-# an epoch's samples that the check may cost.
+# _LOOKED_AT: number of samples whose forward takes as long as the check. _SHARE: maximum cost of
+# the check, as a fraction of the samples of an epoch.
 _LOOKED_AT, _SHARE = 24, 0.25
-# An epoch with fewer steps is over before settings can be tried on its steps.
+# Minimum number of steps of an epoch in which settings can be tried on the steps.
 _STEPS = 120
-# Smallest ratio of the run's estimated times for which another precision is chosen.
+# Minimum ratio of the run's estimated times (plain / other) for which another precision is chosen.
 _FASTER = 1.1
 # Time of a step on kept features, as a multiple of its backward; the forward takes half as long.
 _LIVE = 1.5
@@ -29,14 +29,14 @@ _FIELDS = ("compute.precision", "compute.memory_format")
 
 
 class PlannedRun(NamedTuple):
-    """A run whose frozen layers may be computed once: samples of an epoch, and its epochs."""
+    """A run whose frozen layers may be computed once: samples per epoch, number of epochs."""
 
     samples: int
     epochs: int
 
 
 class Found(NamedTuple):
-    """The result of measuring a few samples.
+    """The decision from measurements of a few samples.
 
     Attributes:
         choices: the chosen settings; empty if the run stays as it is.
@@ -50,7 +50,7 @@ class Found(NamedTuple):
 
 
 def has_short_epochs(planned: PlannedRun, batch_size: int) -> bool:
-    """Return whether an epoch is over before settings could be tried on its steps."""
+    """Return whether an epoch has too few steps to try settings on them."""
     return planned.epochs > 1 and planned.samples < _STEPS * batch_size
 
 

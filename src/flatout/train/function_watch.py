@@ -1,7 +1,8 @@
-"""Watches whether a user's function still computes the same, by all values that its code reads.
+"""Detection of changes in all values that a user's function reads, which may change its result.
 
 A recorded step does not run Python again. So the values of all names that the code of a loss reads
-are kept, including those read by the functions that it calls. They are compared before each step.
+are recorded, including names read by the functions that the loss calls. Before each step the
+present values are compared with them.
 """
 
 from __future__ import annotations

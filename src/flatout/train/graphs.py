@@ -1,4 +1,4 @@
-"""Makes steps as graphs of operators where settings say so: compiled on a CPU, CUDA graphs."""
+"""Makes steps as graphs of operators, if so set: compiled graphs on a CPU, or CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MakesCudaGraphs(Protocol):
     def __call__(
         self, eager: Callable[[], Done], compute: Any, batches: Sequence[Batch], step: int
     ) -> Done:
-        """Make a step, by a graph if there is one."""
+        """Make a step, by a graph if it was recorded."""
 
     def objection(self, compute: Any, batches: Sequence[Batch]) -> str:
         """Return the reason why a graph cannot make a step; "" if none is known."""

@@ -15,9 +15,9 @@ from flatout.models import adapter_of, set_table_rows, table_weight
 from flatout.optim import optimizer_adapter
 from flatout.words import size_words
 
-# Number of elements of a newly built table that are kept, to draw new rows from.
+# Number of elements of a newly built table that are kept as a sample from which new rows are drawn.
 _KEPT = 1 << 16
-# Fewest elements that show a distribution.
+# Minimum number of elements from which a distribution can be estimated.
 _FEW = 256
 _ROWS_AT_ONCE = 1 << 15
 # Number of tensors that an optimizer will create for each weight, before its first step.
@@ -29,7 +29,7 @@ class GrownRows(NamedTuple):
 
     Attributes:
         size: required number of rows; a larger table keeps its rows.
-        growth: old and new numbers of the rows that are kept; None keeps all rows as they are.
+        growth: old and new indices of the rows that are kept; None keeps all rows at their indices.
         key: with the table's name, seeds the values of new rows.
     """
 
@@ -86,7 +86,7 @@ def check_memory(
         if value.size > len(weight) and weight.is_cpu:
             row = weight.shape[1] * weight.element_size()
             wanted += (value.size - len(weight)) * row * (1 + _states(optimizer, weight))
-            copied = max(copied, len(weight) * row)  # one tensor at a time exists twice
+            copied = max(copied, len(weight) * row)  # a single tensor at a time exists twice
             words.append(f"{name} {value.size:,} rows of {row:,} bytes ({new[name]})")
     wanted += copied
     if wanted and wanted > (free := available_bytes()):

@@ -1,8 +1,8 @@
-"""The numbers guard: a NaN is stopped before it reaches the weights, and its cause is named.
+"""Search for the cause of a NaN or infinity, which is stopped before it reaches the weights.
 
-The check itself is in optim/update.py, on the device. Here its flag is read: after each step on a
-CPU, where reading costs nothing, and every `EVERY` steps elsewhere. Then the bad step is run again,
-on the weights from before it, to find the origin of the first bad value.
+The check itself is in optim/update.py, on the device. Here the flag of that check is read: after
+each step on a CPU, where reading costs nothing, and every `EVERY` steps elsewhere. Then the bad
+step is run again, on the weights from before the step, to find the origin of the first bad value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EVERY = 50
 _SHOWN = 5
 # Smallest weight that is reported as huge: no model that learns has such a weight.
 _HUGE = 1e6
-# Degrees of suspicion that a rank's own part of a batch is the cause, in ascending order.
+# Degrees of evidence that a rank's own part of a batch is the cause, in ascending order.
 _NOTHING_FOUND, _BAD_GRADIENT, _BAD_FORWARD, _BAD_SAMPLES, _BAD_WEIGHTS = range(5)
 
 
@@ -168,7 +168,8 @@ def _checkable(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Ten
 def _suspects(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
     """Return the largest absolute value of each tensor whose sum is not finite; NaN if it has one.
 
-    A sum is 20 times as fast to compute, and is not finite if any value is not.
+    A sum is 20 times as fast to compute as the largest value, and is not finite if any value is
+    not.
     """
     sums = _numbers(tensors, lambda own: [tensor.sum() for tensor in own])
     return _largest({n: tensors[n] for n, total in sums.items() if not math.isfinite(total)})

@@ -44,25 +44,25 @@ from flatout.data import is_library
 from flatout.errors import ModelError
 
 _SMALL_BYTES = 65_536
-# Total bytes of larger tensors and arrays that are saved, such as those of a teacher or a memory
-# bank. Copying this many bytes takes some milliseconds.
+# Maximum total bytes of tensors and arrays above _SMALL_BYTES that are saved, such as the weights
+# of a teacher model or a memory bank. Copying this number of bytes takes some milliseconds.
 MOST_BYTES = 64 << 20
-# Bytes of trained weights that are saved in later checks of a model. Of larger weights, only those
-# that the model's forward changed in its first check are saved.
+# Maximum total bytes of trained weights that are saved in later checks of a model. Of larger
+# weights, only those that the model's forward changed in the first check are saved.
 _MOST_AGAIN = 1 << 20
 _MOVED: weakref.WeakKeyDictionary[nn.Module, dict[int, weakref.ref[torch.Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
-# Largest number of items of a container, such as a vocabulary, that is saved and visited.
+# Maximum number of items of a container, such as a vocabulary, that is saved and visited.
 _MOST = 100_000
-# Largest number of objects in containers that are visited.
+# Maximum number of objects in containers that are visited.
 _MOST_WALKED = 10_000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _KEPT = (bool, int, float, str, type(None), torch.Tensor, tuple)
 _OF_TORCH = frozenset(vars(nn.Module()))
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if type(value) is OrderedDict)
 _OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
-# Objects with an attribute of these types may be in use by another thread: not restored.
+# Objects with an attribute of these types are not restored, because another thread may use them.
 _OF_THREADS = (threading.Thread, type(threading.Lock()), type(threading.RLock()))
 # Objects that are skipped: some have states of their own, which a check that makes updates restores
 # itself, and data in a file must not be written to.
@@ -83,7 +83,7 @@ class HeldState:
     """The saved state of objects and functions.
 
     Args:
-        held: a model, and the functions called with it.
+        held: a model, and the user's functions that are called in its steps.
         tensors: tensors of any size that are also saved.
         most_bytes: largest total size of the tensors and arrays that are not small. The same limit
             holds for the trained weights, the smallest first, in a model's first check. Later
@@ -100,7 +100,7 @@ class HeldState:
         most_bytes: int = MOST_BYTES,
     ) -> None:
         self._restores: list[Callable[[], None]] = []
-        self._seen: dict[int, Any] = {}  # keeps objects alive, so that no id is used twice
+        self._seen: dict[int, Any] = {}  # by id; keeps objects alive, so that no id is used twice
         self._left, self._bytes_left = _MOST_WALKED, most_bytes
         models = [one for one in held if isinstance(one, nn.Module)]
         trained = {id(p): p for one in models for p in one.parameters() if p.requires_grad}
@@ -460,7 +460,7 @@ def _slots_of(thing: Any) -> dict[str, Any]:
         if "__slots__" in vars(kind):
             for name, member in vars(kind).items():
                 if isinstance(member, MemberDescriptorType):
-                    with suppress(AttributeError):  # the slot is not set
+                    with suppress(AttributeError):  # the attribute in `__slots__` is not set
                         held[name] = member.__get__(thing)
     return held
 

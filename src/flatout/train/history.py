@@ -36,16 +36,15 @@ class History:
 
     Attributes:
         batch_size: samples of a full optimizer step; a last step may have fewer.
-        timeline: times of the steps, by lane.
+        timeline: times of the steps by lane, which is a kind of work such as "forward" or "input".
         epochs: the logs of each epoch, such as `loss`, `val_accuracy`, `seconds`.
         recipe: settings of the steps; None before they were decided.
-        lr_scale: factors of the learning-rate rule, for a batch size other than that of the user's
-            rate; None without a rule.
+        lr_scale: factors of the learning rate by the rule for large batches; None without a rule.
         notes: lines reported while training, such as a step repeated in smaller parts.
         stop_reason: the reason for an early end of training; None without one.
         world_size: number of ranks that trained together.
         nodes: number of nodes with these ranks.
-        startup_s: from the start of this process to its first step, in seconds; None before it.
+        startup_s: seconds from the start of this process to its first step; None before that step.
         lanes_by_rank: milliseconds per step by lane of each rank, at the end of training.
         classes: names of the classes by number; empty where the data name none.
         tuning: settings that were measured, and on which steps, as plain data; None where no
@@ -54,12 +53,14 @@ class History:
             one compiled graph. None where validations were too short.
         features: the decision on keeping features of frozen leading layers, as plain data; None
             without frozen layers.
-        roofline: operators of the first step, as `flatout.measure.bound` takes them; of a later
-            step if other layers train since. None before it, and for a compiled model.
+        roofline: operators of the first step, as `flatout.measure.bound` takes them; those of a
+            later step if the set of training layers changed. None before the step, and for a
+            compiled model.
         confusion: samples of the latest validation by true class (row) and predicted class
             (column); None where the metrics have no "confusion".
-        staleness: age in steps of gradients that parameter servers stepped with: `mean` and `most`,
-            and `by_rank` the number of gradients by age. None where all ranks step together.
+        staleness: age in steps of the gradients that parameter servers used: `mean`, the maximum
+            `most`, and in `by_rank` the number of gradients by age. None if all ranks step
+            together.
         late: by rank, the number of gradients that were dropped because they came too late for
             their step. None unless `world.spare_workers` allows that.
         largest_batch: the decision of `batch_size="auto"`, as plain data; None without it.
@@ -106,7 +107,7 @@ class History:
 
     @property
     def step_times(self) -> npt.NDArray[np.float64]:
-        """Seconds of each of the latest steps (as many as the timeline keeps), oldest first."""
+        """Seconds of each of the latest steps that the timeline keeps, oldest first."""
         return self.timeline.step_times()
 
     @property
@@ -322,7 +323,8 @@ class History:
         for q, milliseconds in zip((50, 99), np.percentile(times, (50, 99)), strict=True):
             label = f"{rounded(milliseconds)} ms at {q}%"
             axes.axhline(milliseconds, linestyle=":", color="0.3" if q == 50 else "C3", label=label)
-        # A first step that compiles takes minutes; other steps should stay distinguishable.
+        # A first step that compiles takes minutes; the scale should still show differences of other
+        # steps.
         top = min(times.max() * 1.05, np.percentile(times, 99) * 3)
         axes.set_ylim(0, top * 1.2)  # leaves room for the legend
         axes.legend(loc="upper right", ncols=2)
@@ -350,7 +352,7 @@ def _figure_of_pyplot() -> Figure:
     return pyplot.figure(figsize=(10, 7), layout="constrained", FigureClass=Shown)
 
 
-# Figures of an epoch that are no curve of learning.
+# Figures of an epoch that are not plotted as learning curves.
 _NOT_CURVES = ("epoch", "seconds", "samples_per_s", "lr")
 
 

@@ -1,6 +1,6 @@
 """Facts that identify a job; a checkpoint stores them, and a resume compares them.
 
-A fact is [words, digest]. The words are for people. The digest differs where equal words stand for
+A fact is [words, digest]. The words are for people. The digest differs if equal words describe
 different things.
 """
 

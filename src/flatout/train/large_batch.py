@@ -22,7 +22,7 @@ def scale_rates(
     scheduled: bool,
     own_batches: bool = False,
 ) -> tuple[LrScale | None, list[str]]:
-    """Return the effect of the rule on this job, and lines for the user."""
+    """Return the factors of the rule for this job, and lines for the user."""
     size = None if data is None or own_batches else data.batch_size
     size = size or first_batch
     batch = None if size is None else size * accumulate

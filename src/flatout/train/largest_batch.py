@@ -35,12 +35,12 @@ from flatout.words import counted, duration, rounded, size_words
 
 # Number of batches made ahead, which use memory in addition to the batch of the step.
 _AHEAD = 2
-# The search ends once the batch is known to one part in this number.
+# The search ends once the largest batch is known to 1 / _PARTS of its size.
 _PARTS = 16
-# _LONG_S: longest expected seconds of a step that is tried. _PATIENCE_S: most seconds to wait for a
-# trial.
+# _LONG_S: maximum expected seconds of a step that is tried. _PATIENCE_S: maximum seconds to wait
+# for a trial.
 _LONG_S, _PATIENCE_S = 20.0, 60.0
-# Most seconds to wait for the first trial, which also includes work that is done once.
+# Maximum seconds to wait for the first trial, which also includes work that is done only once.
 _FIRST_PATIENCE_S = 300.0
 # Assumed batch size for which the user's learning rate was found: the default of `fit`.
 _REFERENCE = 32
@@ -55,7 +55,7 @@ class TriedStep(NamedTuple):
         samples: number of samples in the batch.
         why: the reason why the step did not fit: `MEMORY`, `TIME`, or an error in one line; "" if
             it fits.
-        seconds: time of the whole trial.
+        seconds: seconds of the whole trial.
     """
 
     samples: int
@@ -69,11 +69,11 @@ class LargestBatch:
 
     Attributes:
         batch_size: samples of a batch, over all ranks.
-        ranks: number of ranks that share the batch.
-        limit: bytes that a rank might use.
+        ranks: number of ranks among which the batch is split.
+        limit: maximum bytes of memory that a rank was allowed to use.
         bound: the reason against a larger batch: "memory", "time", "data", or an error in one line.
             For a resumed run, the name of its checkpoint.
-        tried: trials of this rank.
+        tried: results of this rank's trials.
     """
 
     batch_size: int
@@ -259,7 +259,7 @@ class TrialSteps:
     """Makes trial steps to find whether they fit, and undoes their effects.
 
     Attributes:
-        limit: bytes that a step may use.
+        limit: maximum bytes of memory that a step may use.
     """
 
     def __init__(self, objective: Objective, loop: Loop, source: Source) -> None:

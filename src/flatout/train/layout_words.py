@@ -1,4 +1,4 @@
-"""Description of the division of a fit's work over ranks."""
+"""Description of the division of a fit's work among ranks."""
 
 from __future__ import annotations
 

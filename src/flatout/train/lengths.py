@@ -1,10 +1,10 @@
 """Comparison of steps on batches of different sizes, such as sequences of different lengths.
 
-A batch takes about as long as other batches with a similar number of values. Seconds by number of
-values are learned from the steps of one of the settings. Step times are grouped in classes of half
-an octave, and interpolated between the medians of the classes. A step's time is then converted to
-the typical mix of batches. Settings are thus compared on like batches, and long batches weigh as
-much as they do in the run.
+A batch takes about as much time as other batches with a similar number of values. Seconds by number
+of values are estimated from the steps under one of the settings. Step times are grouped in classes,
+two for each doubling of the number of values, and interpolated between the classes' medians. A
+step's time is then converted to the typical mix of batches. Settings are thus compared on similar
+batches, and long batches have the same weight as in the run.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ Step = tuple[int, float]
 
 # Number of classes for each doubling of a batch's values.
 _CLASSES = 2
-# _LATEST: steps that are kept of each class. _TYPICAL: first steps that define the typical mix.
+# _LATEST: number of latest steps that are kept in each class. _TYPICAL: number of first steps that
+# define the typical mix of batches.
 _LATEST, _TYPICAL = 32, 32
-# _FEWEST: fewest steps of a class before it may get other settings. _WORTH: smallest share of the
-# time of all steps that other settings for a part of the lengths must save.
+# _FEWEST: minimum number of steps in a class before the class may get other settings. _WORTH:
+# minimum saving by other settings for some lengths, as a fraction of the time of all steps.
 _FEWEST, _WORTH = 3, 0.01
 
 
 @dataclass(frozen=True)
 class ByLength:
-    """Settings that depend on how many values the batches of a step have."""
+    """Settings by the number of values in a step's batches: `short` up to `most` values."""
 
     most: int
     short: Settings

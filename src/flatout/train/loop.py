@@ -76,7 +76,7 @@ class Loop(LoopState):
             decided by measuring.
         allow: largest permitted difference from the plain job: "exact", "tolerant", "redrawn".
         seed: decides the sample order together with epoch and sample number.
-        accumulate: batches whose gradients make one optimizer step.
+        accumulate: number of batches whose gradients are accumulated for an optimizer step.
         clip_norm: largest total 2-norm of the gradients, or None.
         clip_value: largest absolute gradient element, or None.
         lr_rule: a `flatout.LrRule`, which scales a learning rate that was found with another
@@ -121,10 +121,11 @@ class Loop(LoopState):
             model: the user's own object; it is changed in place. Several models are one
                 `nn.ModuleDict`.
             optimizer: any torch optimizer over its parameters, or a list of several.
-            scheduler: saved and resumed with the rest, or a list of several. The caller steps it.
+            scheduler: a scheduler or a list of several, which are saved and resumed. The caller
+                steps them.
             compute: forward and loss of one batch. With `data`, open settings are measured.
-            data: source of the first batches, which stay unread for training.
-            steps: planned number of optimizer steps, which limits the time for measuring.
+            data: source whose first batches are used to measure, and are kept for training.
+            steps: planned number of optimizer steps, by which the time for measuring is limited.
 
         Raises:
             DeviceError: for a device that this machine lacks.
@@ -387,7 +388,8 @@ class Loop(LoopState):
         eps=0, with weights in half precision, or at a huge learning rate.
 
         Args:
-            compute: repeats a bad step to find its cause; by default that of the step.
+            compute: function that repeats a bad step to find the cause; by default the step's own
+                function.
 
         Raises:
             NumbersError: names the first bad step, or weights that an update made bad.
@@ -401,8 +403,9 @@ class Loop(LoopState):
 
         Args:
             extra: more state of the caller: numbers, strings, lists, dicts, tensors. With several
-                ranks, the first rank's is kept.
-            score: the checkpoint with the smallest score is kept in addition to the newest.
+                ranks, the first rank's state is kept.
+            score: number for this checkpoint; the checkpoint with the smallest score is kept in
+                addition to the newest.
             own: further state of the same kinds, which is kept for each rank.
 
         Raises:

@@ -51,8 +51,8 @@ from flatout.train.tuner import Tuner
 from flatout.train.turn import Turn
 from flatout.world import ONE, World, restarts, share_cpus
 
-# A line reports skipped fp16 steps if they exceed both limits. _FEW: number of skipped steps.
-# _SHARE_SKIPPED: share of all steps.
+# Skipped fp16 steps are reported if they exceed both limits. _FEW: number of skipped steps.
+# _SHARE_SKIPPED: skipped steps as a fraction of all steps.
 _FEW = 3
 _SHARE_SKIPPED = 0.01
 Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROnPlateau
@@ -79,15 +79,16 @@ class LoopState:
         batch_in_epoch: batches of this epoch that were taken up to the last step.
         resolved: settings of the steps; None before `prepare`.
         lr_scale: factor of the learning rate by step, after `prepare`; None without a rule.
-        in_pieces: runs a batch of an evaluation, in pieces where memory runs out.
+        in_pieces: runs a batch of an evaluation, as several micro-batches if memory runs out.
         parts: the user's own Parts.
         evaluate_graph: runs an evaluation's forward as one compiled graph.
         batch_s: approximate seconds in which a batch is made, after `prepare`.
-        pace: on several ranks, the time of this rank's steps without waiting for other ranks.
+        pace: on several ranks, records the time of this rank's steps without waiting for other
+            ranks.
         planned_epochs: number of epochs of the whole run, where that is known.
         shows_notes: whether a progress line shows the notes.
         tuner: tries settings on the steps; None where all settings are decided.
-        facts: of the model, after `prepare`.
+        facts: facts about the model, after `prepare`.
         restored_extra: after a resume, the `extra` argument of the `save` that wrote it.
         restored_own: after a resume, the `own` argument that each rank gave to that `save`.
         trainer_facts: a Trainer's facts about its job, for a resume to compare; else None.
@@ -184,7 +185,7 @@ class LoopState:
     def world(self) -> World:
         """The ranks that train together; the first access joins them.
 
-        From then on only the first rank prints messages.
+        After that access only the first rank prints messages.
         """
         world = join_on(self.requested.world)
         if not world.is_first:
@@ -221,12 +222,12 @@ class LoopState:
 
     @property
     def lays_out(self) -> bool:
-        """Whether each rank is to hold a part of the model only."""
+        """Whether the strategy shards the model, so that each rank holds only a part of it."""
         return self.asked_strategy in ("fsdp", "staged")
 
     @property
     def is_staged(self) -> bool:
-        """Whether each rank is to hold some of the layers."""
+        """Whether the strategy gives each rank only some of the layers (pipeline stages)."""
         return self.asked_strategy == "staged"
 
     @property
@@ -236,7 +237,7 @@ class LoopState:
 
     @property
     def takes_whole_batches(self) -> bool:
-        """Whether every rank gets each batch whole, because the ranks share one model."""
+        """Whether every rank gets each whole batch, because all ranks compute it together."""
         return self._stepper is not None and self._stepper.strategy.takes_whole_batches
 
     @property
@@ -250,7 +251,7 @@ class LoopState:
             self._stepper.meet_others()
 
     def settings_of(self, model: nn.Module) -> Settings:
-        """Return the settings of a model: the decided ones, or the model's own before that."""
+        """Return a model's settings: those decided, or before the decision its present settings."""
         if self._stepper is None:
             return Switch(model, (), self.device).now
         return self._stepper.switch.now

@@ -13,7 +13,7 @@ from flatout.train.losses import Value
 
 Compute = Callable[[Batch], Value]
 """Forward and loss of one batch."""
-# Smallest divisor; with a smaller one, 1 / _TINY would not be finite in float32.
+# Smallest divisor: the inverse of a smaller divisor would not be finite in float32.
 _TINY = 1e-12
 
 
@@ -26,7 +26,7 @@ class Weighing(ABC):
 
     @abstractmethod
     def of_step(self, sums: torch.Tensor) -> AbstractContextManager[None]:
-        """Treat batches within this context as parts of a step with these sums."""
+        """Within this context, treat batches as parts of a step with these sums."""
 
 
 def mean_of_value(value: Value, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:

@@ -31,8 +31,8 @@ class Loss:
     """A loss for `Trainer`.
 
     Attributes:
-        name: for messages and logs.
-        function: `(output, target, reduction)` with reduction "mean", "sum" or "none".
+        name: name of the loss, for messages and logs.
+        function: callable `(output, target, reduction)` with reduction "mean", "sum" or "none".
         ignore_index: class labels with this value carry no weight; None where targets are no
             class labels.
         module: the torch loss whose `weight`, shape (classes,), weighs the classes, or None.

@@ -24,7 +24,7 @@ class Metric(Protocol):
     """The interface of a metric in fit and evaluate."""
 
     def update(self, output: Any, batch: Batch) -> None:
-        """Add one batch's outputs; must not wait for the device."""
+        """Add the outputs of one batch; an implementation must not wait for the device."""
 
     def compute(self, states: Sequence[Any] | None = None) -> float:
         """Return the value over all batches since `reset`; NaN without any."""
@@ -57,7 +57,7 @@ class MeanOf(Mean):
     """The mean over all batches of a per-batch mean, or of a per-batch (sum, weight).
 
     Attributes:
-        name: name of the function.
+        name: name of the metric's function.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any], is_of_samples: bool = False) -> None:
@@ -76,7 +76,7 @@ class MeanOf(Mean):
         self.take(self._function(output, batch.targets), batch.size)
 
 
-# Modules whose metrics add up, or keep, the values of samples.
+# Modules of torchmetrics whose metrics add up, or keep, the values of samples.
 _OF_SAMPLES = ("torchmetrics.classification.", "torchmetrics.regression.")
 
 
@@ -160,7 +160,7 @@ def _copied(value: Any, device: torch.device | None = None) -> Any:
 class Auc:
     """Area under the ROC curve of two classes, over all samples at once.
 
-    Outputs are one score per sample, or two scores, of class 0 and class 1. Targets are 0 and 1.
+    Outputs are one score per sample, or two scores: of class 0 and of class 1. Targets are 0 and 1.
     Scores are kept until the end, 8 bytes a sample, for scikit-learn's `roc_auc_score`.
     """
 
@@ -218,7 +218,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Return the number of right answers, and the number of answers that count."""
+    """Return the number of correct predictions, and the number of predictions that count."""
     are_scores = output.dim() > 1 and output.shape[1] > 1
     if output.shape == target.shape and are_scores and target.is_floating_point():
         right = output.argmax(1) == target.argmax(1)

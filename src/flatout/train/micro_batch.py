@@ -24,10 +24,12 @@ from flatout.words import counted
 
 _T = TypeVar("_T")
 
-# Share of the free memory that an estimate may use; the rest is for needs that it cannot measure.
+# Fraction of the free memory that an estimate may use; the rest is for memory that the estimate
+# does not include.
 _SHARE = 0.7
 # Memory for backward, as a multiple of the bytes that autograd saves. Backward also holds the
-# gradients of an activation and of its input. Small ConvNets, transformers and MLPs need 2 to 4.
+# gradients of an activation and of its input. Small ConvNets, transformers and MLPs need 2 to 4
+# times these bytes.
 _BACKWARD = 3
 _NO_MEMORY = ("DefaultCPUAllocator", "not enough memory", "bad_alloc", "ALLOC_FAILED")
 

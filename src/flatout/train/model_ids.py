@@ -33,7 +33,7 @@ from flatout.train.loop import Loop
 from flatout.train.snapshot import untouched
 from flatout.words import counted
 
-# Numbers reserved for each column in a test batch, which finds the tables that read a column.
+# Number of ids reserved for each column in a test batch, which shows the tables that read a column.
 _APART = 1 << 22
 
 
@@ -42,8 +42,8 @@ class ModelIds:
     """The map from ids to table rows of a model.
 
     Attributes:
-        maps: the rows of ids, by column.
-        tables: the column that indexes a table, by the table's name.
+        maps: the map from ids to table rows, by column.
+        tables: name of the column that indexes a table, by the table's name.
         sizes: number of rows of these tables, by the table's name.
         built: elements of newly built tables, to initialize new rows.
     """
@@ -247,7 +247,7 @@ def _check_shared_rows(
     readers: Mapping[str, Sequence[str]],
     optimizer: Any,
 ) -> None:
-    """Refuse more buckets than memory holds rows for, before ids are counted."""
+    """Refuse numbers of hash buckets whose rows exceed the memory, before ids are counted."""
     shared = {column.name: IdMap.empty(column).size for column in source.id_columns}
     read = {name: own[0] for name, own in readers.items() if own[0] in shared}
     rows = {name: GrownRows(shared[column], None, "") for name, column in read.items()}
@@ -255,7 +255,7 @@ def _check_shared_rows(
 
 
 class _Apart:
-    """A stand-in for IdMap that gives each id of a batch a distinct number."""
+    """A replacement of IdMap that gives each id of a batch a distinct number."""
 
     def __init__(self, column: str, number: int) -> None:
         self.column, self.numbers = column, range((number + 1) * _APART, (number + 2) * _APART)

@@ -1,4 +1,4 @@
-"""Rows of samples without numbers, such as those of a DataLoader: identified by their bytes."""
+"""Rows of samples without an index, such as samples of a DataLoader: identified by their bytes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from flatout.data import NamedStore, Numbered, Pipeline, Source, numbered
 
-# Expected number of repeated samples at which, if none repeats, samples count as random. By chance
-# none of them repeats only once in e^20 cases.
+# Expected number of repeated samples from which, if no sample repeats, samples count as random. By
+# chance no sample repeats in only one of e^20 cases.
 _DUE = 20
 
 
@@ -20,7 +20,8 @@ class NamedSamples:
 
     Attributes:
         slots: number of samples in an epoch.
-        variants: always 1, since each different sample counts as another sample.
+        variants: number of augmented versions per sample; always 1, since each version counts as a
+            sample of its own.
     """
 
     slots: int
@@ -28,7 +29,7 @@ class NamedSamples:
 
 
 def samples_of(source: Source) -> Numbered | NamedSamples | str:
-    """Return a source's samples by number, or else by bytes; or the reason against keeping them."""
+    """Return a source's samples by index or else by bytes; or the reason against keeping them."""
     result = numbered(source)
     if not isinstance(result, str) or isinstance(source, Pipeline):
         return result
@@ -41,7 +42,7 @@ class NamedRows:
     """A store's rows of samples without numbers.
 
     Attributes:
-        samples, store: the samples, and the store of their rows.
+        samples, store: the samples, and the store that holds their rows.
         parts: number of tensors in a row.
         is_random: whether samples of one epoch did not come again in the next one.
     """

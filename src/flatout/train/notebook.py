@@ -36,7 +36,7 @@ from flatout.world import Nodes, check_devices, place
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Most restarts of the ranks after one of them was killed.
+# Maximum number of restarts of the ranks after a rank was killed.
 _RESTARTS = 3
 # Number of last characters of a killed rank's output that are reported.
 _LAST_CHARACTERS = 2_000
@@ -69,7 +69,7 @@ def check_ranks_asked(devices: int, recipe: Recipe | ResolvedRecipe | None) -> N
 
 
 def on_ranks(fit: F) -> F:
-    """Let a fit in a notebook run on ranks of its own if the Trainer was given several devices."""
+    """Let a fit in a notebook run on its own ranks if the Trainer was given several devices."""
 
     @wraps(fit)
     def fit_here_or_there(trainer: FittingTrainer, *args: Any, **kwargs: Any) -> History:

@@ -101,14 +101,14 @@ class Objective:
     Attributes:
         model: the user's own object.
         adapter: access to the model through its framework.
-        optimizer: steps the model's parameters.
-        scheduler: steps the optimizer's learning rate, or None.
-        schedule_every: "step" or "epoch".
+        optimizer: the optimizer that steps the model's parameters.
+        scheduler: the scheduler of the optimizer's learning rate, or None.
+        schedule_every: "step" or "epoch": the point at which the scheduler steps.
         monitor: the name of the figure that ReduceLROnPlateau follows; None for the loss.
         history: the class of History that a fit fills in.
         fits_before: number of earlier fits of this model: this fit draws other sample orders.
-        confusion: counts of the latest evaluation by true and predicted class; None without the
-            metric.
+        confusion: counts of the latest evaluation's samples by true and predicted class; None
+            without a "confusion" metric.
     """
 
     history: type[History] = History
@@ -252,7 +252,7 @@ class Objective:
     # -- training ----------------------------------------------------------------------------------
 
     def fit_as_written(self, data: FitData, loop: Loop, **arguments: Any) -> History | None:
-        """Run the model's own fit, if it has one that cannot be split into steps; else None."""
+        """Run the model's own fit if its class overrides fit or a step; else return None."""
 
     def job(self, loop: Loop, source: Source | None, *, training: bool) -> Job:
         """Return forward, loss and fresh metrics, to train or to evaluate."""
@@ -382,7 +382,8 @@ def _takes(model: nn.Module, batch: Batch) -> bool:
 
 def _source(x: Any, y: Any, loop: Loop, **options: Any) -> Source:
     asked = loop.requested.input
-    # Without a copy to a device, pinned memory would only initialize one.
+    # Without a copy to a device, pinned memory is useless, and allocating it would initialize a
+    # device.
     is_pinned = asked.pin_memory != "off" and loop.requested.world.device != "cpu"
     return as_source(x, y, seed=loop.seed, workers=asked.workers, pin_memory=is_pinned, **options)
 

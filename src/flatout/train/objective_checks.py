@@ -1,4 +1,4 @@
-"""Checks of a model, its optimizers and the function that computes the loss, for any loop."""
+"""Checks of a model, the optimizers and the loss function, for training loops of all kinds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from flatout.data import Batch
 from flatout.errors import ModelError
 
 _T = TypeVar("_T")
-# Parts of torch's errors: for a loss without a graph, and for a graph that backward has freed.
+# Parts of torch's error messages: for a loss without a graph, and for a graph that backward has
+# freed.
 NO_GRAPH = "does not require grad"
 _FREED = "backward through the graph a second time"
 
@@ -77,7 +78,7 @@ def _gradient_of(parameter: torch.Tensor) -> tuple[int, int]:
 def without_backward(
     compute: Callable[[Batch], _T], parameters: Sequence[torch.Tensor]
 ) -> Callable[[Batch], _T]:
-    """Return the same function, which raises a ModelError if it calls `backward` itself."""
+    """Return the function with a check that raises a ModelError if it calls `backward`."""
 
     def within(batch: Batch) -> _T:
         with no_backward_within(parameters):

@@ -1,7 +1,7 @@
 """A Part acts around an optimizer step. A Chain makes one function of a job's Parts.
 
-Nothing is looked up while a step runs: the Chain is composed when a Part is added or removed, and
-contains only the hooks that a Part's class defines.
+Steps cost no lookup of hooks: the Chain is composed when a Part is added or removed, and contains
+only the hooks that a Part's class defines.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Step:
     Attributes:
         number: number of the step in the job, from 1.
         batches: batches on the device; more than one where gradients are accumulated.
-        compute: returns the loss of a batch, or of a micro-batch: a mean, or (sum, weight).
-        turn: the optimizers that step.
+        compute: function that returns the loss of a batch or micro-batch: a mean, or (sum, weight).
+        turn: state of the optimizers that step.
     """
 
     number: int
@@ -69,7 +69,7 @@ class Part:
     """
 
     def prepare(self, job: Any) -> None:
-        """Get ready, once the model is placed and the settings of the first step are known.
+        """Get ready. Called once the model is placed and the settings of the first step are known.
 
         Args:
             job: the `flatout.Loop`, with `model`, `optimizers`, `device`, `world`, `note(line)`
@@ -93,7 +93,7 @@ class Part:
         return run(piece)
 
     def before_sum(self, step: Step) -> None:
-        """Act on this rank's gradients, before those of several ranks are summed."""
+        """Act on this rank's gradients, before the gradients of all ranks are summed."""
 
     def before_update(self, step: Step) -> None:
         """Act on the gradients of all ranks, before the optimizers step."""
@@ -120,7 +120,7 @@ def check_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
     """Return the user's Parts as a tuple.
 
     Raises:
-        FlatoutError: an object is no Part, or has a method whose name looks like a hook's.
+        FlatoutError: an object is no Part, or has a method whose name resembles the name of a hook.
     """
     for part in parts:
         if not isinstance(part, Part):
@@ -149,12 +149,12 @@ class Chain:
     """The Parts of a job, composed into the functions that a step calls.
 
     Args:
-        make: makes a step without any Part.
+        make: function that makes a step without any Part.
         order: classes of Parts, the outermost first. `Part` itself stands for all other classes.
 
     Attributes:
         parts: the Parts, the outermost first.
-        run: makes a step with all Parts.
+        run: function that makes a step with all Parts.
     """
 
     def __init__(self, make: Callable[[Step], Done], order: Sequence[type[Part]] = (Part,)) -> None:
@@ -184,7 +184,7 @@ class Chain:
 
         Args:
             kind: a class of the order, whose own Parts are left out.
-            make: makes the step itself; None for the Chain's own function.
+            make: function that makes the step itself; None for the Chain's own function.
         """
         place = self._order.index(kind)
         inner = [part for part in self.parts if self._place(part) > place]

@@ -45,8 +45,8 @@ def predict(
 ) -> Any:
     """Return all outputs joined along the first dimension, on the CPU; half precision as fp32.
 
-    Padding is left out. With several ranks, each rank computes its part of every batch, and all
-    ranks get the whole result.
+    The outputs of padding rows are left out. With several ranks, each rank computes its part of
+    every batch, and all ranks get the whole result.
     """
     guard.check_state(objective.model, "prediction")
     loop.be_ready(objective.model)
@@ -66,12 +66,12 @@ def predict(
             output = objective.predicted(batch, loop)
         _check(output)
         size = batch.size
-        if batch.is_jagged and batch.targets is None:  # the outputs show the number of samples
+        if batch.is_jagged and batch.targets is None:  # only outputs show the number of samples
             size = next((len(t) for t in tensors_in(output) if t.dim()), size)
         return rows_of_samples(map_tensors(partial(_to_host, size), output), batch)
 
     outputs: list[Any] = []
-    if objective.predicts_as_written:  # such a step may need all samples of a batch
+    if objective.predicts_as_written:  # an overridden step may need all samples of a batch
         part, world = source, ONE
     else:
         part = part_of(source, world, loop.say, whole=loop.takes_whole_batches, use="predict")
@@ -95,7 +95,8 @@ def predict(
                     raise
             outputs.append(None if batch.is_copy else result)
     loop.tell_skipped(source)
-    # By batch, and within a batch by rank, which is the order of the samples.
+    # The outputs are ordered by batch, and within a batch by rank, which is the order of the
+    # samples.
     by_batch = zip(*world.gather(outputs), strict=True)
     return _joined([kept for ranks in by_batch for part in ranks for kept in part or ()])
 

@@ -13,7 +13,7 @@ from flatout.models import is_batch_coupled
 from flatout.train.loss_value import Compute
 from flatout.train.snapshot import untouched
 
-# Part of torch's error if BatchNorm has a single value per channel, which has no variance.
+# Part of torch's error message if BatchNorm gets a single value per channel, which has no variance.
 _ONE_VALUE = "Expected more than 1 value per channel"
 
 
@@ -25,7 +25,8 @@ def check_last_batch(
     All ranks get the same result, since such a batch goes whole to every rank.
     """
     size = source.batch_size
-    # Each rank has only a part; synchronized statistics are those of the whole batch.
+    # Each rank has only a part of the batch, but synchronized statistics are those of the whole
+    # batch.
     ones = [number for number, batch in enumerate(first, 1) if (batch.whole or batch.size) == 1]
     is_known = size not in (None, 1) and last_batch_of(source) == 1
     if first[0].is_jagged:
@@ -36,7 +37,8 @@ def check_last_batch(
         with untouched(model, compute), torch.no_grad():
             compute(first[0].rows(0, 1))
     except Exception as error:
-        # Images have many values per sample. Other errors will occur in the whole batch, too.
+        # No error: images have many values per channel. Other errors will occur with the whole
+        # batch, too.
         if not is_one_value(error):
             return
         if size is None or not is_known:

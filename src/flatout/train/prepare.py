@@ -42,7 +42,7 @@ def first_batches(loop: LoopState, data: Source | None, compute: Compute | None)
     if data is not None and is_pipe(data):
         data = agreed(data, loop.world)
     if data is not None and loop.run is not None:
-        # The digest is taken before a function that draws random numbers has run.
+        # The digest of the data is computed before any function that draws random numbers has run.
         loop.data_state = source_state(data)
     check_ranks(loop.model, data, loop.world, loop.say)
     check_reduction(loop.requested.world, loop.world, loop.say)
@@ -53,7 +53,7 @@ def first_batches(loop: LoopState, data: Source | None, compute: Compute | None)
         return []
     part = part_of(data, loop.world, loop.note, whole=loop.is_staged)
     first: list[Batch] = []
-    # Saves the other state of a user's dataset, such as a generator or a count.
+    # This saves the remaining state of a user's dataset, such as a generator or a counter.
     held = HeldState(part, most_bytes=0)
     try:
         peeked_s = seconds_of(lambda: first.extend(part.peek(2)), loop.terms.clock)

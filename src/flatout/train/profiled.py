@@ -32,7 +32,7 @@ from flatout.train.loop_state import LoopState
 from flatout.train.resume import source_state
 from flatout.world import RANKS_TRIED, interface_of, servers, source_address
 
-# Latest steps that a Profile's quantiles cover, and whose single times it keeps.
+# Number of latest steps whose times a Profile keeps, and from which it computes quantiles.
 _MOST_STEPS = 2_000
 
 Kind = Literal["Trainer", "Keras", "Loop"]
@@ -56,7 +56,7 @@ def bytes_per_sample(first: Sequence[Batch]) -> float | None:
 
 
 class Steady(NamedTuple):
-    """The steps that show how fast a run is, in order.
+    """The steps that show the speed of a run, in order.
 
     They ran under the settings that the run ended with. The first tenth of such steps is warm-up
     and left out.
@@ -88,7 +88,7 @@ def steady_steps(loop: LoopState) -> Steady:
 
 
 def rank_profile(loop: LoopState, use: Use, waited: int, steady: Steady) -> RankProfile:
-    """Return this rank's part of the Profile."""
+    """Return the measurements of this rank for the Profile."""
     place = loop.world.place
     steps = max(1, loop.timeline.steps)
     return RankProfile(
@@ -145,7 +145,7 @@ def steps(loop: LoopState, before: int, steady: Steady, *, is_over: bool) -> Ste
 
 
 def over_periods(ms: npt.NDArray[np.float64], period: int) -> npt.NDArray[np.float64]:
-    """Replace each step by the mean of the period that ends with it.
+    """Replace each step's time by the mean of the period that ends with this step.
 
     With fewer steps than a period, return `ms` unchanged. Where ranks average only once in each
     period, the median step does not show the cost of averaging.

@@ -31,7 +31,8 @@ def join_on(asked: Asked) -> World:
     device, _ = device_here(asked)
     here = place()
     if device.type == "cuda" and here.world_size > 1:
-        # Random states, streams and torch.distributed's objects use the current device.
+        # Set it as the current device, which random states, streams and torch.distributed's objects
+        # use.
         torch.cuda.set_device(device)
     world = join(str(device), asked.timeout, asked.patience)
     if world.shares_gpus and asked.device in ("auto", "cuda"):

@@ -15,7 +15,7 @@ from flatout.atomic_file import atomic_write
 from flatout.world import RANK_TRIAL
 
 _WARM_S, _WARM_STEPS, _MEASURE_S = 1.0, 3, 4.0
-# Most seconds to wait for tuning to end before steps are measured.
+# Maximum seconds to wait for the end of tuning before steps are measured.
 _TUNING_S = 10.0
 _LOOK_EVERY_S = 0.005
 
@@ -32,7 +32,7 @@ class RankTrial:
         self._steps, self._tunes = steps, tunes
         self._is_first = is_first
         self._ended = threading.Event()
-        # Time and number of the first measured step, and of the last.
+        # Time and number of the first measured step, and of the last measured step.
         self._seen: list[tuple[float, int]] = []
         threading.Thread(target=self._watch, name="flatout-rank-trial", daemon=True).start()
 

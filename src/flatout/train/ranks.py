@@ -1,4 +1,4 @@
-"""Conditions for training one model on several ranks, before and during training."""
+"""Checks, before and during training, that several ranks can train one model together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from flatout.train.held_state import HeldState
 from flatout.world import World
 
 Use: TypeAlias = Literal["train", "evaluate", "predict"]
-# The number of batches to compare if the code of the data reads different values on the ranks.
+# Number of batches to compare if the code of the data reads different values on different ranks.
 _COMPARED = 2
 _NO_ROWS = "the inputs of these batches have no row for each sample"
 
@@ -125,7 +125,7 @@ def _check_same_steps(values: list[tuple[Any, ...]]) -> None:
 
 
 def _check_names(data: Pipeline, world: World) -> None:
-    """Refuse data in which one number means different things on two ranks."""
+    """Refuse data in which the same number (a class or id) has different meanings on two ranks."""
     values = world.gather((list(data.classes or ()), data.meanings))
     classes, meanings = values[0]
     for rank, (others, found) in enumerate(values):

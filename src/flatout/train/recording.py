@@ -3,8 +3,8 @@
     RUN/profile.json    measurements of this process; during the run, from some time ago.
     RUN/runs.jsonl      two lines for each job that ran here: its begin, and its end.
 
-Rank 0 writes. The other ranks send their records where all ranks meet anyway: at checkpoints, and
-at the end of a fit. There is no thread, and failures to write are ignored.
+Rank 0 writes. The other ranks send their records when all ranks communicate anyway: at checkpoints,
+and at the end of a fit. There is no thread, and failures to write are ignored.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from flatout.train.loop_state import LoopState
 from flatout.train.resume import Resume
 from flatout.train.signals import Interrupted
 
-# Seconds between successive writes of the Profile: _FIRST_S: the first ones. _EVERY_S: later ones.
+# Seconds between successive writes of the Profile. _FIRST_S: between the first writes. _EVERY_S:
+# between later writes.
 _FIRST_S, _EVERY_S = (2.0, 8.0, 30.0, 120.0), 300.0
 _MOST_EPOCHS = 1_000
 

@@ -17,7 +17,7 @@ from flatout.train.snapshot import Snapshot
 from flatout.train.step import Stepper
 from flatout.train.tuner import Tuner
 
-# Largest share of the run that the trials before the first step may take.
+# Maximum fraction of the run's time that the trials before the first step may take.
 _SHARE = 0.1
 
 

@@ -1,4 +1,4 @@
-"""Explains errors of a step whose torch messages are hard to understand."""
+"""Explanation of errors of a step whose torch messages are hard to understand."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class IdChecks(Part):
         self._loop = loop
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
-        """Make the step; check its ids if torch does not."""
+        """Make the step; check its ids if torch does not check them."""
         with self._ids_checked(step.batches):
             return run(step)
 

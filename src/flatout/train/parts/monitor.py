@@ -1,4 +1,4 @@
-"""Outputs of a Loop for observers: its Timeline, the live file, and the Profile of a run."""
+"""Outputs of a Loop: its Timeline, the file that `flatout top` reads, and the Profile of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Monitor(Part):
         self.recording: RunRecording | None = None
         # Time at which the live file or the recording is next due, on the clock of steps.
         self._due = sys.maxsize
-        self._stepped = 0  # end of the latest step
+        self._stepped = 0  # clock at the end of the latest step, in ns
 
     def begin(self, facts: tuple[dict[str, Any], float | None] | None) -> None:
         """Start after `prepare`: from now on `flatout top` shows the steps.
@@ -58,7 +58,7 @@ class Monitor(Part):
         """Record the times of the step and the samples of all ranks."""
         loop = self._loop
         start, fetch, copy, others = loop.feed.lanes
-        # A part of the forward may have been computed before the step.
+        # Frozen layers may have been computed before the step.
         features = loop.feed.features
         frozen = 0 if features is None else features.taken()
         samples = loop.feed.samples_of(step.batches, loop.world.size)
@@ -86,7 +86,7 @@ class Monitor(Part):
         """Record a step that a compiled graph has made.
 
         Args:
-            lanes: times of its batches, as `Feed.lanes`.
+            lanes: times of the step's batches, as in `Feed.lanes`.
             took: time of the step, in ns.
             stepped: clock when the step had ended, in ns.
             samples: number of samples, over all ranks.

@@ -1,4 +1,4 @@
-"""Checks that the gradients of each step are finite, and finds the batch that made a bad one."""
+"""Checks that the gradients of each step are finite, and finds the batch with a bad gradient."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class NumbersGuard(Part):
         self._ready = ready
         self._latest = latest
         self._reads_are_free = stepper.switch.device.type == "cpu"
-        # Flags on the device, not read yet.
+        # Flags of updates that are on the device and not read yet.
         self._unread: list[tuple[StepFacts, torch.Tensor, Compute]] = []
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
@@ -126,7 +126,8 @@ class NumbersGuard(Part):
             return stepper.wanted_pieces(batch)
 
         def explain(_: Step) -> NumbersError:
-            # The first batch with a bad loss; if only a gradient is bad, the first batch of all.
+            # Take the first batch with a bad loss; if only a gradient is bad, take the first batch
+            # of the step.
             culprit = next(iter(batches), None)
             if len(batches) > 1:
                 with untouched(model, compute), stepper.forward_alone():

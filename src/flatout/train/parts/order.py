@@ -1,4 +1,4 @@
-"""Order of the Parts around a step, the outermost first, with the reason for each place."""
+"""Order of the Parts around a step, the outermost first, with the reason for each position."""
 
 from __future__ import annotations
 

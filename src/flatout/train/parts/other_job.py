@@ -39,7 +39,7 @@ class OtherJob(Part):
     def __init__(self, loop: LoopState, steps: int | None) -> None:
         self._loop, self._steps = loop, steps
         self._plain = loop.stepper.switch.now
-        # A checkpoint's settings belong to the job as it resumes.
+        # The settings in a checkpoint belong to the job that resumes from it.
         self._begins = loop.resume is not None and loop.resume.choices(loop.requested) is not None
         self.taken()
 

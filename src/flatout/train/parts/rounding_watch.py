@@ -1,9 +1,9 @@
-"""Watches whether bf16, chosen by `auto`, still changes gradients by rounding only.
+"""Check whether bf16, chosen by `auto`, still changes gradients by rounding only.
 
 In the first steps gradients are large, and 8 bits are enough. If a loss has little noise, as when a
 smooth function is fitted closely, gradients shrink until they are mostly rounding. Training then
-stops improving. So gradients of a part of a batch are compared now and then. If they differ by more
-than rounding, the run continues in fp32.
+stops improving. So now and then the gradients of some samples in bf16 and in fp32 are compared. If
+they differ by more than rounding, the run continues in fp32.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from flatout.train.part import Done, Part, Step
 from flatout.train.settings import Settings
 from flatout.train.turn import Turn
 
-# Step numbers of comparisons. _FIRST: the first one; each next number is twice as large until the
-# distance reaches _APART steps.
+# Step numbers of comparisons. _FIRST: the first number; each next number is twice as large until
+# the distance reaches _APART steps.
 _FIRST, _APART = 64, 1024
-# _PART: a comparison uses this fraction (1/4) of a batch. _FEWEST: fewest samples, since statistics
-# of fewer samples would be mostly rounding.
+# _PART: a comparison uses one _PART-th of a batch. _FEWEST: minimum number of samples in a
+# comparison, since the gradients of fewer samples may be mostly rounding.
 _PART, _FEWEST = 4, 16
-# bf16 is given up after _LOOKS successive comparisons, since a single batch may be unusual.
-# _MOSTLY: difference of gradients, as a share of their norm, above which they are mostly rounding.
+# _MOSTLY: difference of gradients, as a fraction of their norm, above which gradients are mostly
+# rounding. _LOOKS: number of successive comparisons above _MOSTLY after which bf16 is given up,
+# since a single batch may be unusual.
 _MOSTLY, _LOOKS = 0.7, 2
-# Settings that return to plain, unless they were requested: a graph was compiled in bf16.
+# Recipe fields that return to their plain values, unless they were requested. Capture is among them
+# because the graph was compiled in bf16.
 _LEFT = ("compute.precision", "compute.fp32_operators", "compute.capture")
 
 
