@@ -30,7 +30,7 @@ from flatout.train.rank_device import device_here
 from flatout.train.same_job import check_same_job, in_words, kind_of
 from flatout.train.snapshot import random_state, set_random_state
 
-# Number of samples of the first batch whose numbers are compared, to detect another order.
+# Number of samples of the first batch whose indices are compared, to detect another order.
 _SHOWN = 8
 _REDUCTION = "world.reduction"
 _LIBRARY = "what gloo or NCCL does"
@@ -42,7 +42,7 @@ class Resume:
 
     Attributes:
         name: name of the checkpoint.
-        own: the `own` argument that each rank gave to `Loop.save`, by rank.
+        own: by rank, the `own` argument that the rank gave to `Loop.save`.
     """
 
     def __init__(self, loop: LoopState, loaded: LoadedCheckpoint) -> None:
@@ -82,14 +82,15 @@ class Resume:
             loop.say(f"settings are decided again, with world.strategy={strategy}")
             return loop.requested
         _say_changes(loop, saved, asked)
-        # Whether a step may be split when memory runs out is a rule, not a measured value.
-        # Each rank has its own device, and a device that was missing may be present now.
+        # The setting that a step may be split when memory runs out is the user's rule, not a
+        # measured value. Each rank has its own device, and a device that was missing may be present
+        # now.
         open_again = {
             "memory.micro_batch": loop.requested.memory.micro_batch,
             "world.device": loop.requested.world.device,
             **{field: loop.requested.get(field) for field in being_measured(saved)},
         }
-        # The way ranks send depends on the hosts that they run on now.
+        # The method of communication between ranks depends on the hosts that they run on now.
         if len(self._loaded.own) != loop.world.size or not _was_asked(saved, _REDUCTION):
             open_again[_REDUCTION] = "auto"
         self._kept = saved
@@ -106,7 +107,7 @@ class Resume:
         }
         plain, known = PLAIN[_REDUCTION], choices.get(_REDUCTION)
         if requested.world.reduction == "auto" and (known is None or known.value != plain):
-            # Strategies replace this choice if ranks send in another way.
+            # Strategies replace this choice if ranks now communicate in another way.
             choices[_REDUCTION] = Choice(value=plain, reason=_LIBRARY, parity=Parity.EXACT)
         return choices, self._kept.machine
 
@@ -306,7 +307,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
         group.update({k: v for k, v in own.items() if k in group})
     align_state(optimizer)
     if is_fused(optimizer):
-        fuse(optimizer)  # moves the state to where the fused kernel needs it
+        fuse(optimizer)  # moves the state to the device that the fused kernel needs
 
 
 def _words(state: Mapping[str, Any], other: Mapping[str, Any]) -> str:

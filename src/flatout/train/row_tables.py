@@ -16,15 +16,15 @@ from flatout.optim import ByRow, name_of, steppable_rows, why_whole
 from flatout.train.explanation import TABLES
 from flatout.words import counted
 
-# Total of numbers in all tables. _FEW: below, steps by rows are not tried. _MANY: from here on,
-# steps by rows need no trial if a batch reads only a small part.
+# Limits for the total number of elements in all tables. _FEW: minimum for which steps by rows are
+# tried. _MANY: minimum for which steps by rows need no trial if a batch reads only a small part.
 _FEW, _MANY = 1 << 16, 1 << 21
-# Smallest ratio of the numbers in tables to those that a batch reads at most. _TRIED: to try steps
-# by rows. _TAKEN: to use them without a trial. A dense step moves 40 bytes of each number, a step
-# by rows about twice that.
+# Minimum ratio of the number of elements in tables to the maximum number that a batch reads.
+# _TRIED: ratio from which steps by rows are tried. _TAKEN: ratio from which steps by rows are used
+# without a trial. A dense step moves 40 bytes per element, a step by rows about twice as many.
 _TRIED, _TAKEN = 2, 8
-# A table with fewer numbers, and a smaller share of all numbers, is stepped whole: calls would cost
-# more.
+# A table with fewer than _SMALL elements and less than the fraction _SMALL_SHARE of all elements is
+# stepped whole, since the calls for a step by rows would take more time.
 _SMALL, _SMALL_SHARE = 1 << 14, 1 / 64
 _SHOWN = 3
 
@@ -34,10 +34,11 @@ class Tables:
     """The embedding tables of a model.
 
     Attributes:
-        by_rows: tables that can be stepped by rows, by optimizer.
+        by_rows: by optimizer, the tables of which only the rows that a batch has read can be
+            stepped.
         names: number of rows of these tables by name, each table once.
-        whole: by name, the reason why another table is stepped whole.
-        sizes: rows and width of every table, including those that are stepped whole.
+        whole: by name of each other table, the reason why the whole table is stepped.
+        sizes: by name, the number of rows and the width of every table, including those in `whole`.
         layout: the distribution of rows over ranks, in words; "" where each rank has all rows.
     """
 
@@ -83,7 +84,7 @@ class Tables:
         return cls(steppable_rows(optimizers, kept), dict(names.values()), whole, sizes)
 
     def without(self, left: Mapping[torch.Tensor, str], model: nn.Module) -> Tables:
-        """Return these tables, with some of them moved to those that are stepped whole."""
+        """Return these tables, with some of them moved to `whole`."""
         if not left:
             return self
         names, whole = dict(self.names), dict(self.whole)
@@ -109,7 +110,7 @@ class Tables:
         return _outgrow(result, ids, surely=True)
 
     def share_words(self, batch: Batch) -> str:
-        """Describe the share of the rows that a batch reads."""
+        """Describe the fraction of the rows that a batch reads."""
         rows = sum(self.names.values())
         read = sum(min(name, most_ids(batch)) for name in self.names.values())
         return f"a batch reads at most {read:,} of {rows:,} rows"

@@ -29,7 +29,7 @@ class RunningMean:
         return float(self._last)
 
     def add(self, value: torch.Tensor, weight: torch.Tensor | float) -> None:
-        """Add one step's mean and the weight of that mean, one number each; does not wait."""
+        """Add a step's mean and its weight, one number each, without waiting for the device."""
         self._values.append(value)
         self._weights.append(weight)
         self._last = value
@@ -37,7 +37,7 @@ class RunningMean:
             self._fold()
 
     def take(self, value: Any, samples: int) -> None:
-        """Add one batch's mean over `samples`, or its (sum, weight); does not wait."""
+        """Add a batch's mean over `samples`, or its (sum, weight), without a wait."""
         if isinstance(value, tuple):
             total, weight = value
             self.add(torch.as_tensor(total).detach() / not_zero(weight), weight)

@@ -13,7 +13,7 @@ from flatout.save import LoadedCheckpoint, check_fits
 from flatout.train.changed_rates import Difference, RateChanges, rate_changes
 from flatout.train.job_facts import UNREAD, Facts
 
-# Most modules of a model that are listed if many differ.
+# Maximum number of a model's modules that are listed if many differ.
 _SHOWN = 3
 # Beginnings of facts that may change in a resume: they do not affect training, or start anew.
 _TAKEN = ("epochs", "validation data", "allow", "arguments of ", "Keras callbacks")

@@ -62,7 +62,8 @@ def sample_dropout(
             keyed.close()
             raise
     if compute is not None:
-        # The rank with the most samples detects the most; a rank may have none.
+        # Use the result of the rank with the maximum number of samples; another rank may have no
+        # samples.
         own = {site: tuple(layout) for site, layout in keyed.layouts.items()}
         size = first[0].size if first else 0
         _, layouts = max(world.gather((size, own)), key=itemgetter(0))

@@ -17,14 +17,14 @@ Kind = Literal["classes", "binary", ""]
 
 
 class SampleLoss(NamedTuple):
-    """Computes losses by sample, to find the samples that a model gets most wrong.
+    """Computes the loss of each sample, to find the samples with the highest loss.
 
     Attributes:
         values: function of an output and its batch that returns a loss per sample, of shape
             (samples,).
         kind: "classes" if the output has a score for each class, "binary" if it has one number; ""
             if that is unknown.
-        is_logits: whether scores are logits, and not yet probabilities.
+        is_logits: whether scores are logits; False if they are probabilities.
     """
 
     values: Callable[[Any, Batch], torch.Tensor]

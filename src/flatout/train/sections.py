@@ -21,7 +21,7 @@ def open_section(loop: Loop, source: Source, every: int | None) -> bool:
     if loop.is_tuning() or adapter_of(loop.model).meets_in_loss:
         return False
     if loop.tuner is not None:
-        loop.tuner.rest()  # its later checks need all ranks at the same step
+        loop.tuner.rest()  # the tuner's later checks need all ranks at the same step
     steps = -(-(source.steps - loop.batch_in_epoch) // loop.accumulate)
     if every:
         steps = min(steps, every - loop.step_count % every)

@@ -104,8 +104,8 @@ class Switch:
     def use(self, wanted: Settings) -> None:
         """Switch model, optimizer and process to the `wanted` settings."""
         now = self.now
-        # In the order of the Recipe: the optimizer's state follows its parameters into a memory
-        # format before a fused kernel sees both.
+        # In the order of the Recipe, so that parameters and the optimizer's state have the same
+        # memory format before a fused kernel uses both.
         for name, live in LIVE.items():
             value = getattr(wanted, name)
             if live.apply and not live.layer and (live.may_change or value != getattr(now, name)):
@@ -188,7 +188,7 @@ class Switch:
                 (fuse if wanted else unfuse)(optimizer)
 
     def can_fuse(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether fusing is possible, and not the user's own choice.
+        """Return whether fusing is possible and the user has not set `fused`.
 
         Fused kernels take no sparse gradients, which some `nn.Embedding` layers have.
         """
@@ -271,7 +271,7 @@ class Switch:
 
     @contextmanager
     def rows_as_they_lie(self) -> Iterator[None]:
-        """Let lookups in this context use local rows, for code that only needs their ids."""
+        """Let lookups in this context use this rank's rows, for code that only needs the ids."""
         if self.shards is not None:
             self.shards.lies = True
         try:

@@ -113,7 +113,7 @@ class OutputMetrics:
 
 
 class PartLoss(Mean):
-    """The mean of one output's loss over all batches, as a metric that receives values."""
+    """The mean of an output's loss over all batches, as a metric that receives loss values."""
 
     def update(self, output: Any, batch: Batch) -> None:
         """Do nothing, since the loss has been computed already."""
@@ -136,7 +136,8 @@ class SeveralCompute(Weighing):
         self._class_weight = class_weight
         self._narrow = narrow
         self._unseen: int | None = None
-        # By loss, samples divided by its weight in the present step; None for whole batches.
+        # By name of a loss, the number of samples divided by the loss's weight in the present step;
+        # None for whole batches.
         self._shares: dict[str, torch.Tensor] | None = None
         self.part_losses = {name: PartLoss() for name in losses.parts}
 
@@ -169,7 +170,7 @@ class SeveralCompute(Weighing):
         return [self._model, *self._losses.parts.values(), *self._metrics.by_name().values()]
 
     def sums_of_weights(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Return the divisor of each loss over these batches, and their number of samples."""
+        """Return the divisor of each loss over these batches, and the number of samples."""
         counted: list[Any] = []
         for name, loss in self._losses.parts.items():
             parts = [(self._part(batch, name), batch.copies) for batch in batches]

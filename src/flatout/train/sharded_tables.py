@@ -102,7 +102,7 @@ def _read_by(loop: LoopState, compute: Compute, batch: Batch) -> dict[torch.Tens
 
 
 class _Reads:
-    """Records how a table is read."""
+    """Records whether lookups or other operators read a table."""
 
     def __init__(self) -> None:
         self.is_whole = False

@@ -19,7 +19,8 @@ from flatout.train.held_state import HeldState, has_few_bytes
 def random_state() -> dict[str, Any]:
     """Return the states of all random generators that a step may use, devices included."""
     state = randomness.random_state()
-    # Asking whether CUDA is available may create a context; a job that uses it has one.
+    # A check whether CUDA is available may create a CUDA context; a job that uses CUDA has a
+    # context already.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
@@ -101,7 +102,7 @@ class Snapshot:
     """Weights, buffers, gradients, modes, optimizer state and random states at one moment."""
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, compute: Any = None) -> None:
-        # First, because it updates pending rows of tables that are stepped by rows.
+        # This comes first, because it updates pending rows of tables that are stepped by rows.
         self._states = [(o, copy.deepcopy(o.state_dict())) for o in as_tuple(optimizers)]
         self._weights = [
             (p, p.detach().clone(), None if p.grad is None else p.grad.detach().clone())

@@ -1,4 +1,4 @@
-"""Checks for arrays that are sorted by label, when a part of them is held out."""
+"""Checks for arrays that are sorted by label, if a part of them is held out for validation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 
 from flatout.data import Arrays
 
-# Most different values of targets that count as classes.
+# Maximum number of different target values that count as classes.
 _MOST_CLASSES = 1000
 _SHOWN = 5
-# Share of unseen labels above which they are reported: a rare label may be held out by chance.
+# Fraction of validation labels missing in training, above which they are reported: a rare label may
+# be held out by chance.
 _MOST_UNSEEN = 0.5
 
 

@@ -1,4 +1,4 @@
-"""Tables of bfloat16 that are stepped with separate lower halves, and reasons against it."""
+"""Tables of bfloat16 whose lower 16 bits of float32 are kept separately, and reasons against it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPLIT = {"compute.touched_rows": "on", "compute.compile": "off"}
 
 
 def splits_tables(recipe: Recipe | ResolvedRecipe) -> bool:
-    """Return whether lower halves are requested."""
+    """Return whether lower halves of bfloat16 tables are requested."""
     return recipe.compute.bf16_tables == "split"
 
 

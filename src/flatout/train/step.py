@@ -6,8 +6,9 @@
     sums         of gradients and losses over all ranks              (strategies/)
     update       clip, check, optimizer, gradients to None        (optim/update.py)
 
-A batch that does not fit in memory is tried again in smaller pieces. Where a job has several
-optimizers, a step is made by one of them or by several together, which is called a turn.
+A batch that does not fit in memory is tried again in smaller micro-batches. In a job with several
+optimizers, a step is made by one of them or by several together; a turn is such a set of
+optimizers.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from flatout.train.snapshot import Moving
 from flatout.train.turn import Turns
 from flatout.world import ONE, World
 
-# Mean loss, its weight, and the times of forward, backward and sync in ns. The gradients are in
-# `grad`.
+# Mean loss, weight of that mean, and the times of forward, backward and sync in ns. The gradients
+# are in the parameters' `grad`.
 _Computed = tuple[torch.Tensor, torch.Tensor | float, int, int, int]
 _T = TypeVar("_T")
 _NO_OTHERS = nullcontext()
@@ -57,7 +58,7 @@ class _OwnLoss:
     """The loss of this rank's forward and backward passes of a step.
 
     Attributes:
-        is_mean: whether `total` is the mean of a whole step, else a sum.
+        is_mean: whether `total` is the mean over a whole step; if not, `total` is a sum.
         forward, backward: time of the passes without waiting for other ranks, in ns.
     """
 
@@ -80,17 +81,18 @@ class Stepper:
         world: the ranks that train together, each on its part of the batch.
         wants_to_stop: whether this rank asks all ranks to stop after the next step.
         stopping: whether any rank has asked to stop; the same on all ranks.
-        lr_scale: factors of the user's learning-rate rule, or None.
+        lr_scale: factors of the learning rate by the user's rule; None without a rule.
         strategy: combines the steps of all ranks.
         samples: approximate number of samples, over all ranks, in a step. It only scales the loss
             and is the same on all ranks; 0 before ranks step together.
         takes_gradients: whether the loss takes gradients itself, as a gradient penalty does.
-        own_buffers: averages the buffers that modules compute from a rank's part; or None.
-        may_split: whether a batch is tried again in smaller pieces where memory runs out.
-        frees_memory: functions that free memory of the device; they return 0 if there was none.
+        own_buffers: averages over ranks the buffers that modules compute from a rank's part of a
+            batch; None if there are none.
+        may_split: whether a batch is tried again in smaller micro-batches if memory runs out.
+        frees_memory: functions that free memory of the device and return the number of freed bytes.
         lanes: puts events between the phases of a step, on a device that runs asynchronously.
         chain: the Parts that act around a step.
-        turns: turns of the job's optimizers.
+        turns: all turns of the job.
         joint: the turn of all optimizers together.
         turn: the turn of the present step, or of the latest.
     """
@@ -140,7 +142,7 @@ class Stepper:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank steps alone, before ranks step together."""
+        """Whether this rank still steps alone, before ranks step together."""
         return self.world is ONE
 
     @property
@@ -304,13 +306,14 @@ class Stepper:
                 part.add(mean.detach(), weight)
                 return mean
             total, weight = sum_of_value(value, piece.size)
-            # If several ranks compute the same sample, it counts once; of stages one computes it.
+            # If several ranks compute the same sample, it counts once. Of pipeline stages, one
+            # computes the loss.
             copies = 1 if strategy.takes_whole_batches else piece.copies
             part.add(total.detach() / copies, weight / copies)
             return total / (samples * copies)
 
         def arm() -> None:
-            if part.total is None:  # a stage that has no loss
+            if part.total is None:  # a pipeline stage that has no loss
                 part.total = torch.zeros(())
             if samples is not None:
                 own = Sums(part.total, part.weight, float(self.wants_to_stop))
@@ -386,7 +389,7 @@ class Stepper:
             yield
 
     def meet(self, world: World) -> None:
-        """Let BatchNorm layers work on parts of a batch, before ranks step together."""
+        """Let BatchNorm layers use the whole batch's statistics once ranks step together."""
         self._norms = SyncBatchNorm(self.switch.model, world)
 
     def train_with(self, world: World, samples: float, strategy: Strategy) -> None:
@@ -431,7 +434,8 @@ class Stepper:
             self._norms = None
 
     def _divide(self, samples: float, weight: torch.Tensor | float) -> None:
-        # Checked only if reading costs nothing. Elsewhere the division is cheaper than waiting.
+        # The value is checked only where reading it costs nothing. On other devices the division is
+        # cheaper than waiting for the value.
         is_known = not torch.is_tensor(weight) or weight.device.type == "cpu"
         if is_known and float(weight) == samples:
             return
@@ -449,9 +453,9 @@ class Stepper:
         return nullcontext() if self.takes_gradients else torch.no_grad()
 
     def look(self, batch: Batch, at: Callable[[list[Batch]], _T]) -> _T:
-        """Call `at` with the pieces in which a step would run the batch, before any step.
+        """Call `at` with each micro-batch in which a step would run the batch, before any step.
 
-        If memory runs out, the pieces become smaller, for later steps too.
+        If memory runs out, the micro-batches become smaller, for later steps too.
         """
         while True:
             try:

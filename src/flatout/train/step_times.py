@@ -36,12 +36,13 @@ ASKED = "FLATOUT_PROFILE_BATCHES"
 """Environment variable that requests the measurement."""
 
 _PARTS = (1, 2, 4, 8)
-# The fewest steps in each visit of a batch size.
+# Minimum number of steps that are timed each time a batch size is measured.
 _FEWEST = 2
 _WARM, _VISITS = 2, 4
-# Seconds after which no visit begins, and seconds to wait for the result of a child process.
+# _LONG_S: seconds after which no further measurement begins. _PATIENCE_S: seconds to wait for the
+# result of a child process.
 _LONG_S, _PATIENCE_S = 20.0, 300.0
-# Seconds that simultaneous ranks allow one another to reach their common start.
+# Seconds that simultaneous ranks wait for one another before they start together.
 _STARTS_S = 0.3
 _MOST_SECONDS = 200
 

@@ -1,4 +1,4 @@
-"""Finds the rank that other ranks wait for, and the lane that makes it slow.
+"""Detection of the rank that other ranks wait for, and of the lane that makes this rank slow.
 
 A rank's own time is its time without waiting in collectives. Where all ranks wait for one another
 in each step, total step times are equal and show no difference.
@@ -19,12 +19,13 @@ from flatout.train.part import Done, Part, Step
 from flatout.words import rounded
 from flatout.world import CollectiveLog, World
 
-# A rank is named if both limits are exceeded. _RATIO: its own time relative to the median of the
-# other ranks. _ERRORS: its excess in standard errors.
+# A rank is named if both limits are exceeded. _RATIO: the rank's own time divided by the median of
+# the other ranks. _ERRORS: the rank's excess over this median, in standard errors.
 _RATIO, _ERRORS = 1.2, 4.0
-# Fewest and most stretches of steps over which own times are averaged.
+# Minimum and maximum number of groups of consecutive steps over which own times are averaged.
 _FEWEST, _MOST = 8, 64
-# Lanes that are no part of a rank's own step; and words for lanes whose names are unclear.
+# _NOT_OWN: lanes that are not in a rank's own time. _WORDS: descriptions of lanes with unclear
+# names.
 _NOT_OWN = ("sync", "evaluation")
 _GOES_ON = "their steps do not wait for it"
 _WORDS = {
@@ -35,7 +36,7 @@ _WORDS = {
 
 
 class Pace(Part):
-    """Records marks after steps, which show a rank's own time per step."""
+    """Records marks after steps: the clock and the total wait for other ranks."""
 
     def __init__(self, log: CollectiveLog) -> None:
         self._log = log
@@ -56,7 +57,7 @@ class Pace(Part):
         self._steps += 1
 
     def own_ms(self) -> list[float]:
-        """Return this rank's own time per step in ms, in each stretch between two marks."""
+        """Return this rank's own time per step in ms, in each group of steps between two marks."""
         spans = np.diff(np.array(self._marks, dtype=np.int64).reshape(-1, 2), axis=0)
         own: list[float] = ((spans[:, 0] - spans[:, 1]) / self._every / 1e6).tolist()
         return own
@@ -68,7 +69,7 @@ class Times(NamedTuple):
     Attributes:
         host: host of the rank.
         lanes: ms per step by lane, in this epoch.
-        own_ms: own time per step in each stretch of the epoch.
+        own_ms: own time per step in ms, in each group of consecutive steps of the epoch.
         notes: notes for the user.
     """
 
@@ -119,9 +120,9 @@ class Straggler(NamedTuple):
     """Ranks that other ranks wait for.
 
     Attributes:
-        ranks: the slowest first.
+        ranks: numbers of the slow ranks, the slowest first.
         lane: the lane with the slowest rank's largest excess.
-        words: a line for the user.
+        words: a line that reports the slow ranks to the user.
     """
 
     ranks: tuple[int, ...]

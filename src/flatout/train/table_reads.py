@@ -1,4 +1,4 @@
-"""Records the ids by which a forward reads embedding tables, and the samples that read a row."""
+"""Records of the ids by which a forward reads embedding tables, and of the samples of each id."""
 
 from __future__ import annotations
 

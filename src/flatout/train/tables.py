@@ -19,7 +19,7 @@ from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.snapshot import untouched
 
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
-# Part of CUDA's message after a kernel has used an index that is out of range.
+# Part of CUDA's error message after a kernel has used an index that is out of range.
 _ASSERT = "device-side assert"
 
 
@@ -33,7 +33,7 @@ def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterat
     errors: list[DataError] = []
     names: dict[int, str] = {}
     for name, table, size in adapter_of(model).tables():
-        if isinstance(table, _KINDS):  # the mode below checks its call of F.embedding
+        if isinstance(table, _KINDS):  # the mode below checks the module's call of F.embedding
             names[id(table.weight)] = name
             continue
 
@@ -51,7 +51,7 @@ def ids_checked(model: nn.Module, batch: Batch, source: Source | None) -> Iterat
         with uncompiled(), _Look(model, names, batch, source):
             yield
     except Exception:
-        if errors:  # without Keras' own message around it
+        if errors:  # raises the error without Keras' message around it
             raise errors[0] from None
         raise
     finally:

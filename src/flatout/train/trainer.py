@@ -102,8 +102,8 @@ class Trainer:
             of the model get a row for each new id. `fit` reports the model's validation figures
             before training next to those after training.
         devices: number of ranks that `fit` trains on, in a notebook. `fit` spawns their processes,
-            and this model holds the weights afterwards. 1 takes the ranks that `flatout run` has
-            started.
+            and this model holds the weights afterwards. With 1, `fit` uses the ranks that `flatout
+            run` has started.
         say: prints the decisions made for the user; `lambda line: None` for silence.
 
     Raises:
@@ -119,7 +119,7 @@ class Trainer:
     _folder: str | None = None
     # Lines about the conversion of the input, which `fit` prints.
     input_lines: Sequence[str] = ()
-    # Clocks, facts of the machine and limits that `auto` uses. A test replaces them.
+    # Clocks, facts of the machine and limits that `auto` uses. Tests replace them.
     terms = TERMS
 
     def __init__(

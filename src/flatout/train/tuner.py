@@ -4,9 +4,9 @@ A step under tried settings is a normal step of the run. If it fails, or its gra
 finite, its effects are undone and it is made again under the best settings known. Several ranks
 switch at the same step: after each block they agree on the times that decide.
 
-When nothing is left to try, single steps are timed now and then. If the pace has changed for good,
-settings are tried once more. If other parameters train than before, the job counts as another one
-(other_job.py).
+When nothing is left to try, single steps are timed now and then. If the pace has changed
+permanently, settings are tried once more. If other parameters train than before, the job counts as
+another job (other_job.py).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from flatout.train.turn import Turn
 from flatout.words import rounded
 from flatout.world import World
 
-# Steps between two checks of the pace once the search is over. _LOOK_EVERY: the usual number.
-# _LOOK_AGAIN: the number while the pace seems to have changed.
+# Number of steps between two checks of the pace (seconds per step) once the search is over.
+# _LOOK_EVERY: the usual number. _LOOK_AGAIN: the number while the pace seems to have changed.
 _LOOK_EVERY, _LOOK_AGAIN = 100, 5
-# Factor by which a step's time must change to count as another pace.
+# Minimum factor by which a step's time must change to count as another pace.
 _CHANGED = 1.4
 # Number of successive checks with another pace after which settings are tried again.
 _LOOKS = 4
@@ -51,11 +51,11 @@ class Tuner(Part):
 
     Attributes:
         search: the candidates and their results.
-        done: True if the search has come to its end.
-        why: the reason of an early end.
+        done: True if the search has ended.
+        why: the reason for an early end of the search; "" without one.
         suffices: True if the next run need not search, although the search ended early.
         spans: the settings of past steps: the first step, the last step, and their settings.
-        beside: compiles the step in a child process during the run; None for no compiling.
+        beside: the compilation of the step in a child process during the run; None without one.
         of_capture: True if the latest decision was about compiling only.
         since: the number of the last step before the search.
     """
@@ -84,7 +84,8 @@ class Tuner(Part):
         self._clock, self._cpu_clock = terms.clock, terms.cpu_clock
         self._is_on_cpu = stepper.switch.device.type == "cpu"
         self._changed_job, self._uncounted = changed, uncounted
-        # Trials of earlier jobs in this run, and their cost in seconds (before steps, in steps).
+        # Records of earlier jobs in this run: trials, dropped fields, compilations, and the cost in
+        # seconds (before steps, in steps).
         self._trials: list[dict[str, Any]] = []
         self._dropped: dict[str, str] = {}
         self._captures: list[dict[str, Any]] = []
@@ -93,14 +94,15 @@ class Tuner(Part):
         self._moving = Moving(stepper.switch.model, draws=world.size == 1)
         self._kind: Any = None
         self._changed = 0
-        # Whether the known pace is that of the graph that the Recipe requests; and the times of
-        # steps while the new pace is being measured.
+        # _is_of_graph: whether the known pace is that of the graph that the Recipe requests.
+        # _paces: seconds of steps while a new pace is being measured.
         self._is_of_graph = False
         self._paces: list[float] | None = None
         self._look_every = _LOOK_EVERY
         self._trained = self._trainable()
         self._first = self._last = 0
-        # Settings that steps of this job ran under; new settings first run under a mark.
+        # Settings that steps of this job have used. New settings first run under a mark
+        # (auto_marks.py).
         self._stepped: set[Settings | ByLength] = set()
         self._started: float | None = None
         self.beside: BackgroundCompile | None = None
@@ -117,7 +119,7 @@ class Tuner(Part):
 
     @property
     def holds(self) -> Settings | ByLength:
-        """The best settings known."""
+        """The fastest settings known."""
         return self.search.by_length or self.search.best
 
     @property

@@ -19,8 +19,8 @@ class Turn:
 
     Attributes:
         mean_loss: mean loss of these steps.
-        gathered: batches that wait for more batches, to make one step together.
-        gathered_from: number in its epoch of the first gathered batch.
+        gathered: accumulated batches that wait for more batches, to make a step together.
+        gathered_from: index in the epoch of the first gathered batch.
         has_stepped: whether one of these steps was made in this process.
     """
 
@@ -42,7 +42,7 @@ class Turn:
 
     @property
     def number(self) -> int:
-        """Number that no other turn of the job has, the same on every rank and in each run."""
+        """Id of this turn within the job, the same on every rank and in each run."""
         return sum(1 << place for place in self.places)
 
     @property
@@ -83,7 +83,7 @@ def check_gathered(turns: Iterable[Turn], step: int, batch: int) -> None:
 
 
 class Turns:
-    """All turns of a job: one of all optimizers together, and one of each set that steps apart.
+    """All turns of a job: a turn of all optimizers, and a turn of each set that steps separately.
 
     Args:
         switch: holds the optimizers.
@@ -97,7 +97,7 @@ class Turns:
     def __init__(self, switch: Switch, clip_norm: float | None, clip_value: float | None) -> None:
         self._switch = switch
         self._clip = (clip_norm, clip_value)
-        # One step with bad numbers holds back the steps of all optimizers.
+        # A single step with numbers that are not finite stops the steps of all optimizers.
         self._flags: dict[torch.device, torch.Tensor] = {}
         self._across: Callable[[torch.Tensor], None] | None = None
         self._by_places: dict[tuple[int, ...], Turn] = {}
@@ -128,7 +128,7 @@ class Turns:
         return self.at(tuple(sorted({known[id(optimizer)] for optimizer in asked})))
 
     def at(self, places: tuple[int, ...]) -> Turn:
-        """Return the turn of the optimizers at these places in the job's list."""
+        """Return the turn of the optimizers at these indices in the job's list."""
         turn = self._by_places.get(places)
         if turn is None:
             update = Update(
@@ -145,7 +145,7 @@ class Turns:
         return turn
 
     def sum_across(self, across: Callable[[torch.Tensor], None] | None) -> None:
-        """Set `across`, as from `Strategy`, once parameters are sharded over ranks."""
+        """Set the function `across`, which sums norms over ranks, once parameters are sharded."""
         self._across = across
         for turn in self:
             turn.update.across = across

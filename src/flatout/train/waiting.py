@@ -20,7 +20,7 @@ from flatout.data import (
 )
 from flatout.words import counted
 
-# A wait is reported from these limits on. _TOLD: share of the time. _TOLD_S: seconds.
+# A wait is reported if it reaches both limits. _TOLD: fraction of the time. _TOLD_S: seconds.
 _TOLD, _TOLD_S = 0.1, 1.0
 
 

@@ -38,9 +38,10 @@ class WorstSample:
 
     Attributes:
         loss: loss of this sample alone, without sample weights.
-        number: number of the sample in the data, or its position.
-        where: file, line or image of the sample; "" where the data do not name any.
-        target: its class by name if known, else by number; or a value; None for larger targets.
+        number: index of the sample in the data, or its position in the order of reading.
+        where: file, line or image that the sample comes from; "" if the data do not name one.
+        target: the sample's class by name if known, else by number; or its target value; None for
+            larger targets.
         predicted: the model's prediction in the same form.
         probability: the model's probability for the predicted class; None without classes.
     """
