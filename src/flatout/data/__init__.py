@@ -9,7 +9,7 @@ explains why it gives the same batches. execution/ runs the program: batch_sampl
 rows of a batch, samples.py makes samples of rows, program.py makes batches of samples, on threads
 (parallel.py) or processes (process_pool.py); prefetch.py copies them to the device. changed.py
 reports the values that reading changes. turns.py counts the uses of a row in an epoch. claims.py
-assigns parts of batches to ranks that do not wait for each other. featured.py uses kept features.
+assigns parts of batches to ranks that do not wait for each other. featured.py uses stored features.
 source.py is the interface to training. tensors.py makes batches from the output of loaders, also
 without a row per sample (jagged_batch.py, objects.py). order.py is the order of samples, a pure
 function. features/ keeps the output of frozen layers, by sample (device_rows.py: on a GPU too).

@@ -50,13 +50,13 @@ class Batch(NamedTuple):
             tensors.
         targets: the loss's targets: a structure like `inputs`, or None.
         weight: weight of each sample, of shape (size,), or None.
-        indices: index of each sample in the data, int64 of shape (size,) on the CPU; None where
+        indices: index of each sample in the data, int64 of shape (size,) on the CPU; None if
             the source does not know it.
         size: number of rows of the batch.
         copies: number of ranks that have this same batch; 1 where each has its own samples.
         is_copy: whether another rank's copy of the batch counts, so that this one does not.
         start: position of the batch's first sample among the samples of all ranks.
-        whole: number of samples of all ranks together; 0 where it is not known.
+        whole: number of samples of all ranks together; 0 if it is not known.
         padding: number of rows at the end that only fill up the batch and are no samples.
         kept: features of samples that a store already holds. `inputs` then has rows only for all
             other samples, in batch order, or is () without such samples. A step adds the features

@@ -24,8 +24,8 @@ class Checksums(NamedTuple):
     """The CRC-32C of each block of a file.
 
     Attributes:
-        size: bytes of the file.
-        block: bytes of each block, a power of two; the last may be shorter.
+        size: size of the file in bytes.
+        block: size of each block in bytes, a power of two; the last may be shorter.
         crc32c: checksum of each block.
     """
 
@@ -62,7 +62,7 @@ class Verified:
 
     Args:
         name: name of the file, for messages.
-        sums: the checksums.
+        sums: checksums of the file's blocks.
         do: advice for the user if a block differs.
     """
 

@@ -43,7 +43,7 @@ class ChunkedRows(Rows):
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process decodes chunks itself.
+        # A copy in another process decodes chunks itself.
         return {
             name: value
             for name, value in self.__dict__.items()
@@ -69,7 +69,7 @@ class ChunkedRows(Rows):
         columns: dict[str, Values] = {}
         ragged: dict[str, list[Ragged]] = {}
         all_places = []
-        # Chunk by chunk, so that only one chunk has to be in memory.
+        # Copy rows chunk by chunk, so that only one chunk has to be in memory.
         for chunk, places in self._by_chunk(numbers):
             block = self._chunk(chunk, buffers)
             own = numbers[places] - self.starts[chunk]
@@ -110,7 +110,7 @@ class ChunkedRows(Rows):
         try:
             block = self.chunks.read(chunk, buffers)
         except BaseException as error:
-            # The next caller tries again.
+            # After a failure, the next caller decodes the chunk again.
             with self._lock:
                 del self._decoded[chunk]
             future.set_exception(error)

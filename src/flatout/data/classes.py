@@ -27,7 +27,7 @@ _TABLES = ("csv", "parquet", "arrow", "table")
 
 
 def classes_of(origin: Any) -> tuple[str, ...] | None:
-    """Return names of the classes by index, or None where data have only numbers."""
+    """Return names of the classes by index, or None if data have only numbers."""
     schema = getattr(origin, "schema", None)
     if not isinstance(schema, Schema):
         return getattr(origin, "classes", None)

@@ -17,7 +17,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 # Returns the location of a byte of the buffer, such as "day.svm:88121", for (row in the call,
 # byte).
 Where: TypeAlias = Callable[[int, int], str]
-# For ragged columns, the number of values of each row; None where it is not known.
+# For ragged columns, the number of values of each row; None if it is not known.
 Lengths: TypeAlias = Mapping[str, Numbers] | None
 
 
@@ -27,7 +27,8 @@ class Split(NamedTuple):
     Attributes:
         starts: first byte of each row, int64.
         ends: byte after each row, int64.
-        consumed: bytes from the buffer's start that are processed; the rest is the start of a row.
+        consumed: number of bytes, from the buffer's start, that are processed. A row starts after
+            these bytes.
         problem: error at byte `consumed`, after which no row can be found, or "".
     """
 
@@ -41,11 +42,11 @@ class Encoded(NamedTuple):
     """Rows as bytes in a buffer.
 
     Attributes:
-        buffer: the bytes.
+        buffer: bytes that contain the rows.
         starts: first byte of each row, int64.
         ends: byte after each row, int64.
         numbers: index of each row in a block, int64.
-        where: returns the position of a byte.
+        where: returns the location of a byte, for messages.
     """
 
     buffer: Bytes

@@ -23,7 +23,7 @@ class Explanation:
         threads: number of threads that make batches.
         trials: lines about the trials that found this number.
         waited: fraction of the time that the loop waited for a batch; None before it is known.
-        padding: fraction of padding among the batches' values; None where rows are equally long.
+        padding: fraction of padding among the batches' values; None if rows are equally long.
         processes: number of processes that make batches in place of threads.
     """
 

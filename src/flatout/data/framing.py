@@ -39,8 +39,8 @@ class Piece(NamedTuple):
         buffer: holds the records until the next piece is read.
         starts: first byte of each record in the buffer, int64.
         ends: byte after each record.
-        offset: bytes of the stream before the buffer.
-        lines: newlines of the stream before the buffer, where it is text.
+        offset: number of bytes of the stream before the buffer.
+        lines: number of newlines of the stream before the buffer, where it is text.
     """
 
     buffer: Bytes

@@ -54,7 +54,7 @@ class Index(NamedTuple):
 
     Attributes:
         starts: first byte of each row, int64 of shape (rows,).
-        sizes: bytes of each row, int64 of shape (rows,).
+        sizes: size of each row in bytes, int64 of shape (rows,).
         lengths: lengths of the ragged columns' rows, int64 of shape (rows,) each.
         facts: facts from the survey; over all files the lowest or the highest, as in `_merged`.
         notes: lines about skipped rows.
@@ -71,7 +71,7 @@ class Reading(NamedTuple):
     """The limits for reading files.
 
     Attributes:
-        piece: bytes that are read at a time.
+        piece: number of bytes that are read at a time.
         longest_row: maximum number of bytes of a row. A row that does not end within them is
             damaged.
         quiet_s: seconds between two lines of progress, and between two checks for changed files.

@@ -60,7 +60,7 @@ def samples_of_items(inputs: Any, items: int, size: int) -> Tensor | None:
     Args:
         inputs: inputs of a batch, with the offsets or the numbers of graphs.
         items: number of ids, tokens or nodes.
-        size: samples of the batch.
+        size: number of samples of the batch.
     """
     result: Tensor | None = None
     for mark in tensors_in(inputs):

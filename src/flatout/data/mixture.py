@@ -27,7 +27,7 @@ class Mixture:
     """Several pipelines as one source.
 
     Attributes:
-        parts: the pipelines.
+        parts: pipelines that are mixed.
         weights: fraction of an epoch's samples from each pipeline; None means all rows of all
             pipelines.
         seed: seed of the order in which the pipelines take turns.

@@ -1,4 +1,4 @@
-"""Sources that number their samples, so that features of samples may be kept."""
+"""Sources that number their samples, so that features of samples may be stored."""
 
 from __future__ import annotations
 

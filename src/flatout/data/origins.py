@@ -110,7 +110,7 @@ class Stream(Origin, Protocol):
     """Rows that come in sequence, such as from a pipe: not seekable.
 
     Attributes:
-        rows: number of rows in an epoch, or None where it is not known.
+        rows: number of rows in an epoch, or None if it is not known.
     """
 
     rows: int | None

@@ -42,7 +42,7 @@ class Pipe:
         turn: number of the pass.
         timeout_s: longest time without a byte; None waits forever.
         say: prints a line for the user.
-        first_word_s: seconds of waiting before the first line about it.
+        first_word_s: seconds of waiting before a first line about the wait.
     """
 
     def __init__(

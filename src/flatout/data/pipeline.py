@@ -138,7 +138,7 @@ class Pipeline(Staged["Pipeline"]):
                 spawned, so a script needs `if __name__ == "__main__":`, and functions have to be
                 at the top level of a module.
             depth: number of batches made ahead.
-            memory: bytes that a cache may use.
+            memory: maximum bytes that a cache may use.
         """
         given = {"threads": threads, "processes": processes, "depth": depth, "memory": memory}
         for name, value in given.items():
@@ -166,7 +166,7 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes by index; None where the data have only class numbers."""
+        """Names of the classes by index; None if the data have only class numbers."""
         return classes_of(self.origin)
 
     @property
@@ -311,7 +311,7 @@ class Pipeline(Staged["Pipeline"]):
 
     @property
     def sharded(self) -> Shard | None:
-        """The part of all ranks' data that this pipeline has; None where it has all data."""
+        """The part of all ranks' data that this pipeline has; None if it has all data."""
         return only(self.stages, Shard)
 
     @property
@@ -385,7 +385,7 @@ class Pipeline(Staged["Pipeline"]):
     def last_batch(self) -> int | None:
         """Rows in the last batch of an epoch, or of each pass, with the rows that fill it up.
 
-        None where the number is not known.
+        None if the number is not known.
         """
         batch = only(self.stages, BatchStage)
         if batch is None or self.has_own_rows:
@@ -399,7 +399,7 @@ class Pipeline(Staged["Pipeline"]):
     def direct(self) -> Any:
         """The source whose batches are used unchanged, as for arrays without a user's function.
 
-        None where samples are made one by one.
+        None if samples are made one by one.
         """
         if not self.in_batches or self.normalization is not None or self.prefetches is not None:
             return None
@@ -478,7 +478,7 @@ class Pipeline(Staged["Pipeline"]):
     def cached(self) -> tuple[Pipeline, float] | None:
         """Return the pipeline with a cache of its images, and the seconds to decode one.
 
-        Returns None where the samples are no images, and where there is a cache already.
+        Returns None if the samples are no images, and where there is a cache already.
         """
         built = self._built
         if not isinstance(built, Built) or built.caches or self._origin_name != "images":
@@ -504,7 +504,7 @@ class Pipeline(Staged["Pipeline"]):
         Args:
             epoch: index of the epoch, from 0.
             claims: claims of the rank.
-            features: see `batches`.
+            features: stored features of some samples, as for `batches`.
         """
         normalization = self.normalization
         if normalization is not None:
@@ -541,7 +541,7 @@ class Pipeline(Staged["Pipeline"]):
         return made
 
     def expect_epochs(self, total: int | None) -> None:
-        """Set the number of epochs of the whole run, or None where it is not known.
+        """Set the number of epochs of the whole run, or None if it is not known.
 
         Processes that would cost more time than they save in the rest of the run are not started.
         """

@@ -65,8 +65,8 @@ class FirstSamples:
     """Samples to which the first stage is applied.
 
     Attributes:
-        samples: the samples.
-        order: order of the samples; None where it is the order of their numbers.
+        samples: samples of the source.
+        order: order of the samples; None if it is the order of their numbers.
         direct: returns unchanged batches of the samples, faster than sample by sample.
     """
 
@@ -80,8 +80,8 @@ class Built:
     """Program over rows by index, and the plan it was made from.
 
     Attributes:
-        rows_to_cut: rows of all ranks from which batches are made: rows of an epoch, or of one pass
-            where each pass ends with its own last batch.
+        rows_to_cut: number of rows, of all ranks, from which batches are made: rows of an epoch, or
+            of one pass where each pass ends with its own last batch.
     """
 
     plan: Plan
@@ -113,7 +113,7 @@ class Built:
 
     @property
     def chosen(self) -> int | None:
-        """Number of chosen rows; None where all rows are chosen."""
+        """Number of chosen rows; None if all rows are chosen."""
         rows = len(self.plan.numbers)
         return rows if rows < self.plan.samples.rows else None
 

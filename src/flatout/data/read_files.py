@@ -17,7 +17,7 @@ class FilesRead:
 
     Attributes:
         files: number of files.
-        bytes: bytes of all files; None where there are too many files to read their sizes.
+        bytes: bytes of all files; None if there are too many files to read their sizes.
         newest: time of the last write to any file, in Unix seconds; None as for `bytes`.
     """
 

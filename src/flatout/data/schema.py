@@ -87,13 +87,13 @@ class Column(BaseModel):
         shape: shape of one row's values; () is a single number.
         ragged: whether rows have different numbers of values; `shape` is then (). A batch pads its
             rows with `pad` to the longest row of the batch.
-        role: how the training uses the column.
+        role: use of the column in training: "input", "target", "weight" or "unused".
         default: value that replaces a missing value; None makes a missing value an error.
         pad: value that fills a ragged row up.
         lengths: name of an additional input with the true length of each ragged row, int64 of
             shape (size,); None adds no such input.
-        ids: how the column's ids become rows of a table; empty if they do not. Each entry is about
-            other positions of a row.
+        ids: rules by which the column's ids become rows of a table; empty without such a table.
+            Each entry is about different positions of a row.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -205,7 +205,7 @@ class Schema(BaseModel):
 
     @property
     def classes(self) -> list[str] | None:
-        """Names of the target's numbers, from 0; None where the target has only numbers."""
+        """Names of the target's numbers, from 0; None if the target has only numbers."""
         if "classes" in self.options:
             return list(self.options["classes"])
         targets = [column.name for column in self.of_role("target")]
@@ -290,7 +290,7 @@ def as_schema(given: Given, format: str, also: Sequence[str] = ()) -> Schema:
 
     Args:
         given: the user's argument.
-        format: the expected format.
+        format: name of the expected format.
         also: other accepted formats.
 
     Raises:

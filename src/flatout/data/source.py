@@ -143,7 +143,7 @@ def as_source(
     Args:
         train: inputs, or all of the data.
         y: targets, if `train` has only inputs.
-        batch_size: samples per batch; None means 32, or all where there are fewer.
+        batch_size: samples per batch; None means 32, or all samples if there are fewer.
         shuffle: whether each epoch has a new order, from (seed, epoch).
         seed: seed of the orders.
         drop_last: leave out a smaller last batch.

@@ -68,11 +68,11 @@ class Converted:
     Attributes:
         to: name of the written format.
         files: paths of the files.
-        rows: rows in the files.
-        bytes: bytes of the files.
+        rows: number of rows in the files.
+        bytes: size of all files in bytes.
         found: number of rows that an earlier, interrupted run had written.
         seconds: duration of the conversion.
-        schema: the path of the schema that reads the files; None where they contain it.
+        schema: the path of the schema that reads the files; None if they contain it.
         read: line of Python code that reads the files.
         notes: lines for the user.
     """

@@ -139,7 +139,7 @@ class ShardFiles:
         folder: folder of the shards.
         stem: start of their names.
         suffix: end of their names.
-        count: number of shards; None where it is not known yet.
+        count: number of shards; None if it is not known yet.
     """
 
     folder: Path
@@ -202,7 +202,7 @@ class Manifest:
     Attributes:
         settings: settings that decide the bytes of the shards.
         schema: schema of the shards, as TOML.
-        rows: number of rows of all shards; None where it is not known yet.
+        rows: number of rows of all shards; None if it is not known yet.
         complete: whether all shards are written.
         shards: whole shards, in their order.
         notes: lines about rows that were left out, such as bad rows.
@@ -222,7 +222,7 @@ class Manifest:
 
     @classmethod
     def load(cls, path: Path) -> Manifest | None:
-        """Read a manifest, or return None where the file does not exist."""
+        """Read a manifest, or return None if the file does not exist."""
         try:
             if path.exists() and not path.is_file():
                 raise ValueError("it is no file")

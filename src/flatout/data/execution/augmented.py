@@ -91,7 +91,7 @@ class Augmented:
 
     @property
     def own_variants(self) -> int | None:
-        """Number of results of this stage for one image; None where they are not limited.
+        """Number of results of this stage for one image; None if they are not limited.
 
         `varying.variants` counts all stages together.
         """

@@ -29,8 +29,8 @@ class BatchSampler:
         samples: number of rows in an epoch, of all ranks.
         batch_size: number of rows of a global batch.
         order: returns the row indices of an epoch, for the epoch's index.
-        last: what happens to a smaller last batch; "pad" fills it up with its own first rows, whose
-            weight is then 0.
+        last: "keep" or "drop" a smaller last batch, or "pad" it with copies of its first rows,
+            whose weight is 0.
         rank: rank that reads its part of each batch.
         world_size: number of ranks that divide each batch.
         even_steps: number of steps over which this rank's own rows are spread, if `samples` counts
@@ -212,7 +212,7 @@ def check_start(start_step: int, steps: int | None) -> None:
 
 
 def padding_share(numbers: Numbers, lengths: Numbers, starts: Numbers) -> float:
-    """Return the fraction of padding among the batches' values; 0 where no row is padded."""
+    """Return the fraction of padding among the batches' values; 0 if no row is padded."""
     result = lengths[numbers]
     widest = np.maximum.reduceat(result, starts)
     sizes = np.diff(np.append(starts, len(result)))

@@ -23,7 +23,7 @@ class Blend:
         kind: "mixup" (Zhang et al., 2018) blends whole samples, "cutmix" (Yun et al., 2019) copies
             a part of one image into another.
         alpha: weights of the blend are drawn from the Beta distribution (alpha, alpha).
-        classes: number of classes; None where it is not known.
+        classes: number of classes; None if it is not known.
     """
 
     kind: Kind
@@ -34,7 +34,7 @@ class Blend:
         """Return the samples, each blended with the sample before it.
 
         Args:
-            batch: the samples.
+            batch: samples to blend.
             rng: generator of the random numbers.
             led: whether the first sample is only blended into the second, and is not returned.
         """

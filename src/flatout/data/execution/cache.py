@@ -1,4 +1,4 @@
-"""Samples that are made once and kept, in memory or in a folder of rows on disk."""
+"""Samples that are made once and stored, in memory or in a folder of rows on disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PROBE = 64
 
 
 class Cached:
-    """Samples that are kept after they were first made. Only samples are kept, never an order."""
+    """Samples that are stored after they were first made. The order is not stored."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Cached:
 
     @property
     def filled(self) -> float:
-        """Fraction of the samples that are kept so far."""
+        """Fraction of the samples that are stored so far."""
         return 1 - self._missing / max(1, len(self._numbers))
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:

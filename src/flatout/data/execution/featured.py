@@ -65,7 +65,7 @@ class FeatureRows:
 
     Attributes:
         samples: samples whose features the store keeps.
-        store: the store.
+        store: store of the features.
         parts: number of tensors of a stored row that are features; they come first. The next
             tensors are the targets and the weight, in the order of `named_tensors`, unless batches
             come whole or the targets are known.
@@ -147,8 +147,8 @@ def joined_rows(kept: Tensor, made: Tensor | None, there: npt.NDArray[np.bool_])
     """Join stored rows and newly made rows in the batch's order.
 
     Args:
-        kept: a row for each position that is `there`.
-        made: a row for each position that is not `there`, on the same device; None without rows.
+        kept: a row for each position where `there` is True.
+        made: a row for each position where `there` is False, on the same device; None without rows.
         there: bool of shape (rows,).
     """
     if made is None:

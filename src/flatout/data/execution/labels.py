@@ -21,7 +21,7 @@ def targets_of(samples: Samples, numbers: Numbers, what: str) -> tuple[Numbers, 
     """Return the rows of `numbers` that can be read, and their targets, shape (rows, ...).
 
     Args:
-        samples: the samples. They are made if their targets are not known otherwise.
+        samples: samples whose targets are wanted. Samples are made if targets are not known yet.
         numbers: indices of rows.
         what: name of the caller, for messages.
 

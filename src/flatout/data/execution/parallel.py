@@ -12,7 +12,7 @@ from flatout.words import counted
 
 T = TypeVar("T")
 
-# Smallest speedup of the input for which an additional thread is kept.
+# Smallest speedup of the input for which an additional thread is used further.
 _WORTH = 1.03
 # Minimum number of items and seconds of a window that is measured.
 _ITEMS, _SECONDS = 16, 0.25
@@ -33,7 +33,7 @@ class Tuner:
 
     Attributes:
         waited: fraction of the time that the consumer waited, in the latest window.
-        rate: batches a second, in the latest window.
+        rate: batches per second in the latest window.
         in_vain: whether another thread was tried and made nothing faster.
         trials: lines about each trial and its outcome.
     """
@@ -72,7 +72,7 @@ class Tuner:
     def waited_so_far(self) -> float | None:
         """Fraction of the time that the consumer waited: in the latest window, or since the start.
 
-        None where too little time has passed.
+        None if too little time has passed.
         """
         if self.judged:
             return self.waited

@@ -8,7 +8,7 @@ from time import monotonic
 # Processes start only if they may save this many times the seconds of their start, since the
 # estimate is uncertain.
 _CERTAIN = 2.0
-# Smallest speedup over threads for which processes are kept.
+# Smallest speedup over threads for which processes are used further.
 _WORTH = 1.03
 # _BATCHES, _SECONDS: minimum number of batches and seconds after which processes are first compared
 # with threads. _LONGER: factor on _SECONDS for all later comparisons.
@@ -23,8 +23,8 @@ class Repay:
             torch, and reads the data.
 
     Attributes:
-        epochs: epochs of the whole run. None where not known: the run is then expected to last as
-            long again as it has so far.
+        epochs: number of epochs of the whole run. None if not known: the remaining run is then
+            expected to last as long as the run so far.
         thread_s: seconds from one batch to the next in the latest epoch, made by threads.
         process_s: seconds from one batch to the next, made by processes, at the latest comparison.
     """

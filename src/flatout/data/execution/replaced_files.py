@@ -27,7 +27,7 @@ class ReplacedFiles:
     under the new file's name. Several threads may call at once.
 
     Args:
-        named: the samples.
+        named: samples with names that depend on their files.
         variants: number of variants of each sample.
         store: the store that has their features.
     """
@@ -58,8 +58,8 @@ class ReplacedFiles:
 class WatchedFiles:
     """Checks, from time to time, files that hold many rows each.
 
-    A reader of a replaced file gets an error. If features of all rows are kept, there is no reader,
-    and this check raises the error.
+    A reader of a replaced file gets an error. If features of all rows are stored, nothing reads the
+    file, and this check raises the error.
 
     Args:
         files: the files as they were opened.

@@ -79,7 +79,7 @@ class Filling:
     Attributes:
         target: path of the finished folder.
         part: path of the folder while it is filled.
-        store: the rows.
+        store: store of the rows.
         filled: bool of shape (rows,): whether a row was stored.
     """
 

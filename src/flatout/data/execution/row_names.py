@@ -38,7 +38,7 @@ class NamedSlots(NamedTuple):
 
 
 def named_slots(samples: Samples, variants: int) -> NamedSlots | None:
-    """Return names of samples and their variants, or None where single samples have no names."""
+    """Return names of samples and their variants, or None if single samples have no names."""
     words: list[str] = []
     are_mapped = False
     while isinstance(samples, (Augmented, Cached, Mapped)):

@@ -20,7 +20,7 @@ Workers: TypeAlias = int | Literal["thread"]
 
 # Fraction of time spent waiting for batches from which on candidates are tried.
 WAIT = 0.1
-# Smallest speedup for which a candidate is kept.
+# Smallest speedup for which a candidate is used further.
 WORTH = 1.05
 # A window ends after _SECONDS or more, and after _BATCHES batches or, where batches are slow,
 # _LONG_S seconds.

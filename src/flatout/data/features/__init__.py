@@ -1,1 +1,1 @@
-"""Outputs of frozen layers, kept by sample for later epochs and runs."""
+"""Outputs of frozen layers, stored by sample for later epochs and runs."""

@@ -1,4 +1,4 @@
-"""Rows of kept features that are also on a device, so that batches are gathered there."""
+"""Rows of stored features that are also on a device, so that batches are gathered there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that are kept while there is room. Subclasses define how rows are named."""
+"""Rows that are stored while there is room. Subclasses define how rows are named."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Opened(NamedTuple):
     """Rows of a store when it is opened.
 
     Attributes:
-        log: the rows.
+        log: log of the rows.
         name: name of the files in the cache folder.
         free: bytes that are free on disk or in memory, within the budget.
-        reason: why rows are kept on disk or in memory, for the user.
+        reason: why rows are stored on disk or in memory, for the user.
     """
 
     log: RowLog
@@ -55,9 +55,9 @@ class KeptRows:
         where: "memory" or "disk".
         free: bytes that were free in memory or on disk when the rows were opened, within the
             budget.
-        reason: why rows are kept in memory or on disk, for the user.
+        reason: why rows are stored in memory or on disk, for the user.
         say: prints a line for the user, such as that a row is damaged.
-        say_full: prints the line that no more rows are kept; None means `say`.
+        say_full: prints the line that no more rows are stored; None means `say`.
         is_full: whether the store accepts no more rows.
     """
 
@@ -91,7 +91,7 @@ class KeptRows:
     def lie_on(
         self, device: torch.device, parts: int, expected: int, share: float = DEVICE_SHARE
     ) -> None:
-        """Also keep rows on a device, while its memory has room; batches of them are read there."""
+        """Also store rows on a device, while its memory has room, to read batches from there."""
         if self._on_device is None:
             self._on_device = DeviceRows(self._log.parts[:parts], device, expected, share)
             self._parts_there = parts
@@ -118,7 +118,7 @@ class KeptRows:
         places_now: Callable[[], Numbers],
         keys: Sequence[Hashable],
     ) -> None:
-        """Keep rows while there is room; rows that are kept already do not change.
+        """Store rows while there is room; rows that are stored already do not change.
 
         A thread writes rows that come from a device.
         """
@@ -210,7 +210,7 @@ def opened(
     budget: int | None = None,
     expected: int | None = None,
 ) -> Opened:
-    """Open the rows that `key` names, with rows that were kept earlier."""
+    """Open the rows that `key` names, with rows that were stored earlier."""
     stride = RowLog.stride_of(row)
     form = repr([VERSION, key, *map(tuple, row)])
     name = hashlib.sha256(form.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Key of kept features, from weights, precision, input and libraries."""
+"""Key of stored features, from weights, precision, input and libraries."""
 
 from __future__ import annotations
 

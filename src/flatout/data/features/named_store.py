@@ -30,16 +30,16 @@ class NamedStore(KeptRows):
         budget: int | None = None,
         expected: int | None = None,
     ) -> NamedStore:
-        """Open the store that `key` names, with rows that were kept earlier.
+        """Open the store that `key` names, with rows that were stored earlier.
 
         If the cache folder cannot be written, the store is in memory, and `reason` says so.
 
         Args:
             key: result of `feature_key`.
             row: the tensors of a row.
-            where: see `opened`.
-            budget: see `opened`.
-            expected: see `opened`.
+            where: "memory", "disk" or "auto".
+            budget: maximum bytes of the rows; None means the limits in `room.py`.
+            expected: expected number of rows; None if not known.
         """
         return cls(opened(key, row, where, budget, expected))
 
@@ -83,9 +83,9 @@ class NamedStore(KeptRows):
         return self._read(places, buffers)
 
     def put(self, names: Sequence[bytes], values: Sequence[torch.Tensor]) -> None:
-        """Keep rows while there is room; rows that are kept already do not change.
+        """Store rows while there is room; rows that are stored already do not change.
 
-        If the disk or memory is full, one line reports it, and no more rows are kept.
+        If the disk or memory is full, one line reports it, and no more rows are stored.
 
         Args:
             names: names of the rows.

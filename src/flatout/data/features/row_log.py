@@ -3,8 +3,8 @@
     rows         the rows, in sequence
     filled.log   a RECORD for each row, in the order of the rows
 
-A row is kept once its whole record is written, which happens after the row. If a process is killed
-while it writes, the unfinished row is after the last record, and the next row overwrites it.
+A row is stored once its whole record is written, which happens after the row. If a process is
+killed while it writes, the unfinished row is after the last record, and the next row overwrites it.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class RowLog:
             return np.flatnonzero(~self._bad[: self._count])
 
     def refresh(self) -> Numbers:
-        """Find rows that any process has kept since the last call, and return their positions."""
+        """Find rows that any process has stored since the last call, and return their positions."""
         with self._lock:
             known = self._count
             size = os.fstat(self._files.log).st_size // RECORD.itemsize

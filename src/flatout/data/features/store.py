@@ -38,7 +38,7 @@ class FeatureStore(KeptRows):
         budget: int | None = None,
         names: Names | None = None,
     ) -> FeatureStore:
-        """Open the store that `key` names, with rows that were kept earlier.
+        """Open the store that `key` names, with rows that were stored earlier.
 
         The store may have room for fewer rows than there are slots. If the cache folder cannot be
         written, the store is in memory, and `reason` says so.
@@ -47,8 +47,8 @@ class FeatureStore(KeptRows):
             key: result of `feature_key`.
             slots: number of slots; an earlier run may have had fewer, or more.
             row: the tensors of a row.
-            where: see `opened`.
-            budget: see `opened`.
+            where: "memory", "disk" or "auto".
+            budget: maximum bytes of the rows; None means the limits in `room.py`.
             names: name of each slot's row, uint64 of shape (slots, 2), if it is not the slot. By
                 their names, rows of samples that have other numbers now are found, and rows of
                 samples that were replaced are not.
@@ -109,9 +109,9 @@ class FeatureStore(KeptRows):
         return self._read(places, buffers)
 
     def put(self, slots: Numbers, values: Sequence[torch.Tensor]) -> None:
-        """Keep rows while there is room; rows that are kept already do not change.
+        """Store rows while there is room; rows that are stored already do not change.
 
-        If the disk or memory is full, one line reports it, and no more rows are kept.
+        If the disk or memory is full, one line reports it, and no more rows are stored.
 
         Args:
             slots: int64 of shape (count,).

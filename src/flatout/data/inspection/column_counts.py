@@ -61,7 +61,7 @@ class Counted(NamedTuple):
 
 
 def count(block: Block, target: str | None) -> Counted | None:
-    """Return facts about a block, or None where it has no rows. Several threads may call this."""
+    """Return facts about a block, or None if it has no rows. Several threads may call this."""
     if not len(block):
         return None
     columns = {name: _part(values) for name, values in block.columns.items()}
@@ -104,7 +104,7 @@ class ColumnCounts:
     """Facts about all blocks, which are added in their order.
 
     Attributes:
-        labels: number of times that each target occurs; None where there is no target, or more
+        labels: number of times that each target occurs; None if there is no target, or more
             than _MOST_CLASSES different ones.
     """
 
@@ -159,7 +159,7 @@ class ColumnCounts:
 
     @property
     def classes(self) -> dict[int, int] | None:
-        """Number of rows of each class; None where a target is no whole number."""
+        """Number of rows of each class; None if a target is no whole number."""
         if not self.labels or any(label != int(label) for label in _finite(self.labels)):
             return None
         return {int(label): self.labels[label] for label in sorted(self.labels)}

@@ -67,8 +67,8 @@ class Report:
         columns: facts about each column.
         values_a_row: minimum and maximum number of index:value pairs of a LibSVM row; else None.
         max_id: the largest index of LibSVM, or id of an int64 column; None if the data have none.
-        target: name of the target; None where there is no target, or several.
-        classes: number of rows of each class, by name or number; None where the target is no
+        target: name of the target; None if there is no target, or several.
+        classes: number of rows of each class, by name or number; None if the target is no
             class.
         target_mean: mean of the target, where it is a number and no class.
         bad_rows: number of rows that were left out.

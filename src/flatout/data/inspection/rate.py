@@ -33,7 +33,7 @@ class ReadingRate:
 
     Attributes:
         threads: number of threads.
-        rows_per_s: rows per second.
+        rows_per_s: rows read per second.
         batches: number of measured batches.
         stages: milliseconds of one thread per batch, by stage.
     """
@@ -51,7 +51,7 @@ class Bench:
     Attributes:
         describe: description of the input, for the user.
         rows: number of rows.
-        batch_size: rows of a batch.
+        batch_size: number of rows of a batch.
         order: order in which rows were read, in words.
         open_s: seconds to open the input and count its rows.
         index: "built" or "found" for an index of the rows, or "none".
@@ -110,7 +110,7 @@ def bench(
         paths: path, glob pattern or URL, or a list of these, or folders of images or rows.
         format: one of `formats.FORMATS`; None means the schema's format, or a guess from the files.
         schema: a Schema, the path of one in TOML, or a dict.
-        batch_size: rows of a batch; None means 4096, or a quarter of small data.
+        batch_size: number of rows of a batch; None means 4096, or a quarter of small data.
         seconds: time to measure each number of threads.
 
     Raises:

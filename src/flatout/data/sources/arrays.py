@@ -183,7 +183,7 @@ class ArraySource:
     the epoch begins.
 
     Attributes:
-        data: the Arrays.
+        data: inputs and targets in memory.
         plan: batch sampler that splits the data into batches.
     """
 
@@ -483,7 +483,7 @@ def array_source(
         weight: one number per sample, as for `Arrays`.
         scale: factor for uint8 inputs, as for `Arrays`.
         shift: number that is added to scaled inputs, as for `Arrays`.
-        batch_size: samples per batch; None means 32, or all where there are fewer.
+        batch_size: samples per batch; None means 32, or all samples if there are fewer.
         shuffle: whether each epoch has a new order, from (seed, epoch).
         seed: seed of the orders.
         drop_last: leave out a smaller last batch.

@@ -22,7 +22,7 @@ from flatout.errors import DataError
 Names: TypeAlias = "str | Sequence[str] | None"
 Defaults: TypeAlias = "int | float | Mapping[str, int | float] | None"
 # Names of columns whose categories are learned; or the categories of each column, by name, with
-# None where they are learned.
+# None if they are learned.
 Categories: TypeAlias = "str | Sequence[str] | Mapping[str, Sequence[Any] | None] | None"
 # Names of columns of dates; or the strptime format of each column, by name.
 Dates: TypeAlias = "str | Sequence[str] | Mapping[str, str] | None"

@@ -36,8 +36,8 @@ class FileBegin(NamedTuple):
     """First bytes of a file, at most SAMPLE.
 
     Attributes:
-        file: the file.
-        text: the bytes.
+        file: file that was read.
+        text: first bytes of the file.
         rows: positions of the rows in the bytes; the first may be a header.
         first: bytes of the first row.
     """

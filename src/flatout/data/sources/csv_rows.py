@@ -247,7 +247,7 @@ def _learned(
         [_VERSION, rows.digest, written, opened.names, list(columns), *opened.dialect, policy.skip]
     )
     digest = hashlib.sha256(words.encode()).hexdigest()[:24]
-    # In the same folder as the index of the rows.
+    # The entry is in the same folder as the index of the rows.
     entry = f"{digest}.json"
     # An entry that cannot be loaded is made again.
     with suppress(Exception):

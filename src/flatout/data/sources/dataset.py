@@ -48,7 +48,7 @@ def dataset(
 
     Args:
         samples: the Dataset; a sample is x, (x, y) or (x, y, weight).
-        batch_size: samples per batch; None means 32, or all where there are fewer.
+        batch_size: samples per batch; None means 32, or all samples if there are fewer.
         shuffle: whether each epoch has a new order, from (seed, epoch). An iterable Dataset has its
             own order.
         seed: seed of the orders and of random augmentation.

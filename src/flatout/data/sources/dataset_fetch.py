@@ -37,7 +37,7 @@ class Fetch(Dataset[Any]):
     traceback and lose the text for the user.
 
     Attributes:
-        whole: makes batches at once where the result is equal; None where it is not tried.
+        whole: makes batches at once where the result is equal; None if it is not tried.
         watched: number of further batches that are checked for random draws.
         draws: whether a checked batch drew from a global generator.
     """
@@ -105,7 +105,7 @@ class Fetch(Dataset[Any]):
         try:
             return list(at_once(indices))
         except Exception as error:
-            # Read one by one, to find the bad sample.
+            # Read samples one by one, to find the bad sample.
             for index in indices:
                 self._sample(index)
             raise DataError(

@@ -289,10 +289,10 @@ def fifo(
             whole files, or one Example each.
         rows: number of rows in a pass, over all pipes. Fewer or more are then an error. Without it,
             a writer that dies between two rows looks like one that has finished.
-        presharded: how the rows are split over the pipes. "rank": this rank gets all rows of its
-            pipe. "local_rank": the ranks of this number on every node get the same rows. "node":
-            all ranks of this node get the same rows. None: all ranks get the same rows. Of n ranks
-            that get the same rows, each keeps every n-th row.
+        presharded: statement of how the rows are split over the pipes. "rank": this rank gets all
+            rows of its pipe. "local_rank": the ranks of this number on every node get the same
+            rows. "node": all ranks of this node get the same rows. None: all ranks get the same
+            rows. Of n ranks that get the same rows, each keeps every n-th row.
         on_error: "fail", or "skip" bad rows, in each pass.
         max_errors: maximum number of rows to skip in a pass.
         timeout_s: longest time without a byte; None waits forever. In both cases, a line on stderr

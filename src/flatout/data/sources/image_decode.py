@@ -56,7 +56,7 @@ class ImageForm:
 
     Attributes:
         size: height and width.
-        resize: how to handle another aspect ratio: see `flatout.data.images`.
+        resize: treatment of images with another aspect ratio, as for `flatout.data.images`.
         channels: 1 or 3.
         reduced: whether a JPEG is decoded at a half, quarter or eighth of its size where that is
             enough.

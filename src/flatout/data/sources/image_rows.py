@@ -43,7 +43,7 @@ class ImageOptions(NamedTuple):
         reduced: whether a JPEG is decoded at reduced size where that is enough.
         classes: names of classes in the order of their numbers; None for the names in the storage.
         image: the role of the column `image`.
-        label: the role of the column `label`; None where there are no classes.
+        label: the role of the column `label`; None if there are no classes.
     """
 
     channels: int

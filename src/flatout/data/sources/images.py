@@ -65,9 +65,9 @@ def images(
             folder. Or TFRecord files.
         size: height and width, or one number for both; None means the size of the images, which
             must then all be equal.
-        resize: what to do about another aspect ratio: "stretch" changes it, "crop" uses the middle
-            of the image, "fit" uses the whole image and leaves a black margin. The filter is a
-            triangle, antialiased when shrinking: Pillow's BILINEAR.
+        resize: treatment of images with another aspect ratio: "stretch" changes it, "crop" uses the
+            middle of the image, "fit" uses the whole image and leaves a black margin. The filter is
+            a triangle, antialiased when shrinking: Pillow's BILINEAR.
         channels: 3 for RGB, 1 for gray.
         classes: names of the folders in the order of the classes' numbers; None sorts them. Give
             the same to training and validation data, or `schema=train.schema`; a Trainer does this

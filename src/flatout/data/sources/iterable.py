@@ -278,7 +278,7 @@ def iterable(
         batches: an iterable of batches such as a list; a function without parameters that returns a
             fresh iterator for every epoch; or an iterator, which serves one epoch (with `steps`,
             epoch after epoch until it ends).
-        steps: batches per epoch. Needed if the iterator never ends.
+        steps: number of batches per epoch. Needed if the iterator never ends.
         workers: "thread" reads batches ahead in a thread, unless they depend on the model; 0 reads
             them when they are needed; "auto" keeps the faster way from the second epoch on.
 
@@ -338,7 +338,7 @@ def name_digest(thing: Any, length: int | None = None, *code: Any) -> str:
 
 
 def length_of(thing: Any) -> int | None:
-    """Return `len(thing)`, or None where it has no length."""
+    """Return `len(thing)`, or None if it has no length."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError):

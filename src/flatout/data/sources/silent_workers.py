@@ -39,7 +39,7 @@ class Watched:
     memory of a batch from a worker and heeds no signal until that worker answers.
 
     Args:
-        patience_s: seconds from the start of a wait to its first line.
+        patience_s: seconds of waiting before the first line about the wait.
     """
 
     def __init__(

@@ -60,9 +60,9 @@ class TableFile(Protocol):
     Attributes:
         kind: kind of the file, for the user.
         part: name of a part, for the user.
-        file: the file.
-        sizes: rows of each part.
-        largest: bytes of the largest part after decoding, or 0 where it is not known.
+        file: file that holds the table.
+        sizes: number of rows of each part.
+        largest: size in bytes of the largest part after decoding, or 0 if it is not known.
         fields: the types of the columns.
     """
 

@@ -26,7 +26,7 @@ class Blended(Stage):
 
     Attributes:
         alpha: parameter of the Beta distribution of the blend's weight.
-        classes: number of classes; None where the data or the targets state it.
+        classes: number of classes; None if the data or the targets state it.
     """
 
     alpha: float

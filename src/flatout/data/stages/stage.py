@@ -39,8 +39,8 @@ class Options:
         threads: number of threads that make batches; None chooses one while running.
         processes: number of processes that make batches, in place of threads; None uses processes
             only where the user's Python code slows the threads down.
-        depth: batches made ahead; None means two for each thread, plus one.
-        memory: bytes that a cache may use; None means half of the free memory.
+        depth: number of batches made ahead; None means two for each thread, plus one.
+        memory: maximum bytes that a cache may use; None means half of the free memory.
         seed: seed of functions that draw random numbers, where no shuffle has a seed.
     """
 
@@ -60,11 +60,11 @@ class Plan:
         base: samples of the source.
         stages: all stages, including those that have not been applied yet.
         seed: seed of functions that draw random numbers.
-        order_seed: seed of the order of rows; None where nothing shuffles.
+        order_seed: seed of the order of rows; None if nothing shuffles.
         options: resources that the pipeline may use.
         say: prints a line for the user.
         numbers: indices of the chosen rows, ascending.
-        everywhere: number of rows chosen before a rank kept only its own; None where every rank
+        everywhere: number of rows chosen before a rank kept only its own; None if every rank
             has all rows.
         labels: the class of each row of `numbers` where a stage needs classes; else None.
         samples: the samples after the stages applied so far.
@@ -185,7 +185,7 @@ class Stage:
         """Add the stage's work on each row, or on each whole batch, to the plan."""
 
     def turn(self, stages: Sequence[Stage]) -> int:
-        """Return when `order` is called: lower numbers first; 0 where it does nothing."""
+        """Return when `order` is called: lower numbers first; 0 if it does nothing."""
         return 0
 
     def order(self, order: Order, plan: Plan) -> Order:
@@ -200,7 +200,7 @@ class Stage:
         """Add the stage's work on the rows of a stream to the plan."""
 
     def counted(self, rows: int | None) -> int | None:
-        """Return the number of a stream's rows that are left, or None where it is not known."""
+        """Return the number of a stream's rows that are left, or None if it is not known."""
         return rows
 
 
