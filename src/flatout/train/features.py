@@ -5,9 +5,10 @@ Once settings are decided, the model's cuts are measured and the best one is cho
 are read; the frozen layers compute the missing rows, which are then stored. The rest of the model
 takes the features in place of its inputs.
 
-    feature_rows.py         stores, and batches that are made of their rows. named_rows.py
-    rows of samples that have no index. feature_costs.py        the cost to make, read and write a
-    row. evaluated_features.py   evaluations outside of a fit
+    feature_rows.py         stores, and batches that are made of their rows.
+    named_rows.py           rows of samples that have no index.
+    feature_costs.py        the seconds to make, read and write a row.
+    evaluated_features.py   evaluations outside of a fit.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 Keras' formulas differ from torch's (src/backend/torch/optimizers of Keras):
 
-- Adam adds epsilon to the root of the uncorrected squares. - RMSprop and Adagrad add epsilon to the
-squares, under the root. - The momentum of SGD and RMSprop contains past learning rates, and SGD's
-is subtracted. - Weight decay is decoupled in all of them.
+- Adam adds epsilon to the root of the uncorrected squares.
+- RMSprop and Adagrad add epsilon to the squares, under the root.
+- The momentum of SGD and RMSprop contains past learning rates, and SGD's is subtracted.
+- Weight decay is decoupled in all of them.
 """
 
 from __future__ import annotations
