@@ -23,6 +23,7 @@ def _references_when_idle() -> int:
     raise AssertionError
 
 
+# Value of sys.getrefcount for an array that only the pool refers to.
 _IDLE = _references_when_idle()
 
 

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from flatout.data.block import Numbers
 
+# Number of values of a 64-bit word.
 _WORD = 2**64
 # SplitMix64: a counter in steps of the golden ratio, and factors that mix its bits.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -48,6 +48,7 @@ _MAGIC = {
     b"\xfd7zXZ\x00": "xz",
     b"\x28\xb5\x2f\xfd": "zstandard",
 }
+# Number of first bytes of a file that show how the file is compressed.
 _LONGEST_MAGIC = max(map(len, _MAGIC))
 
 

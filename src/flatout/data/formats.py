@@ -20,6 +20,7 @@ from flatout.data.sources.tfrecord_schema import TARGETS
 from flatout.errors import DataError, as_data_error
 from flatout.kernels import masked_crc32c
 
+# Names of all formats of files.
 FORMATS = (
     *("libsvm", "tfrecord", "criteo", "csv", "parquet", "arrow", "images", "rows"),
     *("idx", "npy", "npz", "hdf5"),
@@ -31,6 +32,7 @@ SKIPPING = ("libsvm", "tfrecord", "criteo", "csv", "images")
 _TABLES = ("csv", "parquet", "arrow")
 _ARRAYS = ("idx", "npy", "npz", "hdf5")
 
+# Format of a file by the suffix of its name.
 _SUFFIXES = {
     **dict.fromkeys((".svm", ".libsvm", ".svmlight"), "libsvm"),
     **dict.fromkeys((".tfrecord", ".tfrecords", ".tfrec"), "tfrecord"),
@@ -43,6 +45,7 @@ _SUFFIXES = {
     ".npz": "npz",
     **dict.fromkeys((".h5", ".hdf5"), "hdf5"),
 }
+# Suffixes of compressed files.
 _PACKED = (".gz", ".bz2", ".xz", ".zst")
 _MAGIC = {
     b"PAR1": "parquet",

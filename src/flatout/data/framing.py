@@ -21,6 +21,7 @@ from flatout.errors import DataError
 # Default for the maximum number of bytes of a record.
 LONGEST_RECORD = 64 << 20
 
+# Magic number at the start of each RecordIO part.
 _MAGIC = 0xCED7230A
 _MAGIC_BYTES = struct.pack("<I", _MAGIC)
 _HEAD = struct.Struct("<II")

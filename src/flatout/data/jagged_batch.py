@@ -21,7 +21,7 @@ from flatout.data.batch import tensors_in
 from flatout.data.objects import tensors_of_object
 
 NO_ROWS = "the inputs have no row for each sample"
-"""Reason why a jagged batch is not cut, compiled for a shape or kept."""
+"""Reason why a jagged batch is not split, not compiled for its shape and not stored."""
 
 
 def is_surely_jagged(inputs: Any, size: int) -> bool:

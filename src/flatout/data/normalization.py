@@ -13,6 +13,7 @@ from torch import Tensor
 from flatout.data.batch import Batch, map_tensors
 from flatout.errors import DataError
 
+# Largest value of a uint8 pixel.
 _BRIGHTEST = 255.0
 # Minimum number of dimensions of a batch of images; uint8 tensors with fewer dimensions are no
 # images.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+# Number of values of a 64-bit word.
 _WORD = 2**64
 
 

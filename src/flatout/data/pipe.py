@@ -20,6 +20,7 @@ from flatout.console import say_as_is
 from flatout.data.waiting import Waiting
 from flatout.errors import DataError, as_data_error
 
+# Path that means standard input.
 STANDARD_INPUT = "-"
 # Bytes that a pipe may hold, where Linux allows, so that its writer continues while rows are
 # decoded.

@@ -26,6 +26,7 @@ from flatout.data.framing import split_recordio
 from flatout.data.protobuf import WireError, fields, message
 from flatout.data.schema import Column, Schema
 
+# Field numbers of a Record.
 _FEATURES, _LABEL = 1, 2
 _FLOAT32, _FLOAT64, _INT32, _BYTES = 2, 3, 7, 9
 _KINDS = {_FLOAT32: "float32", _FLOAT64: "float64", _INT32: "int32", _BYTES: "bytes"}

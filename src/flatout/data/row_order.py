@@ -15,6 +15,7 @@ from torch.utils.data import (
 from flatout.data.pipeline import Pipeline
 from flatout.data.stages.shuffle import Shuffle
 
+# Samplers of torch that draw a random order.
 _DRAW = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 

@@ -43,6 +43,7 @@ from flatout.save.snapshot import Snapshot
 from flatout.save.storage import Chunk, Folder, Written
 from flatout.values import flatten, unflatten
 
+# Files of a checkpoint that one rank writes: tensors and JSON of all state except the weights.
 _TENSORS = "state.safetensors"
 _TREE = "state.json"
 _NAME = re.compile(r"step-(\d{9,})(?:\.(\d+))?")

@@ -12,13 +12,15 @@ from flatout.errors import CheckpointError
 # Levels that torch.compile, FSDP and activation checkpointing insert into names of parameters.
 _LEVELS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
-# Prefix of names by DataParallel and DistributedDataParallel, and often in LightningModules.
+# DDP: prefix of names in DataParallel and DistributedDataParallel. LIGHTNING: usual prefix of names
+# in a LightningModule.
 DDP = "module."
 LIGHTNING = "model."
 # Buffer in which torch's AveragedModel (EMA, SWA) counts its updates. All other names of an
 # AveragedModel start with "module.".
 AVERAGED = "n_averaged"
 
+# Maximum number of keys of each kind that an error lists.
 _SHOWN = 5
 
 

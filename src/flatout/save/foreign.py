@@ -249,6 +249,7 @@ def _without_default(*_: object) -> dict[Any, Any]:
     return {}
 
 
+# Harmless replacements of classes in a file; all other unknown classes become `Unread`.
 _STANDS_IN = {"collections.defaultdict": _without_default}
 
 

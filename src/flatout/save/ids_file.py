@@ -16,6 +16,8 @@ from flatout.errors import CheckpointError
 from flatout.save.model_file import open_model, save_model
 from flatout.save.storage import Folder
 
+# _KEY: metadata entry of the header. _ENDING: suffix of a file of ids. _MODELS: suffixes of model
+# files, which _ENDING replaces.
 _KEY = "ids"
 _ENDING = ".ids.safetensors"
 _MODELS = (".weights.h5", ".safetensors", ".keras", ".pth", ".pt")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flatout.errors import CheckpointError
 
+# Name of the lock file in a run folder.
 _NAME = ".in-use"
 # O_NOFOLLOW: another user with write access may have replaced the lock file with a link.
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -32,6 +32,7 @@ from flatout.save.model_file import save_model
 from flatout.save.storage import Folder
 from flatout.save.weights_file import text_in
 
+# Suffixes of Keras files.
 KERAS_FILES = (".keras", ".h5", ".hdf5")
 # Layers whose config holds code, or names a file with code.
 _CODE = ("Lambda", "__lambda__", "TorchModuleWrapper", "TFSMLayer", "JaxLayer", "FlaxLayer")

@@ -25,6 +25,7 @@ from flatout.save.keras_wrapper import held_in_config, held_in_weights
 from flatout.save.storage import Folder
 from flatout.save.weights_file import MEMBER, text_in
 
+# Start of the names of Flatout's own entries in a file.
 OURS = "flatout."
 
 

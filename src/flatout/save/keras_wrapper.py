@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+# Class names of Keras models that may hold another model.
 _MODELS = ("Functional", "Model", "Sequential")
 
 

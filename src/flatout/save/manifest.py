@@ -15,6 +15,7 @@ from flatout.save.seal import BLANK, is_intact, seal
 from flatout.save.storage import Folder, Written
 from flatout.values import flatten, unflatten
 
+# MANIFEST: name of the file. _FORMAT: version of its form. _SEAL: key of its own SHA-256.
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _SEAL = "manifest_sha256"

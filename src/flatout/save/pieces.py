@@ -165,8 +165,8 @@ def check_shared(folder: Folder, world: World) -> None:
     """Check, before training, that all ranks use the same folder as the first rank.
 
     Raises:
-        CheckpointError: some ranks do not find the first rank's file in the folder. Every rank
-            raises the error, which names these ranks and their nodes.
+        CheckpointError: some ranks cannot write into the folder, or do not find the first rank's
+            file in it. Every rank raises the error, which names these ranks and their nodes.
     """
     marker = world.from_first(unfinished.new_name() if world.is_first else None)
     problem = ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 
+# Seal before the SHA-256 is known.
 BLANK = "0" * 64
 
 

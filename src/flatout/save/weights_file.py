@@ -18,6 +18,7 @@ from flatout.save.model_file import is_model_file, open_model, save_model
 from flatout.save.storage import Folder
 from flatout.values import refusal
 
+# Suffixes of files that torch.save writes.
 _PICKLES = (".pt", ".pth")
 # MEMBER: name of the member of a ZIP archive that holds texts as JSON. _LARGEST: maximum bytes of
 # this member.

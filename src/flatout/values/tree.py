@@ -22,6 +22,8 @@ from flatout.values.tensors import DTYPES, flat_bytes, refusal, view_key
 
 Json = Any
 
+# _TAG: key that names the type of a value. _DEEPEST: maximum number of nested levels.
+# _JSON_INTEGERS: smallest absolute value of an int that is stored as hexadecimal text.
 _TAG = "!"
 _DEEPEST = 100
 _JSON_INTEGERS = 2**63
@@ -230,11 +232,13 @@ def _array(leaf: dict[str, Any], content: bytes) -> np.ndarray[Any, Any]:
     return np.ndarray(leaf["shape"], dtype, content)
 
 
+# Type names in the tree, for each dict type; and the functions that restore the dicts.
 _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _FROM_DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {
     name: kind for kind, name in _DICTS.items()
 }
 
+# Functions that convert a value to JSON, by type; and the functions that restore the value.
 _LEAVES: dict[type, Callable[[Any], Json]] = {
     type(None): lambda value: value,
     bool: lambda value: value,

@@ -20,7 +20,7 @@ _TOLD = 8
 To = Literal["tfrecord", "parquet", "rows"]
 
 SHARD_BYTES = 128 << 20
-"""Bytes of a shard, where the user sets no size."""
+"""Bytes of a shard, if the user sets no size."""
 
 
 class ShardSizes(NamedTuple):

@@ -22,6 +22,7 @@ import torch
 
 from flatout.data.execution.digests import PLAIN_COUNTS, code_words, content_digest, digest_of
 
+# Types of values whose content counts in a digest.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # Methods that callers use. Methods that are called by these methods also count.
 _ENTRIES = (

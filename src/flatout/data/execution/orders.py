@@ -43,7 +43,7 @@ class Orders:
             return
 
         def make() -> None:
-            # The error comes again, in the thread that needs the order, when the order is used.
+            # The thread that needs the order makes it again, and then raises the error.
             with suppress(Exception):
                 self._made = epoch, self._cut.order(epoch)
 

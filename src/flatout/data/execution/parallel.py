@@ -51,7 +51,8 @@ class Tuner:
         self._start = perf_counter()
         self._items = self._batches = 0
         self._wait = 0.0
-        # waiting seconds and passed seconds: of this window, and of all windows before it
+        # _span: seconds of this window. _spans, _waits: seconds, and seconds of waiting, of all
+        # windows before it.
         self._span = self._spans = self._waits = 0.0
         self._before: tuple[int, float] | None = None  # threads and rate before the present trial
         self._rest = 0  # windows until the next trial

@@ -91,7 +91,7 @@ class Maker:
                 return self._with_features(features, numbers, there, when)
         led = False
         if self.functions.blends:
-            # The row before a whole batch is its last row, which the batch has anyway.
+            # The row before the first row of a whole batch is the batch's own last row.
             led = len(numbers) > 1 and (padding > 0 or bool(numbers[0] != numbers[-1]))
             numbers, when = (
                 (numbers, when) if led else (numbers[1:], turns_at(when, slice(1, None)))
@@ -145,7 +145,7 @@ class Maker:
         try:
             block = self.samples.make(numbers, self._buffers, when, self.costs)
         except Exception:
-            return None  # batch by batch, the error comes again, in its batch
+            return None  # batches are then made singly, and the error is raised for its batch
         when = turns_left(when, numbers, block.numbers)
         ends = _ends(block.numbers, [task[0] for task in tasks])
         return [

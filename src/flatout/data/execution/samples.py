@@ -108,7 +108,7 @@ class LentRows(NamedTuple):
 
 @runtime_checkable
 class Lender(Protocol):
-    """Samples that can lend columns in memory without a copy."""
+    """Samples that can return columns in memory without a copy."""
 
     def lend(
         self, numbers: Numbers, buffers: Buffers, costs: Costs, wanted: IsWanted

@@ -13,6 +13,7 @@ from flatout.cache_folder import cache_folder, kind_folder, private, remove
 from flatout.data.features.row_log import Files
 from flatout.processes import state_and_start
 
+# Kind of these files, which is part of their paths.
 KIND = "features"
 
 

@@ -12,7 +12,7 @@ from flatout.measure import available_bytes, available_on_gpu
 # Fraction of the free memory that a store may use, where the user sets no budget.
 _SHARE = 0.5
 DEVICE_SHARE = 0.4
-"""Share of a device's free memory that features may use, since a step may need more later."""
+"""Fraction of a device's free memory that features may use, since a step may need more later."""
 # _MEMORY_RESERVE: bytes of memory that stay free. _DISK_RESERVE: bytes of the disk that stay free,
 # but at most 1/_DISK_PART of the disk.
 _MEMORY_RESERVE = 512 << 20

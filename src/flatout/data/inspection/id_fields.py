@@ -25,7 +25,7 @@ _MANY_UNKNOWN = 0.2
 # Minimum number of buckets that the advice names.
 _FEWEST_BUCKETS = 1024
 HASH = 'hash, few ids come again: vocabulary = "none"'
-"""Advice for a field whose ids should share rows."""
+"""Advice for a field in which few ids occur more than once: its ids should share rows."""
 
 
 @dataclass(frozen=True)

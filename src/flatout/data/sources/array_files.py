@@ -16,6 +16,7 @@ from flatout.errors import DataError
 
 # Name of an array in a file, a list of names, or a dict that maps input names to array names.
 Names: TypeAlias = "str | Sequence[str] | Mapping[str, str]"
+# Signed dtype that replaces an unsigned dtype.
 _SIGNED = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 # Maximum number of names in a message.
 _TOLD = 20

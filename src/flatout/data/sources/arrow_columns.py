@@ -153,7 +153,7 @@ class _Reader:
                 raise self._bad_missing(row_of(_first(array.is_null())))
             array = array.fill_null(pa.scalar(self.to.default).cast(array.type))
         values = array.to_numpy(zero_copy_only=False)
-        # A value that is too large for float32 becomes infinite, and is found below.
+        # A value that is too large for float32 becomes infinite, and is detected below.
         with np.errstate(over="ignore"):
             out[...] = values
         if out.dtype.kind == "f" and len(out):

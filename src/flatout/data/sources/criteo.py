@@ -17,6 +17,7 @@ from flatout.data.text import split_lines
 from flatout.errors import DataError
 from flatout.kernels import criteo as kernel
 
+# Number of integer fields and of category fields in a line.
 INTEGERS, CATEGORIES = 13, 26
 
 

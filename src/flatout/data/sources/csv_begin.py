@@ -19,6 +19,7 @@ from flatout.data.sources.csv_split import Dialect, split_rows
 from flatout.data.sources.csv_text import in_one_piece, not_utf8, read_text
 from flatout.errors import DataError, as_data_error
 
+# Start of the names given to columns without a name, as in pandas. BOM: byte order mark of UTF-8.
 UNNAMED = "Unnamed: "
 BOM = b"\xef\xbb\xbf"
 # Maximum number of bytes of each file that are read to find names and types.

@@ -17,6 +17,7 @@ from flatout.data.decoder import Bytes, Encoded
 from flatout.data.sources.csv_split import Dialect
 from flatout.data.sources.csv_text import in_one_piece, read_text
 
+# Name of a change: a code has lost its leading zeros.
 _ZEROS = "leading zeros"
 _CODE = re.compile(r"0\d+")
 # Byte codes. A byte that may stand before a field is below `-`; a digit is above `/`.

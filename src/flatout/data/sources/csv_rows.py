@@ -60,6 +60,7 @@ from flatout.data.sources.vocabulary import (
 from flatout.data.threads import Pool
 from flatout.measure import usable_cpus
 
+# Options that CSV schemas may have in addition to the options of all tables.
 _OPTIONS = ("delimiter", "quote", "header", "missing", "bools", "decimal", "encoding")
 # Rows whose texts one task reads.
 _LOOKED_AT = 1 << 16

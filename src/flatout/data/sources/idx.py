@@ -24,6 +24,7 @@ from flatout.data.files import most_unpacked
 from flatout.data.sources.arrays import Arrays
 from flatout.errors import DataError, as_data_error
 
+# dtype by its code in the third byte of a file.
 _DTYPES: dict[int, np.dtype[Any]] = {
     0x08: np.dtype(">u1"),
     0x09: np.dtype(">i1"),
@@ -32,6 +33,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     0x0D: np.dtype(">f4"),
     0x0E: np.dtype(">f8"),
 }
+# First bytes of a gzip file.
 _GZIP = b"\x1f\x8b"
 # Bytes that are decompressed at a time.
 _CHUNK = 1 << 20

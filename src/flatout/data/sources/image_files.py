@@ -18,6 +18,7 @@ from flatout.data.sources.image_header import Damaged, Header, is_of, read_heade
 from flatout.data.threads import Pool
 from flatout.errors import DataError
 
+# Suffixes of image files.
 _SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".webp"),
     *(".tif", ".tiff", ".ppm", ".pgm", ".pnm", ".jp2"),
@@ -66,7 +67,7 @@ class Entry(NamedTuple):
 
 
 class ImageListing(NamedTuple):
-    """Image files that paths stand for.
+    """Image files that were found for some paths.
 
     Attributes:
         entries: the images, in an order that is equal on all machines: images directly in a folder
@@ -107,7 +108,7 @@ def check_no_splits(found: ImageListing, paths: Paths, *, takes_classes: bool) -
 
 
 def find_images(paths: Paths) -> ImageListing:
-    """Find the image files that `paths` stands for.
+    """Find the image files of `paths`.
 
     Folders of this machine are searched to any depth, following links. Of a folder's files, those
     with an image suffix are images. A file that is given by name or pattern is always an image.

@@ -19,6 +19,7 @@ try:
 except ImportError:
     Image = None  # type: ignore[assignment]
 
+# First bytes of a PNG file.
 _PNG = b"\x89PNG\r\n\x1a\n"
 # Formats that Pillow may read. Some of its other formats run programs.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000")

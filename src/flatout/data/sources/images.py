@@ -25,6 +25,7 @@ _DEFAULTS: dict[str, Any] = {
     "labels": True,
     "reduced": False,
 }
+# Suffixes of TFRecord files.
 _RECORDS = (".tfrecord", ".tfrecords", ".tfrec")
 
 

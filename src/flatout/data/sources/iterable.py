@@ -22,6 +22,7 @@ from flatout.data.tensors import as_batch, is_array
 from flatout.data.waiting import WaitStopped
 from flatout.errors import DataError
 
+# Marks the end of an iterator.
 _END = object()
 _NOT_READ = object()
 
@@ -162,7 +163,7 @@ class IterableSource:
                 except Exception as error:
                     if workers == 0 or not self._reopens or isinstance(error, WaitStopped):
                         raise
-                    # The error may come from the use of a thread; if not, it comes again.
+                    # The thread may have caused the error; any other error is raised again later.
                     reader.refuse(first_line(error))
                     if step == 0:
                         self._begin_again()

@@ -46,7 +46,7 @@ _ON_THEIR_WAY, _SHM_LEAST = 4, 100e6
 # _SILENT_BATCHES batches.
 SILENT_S, _SILENT_BATCHES = 30.0, 50.0
 OTHER_VALUES = "workers made other values of the same samples"
-"""Why worker processes are not used."""
+"""Reason why worker processes are not used."""
 
 
 class TunedDatasetSource(DatasetSource):
@@ -197,7 +197,7 @@ class TunedDatasetSource(DatasetSource):
         if workers == 0:
             return self.made(self._loader, epoch, step)
         if workers == "thread":
-            # Not seeded: the global generators belong to the training thread, too.
+            # Not seeded, since the training thread uses the same global generators.
             return read_ahead(self.made(self.loader(0), epoch, step, seeded=False))
         # Each pass starts new workers, which see changes of the Dataset between passes.
         timeout = max(SILENT_S, _SILENT_BATCHES * self.tuner.plain_s)

@@ -18,7 +18,8 @@ from flatout.data.execution.unchanged import Attributes
 from flatout.data.tensors import as_batch
 from flatout.errors import DataError
 
-# Smallest speedup of making a batch at once for which all samples are compared.
+# Minimum speedup, of a batch made at once over a batch made sample by sample, for which all samples
+# are compared.
 _WORTH = 4.0
 # Seconds of a batch below which no faster way is needed.
 _LEAST_S = 3e-4
@@ -68,7 +69,7 @@ class WholeBatches:
                 self.give_up(f"{changed} is another one in each epoch")
 
     def take(self, numbers: list[int]) -> Any:
-        """Return the batch of these samples made at once, or None if one was not compared yet."""
+        """Return the batch of these samples made at once, or None before all are compared."""
         index = np.array(numbers, np.int64)
         if self.why_not or not self._same[index].all():
             return None
@@ -79,7 +80,7 @@ class WholeBatches:
             return None
 
     def compare(self, numbers: list[int], made: Any, made_s: float) -> None:
-        """Make a batch at once, and record whether it equals the one made sample by sample."""
+        """Make a batch at once, and record whether it equals the batch made sample by sample."""
         if made_s < _LEAST_S:
             self.give_up("batches are made quickly")
             return

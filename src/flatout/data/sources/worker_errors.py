@@ -78,7 +78,7 @@ def refuse_small_shm(error: Exception) -> None:
     """Raise a DataError if an error means that /dev/shm has no room."""
     shm = read_shm()
     is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-    # The error may come from another full disk to which a dataset writes.
+    # Another full disk, to which a dataset writes, may also cause this error.
     if is_full and shm is not None and not shm.too_small_for_workers:
         return
     by_words = isinstance(error, RuntimeError) and any(w in str(error) for w in _NO_ROOM)
