@@ -53,7 +53,7 @@ class Batch(NamedTuple):
         indices: index of each sample in the data, int64 of shape (size,) on the CPU; None if
             the source does not know it.
         size: number of rows of the batch.
-        copies: number of ranks that have this same batch; 1 where each has its own samples.
+        copies: number of ranks that have this same batch; 1 if each has its own samples.
         is_copy: whether another rank's copy of the batch counts, so that this one does not.
         start: position of the batch's first sample among the samples of all ranks.
         whole: number of samples of all ranks together; 0 if it is not known.

@@ -58,7 +58,7 @@ class File:
 
     Attributes:
         path: path on this machine.
-        name: the user's name for it, for messages.
+        name: name of the file as the user gave it, for messages.
         size: number of bytes.
         mtime_ns: time of the last write, when the file was found.
     """

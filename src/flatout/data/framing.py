@@ -41,7 +41,7 @@ class Piece(NamedTuple):
         starts: first byte of each record in the buffer, int64.
         ends: byte after each record.
         offset: number of bytes of the stream before the buffer.
-        lines: number of newlines of the stream before the buffer, where it is text.
+        lines: number of newlines of the stream before the buffer, if it is text.
     """
 
     buffer: Bytes

@@ -76,7 +76,7 @@ class Normalization:
         Args:
             images: uint8 of shape (size, ...).
             channels: the dimension of the channels, where each has its own mean.
-            memory_format: memory format of the result, where it has four dimensions.
+            memory_format: memory format of the result, if it has four dimensions.
 
         Raises:
             DataError: the numbers of channels and of means differ.

@@ -83,7 +83,7 @@ class Rows(Origin, Protocol):
         return None
 
     def lengths(self) -> Numbers | None:
-        """Return the length of each ragged row, where it is known without decoding."""
+        """Return the length of each ragged row, if it is known without decoding."""
         return None
 
     def where(self, number: int) -> str:

@@ -241,8 +241,8 @@ class Pipeline(Staged["Pipeline"]):
 
         Args:
             columns: columns whose schema states ids.
-            rank: this rank. It counts a part of the samples, or all where each rank has its own.
-            ranks: number of ranks.
+            rank: this rank. It counts a part of the samples, or all if each rank has its own.
+            ranks: total number of ranks.
 
         Raises:
             DataError: a row is invalid, memory cannot hold all ids, or the ids of a stream would

@@ -39,9 +39,9 @@ class Tensor(NamedTuple):
 
     Attributes:
         kind: "float32", "float64", "int32" or "bytes".
-        values: of shape (n,); uint8 where the kind is bytes.
+        values: of shape (n,); uint8 if the kind is bytes.
         keys: positions of the values in a sparse tensor, int64; empty for a dense tensor.
-        shape: shape of the tensor, int64; empty where it was left out.
+        shape: shape of the tensor, int64; empty if it was left out.
     """
 
     kind: str

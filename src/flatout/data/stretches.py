@@ -13,7 +13,7 @@ from flatout.errors import DataError
 
 
 class Stretches:
-    """A source whose epochs have `steps` batches each; an epoch continues where the last one ended.
+    """A source whose epochs have `steps` batches each. An epoch continues where the last ended.
 
     When the source's own epoch ends, its next one begins. All other properties are the source's.
 

@@ -74,7 +74,7 @@ def convert(
             without batch. From a Pipeline, the samples of epoch 0 are written, after all its
             stages.
         target: `out/train.tfrecord`, `out/train.parquet` or `out/train.rows`, without numbers.
-        to: the format, where the target's name does not state it.
+        to: the format, if the target's name does not state it.
         schema: schema of the source, as the source's function accepts it; not with a Pipeline.
         format: format of the source, one of `formats.FORMATS`; None means the schema's format,
             or a guess from the files.

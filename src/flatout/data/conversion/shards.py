@@ -104,7 +104,7 @@ Tell: TypeAlias = Callable[[int, str], None]
 
 
 class CountedFile:
-    """A file that counts the bytes written to it. pyarrow writes to it as well."""
+    """A file that counts the bytes written to it, also by pyarrow."""
 
     def __init__(self, file: IO[bytes] | None) -> None:
         self._file = file

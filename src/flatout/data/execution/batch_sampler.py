@@ -15,9 +15,9 @@ from flatout.devices import check_count
 from flatout.errors import DataError
 
 Last = Literal["keep", "drop", "pad"]
-# Batch size where the user names none, as in Keras.
+# Batch size if the user names none, as in Keras.
 DEFAULT_BATCH_SIZE = 32
-# Returns the row indices of an epoch, in their order, for the number of the epoch.
+# Returns the row indices of an epoch, in their order, for the index of the epoch.
 Order: TypeAlias = Callable[[int], Numbers]
 
 
@@ -142,7 +142,7 @@ class BatchSampler:
         return turn * self._pass_rows + step * self.batch_size
 
     def starts(self) -> Numbers:
-        """Return the starts, in the order, of all global batches, with those that `last` drops."""
+        """Return the starts, in the order, of all global batches, including dropped batches."""
         turns = np.arange(self.passes) * self._pass_rows
         return (turns[:, None] + np.arange(0, self._pass_rows, self.batch_size)).ravel()
 

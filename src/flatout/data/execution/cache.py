@@ -30,7 +30,7 @@ from flatout.words import size_words
 
 Where = Literal["auto", "memory", "disk"]
 
-# Fraction of the free memory that a cache may use, where the user sets no budget.
+# Fraction of the free memory that a cache may use, if the user sets no budget.
 _SHARE = 0.5
 # Number of rows that are made to measure the size of a row.
 _PROBE = 64

@@ -70,7 +70,7 @@ class FeatureRows:
             tensors are the targets and the weight, in the order of `named_tensors`, unless batches
             come whole or the targets are known.
         files: checks of the files that samples are read from; None without such files.
-        targets: targets of all samples, where they are known without reading any.
+        targets: targets of all samples, if they are known without reading any.
     """
 
     samples: Numbered

@@ -452,7 +452,7 @@ def _kinds(samples: Samples) -> dict[str, str]:
 
 
 def known_targets(samples: Samples) -> npt.NDArray[Any] | None:
-    """Return the targets of all rows by index, where they are known without making samples.
+    """Return the targets of all rows by index, if they are known without making samples.
 
     A cache and augmentations do not change targets; a user's function may change them.
     """

@@ -91,7 +91,7 @@ def _differs(samples: Samples, numbers: Numbers) -> bool:
         first = samples.make(numbers[places], Buffers(), 0, Costs())
         if not same_state(before, random_state()):
             return True
-        # Made in the same epoch: code that depends on the epoch's number has a parameter for it.
+        # Made in the same epoch: code that depends on the epoch's index has a parameter for it.
         return not _same(first, samples.make(numbers[places], Buffers(), 0, Costs()))
     except Exception:
         return False  # an error of the user's code is reported when samples are made for use

@@ -9,7 +9,7 @@ import torch
 from flatout.cache_folder import cache_folder
 from flatout.measure import available_bytes, available_on_gpu
 
-# Fraction of the free memory that a store may use, where the user sets no budget.
+# Fraction of the free memory that a store may use, if the user sets no budget.
 _SHARE = 0.5
 DEVICE_SHARE = 0.4
 """Fraction of a device's free memory that features may use, since a step may need more later."""

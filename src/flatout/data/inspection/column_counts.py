@@ -23,7 +23,7 @@ class ColumnRange(NamedTuple):
     Attributes:
         low: the smallest value that is not NaN.
         high: the largest value that is not NaN.
-        lengths: number of rows of each length, where rows are ragged.
+        lengths: number of rows of each length, if rows are ragged.
     """
 
     low: float
@@ -150,7 +150,7 @@ class ColumnCounts:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the targets, where they are numbers and no classes."""
+        """Mean of the targets, if they are numbers and no classes."""
         return (
             None
             if self.classes is not None or not self._labeled

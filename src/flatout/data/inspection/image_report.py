@@ -9,7 +9,7 @@ from flatout.data.files import Paths
 from flatout.data.pipeline import Pipeline
 from flatout.data.sources.image_bytes import ImageBytes
 
-# Height and width to which images of several sizes are resized, where the user names none.
+# Height and width to which images of several sizes are resized, if the user names none.
 USUAL_SIZE = 224
 
 

@@ -26,7 +26,7 @@ class ColumnFacts:
         role: role of the column in the schema.
         low: smallest value of the column; None without values.
         high: largest value of the column; None without values.
-        lengths: percentiles of the rows' lengths, where rows are ragged.
+        lengths: percentiles of the rows' lengths, if rows are ragged.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Report:
         target: name of the target; None if there is no target, or several.
         classes: number of rows of each class, by name or number; None if the target is no
             class.
-        target_mean: mean of the target, where it is a number and no class.
+        target_mean: mean of the target, if it is a number and no class.
         bad_rows: number of rows that were left out.
         bad: description of the first bad row, with file and line.
         schema: schema that reads the files.

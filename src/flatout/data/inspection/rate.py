@@ -18,7 +18,7 @@ from flatout.errors import DataError
 from flatout.measure import usable_cpus
 from flatout.words import rounded
 
-# Rows of a batch, where the user names none and data are large.
+# Rows of a batch, if the user names none and data are large.
 _BATCH = 4096
 # Minimum number of batches of an epoch: small data have smaller batches, as threads start again in
 # each epoch.

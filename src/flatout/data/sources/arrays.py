@@ -161,11 +161,11 @@ class Arrays(Staged[Pipeline]):
         return int(low), int(high)
 
     def labels_range(self) -> tuple[int, int] | None:
-        """Return the smallest and largest target, where the targets are one tensor of integers."""
+        """Return the smallest and largest target, if the targets are one tensor of integers."""
         return self._label_range
 
     def label_array(self) -> npt.NDArray[Any] | None:
-        """Return the targets, where they are one array."""
+        """Return the targets, if they are one array."""
         targets = self.targets
         return targets.detach().cpu().numpy() if isinstance(targets, Tensor) else None
 
@@ -229,7 +229,7 @@ class ArraySource:
         return f"{self.data.describe()}, {self.plan.describe()}"
 
     def labels_range(self) -> tuple[int, int] | None:
-        """Return the smallest and largest target, where the targets are one tensor of integers."""
+        """Return the smallest and largest target, if the targets are one tensor of integers."""
         return self.data.labels_range()
 
     def peek(self, count: int) -> list[Batch]:

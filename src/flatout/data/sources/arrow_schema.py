@@ -27,7 +27,7 @@ Categories: TypeAlias = "str | Sequence[str] | Mapping[str, Sequence[Any] | None
 # Names of columns of dates; or the strptime format of each column, by name.
 Dates: TypeAlias = "str | Sequence[str] | Mapping[str, str] | None"
 
-# Formats of dates that are used where the user names none.
+# Formats of dates that are used if the user names none.
 ISO, ISO_WITH_ZONE, TIME = "ISO 8601", "ISO 8601 with zone", "ISO 8601 time"
 ISO_TYPES = {
     ISO: pa.timestamp("us"),

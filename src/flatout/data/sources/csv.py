@@ -62,8 +62,9 @@ def csv(
             fields.
         decimal: character before a number's fraction; None: a comma if the delimiter is another
             character and no number of the first rows has a point, else a point.
-        encoding: Python's name of it, such as "cp1252"; a file that is not UTF-8 is copied into the
-            cache folder as UTF-8, once. None: the encoding of a byte order mark, else UTF-8.
+        encoding: Python's name of the encoding, such as "cp1252"; a file that is not UTF-8 is
+            copied into the cache folder as UTF-8, once. None: the encoding of a byte order mark,
+            else UTF-8.
         header: whether the first line of each file has the names of the columns; or the names, for
             files without such a line. False names them f0, f1, ...; None: True, unless the first
             line has numbers above numbers.

@@ -76,7 +76,7 @@ class _Opened(NamedTuple):
         options: options of the schema.
         dialect: the dialect of the files.
         names: names of the columns.
-        headers: lines that are headers, not rows, where they are first in a file.
+        headers: lines that are headers, not rows, if they are first in a file.
         notes: lines about findings that the user may not expect.
     """
 

@@ -37,7 +37,7 @@ class Fetch(Dataset[Any]):
     traceback and lose the text for the user.
 
     Attributes:
-        whole: makes batches at once where the result is equal; None if it is not tried.
+        whole: makes batches at once if the result is equal; None if this is not tried.
         watched: number of further batches that are checked for random draws.
         draws: whether a checked batch drew from a global generator.
     """

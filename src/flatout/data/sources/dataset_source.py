@@ -133,7 +133,7 @@ class DatasetSource:
 
         Args:
             loader: DataLoader that `self.loader` returned.
-            epoch: the number of the epoch.
+            epoch: index of the epoch, from 0.
             start_step: number of the first batch.
             seeded: whether the global generators are seeded for each batch.
         """

@@ -58,7 +58,7 @@ class ImageForm:
         size: height and width.
         resize: treatment of images with another aspect ratio, as for `flatout.data.images`.
         channels: 1 or 3.
-        reduced: whether a JPEG is decoded at a half, quarter or eighth of its size where that is
+        reduced: whether a JPEG is decoded at a half, quarter or eighth of its size if that is
             enough.
     """
 

@@ -40,7 +40,7 @@ class ImageOptions(NamedTuple):
         channels: 1 or 3.
         size: height and width, or None for the size of the images.
         resize: how images are resized to `size`; None: they must have this size.
-        reduced: whether a JPEG is decoded at reduced size where that is enough.
+        reduced: whether a JPEG is decoded at reduced size if that is enough.
         classes: names of classes in the order of their numbers; None for the names in the storage.
         image: the role of the column `image`.
         label: the role of the column `label`; None if there are no classes.

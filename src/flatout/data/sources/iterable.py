@@ -139,7 +139,7 @@ class IterableSource:
         return self._tuned(self.reader, epoch, start_step)
 
     def expect_epochs(self, total: int | None) -> None:
-        """Set the number of epochs of the run: the last epoch is read like the one before it."""
+        """Set the number of epochs of the run: the last epoch is read like the epoch before."""
         if self.reader is not None:
             self.reader.epochs = total
 
@@ -330,7 +330,7 @@ def name_digest(thing: Any, length: int | None = None, *code: Any) -> str:
 
     Args:
         thing: a Dataset, an iterable or a function; its items are not read.
-        length: number of its items, where it is known.
+        length: number of its items, if it is known.
         code: further functions and objects that make its batches.
     """
     named = thing if hasattr(thing, "__qualname__") else type(thing)

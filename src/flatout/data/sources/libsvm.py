@@ -24,7 +24,7 @@ Layout = Literal["dense", "fixed", "ragged"]
 
 # Maximum number of features for which rows become dense vectors with one position for each feature.
 _DENSE = 1024
-# Limit of indices where the schema states no number of features. int64 can hold it plus the base.
+# Limit of indices if the schema states no number of features. int64 can hold it plus the base.
 _NO_LIMIT = 2**62
 # Code of a row without the qid that the schema needs; the kernel itself has no such code.
 _NO_QID = 255

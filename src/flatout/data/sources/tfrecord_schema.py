@@ -14,7 +14,7 @@ from flatout.data.protobuf import fields, message
 from flatout.data.schema import Column, Schema
 from flatout.errors import DataError
 
-# Names of features that are taken for the target, where the user names none.
+# Names of features that are taken for the target, if the user names none.
 TARGETS = ("label", "labels", "target", "targets", "y", "class", "click", "clicked")
 _KINDS = {1: "bytes", 2: "float", 3: "int64"}
 _DTYPES = {"bytes": "uint8", "float": "float32", "int64": "int64"}

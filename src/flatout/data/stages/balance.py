@@ -1,4 +1,4 @@
-"""balance: use each class equally often in an epoch."""
+"""balance: use each class the same number of times in an epoch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TOLD = 8
 
 @dataclass(frozen=True)
 class Balance(Stage):
-    """Each class is used equally often in an epoch.
+    """Each class is used the same number of times in an epoch.
 
     Attributes:
         how: "over": as often as the most frequent class; "under": as often as the rarest; a number:
@@ -77,7 +77,7 @@ class Balance(Stage):
 
 
 def balance(self: Writable[P], how: Literal["over", "under"] | int = "over", *, seed: int = 0) -> P:
-    """Use each class equally often in an epoch, for training data in which some classes are rare.
+    """Use each class the same number of times in an epoch, for training data with rare classes.
 
     With a cache, a repeated row is decoded and kept only once; its random numbers are drawn again
     each time. An order depends on (seed, epoch) alone. Classes take turns; `shuffle` mixes them.

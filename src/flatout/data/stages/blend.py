@@ -86,22 +86,23 @@ class Cutmix(Blended):
 
 
 def mixup(self: Writable[P], alpha: float, *, classes: int | None = None) -> P:
-    """Replace each sample by a weighted mean with the one before it in the batch, targets too.
+    """Replace each sample by its weighted mean with the previous sample of the batch.
 
-    The weight is drawn once for a global batch, from the Beta distribution (alpha, alpha). It
-    depends on (seed, epoch, batch), so a batch is the same on any number of ranks. Class numbers
-    become float32 class probabilities of shape (samples, classes), which cross_entropy and accuracy
-    accept. Bytes stay bytes, rounded. If `cutmix` is used too, each batch gets one of the two. It
-    changes learning. Validation data, as another pipeline, do not change.
+    Targets are averaged in the same way. The weight is drawn once for a global batch, from the Beta
+    distribution (alpha, alpha). It depends on (seed, epoch, batch), so a batch is the same on any
+    number of ranks. Class numbers become float32 class probabilities of shape (samples, classes),
+    which cross_entropy and accuracy accept. Bytes stay bytes, rounded. If `cutmix` is used too,
+    each batch gets one of the two. It changes learning. Validation data, as another pipeline, do
+    not change.
     """
     return self._with(Mixup(*_checked("mixup", alpha, classes)))
 
 
 def cutmix(self: Writable[P], alpha: float = 1.0, *, classes: int | None = None) -> P:
-    """Replace a rectangle of each image of a batch by that of the one before; mix targets alike.
+    """Replace a rectangle of each image by that of the previous image of the batch.
 
-    The rectangle is drawn once for a global batch, its area from the Beta distribution
-    (alpha, alpha). All else is as for `mixup`.
+    Targets are averaged by area. The rectangle is drawn once for a global batch, its area from the
+    Beta distribution (alpha, alpha). All else is as for `mixup`.
     """
     return self._with(Cutmix(*_checked("cutmix", alpha, classes)))
 

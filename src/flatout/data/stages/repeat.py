@@ -61,5 +61,5 @@ def passes(stages: Sequence[Stage]) -> int:
 
 
 def samples_times(stages: Sequence[Stage]) -> int:
-    """Return how often a sample comes in the passes that end with the same last batch."""
+    """Return how many times a sample occurs in the passes that end with the same last batch."""
     return times_of(stages) // passes(stages)

@@ -66,7 +66,7 @@ class Plan:
         numbers: indices of the chosen rows, ascending.
         everywhere: number of rows chosen before a rank kept only its own; None if every rank
             has all rows.
-        labels: the class of each row of `numbers` where a stage needs classes; else None.
+        labels: the class of each row of `numbers` if a stage needs classes; else None.
         samples: the samples after the stages applied so far.
         passed: the stages applied so far.
         batched: whether `batch` is among `passed`.
