@@ -1,4 +1,4 @@
-"""BatchNorm with the ReLU after it as one operator, by Flatout's kernel where it applies."""
+"""BatchNorm and the ReLU after it as a single operator, by Flatout's kernel where possible."""
 
 from __future__ import annotations
 

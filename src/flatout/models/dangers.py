@@ -1,4 +1,4 @@
-"""Parts of a model that learn though they seem frozen, and parts that seem to train but do not.
+"""Parts of a model that change although they seem frozen, and parts that seem to train but do not.
 
 Imports nothing, because it observes scripts before they have imported anything.
 """

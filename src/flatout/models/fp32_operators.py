@@ -1,4 +1,4 @@
-"""Operators that stay in fp32 under autocast to bf16 on a CPU, because bf16 may be slower there.
+"""Operators that stay in fp32 under autocast to bf16 on a CPU, where bf16 may be slower for them.
 
 Two such operators are known in torch's kernels for CPUs without AMX. The gradient of attention with
 short sequences or small heads takes up to 4 times as long in bf16. The gradient of depthwise

@@ -38,9 +38,10 @@ def freeze(model: _M, until: str | None = None, *, layers: Patterns = ()) -> _M:
     Args:
         model: the user's own object; it is changed in place.
         until: the last layer to freeze: its name in `model.named_modules()`, or `layer.name` of a
-            Keras layer. All parts that its output depends on are frozen with it. They are found by
-            the graph of each `forward`. If a graph is not certain, they are all modules registered
-            before the layer, and the parameters that the modules around it hold themselves.
+            Keras layer. All modules that the layer's output depends on are frozen too. They are
+            found by the graph of each `forward`. If a graph is not certain, all modules registered
+            before the layer are frozen, and the parameters that the modules around the layer hold
+            themselves.
         layers: names of layers, with `*`, `?` and `[0-9]` as in file names; each is frozen with all
             parts inside it.
 

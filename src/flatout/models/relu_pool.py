@@ -1,4 +1,4 @@
-"""ReLU after 2x2 max-pooling as one operator, by Flatout's kernel where it applies."""
+"""2x2 max-pooling and ReLU as a single operator, by Flatout's kernel where possible."""
 
 from __future__ import annotations
 

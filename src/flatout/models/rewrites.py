@@ -2,7 +2,8 @@
 
 The only rewrite changes an activation that only clamps (ReLU, ReLU6), followed by max-pooling. The
 maximum of clamped values is the clamped maximum. Pooling first thus leaves the activation a quarter
-of the elements. The most frequent pair, ReLU and 2x2 windows, becomes one pass over memory.
+of the elements. The most frequent pair, ReLU and 2x2 windows, is computed in a single pass over
+memory.
 
 In backward the pool sends the gradient to the first largest element of a window. That element
 differs between the two orders only if all candidates are clamped, and then the gradient is zero in
@@ -10,8 +11,8 @@ both. So values and gradients are equal bit for bit, except for the sign of a ze
 has negative zeros, which no sum can show.
 
 A `forward`, also of a Sequential, is traced as a graph. In training, the graph with the pairs
-exchanged runs in its place. Nothing is rewritten that has hooks, or whose intermediate value has
-another reader. Submodules, their names and the state dict stay as they are.
+exchanged runs in its place. A pair is not rewritten if its modules have hooks, or if its
+intermediate value has another reader. Submodules, their names and the state dict stay as they are.
 """
 
 from __future__ import annotations

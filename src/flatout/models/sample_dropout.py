@@ -9,8 +9,8 @@ of `torch.nn.functional` call), attention that drops weights, and recurrent laye
 their layers. Outside of a step nothing is replaced.
 
 A checkpointed block runs twice and must drop the same elements twice. torch replays its random
-generator in the second run, so each call draws one number from it: a number that was drawn before
-identifies the same call.
+generator in the second run, so each call of dropout draws a number from this generator. A number
+that was drawn before identifies the same call.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class SampleDropout:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Let dropout in the block draw for the optimizer step of this number."""
+        """Within this context, let dropout draw its masks for the optimizer step of this number."""
         self._step = number
         with self._replacing():
             try:
@@ -365,7 +365,8 @@ def _layout(a: torch.Tensor, b: torch.Tensor) -> Layout | None:
         return None
     if each == 1:
         return Layout(axis)
-    # The two runs differ by one last sample. The right axis is the one that matches the values.
+    # The second run has an additional last sample. The correct layout is the layout under which the
+    # values of the other samples agree in both runs.
     first = _distance(_cut(a, axis, _FEW, each), _cut(b, axis, _FEW + 1, each), axis)
     last = _distance(_cut(a, axis, each, _FEW), _cut(b, axis, each, _FEW + 1), axis + 1)
     return Layout(axis, is_last=last < first)

@@ -20,7 +20,8 @@ def table_weight(table: Any) -> torch.Tensor:
         table: a module from `TorchModel.tables`.
 
     Raises:
-        ModelError: the table is not built yet, or its weights are no parameter of its own.
+        ModelError: the table is not built yet, or its weights are not a parameter of the table
+            itself.
     """
     try:
         result = table.weight if isinstance(table, _KINDS) else keras_tables.weight_of(table)

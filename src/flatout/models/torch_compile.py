@@ -24,7 +24,7 @@ def before_compiled(act: Callable[[], None] = lambda: None) -> Iterator[Callable
     Yields:
         a function that returns whether this thread has called compiled code, or may have.
     """
-    # torch.compile imports this module: without it, there is no compiled code.
+    # torch.compile imports this module, so if it is not imported, no code was compiled.
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     begin, thread = getattr(dynamo, _BEGINS, None), get_ident()
     is_called = dynamo is not None and begin is None  # a torch version without this function
@@ -104,7 +104,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run a model that `model.compile()` has compiled as written, in the block."""
+    """Within this context, run the original code of a model that `model.compile()` has compiled."""
     compiled, model._compiled_call_impl = model._compiled_call_impl, None
     try:
         yield

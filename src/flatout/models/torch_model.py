@@ -223,7 +223,7 @@ class TorchModel:
         """Return for each layer its class, its arguments, and the user's code in it.
 
         Args:
-            parts: the layers to describe; None for all.
+            parts: the layers to describe; None for all layers.
         """
         own = None if parts is None else set(map(id, parts))
         layers = [layer for layer in self.layers() if own is None or id(layer[1]) in own]

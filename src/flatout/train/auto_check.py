@@ -142,7 +142,7 @@ class FirstCheck:
         self._moving: list[torch.Tensor] = []  # weights that a forward itself changes
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
-        """Return `facts`, with how a forward pass draws random numbers."""
+        """Return `facts`, completed by facts about the random draws of a forward pass."""
         on_images: list[bool] = []
 
         def watch(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -335,14 +335,15 @@ class FirstCheck:
             for option, parity in of_parity.items()
             if parity is Parity.TOLERANT and option.setting != "precision"
         ]
-        # If one of these options may have ended an earlier run, checking each alone shows which.
+        # If one of these options may have ended an earlier run, a check of each option alone shows
+        # the option that did.
         is_suspect = self.marks.is_suspect([option.field for option in some])
         if len(some) < 2 or is_suspect or not self.budget.pays_before(2 * taken.wall_s):
             return []
         try:
             gradients, now = self._passes(self._under(some), taken)
         except Exception:
-            return []  # checking each option alone shows which one fails
+            return []  # a check of each option alone shows the option that fails
         is_fine = now.over(taken) <= self._far_slower and all(map(_is_finite, gradients))
         if not is_fine or self._differ(some[0], plain, gradients, facts):
             return []
@@ -426,7 +427,7 @@ class FirstCheck:
         return why
 
     def rounding(self, batch: Batch, settings: Settings) -> float:
-        """Return the difference of gradients from plain precision, as a share of their norm."""
+        """Return the difference from gradients in plain precision, as a fraction of their norm."""
         check = copy.copy(self)
         check._few, check._random = batch, random_state()
         exact = settings.but(precision=self.plain.precision)
@@ -611,7 +612,7 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def difference(plain: Gradients, others: Gradients) -> float:
-    """Return the norm of the gradients' difference, as a share of the norm of the plain gradients.
+    """Return the norm of the gradients' difference, as a fraction of the plain gradients' norm.
 
     The first item of each list is the loss, which is not compared.
     """

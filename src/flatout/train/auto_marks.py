@@ -145,7 +145,8 @@ class Marks:
             run()
 
         answer = Child(alone).result(_PATIENCE_S)
-        # An error will recur and is handled there. A late child may just wait for other work.
+        # An error will occur again in this process, where the caller handles it. A late child may
+        # only be slowed by other work.
         if answer.is_told or answer.why == TIME:
             return
         is_memory = answer.why == MEMORY

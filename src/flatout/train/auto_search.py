@@ -333,7 +333,7 @@ class Search:
         self.lengths, self._now = Lengths(), None
 
     def tells_of(self, field: str) -> bool:
-        """Return whether a field was measured, or has another value than the plain one."""
+        """Return whether a field was measured, or has another value than the plain value."""
         if field == "together" and self.together is not None:
             return True
         return field in self.results or self._is_chosen(field)

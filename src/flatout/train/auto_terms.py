@@ -46,8 +46,8 @@ class Terms:
     Attributes:
         clock: returns seconds of wall time.
         cpu_clock: returns seconds of CPU time of this process.
-        input_s: returns, for the lanes of a step, seconds of waiting for its batches and seconds of
-            copying them to the device.
+        input_s: returns, from the times of a step by lane, the seconds of waiting for its batches
+            and the seconds of copying them to the device.
         has_bf16_units: returns True for a device with units for bf16.
         starts_cold: returns True if the time of a first pass on a device does not predict the next
             pass.
@@ -81,7 +81,8 @@ class Terms:
         ask_every: number of steps between two checks whether that child is done.
         most_compile_s: maximum seconds of a compilation in that child.
         worth_s: seconds that an evaluation must last before another batch size is tried in it.
-        visit_s: seconds for which steps of one batch size are timed at a time after a fit.
+        visit_s: seconds for which steps of the same batch size are timed without a break, after a
+            fit.
         ranks_s: seconds for which steps of simultaneous ranks are timed after a fit.
         slow_share: time of a Keras metric, as a fraction of the rest of the step, above which the
             metric is slow.

@@ -20,7 +20,7 @@ from flatout.models import left_before_compiled
 ONE_SHAPE = (
     "give output and target one shape: .squeeze(1) takes the 1 out of (n, 1), .unsqueeze(1) adds it"
 )
-# Functions that need equal shapes, and broadcast unequal ones with a warning at most.
+# Functions that need equal shapes, but broadcast unequal shapes with at most a warning.
 _ONE_SHAPE = (
     F.mse_loss,
     F.l1_loss,

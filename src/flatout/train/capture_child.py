@@ -1,6 +1,6 @@
 """Compiles a step's graph in its own process: `python -m flatout.train.capture_child FOLDER`.
 
-The folder holds `graph.pt`. `step.pt2` is there once the process has ended successfully.
+The folder holds `graph.pt`. After a successful compilation the folder also holds `step.pt2`.
 
 The started process is a guard. It starts a second process that compiles, in a process group of its
 own, because compilers would outlive that process. The guard pauses and continues the group by

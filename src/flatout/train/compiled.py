@@ -512,7 +512,7 @@ def _with_targets(model: Any, x: Any, y: Any, weight: Any) -> tuple[Any, Any, An
 
 
 def _is_dense(model: Any, y: Any) -> bool:
-    """Return whether targets have a class for each place of a sample, such as each word of a text.
+    """Return whether targets have a class for each position in a sample, as for words of a text.
 
     Keras does not apply class weights to such targets.
     """

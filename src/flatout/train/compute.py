@@ -22,7 +22,7 @@ from flatout.train.micro_batch import is_out_of_memory
 def call(model: nn.Module, inputs: Any) -> Any:
     """Call the model as `model(x)`, `model(*tuple)` or `model(**mapping)`.
 
-    Features and packed sequences are one argument.
+    Features and packed sequences are passed as a single argument.
     """
     if isinstance(inputs, Mapping):
         return model(**inputs)
@@ -60,7 +60,7 @@ class ModelCompute:
         batch = self._prepare(batch)
         output = call(self._model, batch.inputs)
         watches = self._unseen is None or self._unseen > 0
-        if watches:  # the first batch may come in pieces
+        if watches:  # the first batch may be split into micro-batches
             self._unseen = (self._unseen or batch.whole or batch.size) - batch.size
             check_all_labels(self._loss, output, self._source)
             if self._weigh is not None:

@@ -1,6 +1,6 @@
 """Counts the operators of a fit's first step, which is a normal step of the run, for its History.
 
-If other parameters train later, the next step is counted in its place.
+If other parameters train later, the next step is counted, and replaces these counts.
 """
 
 from __future__ import annotations

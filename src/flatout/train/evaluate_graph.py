@@ -80,8 +80,9 @@ class EvaluateGraph:
     """Runs a model's calls within evaluations by compiled graphs, once these are compiled.
 
     Attributes:
-        passes_left: evaluations like the present one that are planned after it; None where that is
-            unknown. Then the calls are expected to last at least as long again as until now.
+        passes_left: number of similar evaluations that are planned after the present evaluation;
+            None if unknown. Then the remaining calls are expected to take at least the time of the
+            calls until now.
         is_asked: whether graphs are compiled even if they do not repay it.
         may_lend: whether calls may run on one thread less while a graph is compiled.
         graphs: number of traced graphs.
@@ -167,7 +168,7 @@ class EvaluateGraph:
     def left_s(self, form: _Form) -> float:
         """Return the seconds that the remaining calls of a form will take at the present speed.
 
-        The form is expected to have the same share of the remaining samples as until now.
+        Of the remaining samples, the same fraction as until now is expected to have this form.
         """
         if self._samples is None or not form.samples:
             return form.spent_s
@@ -300,7 +301,7 @@ class _Form:
         self._traced_s = self._owner.clock() - began
 
     def _get(self, kernels: float) -> None:
-        """Take the package of an earlier process, or have one compiled."""
+        """Load the package of an earlier process, or start compiling a package."""
         assert self._made is not None
         known = self._made.answer()
         if known is not None and known["chosen"] == "a":

@@ -1,6 +1,6 @@
 """Stores the outputs of frozen leading layers for each sample, also for later runs.
 
-Once settings are decided, the model's cuts are measured and the best one is chosen
+Once settings are decided, the model's cuts are measured and the best cut is chosen
 (`frozen_choice.py`). From then on each training batch becomes `Features`. Rows that the store has
 are read; the frozen layers compute the missing rows, which are then stored. The rest of the model
 takes the features in place of its inputs.
@@ -106,7 +106,7 @@ class FrozenFeatures:
         return self._of_source[id(source)][1]
 
     def settle(self, batch: Batch) -> None:
-        """End the tuning if features wait for it, once all options together were measured."""
+        """End the tuning, if features wait for its end, once all options together were measured."""
         tuner, loop = self._loop.tuner, self._loop
         if tuner is None or not tuner.is_searching or not self._is_open or self._cut is not None:
             return
@@ -328,7 +328,7 @@ class FrozenFeatures:
             made_s = making_s(source)
         with untouched(self._model), torch.no_grad(), loop.autocast():
             looked = [self._looked_at(source, cut, batch) for cut in cuts]
-        # The layers that train come after every cut; frozen layers there have no backward.
+        # The layers that train come after every cut; frozen layers after a cut have no backward.
         trains_s = (passes - 1) * min(rest_s for _, _, rest_s in looked)
         computed_s = median(prefix_s + rest_s for _, prefix_s, rest_s in looked)
         for cut, (rows, _, rest_s) in zip(cuts, looked, strict=True):

@@ -122,7 +122,8 @@ class Feed:
             batch = next(iterator, None)
             if batch is None:
                 break
-            # The wait for other ranks, which agree on whether all have a batch, is no fetch time.
+            # Ranks agree on whether all ranks have a batch. The wait for other ranks in that is no
+            # fetch time.
             fetched, others = clock(), log.waited - before
             if self.claims is None:
                 self.taken += 1
@@ -133,7 +134,7 @@ class Feed:
             batch = self.ready(batch)
             ready = clock()
             first, fetch, copy, waited = self._lanes or (start, 0, 0, 0)
-            # If several batches make one step, their times add up.
+            # If a step has several batches, their times are added.
             fetch += fetched - start - others
             self._lanes = (first, fetch, copy + ready - fetched, waited + others)
             yield batch if features is None else features.batch(batch, epoch)

@@ -273,7 +273,7 @@ class Fit:
         if self.validation is not None:
             most = max(1, self.loop.first_batch_size or self.state.batch_size)
             figures = look_at_validation(self.objective, self.loop, self.validation, most)
-            self.job.reset()  # a Keras model has one set of metrics for both
+            self.job.reset()  # a Keras model has the same metrics for both
             names += [f"val_{name}" for name in ("loss", *(figures or ()))]
             complete = figures is not None
         adds = any(callback.adds_figures for callback in self.callbacks)

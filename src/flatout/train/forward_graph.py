@@ -27,7 +27,8 @@ from flatout.train.capture_graph import (
 )
 from flatout.train.capture_ids import Bounded
 
-# _DEEP: most levels of nested objects that are compared. _LONG: most items of a container.
+# Limits of the comparison. _DEEP: maximum number of levels of nested objects. _LONG: maximum number
+# of items in a container.
 _DEEP, _LONG = 3, 1000
 
 

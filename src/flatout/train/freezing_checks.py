@@ -20,7 +20,7 @@ _NAMED = 3
 
 
 def freezing_lines(model: nn.Module, optimizers: Sequence[Any]) -> Iterator[str]:
-    """Yield a line about frozen BatchNorm that still updates, and one about missing parameters."""
+    """Yield lines about frozen BatchNorms that still update, and about missing parameters."""
     if norms := moving_norms(model):
         yield (
             f"frozen BatchNorm goes on to move its statistics in training: {listed(norms)}; "

@@ -166,7 +166,7 @@ def _checkable(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Ten
 
 
 def _suspects(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return the largest absolute value of each tensor whose sum is not finite; NaN if it has one.
+    """Return the largest absolute value (or NaN) of each tensor whose sum is not finite.
 
     A sum is 20 times as fast to compute as the largest value, and is not finite if any value is
     not.
@@ -176,7 +176,7 @@ def _suspects(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
 
 
 def _largest(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return the largest absolute value of each tensor; NaN if it has one."""
+    """Return the largest absolute value of each tensor; NaN if the tensor contains a NaN."""
     return _numbers(tensors, lambda own: torch._foreach_norm(own, float("inf")))
 
 

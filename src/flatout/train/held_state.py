@@ -381,7 +381,8 @@ _REFILLED: dict[type, Callable[[Any, Any], None]] = {
     array: _refill_values,
 }
 _CONTAINERS = tuple(_REFILLED)
-# A class that overrides one of these may yield other items than it stores, so it is not restored.
+# A class that overrides one of these methods may yield other items than it stores, so its objects
+# are not restored.
 _READ = ("__getitem__", "__iter__", "keys", "values", "items")
 _PYTHONS = ("builtins", "collections", "array")
 _OF_PYTHON = (*_CONTAINERS, OrderedDict, defaultdict, Counter)

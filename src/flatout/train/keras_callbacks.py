@@ -204,7 +204,7 @@ def watched(
     batches: Iterator[Batch],
     read: Callable[[], dict[str, Any]],
 ) -> Iterator[Batch]:
-    """Yield the batches of an evaluation or prediction, and call Keras' callbacks around each one.
+    """Yield the batches of an evaluation or prediction, and call Keras' callbacks around each.
 
     A batch ends when the next batch is requested. A callback may end the pass.
     """

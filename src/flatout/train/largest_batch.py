@@ -2,9 +2,9 @@
 
 Trial steps use samples of the first batch, repeated. The number of samples is doubled until a step
 does not fit; the limit is then found by bisection. On a CPU each trial runs in a child process
-(contained.py) that may use a share of the free memory. The system then never kills the job itself
-for lack of memory. On a GPU the trials run in this process, whose allocator is limited to such a
-share, and the changes that the steps make are undone.
+(contained.py) that may use a fraction of the free memory. The system then never kills the job
+itself for lack of memory. On a GPU the trials run in this process, whose allocator is limited to
+such a fraction, and the changes that the steps make are undone.
 """
 
 from __future__ import annotations
@@ -202,9 +202,9 @@ def largest_batch(objective: Objective, loop: Loop, trying: Loop, source: Source
 def search(attempt: Callable[[int], TriedStep], most: int) -> list[TriedStep]:
     """Try steps until the largest batch that fits is known to a sixteenth.
 
-    The first trial has two samples, since some losses and layers do not take a single one. If it
-    fails for lack of memory, one sample is tried. If it fails for another reason, more samples are
-    tried.
+    The first trial has two samples, since some losses and layers do not accept a single sample. If
+    it fails for lack of memory, one sample is tried. If it fails for another reason, more samples
+    are tried.
     """
     tried, low, high = [attempt(min(2, most))], 0, most + 1
     while True:

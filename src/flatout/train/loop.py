@@ -12,10 +12,10 @@
 `compute(batch)` runs forward and loss of one batch and returns a mean over its samples, or (sum,
 weight).
 
-    loop_state.py       the state of a Loop.
-    decide.py           settings, decided on the first batches;  tuning.py: and on the job's steps.
-    checkpointing.py    the run folder;  resume.py: continuing from a checkpoint in it.
-    step.py             one optimizer step;  parts/: everything that acts around a step.
+    loop_state.py       the state of a Loop. decide.py           settings, decided on the first
+    batches;  tuning.py: and on the job's steps. checkpointing.py    the run folder;  resume.py:
+    continuing from a checkpoint in it. step.py             one optimizer step;  parts/: objects
+    that act around a step.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class Loop(LoopState):
     # -- training ----------------------------------------------------------------------------
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Yield epoch numbers from the present one (after a resume not 0) up to `total`.
+        """Yield epoch numbers from the present epoch (after a resume not 0) up to `total`.
 
         Raises:
             NumbersError: at the end of an epoch, as `check_numbers` does.
@@ -313,7 +313,7 @@ class Loop(LoopState):
             compute: forward and loss of the batch, or of each micro-batch.
             batch: a batch on the device, from `batches`.
             optimizer: the optimizers that step, one or a list; None for all together. With
-                `accumulate`, each such set gathers its own batches.
+                `accumulate`, batches are counted separately for each such set of optimizers.
 
         Raises:
             NumbersError: where gradients were not finite; the weights are those before the step. On
@@ -331,7 +331,7 @@ class Loop(LoopState):
         return len(turn.gathered) >= self.accumulate and self._flush(compute, turn)
 
     def flush(self, compute: Compute, optimizer: Optimizers | None = None) -> bool:
-        """Make an optimizer step of the batches gathered so far, such as at the end of an epoch."""
+        """Make an optimizer step of the batches accumulated so far, as at the end of an epoch."""
         return self._flush(compute, self.stepper.turns.of(optimizer))
 
     def _flush(self, compute: Compute, turn: Turn) -> bool:

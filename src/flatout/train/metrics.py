@@ -101,7 +101,7 @@ class FromTorchmetrics:
         self._metric.update(output, batch.targets)
 
     def compute(self, states: Sequence[Any] | None = None) -> float:
-        """Return the metric's value, of its own state or of merged `states`; one number."""
+        """Return the metric's value, a number, from its own state or from merged `states`."""
         metric = self._metric if states is None else self._merged(states)
         if metric is None or not (self._any or states):
             return float("nan")

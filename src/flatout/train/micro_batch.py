@@ -1,9 +1,9 @@
-"""Micro-batches: the same optimizer step in pieces that fit in memory.
+"""Micro-batches: a batch of an optimizer step, split into pieces that fit in memory.
 
 The gradient of a batch is the sum of its pieces' gradients, so splitting changes rounding only. Two
-kinds of models are exceptions. With BatchNorm in training, the statistics would come from the
-piece; this changes learning, so it is never done without a request. With dropout, other random
-numbers are drawn.
+kinds of models are exceptions. With BatchNorm in training, the statistics would be those of a
+piece. This changes learning, so such models are never split without a request. With dropout, other
+random numbers are drawn.
 """
 
 from __future__ import annotations

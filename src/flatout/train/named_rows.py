@@ -44,7 +44,7 @@ class NamedRows:
     Attributes:
         samples, store: the samples, and the store that holds their rows.
         parts: number of tensors in a row.
-        is_random: whether samples of one epoch did not come again in the next one.
+        is_random: whether the samples of an epoch did not occur again in the next epoch.
     """
 
     def __init__(self, samples: NamedSamples, store: NamedStore, parts: int) -> None:

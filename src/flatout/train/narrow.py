@@ -14,7 +14,7 @@ from flatout.data import Batch, Tensors, map_tensors, named_tensors
 class Narrow:
     """Casts float64 to float32 if a model holds float32 and no float64, and reports it once.
 
-    The first inputs decide for all later ones: a job whose data fit is not checked again.
+    The first inputs decide for all later inputs: a job whose data fit is not checked again.
     """
 
     def __init__(self, model: nn.Module, say: Callable[[str], None]) -> None:

@@ -57,7 +57,7 @@ def _own_pipe(source: Source, world: World) -> Pipeline | None:
 def check_ranks(
     model: nn.Module, data: Source | None, world: World, say: Callable[[str], None] = say
 ) -> None:
-    """Refuse data and models with which several ranks would train another model than one rank."""
+    """Refuse data and models for which training on several ranks would change the result."""
     if world.size == 1:
         return
     for module in modules_of(model):

@@ -14,7 +14,7 @@ _FOLD = 256
 
 
 class RunningMean:
-    """Collects (mean, weight) of steps and folds them into one weighted mean in float64."""
+    """Collects (mean, weight) of steps and combines them into a weighted mean in float64."""
 
     def __init__(self) -> None:
         self._values: list[torch.Tensor] = []
@@ -25,7 +25,7 @@ class RunningMean:
 
     @property
     def last(self) -> float:
-        """The value that was added last; NaN before the first one. Waits for the device."""
+        """The value that was added last; NaN before the first value. Waits for the device."""
         return float(self._last)
 
     def add(self, value: torch.Tensor, weight: torch.Tensor | float) -> None:

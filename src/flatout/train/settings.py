@@ -240,14 +240,14 @@ class Switch:
         self.tables = None
 
     def leave_read_whole(self) -> bool:
-        """Exclude tables that the last step has read whole; return whether there is a new one."""
+        """Exclude tables that the last step has read whole; return whether any table is new."""
         if not self.rows:
             return False
         left = [pair for rows in self.rows.values() for pair in rows.left.items()]
         return self.leave(dict(left))
 
     def leave(self, whole: Mapping[torch.Tensor, str]) -> bool:
-        """Never step these tables by rows, for the given reasons; return whether one is new."""
+        """Never step these tables by rows, for the given reasons; return whether any is new."""
         new = {weight: why for weight, why in whole.items() if weight not in self._read_whole}
         self._read_whole |= new
         if new and self.tables is not None:
@@ -260,7 +260,7 @@ class Switch:
             rows.settle()
 
     def spread_rows(self) -> None:
-        """Keep only this rank's own rows of sharded tables from here on."""
+        """From now on, keep only this rank's own rows of sharded tables."""
         for rows in self.rows.values():
             rows.spread()
 

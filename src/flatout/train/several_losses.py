@@ -1,9 +1,9 @@
 """A model of several outputs, each with a loss, a weight of that loss, and its own metrics.
 
-The total is the sum of weight times loss. Each loss is divided by its own weight: one output may
-ignore labels that count in another. If a step is computed in parts (micro-batches, accumulated
-batches, ranks), the divisor of each loss is therefore summed over the whole step before the first
-part. The sum needs targets and sample weights alone.
+The total is the sum of weight times loss. Each loss is divided by its own weight: an output may
+ignore labels that count in another output. If a step is computed in parts (micro-batches,
+accumulated batches, ranks), the divisor of each loss is therefore summed over the whole step before
+the first part. The sum needs targets and sample weights alone.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def with_room(
 def signature_of(
     source: Source, known: Signature | None, takes_bytes: Callable[[Batch], bool]
 ) -> Signature:
-    """Return the signature of a model after training on `source`, given the earlier one."""
+    """Return the signature of a model after training on `source`, given the earlier signature."""
     before = known or Signature()
     if not isinstance(source, Pipeline):
         return replace(before, meanings={**before.meanings, **_meanings_of(source)})
@@ -163,7 +163,7 @@ def _learned(
     schema = schema_of_images(source)
     if written is None and schema is None:
         return Signature(classes, before.images, before.pixels)
-    if is_stream(source.origin):  # reading it before ranks share the stream would consume samples
+    if is_stream(source.origin):  # reading before ranks divide the stream would lose samples
         return Signature(classes, pixels=written)
     batch = next(iter(source.in_bytes.peek(1)), None)
     if batch is None or not _has_bytes(batch):

@@ -65,7 +65,7 @@ class FitState:
         step: optimizer steps done since training began (a resume continues the count).
         step_in_epoch: optimizer steps done in this epoch.
         logs: figures of the last finished epoch, such as `loss`, `val_loss`, `seconds`.
-        stop_reason: the reason for an early end, once one was requested.
+        stop_reason: the reason for an early end, once an early end was requested.
     """
 
     trainer: FittingTrainer

@@ -233,7 +233,8 @@ class Stepper:
         weights: torch.Tensor | None = None
         while True:
             pieces = self._pieces_of(batches)
-            # A single piece on a single rank is the whole step: its loss is the mean already.
+            # If a single rank has a single micro-batch, that is the whole step, and its loss is the
+            # mean already.
             samples = None if self.is_alone and len(pieces) == 1 else self._samples_of(batches)
             moving = None if samples is None else self._moving()
             try:
@@ -360,7 +361,7 @@ class Stepper:
             raise
 
     def pieces_on_all_ranks(self, batch: Batch) -> int:
-        """Return the number of pieces, equal on all ranks if their computation has collectives."""
+        """Return the number of micro-batches, equal on all ranks if the step has collectives."""
         wanted = self.wanted_pieces(batch)
         may_differ = isinstance(self.micro_batch, int) or wanted > 1
         if not may_differ or not self._meets_in_compute:
@@ -368,11 +369,11 @@ class Stepper:
         table = torch.zeros(2, self.world.size, dtype=torch.int64)
         table[:, self.world.rank] = torch.tensor([wanted, batch.size])
         self.world.sum(table, "number of micro-batches")
-        # No rank has fewer samples than pieces.
+        # This limit gives each micro-batch of each rank at least one sample.
         return min(int(table[0].max()), int(table[1].min()))
 
     def wanted_pieces(self, batch: Batch) -> int:
-        """Return the number of pieces into which this rank alone would split a batch."""
+        """Return the number of micro-batches into which this rank alone would split a batch."""
         if batch.is_jagged:
             check_not_jagged(batch, pieces_for(batch.size, self.micro_batch), self.micro_batch)
             return 1

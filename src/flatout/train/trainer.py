@@ -91,7 +91,7 @@ class Trainer:
             decided by measuring.
         allow: the largest permitted difference from the plain job: "exact" (bit-identical),
             "tolerant" (rounding), "redrawn" (other random draws).
-        accumulate: batches whose gradients make one optimizer step.
+        accumulate: number of batches whose gradients are accumulated for an optimizer step.
         clip_norm: largest total 2-norm of the gradients, or None.
         clip_value: largest absolute gradient element, or None.
         parts: the user's own Parts, which act around each optimizer step (`flatout.Part`).
@@ -262,8 +262,8 @@ class Trainer:
                 line after each epoch alone.
             callbacks: see `flatout.Callback`. A compiled Keras model also takes Keras callbacks, in
                 any order.
-            validation_split: the share of the samples, from 0 to 1, that is held out to validate
-                on: the last ones in the given order, before any shuffling. It needs arrays.
+            validation_split: the fraction of the samples, from 0 to 1, that is held out to validate
+                on: the last samples in the given order, before any shuffling. `x` must be arrays.
                 `validation_data` takes precedence.
             validation_data: evaluated after each epoch, as `val_...`.
             shuffle: a new order each epoch, a function of seed and epoch alone.
@@ -625,7 +625,7 @@ class Trainer:
     def save_checkpoint(self, score: float | None = None) -> str:
         """Write a checkpoint of everything into the run folder, and return its path.
 
-        A callback may ask for one at any time: it is written once all callbacks have run.
+        A callback may ask for a checkpoint at any time: it is written once all callbacks have run.
 
         Args:
             score: the checkpoint with the smallest score is kept in addition to the newest.

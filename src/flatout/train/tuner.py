@@ -523,7 +523,7 @@ class Tuner(Part):
             self._changed_job()
         elif self._changed >= _LOOKS:
             self._note(f"auto: {_pace_words(factor)}: settings are tried once more")
-            # On a machine whose load never settles, check less and less often.
+            # On a machine whose load keeps changing, check less and less often.
             self._look_every *= 2
             self._kind, self.of_capture = None, False
             self._resume(number, self.search.again())

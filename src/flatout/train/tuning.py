@@ -62,7 +62,7 @@ def capture_steps(loop: LoopState, compute: Compute | None, search: Search | Non
     is_asked = not tries and loop.resolved.compute.capture == "on"
     graphs = stepper.chain.find(Graphs)
     assert graphs is not None
-    if graphs.compiled is not None:  # it belongs to the job before
+    if graphs.compiled is not None:  # the graph belongs to the previous job
         graphs.compiled.close()
         graphs.compiled = None
     if is_asked or tries:
@@ -75,7 +75,7 @@ def capture_steps(loop: LoopState, compute: Compute | None, search: Search | Non
 
 
 def report_tables(loop: LoopState, first: Sequence[Batch]) -> None:
-    """Report how embedding tables are stepped, if any step by rows or large ones cannot."""
+    """Report how embedding tables are stepped, if any is stepped by rows or a large one is not."""
     switch, tables = loop.stepper.switch, loop.stepper.switch.tables
     if tables is None and first and _may_step_by_rows(loop):
         result = Tables.of(switch.model, switch.optimizers, split=switch.splits_tables)

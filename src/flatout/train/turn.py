@@ -21,7 +21,7 @@ class Turn:
         mean_loss: mean loss of these steps.
         gathered: accumulated batches that wait for more batches, to make a step together.
         gathered_from: index in the epoch of the first gathered batch.
-        has_stepped: whether one of these steps was made in this process.
+        has_stepped: whether the turn has made a step in this process.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Turn:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, same_machine: bool) -> None:
-        """Restore the state; the number of pieces is restored on the same machine only."""
+        """Restore the state; the number of micro-batches is restored on the same machine only."""
         if same_machine:
             self.pieces = state["pieces"]
         if self.scaler is not None and state["scaler"] is not None:

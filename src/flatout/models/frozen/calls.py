@@ -52,7 +52,8 @@ class Frame:
 def is_transparent(part: Any) -> bool:
     """Return whether a module is a plain Sequential.
 
-    Calls in it count as calls in the container around it, because a rewrite calls them from there.
+    Calls inside a Sequential count as calls of the container around it, because a rewrite moves the
+    calls to this container.
     """
     return type(part) is nn.Sequential
 

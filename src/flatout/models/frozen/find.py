@@ -59,18 +59,18 @@ class Cuts:
 def find_cuts(model: Any, inputs: Any, most: float = inf) -> Cuts:
     """Return the places at which `model` may be cut, in its present state and mode.
 
-    A part of the forward is frozen under four conditions. No parameter in it is trained. Nothing in
-    it acts in training (dropout, BatchNorm with the batch's statistics). Nothing draws random
-    numbers. Its result for a sample does not depend on the batch's other samples: with other
-    samples in their place, the numbers must stay the same bit for bit. Both parts of each cut were
+    A call of the forward is frozen under four conditions. It uses no parameter that is trained. It
+    does not act differently in training (dropout, BatchNorm with the batch's statistics). It draws
+    no random numbers. Its result for a sample does not depend on the batch's other samples: with
+    these samples replaced, the result must stay the same bit for bit. Both parts of each cut were
     run, and their result equals that of the whole forward bit for bit.
 
-    Each branch is cut at its own depth. The time of each call and the bytes of its result for a
-    sample decide which cuts are useful (`min_cut.py`).
+    Each branch of the model may be cut at another depth. The time of each call and the bytes of its
+    result per sample decide which cuts are useful (`min_cut.py`).
 
-    A module that has hooks, or sets its attributes in forward, is not left out. With a hook on the
-    model itself there are no cuts. Parameters, buffers, random streams and attributes stay as they
-    are.
+    A module that has hooks, or sets its attributes in forward, is called in each run: no cut leaves
+    it out. With a hook on the model itself there are no cuts. Parameters, buffers, random streams
+    and attributes stay as they are.
 
     Args:
         model: a torch module, or a Keras model on torch.

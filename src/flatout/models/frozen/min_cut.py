@@ -2,10 +2,10 @@
 
 A call that is left out takes no time, but all calls before it that it depends on must be left out
 too. Such a set is a closure of the graph, and the best closure is a minimum cut (Picard, 1976),
-found here by Dinic's algorithm (1970). A value that several calls read is a node of its own, so
-that it is kept, and counted, once. All cuts that are best for some price of a byte result from
-solving between two known ones (Eisner and Severance, 1976). With a limit on bytes, the same method
-bounds the remaining candidates. Integers make the results exact.
+found here by Dinic's algorithm (1970). A value that several calls read is a separate node of the
+graph, so that its bytes are counted only once. All cuts that are best for some price of a byte are
+found by solving again between two known cuts (Eisner and Severance, 1976). With a limit on bytes,
+the same method bounds the remaining candidates. Integers make the results exact.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Comparison of results for the same sample in batches that differ in size or in its place."""
+"""Comparison of results for the same sample in batches of other sizes or at another index."""
 
 from __future__ import annotations
 

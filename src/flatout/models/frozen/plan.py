@@ -1,4 +1,4 @@
-"""The action at each call of a forward of which only a part is computed."""
+"""The action at each call of a forward that is computed only partly."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class _Moments(torch.autograd.Function):
         mean, squares, count = _of_part(x, counted, dims, axis)
         mean, squares, count = _over_all(world, mean, squares, -count if is_filling else count)
         if mask is not None:
-            # Keras divides by the count plus its epsilon, so that an empty count gives no NaN.
+            # Keras divides by the count plus Keras' epsilon, so that a count of 0 gives no NaN.
             divisor = count + _epsilon()
             shrunk = mean * count / divisor
             squares = squares + count * (mean - shrunk) ** 2

@@ -36,7 +36,8 @@ class KerasJob:
         model: a built and compiled model.
         training: whether layers behave as in training.
         slow_metrics: times the metrics in training, and updates slow metrics less often.
-        together: returns the ranks that compute parts of the same batch at this moment.
+        together: function that returns the ranks that compute parts of the same batch at this
+            moment.
         class_weight: weight by class number, for batches whose sample weights do not include class
             weights yet.
         also: function that gets the outputs and targets of this rank's samples, as the metrics do.
@@ -191,8 +192,8 @@ class KerasJob:
             for key, number in value.items() if isinstance(value, dict) else [(name, value)]:
                 if key != "loss":
                     plain[key] = as_number(number)
-        # From one rank, because callbacks decide by these numbers and processors may round
-        # differently.
+        # All ranks take the numbers of a single rank, because callbacks decide by these numbers and
+        # processors may round differently.
         return dict(world.from_first(plain))
 
     def reset(self) -> None:
@@ -211,7 +212,7 @@ class KerasJob:
 
     @torch.no_grad()
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Continue from a state: add up the values of each rank, and take shared values once."""
+        """Continue from a state: add up the values of all ranks; use shared values once."""
         summed = {id(variable) for variable in self._summed()}
         for number, variable in enumerate(self._variables()):
             result = [state[str(number)] for state in states if str(number) in state]
@@ -375,7 +376,7 @@ def takes_numbers(model: Any) -> bool:
 
 
 def targets_of(batch: Batch) -> tuple[Any, Any]:
-    """Return targets and sample weights of a batch; None for the missing ones."""
+    """Return targets and sample weights of a batch; None for missing targets or weights."""
     targets = batch.targets
     if isinstance(targets, dict) and WEIGHTS in targets:
         return targets["targets"], targets[WEIGHTS]

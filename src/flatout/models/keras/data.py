@@ -48,7 +48,7 @@ def as_keras_source(
     Args:
         x: inputs, or an iterable that yields (x, y) or (x, y, sample_weight) in batches.
         y: targets, for arrays.
-        sample_weight: one number for each sample, or in the structure of `y`.
+        sample_weight: a weight for each sample, or weights in the structure of `y`.
         batch_size: samples per batch of arrays; 32 by default.
         shuffle: whether the samples of arrays have a new random order in each epoch.
         seed: seed of the random orders of arrays.
@@ -109,7 +109,7 @@ def _class_weights(y: Any, sample_weight: Any, class_weight: dict[int, float]) -
 
 
 def _in_floatx(name: str, value: Any) -> Any:
-    """Return arrays as tensors, floating-point ones in Keras' precision, as its adapters do."""
+    """Return arrays as tensors, floating-point arrays in the precision of Keras' adapters."""
     import keras
 
     wanted = getattr(torch, keras.config.floatx())

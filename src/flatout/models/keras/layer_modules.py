@@ -69,7 +69,8 @@ class LayerModules:
                 module.register_parameter(name, variable._value)
                 module.read.append((variable, module, name))
         for inner in layer._flatten_layers(include_self=False, recursive=False):
-            # A layer in several places runs within the same module in each.
+            # A layer that is used in several places of the model runs within the same companion
+            # module.
             if inner not in self._modules:
                 within = self._module_of(inner)
                 module.add_module(_free(inner.name, module), within)

@@ -2,7 +2,7 @@
 
 The state stays in Keras' variables, so that a `.keras` file, a learning-rate callback and Keras
 itself see every step. Without fusing, a step is Keras' own `apply`. With fusing, Adam and AdamW run
-torch's fused kernel. It differs from Keras only in the place of epsilon:
+torch's fused kernel. It differs from Keras only in the position of epsilon:
 
     torch   p -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
     Keras   p -= lr * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)
@@ -207,7 +207,7 @@ class KerasOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def scaled(self, factor: float) -> Iterator[None]:
-        """Multiply the learning rate, a number or a schedule, by a factor in the block."""
+        """Within this context, multiply the learning rate (a number or a schedule) by a factor."""
         inner = self._inner
         given = inner._learning_rate
         rate = torch.tensor(self._rate() * factor, dtype=torch.float32)
@@ -337,7 +337,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         return [states[index(variable)].value for variable in variables]
 
     def _show_rates(self) -> None:
-        """Write the present rate into the groups, for code that reads it there."""
+        """Write the present rate into the parameter groups, where other code may read it."""
         rate = self._rate()
         for group in self.param_groups:
             group["lr"] = rate * group.get("factor", 1.0)
@@ -392,7 +392,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         """Change Keras' state tensors that have a value for each element of a parameter.
 
         Args:
-            parameter: the value of one of the variables.
+            parameter: the parameter that holds the value of a variable.
             shape: the previous shape of the parameter, which the state still has.
             change: function that gets the name of one of Keras' lists and the old tensor, and
                 returns the new tensor.

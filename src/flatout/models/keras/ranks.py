@@ -51,7 +51,7 @@ def shared_losses(world: World, batch: Batch) -> Iterator[None]:
         # A copy, because Keras multiplies by the mask in place.
         weight = None if sample_weight is None else sample_weight.clone()
         counted = module.apply_mask(weight, mask, dtype=value.dtype, reduction="sum")
-        # A part of only padding has weight 0.
+        # A rank's part that has only padding rows has weight 0.
         return value * _share(world, batch.samples, counted.sum() * bool(batch.samples))
 
     module.reduce_weighted_values = reduce
@@ -76,7 +76,7 @@ def _share(world: World, size: int, counted: torch.Tensor | None) -> torch.Tenso
 
 @contextmanager
 def over_all(variables: Sequence[Any], world: World) -> Iterator[None]:
-    """Set these metric variables to the sums over all ranks, in the block."""
+    """Within this context, set these metric variables to the sums over all ranks."""
     variables = list({id(variable): variable for variable in variables}.values())
     if world.size == 1 or not variables:
         yield

@@ -29,9 +29,10 @@ _here = threading.local()
 
 @contextmanager
 def training_step() -> Iterator[None]:
-    """Allow layers in the block to leave their ReLU to the pool after them.
+    """Within this context, allow layers to leave their ReLU to the pooling layer that follows.
 
-    Elsewhere, code may read a layer's output, such as a callback with a model of features.
+    Outside of this context, other code may read a layer's output, such as a callback that computes
+    features.
     """
     before = _is_step()
     _here.is_step = True

@@ -13,8 +13,8 @@ from typing import Any
 def keras_seeds_moved(by: int) -> Iterator[None]:
     """Add a number to the seeds that this thread draws; seed states advance as in Keras.
 
-    Every draw on the torch backend gets its seed from one function. Draws with an integer as seed
-    stay the same.
+    Every draw on the torch backend gets its seed from the same function, which is replaced here.
+    Draws with an integer as seed stay the same.
 
     Args:
         by: the number added to each seed, modulo 2**32.

@@ -1,4 +1,4 @@
-"""Callbacks of a fit, each in a file of its own."""
+"""Callbacks of a fit, each in a separate file."""
 
 from flatout.train.callbacks.best_checkpoint import BestCheckpoint
 from flatout.train.callbacks.callback import Callback, Figures

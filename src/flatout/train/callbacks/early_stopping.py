@@ -126,7 +126,7 @@ class EarlyStopping(Callback):
 
 
 def _copied(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return new copies on the CPU, since a checkpoint may still read the earlier ones."""
+    """Return new copies on the CPU, since a checkpoint may still read the earlier copies."""
     return {
         name: value.detach().to("cpu", copy=True)
         if isinstance(value, torch.Tensor)

@@ -55,7 +55,7 @@ class JsonLines(Callback):
         self._rate.restart(state.samples)
 
     def on_step(self, state: FitState) -> None:
-        """Write a line about the steps since the last one."""
+        """Write a line about the steps since the last line."""
         if self._file is None:
             return
         figures = {
@@ -118,7 +118,7 @@ class JsonLines(Callback):
 
 
 def _end_of_step(log: bytes, step: int) -> int:
-    """Return the length of a log up to its last whole line about a step up to this one.
+    """Return the bytes of a log up to its last whole line about this or an earlier step.
 
     A fit from the start keeps all whole lines, because another fit has written them.
     """

@@ -32,13 +32,14 @@ _SMOOTHED_OVER_S = 3.0
 class Progress(Callback):
     """A live bar on a terminal, one plain line a minute elsewhere, and a line after each epoch.
 
-    The bar shows throughput, time left in the epoch, mean loss, and the share of the time that is
-    spent waiting for input. It is drawn at intervals of time: `every` follows the measured steps,
-    so that `on_step` is called about 10 times a second. The loss is read only when it is drawn.
+    The bar shows throughput, time left in the epoch, mean loss, and the fraction of the time that
+    is spent waiting for input. It is drawn at intervals of time: `every` follows the measured
+    steps, so that `on_step` is called about 10 times a second. The loss is read only when it is
+    drawn.
 
     With more than 20 epochs, an epoch that ends within a second of the last line gets no line,
-    except the final epoch. New notes in the History, such as a step that ran in smaller parts, are
-    printed too.
+    except the final epoch. New notes in the History, such as a step that ran in smaller
+    micro-batches, are printed too.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class Progress(Callback):
         return (state.samples - samples) / max(1, state.step_in_epoch - step)
 
     def _input_share(self, state: FitState) -> float:
-        """Return the share of the time since the last drawing that went into waiting for input."""
+        """Return the fraction of the time since the last drawing that was a wait for input."""
         waited, at = _waited(state), perf_counter()
         share = (waited - self._waited) / max(at - self._waited_at, 1e-9)
         self._waited, self._waited_at = waited, at
@@ -208,7 +209,8 @@ def _open_bar(out: Console) -> tuple[_Bar, TaskID]:
         console=out,
         expand=True,
         transient=True,
-        # Drawn by the loop itself: a thread of its own would hold the interpreter's lock.
+        # The training loop draws the bar itself: a separate thread would hold the interpreter's
+        # lock.
         auto_refresh=False,
         # The script's own output goes above the bar; output to a file is not redirected.
         redirect_stdout=sys.stdout.isatty(),
@@ -241,7 +243,7 @@ def _epoch_line(state: FitState, width: float) -> str:
             words.append(f"{name} {_figure(value)}{val}")
     if seconds is not None:
         words.append(f"{rounded(seconds, 2)} s" if seconds < 10 else clock(seconds))
-        # If a line is too long, the seconds are left out: the bar has shown them.
+        # If a line is too long, the seconds are left out, because the bar has shown them.
     if seconds is not None and len("  ".join(words)) > width:
         words.pop()
     return "  ".join(words)

@@ -1,6 +1,6 @@
 """MLflow and Weights & Biases: figures of a fit in an experiment tracker.
 
-Both log to the tracker's run that the script has begun, and leave it open. If there is none, they
+Both log to the tracker's run that the script has begun, and leave it open. Without such a run, they
 begin a run, and end it with the fit. With several ranks, only the first rank logs. Neither library
 is imported before a fit begins.
 """

@@ -1,1 +1,1 @@
-"""Parts that act around a step, each in a file of its own; `order.py` has their order."""
+"""Parts that act around a step, each in a separate file; `order.py` has their order."""

@@ -44,7 +44,7 @@ class OtherJob(Part):
         self.taken()
 
     def taken(self) -> None:
-        """Record the present job as the one that the settings are for."""
+        """Record that the settings were decided for the present job."""
         self._trained = self._trainable()
 
     def _trainable(self) -> list[bool]:
@@ -113,7 +113,7 @@ class OtherJob(Part):
             self._use(Settings.of(loop.resolved))
             loop.note("; ".join([OTHER, *said]))
             if decision.search is None and loop.tuner is not None:
-                # The tuner's search belongs to the job before.
+                # The tuner's search belongs to the previous job.
                 decision.search = Search(self._plain, [], Budget(left, loop.terms), is_settled=True)
                 decision.search.best = Settings.of(loop.resolved)
             if decision.search is not None:
