@@ -4,8 +4,8 @@
     packed sequences         tokens[total], cu_seqlens[B + 1]; torch's PackedSequence
     graphs                   x[nodes], edge_index[2, E], batch[nodes]; targets of graphs or of nodes
 
-Inputs count as jagged only if their numbers leave no doubt. If only lengths differ, this is mostly
-a mistake in the data, and raises an error.
+Inputs count as jagged only if their offsets or graph indices prove it. Inputs that only differ in
+length are usually a mistake in the data, and raise an error.
 """
 
 from __future__ import annotations

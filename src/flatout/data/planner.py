@@ -194,7 +194,7 @@ class Built:
 
 @dataclass
 class BuiltStream:
-    """Program over rows that come in sequence. Attributes are those of Built."""
+    """Program over rows that come in sequence. It has the attributes of Built."""
 
     stream: Stream
     stages: Sequence[Stage]

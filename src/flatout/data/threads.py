@@ -15,7 +15,7 @@ T = TypeVar("T")
 class Pool(ThreadPoolExecutor):
     """A ThreadPoolExecutor whose caller does the work itself if no thread can be started.
 
-    Work may be done twice.
+    If a thread cannot be started, work may run twice: by the caller, and later by a thread.
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:

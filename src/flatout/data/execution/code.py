@@ -1,7 +1,7 @@
-"""Digests of a user's code that two processes agree on, for a resume to compare.
+"""Digests of a user's code, equal in all processes, which a resume compares.
 
-Unlike a name in `digests`, a digest ignores objects that the same script may make differently when
-it runs again. For an object it uses the code that its class runs and the constructor's arguments.
+Unlike `digests.function_name`, they ignore objects that the same script may make differently in
+another run. An object is represented by the code of its class and its constructor's arguments.
 Code of an installed library counts by its name alone, so that an upgrade does not change a digest.
 """
 

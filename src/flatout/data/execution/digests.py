@@ -40,12 +40,15 @@ class NoDigest(Exception):
 
 
 def digest_of(*parts: str) -> str:
-    """Return 16 hex digits over texts."""
+    """Return the first 16 hex digits of a SHA-256 over texts."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def function_digest(function: Any) -> str:
-    """Return 16 hex digits over a function's code and, as far as they have a digest, its values."""
+    """Return 16 hex digits over a function's code and values, or over its code alone.
+
+    The code alone is used if a value has no digest.
+    """
     try:
         return function_name(function)
     except NoDigest:
@@ -53,7 +56,7 @@ def function_digest(function: Any) -> str:
 
 
 def function_name(function: Any) -> str:
-    """Return 16 hex digits that differ for any other function, as far as its own values go.
+    """Return 16 hex digits over a function's code and the values that it uses.
 
     These count: code, constants, defaults, values of the closure, the object of a method, and
     functions and plain values that the function reads from global names.

@@ -34,8 +34,8 @@ class Numbered:
             one variant.
         named: returns a name for each slot (pair of sample and variant) that does not depend on
             other samples; None without such names.
-        comes_whole: whether batches have all samples anyway. Then `content` and rows are only of
-            the inputs.
+        comes_whole: whether batches always contain all samples, with targets. `content` and stored
+            rows then cover only the inputs.
         files: files with many rows each, from which each epoch reads samples.
     """
 

@@ -58,7 +58,7 @@ class EpochReader:
             of processes if processes can make the batches. Otherwise training makes the batches.
         maker: the object that makes the batches. Its code and attributes show whether a thread may
             read it.
-        clock: returns seconds.
+        clock: returns the present time in seconds.
         most: the largest number of processes; 0 if processes cannot make the batches.
         against: returns the reason why processes would make different batches, or an empty text.
 

@@ -22,9 +22,9 @@ class NamedSlots(NamedTuple):
     """Samples that are named by their contents.
 
     Attributes:
-        made: 16 hex digits that differ if samples are made in another way.
+        made: 16 hex digits over the way in which samples are made.
         names: names of each sample's variants, uint64 of shape (samples * variants, 2).
-        stamps: texts that identify the rows of the samples, from when they were named.
+        stamps: text for each row that identified its data when the sample was named.
         stamps_now: returns the present texts of some rows.
         targets: targets of all samples, where names depend only on inputs; None without targets, or
             where a user's function gets targets.

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from flatout.data.block import Numbers
 
 Turns: TypeAlias = int | Numbers
-"""The number of the epoch; or one number per row that differs between its turns, int64 of shape
-(rows,). The number of a row's first turn is the number of the epoch."""
+"""The epoch's index, or one int64 for each row, of shape (rows,), that differs between a row's
+occurrences in an epoch (turns). It is the epoch's index for a row's first occurrence."""
 
 # A turn's value is epoch + _APART * (number of earlier occurrences of the row in the epoch). A run
 # has fewer epochs than _APART.

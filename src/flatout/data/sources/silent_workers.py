@@ -20,7 +20,7 @@ from flatout.console import say_as_is
 from flatout.data.waiting import Waiting, WaitStopped
 from flatout.world import place, process_state
 
-# Seconds of waiting before a line is printed, since starting a worker or making a batch takes time.
+# Seconds of waiting before a line is printed; to start a worker or make a batch takes time.
 _PATIENCE_S = 15.0
 # Seconds between checks for a signal, which ends the wait.
 _LOOK_S = 1.0

@@ -2,8 +2,8 @@
 
 The ways are:
 
-    asked for     in the main process, sample by sample; each run begins with this;
-    whole         a batch at once, if the Dataset gives the same for an array of numbers;
+    asked for     in the main process, sample by sample; each run begins in this way;
+    whole         a batch at once, if the Dataset returns equal samples for an array of indices;
     thread        ahead, in a thread of the process;
     processes     ahead, in worker processes
 
@@ -37,13 +37,13 @@ from flatout.devices import read_shm
 from flatout.measure import usable_cpus
 from flatout.words import memory_words
 
-# Batches that are checked for random draws before a thread may make batches.
+# Number of batches that are checked for random draws before a thread may make batches.
 _WATCHED = 32
 # _ON_THEIR_WAY: maximum number of batches that each worker process has in /dev/shm. _SHM_LEAST:
 # bytes of /dev/shm that must stay free.
 _ON_THEIR_WAY, _SHM_LEAST = 4, 100e6
-# A worker process hangs if it returns nothing for SILENT_S seconds, and for the time of
-# _SILENT_BATCHES batches.
+# A worker process counts as hanging if it returns nothing for SILENT_S seconds and for the usual
+# time of _SILENT_BATCHES batches.
 SILENT_S, _SILENT_BATCHES = 30.0, 50.0
 OTHER_VALUES = "workers made other values of the same samples"
 """Reason why worker processes are not used."""
@@ -53,11 +53,11 @@ class TunedDatasetSource(DatasetSource):
     """A `DatasetSource` that finds the fastest way to make batches while batches are used.
 
     Args:
-        workers: "auto", or "thread" to let a thread make batches from the start where it can.
-        clock: returns seconds.
+        workers: "auto", or "thread" to let a thread make batches from the start if possible.
+        clock: returns the present time in seconds.
 
     Attributes:
-        tuner: the trials and their outcomes.
+        tuner: runs the trials and holds their outcomes.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Datasets that return a whole batch for an array of numbers.
+"""Datasets that return a whole batch for an array of indices.
 
-Many do so by chance: `return self.x[index], self.y[index]` accepts an array as well as a number. A
-sample is only made in this way after it was made in both ways once, with equal bits.
+Many Datasets do so by chance: `return self.x[index], self.y[index]` accepts an index or an array of
+indices. Such batches are only used for samples that were made in both ways once, with equal bits.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Batch(Stage):
     choose = stream = make
 
     def turn(self, stages: Sequence[Stage]) -> int:
-        """Return when `order` is called: after a shuffle, and after a repeat of samples."""
+        """Return a sort key, so that `order` is called after a shuffle and a repeat of samples."""
         return 3
 
     def order(self, order: Order, plan: Plan) -> Order:

@@ -57,15 +57,15 @@ class Plan:
 
     Attributes:
         origin: the source as the user gave it.
-        base: samples of the source.
+        base: samples of the source, before all stages.
         stages: all stages, including those that have not been applied yet.
         seed: seed of functions that draw random numbers.
         order_seed: seed of the order of rows; None if nothing shuffles.
         options: resources that the pipeline may use.
         say: prints a line for the user.
         numbers: indices of the chosen rows, ascending.
-        everywhere: number of rows chosen before a rank kept only its own; None if every rank
-            has all rows.
+        everywhere: number of rows, of all ranks, before each rank dropped rows of other ranks; None
+            if every rank has all rows.
         labels: the class of each row of `numbers` if a stage needs classes; else None.
         samples: the samples after the stages applied so far.
         passed: the stages applied so far.
@@ -185,7 +185,7 @@ class Stage:
         """Add the stage's work on each row, or on each whole batch, to the plan."""
 
     def turn(self, stages: Sequence[Stage]) -> int:
-        """Return when `order` is called: lower numbers first; 0 if it does nothing."""
+        """Return a sort key: `order` of stages with lower keys is called first; 0: no effect."""
         return 0
 
     def order(self, order: Order, plan: Plan) -> Order:
