@@ -1,6 +1,7 @@
 """script.cache=memory: keeps samples in memory after they were first made.
 
-Samples of a map-style dataset are kept by index, those of an iterable one by position (stream.py).
+Samples of a map-style dataset are kept by index, samples of an iterable dataset by position
+(stream.py).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from flatout.observe import generators_of
 from flatout.world import place
 
 FIELD = "script.cache"
-# First samples that are made twice before any is kept: _TRIED, or after _TRIED_S seconds fewer, but
-# at least _TRIED_LEAST.
+# Before any sample is kept, some samples are made twice and compared. _TRIED: number of these
+# samples; _TRIED_LEAST: minimum number if _TRIED_S seconds have passed.
 _TRIED, _TRIED_LEAST, _TRIED_S = 16, 4, 2.0
 # Share of free memory that the ranks of a machine may use together.
 _SHARE = 0.5
@@ -37,8 +38,8 @@ _SHARE = 0.5
 class Cached:
     """A dataset whose samples are kept in memory that loader workers share.
 
-    It passes every other access on to the dataset. Loaders use it instead of the dataset, while the
-    script's `loader.dataset` stays the same.
+    All other accesses are passed on to the dataset. Loaders use it instead of the dataset, while
+    the script's `loader.dataset` stays the same.
     """
 
     def __init__(self, dataset: Any, store: Store) -> None:
@@ -143,7 +144,7 @@ class _Known:
     def __init__(self, torch: Any, dataset: Any) -> None:
         try:
             self.dataset: Any = ref(dataset)
-        except TypeError:  # no weak reference to it is possible
+        except TypeError:  # no weak reference to this dataset is possible
             self.dataset = lambda: dataset
         is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
         self.stream = _stream_of(torch, dataset) if is_stream else None

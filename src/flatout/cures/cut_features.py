@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 # Number of samples that are timed on a CPU.
 _MEASURED = 4
-# Changes of the frozen layers after which no cut is searched any more.
+# Number of searches, one after each change of the frozen layers, after which no cut is searched any
+# more.
 _LOOKS = 4
 
 
@@ -32,8 +33,8 @@ class CutFeatures(KeptSamples):
     """Features that the frozen part of a root module has computed, by sample.
 
     Attributes:
-        is_open: True if a cut has still to be searched in the next call.
-        why: why there is no cut, in words; "" if nothing is frozen.
+        is_open: True if the next call must search a cut.
+        why: reason why there is no cut, in words; "" if nothing is frozen.
     """
 
     def __init__(self, root: Any, keeping: Keeping) -> None:

@@ -14,12 +14,12 @@ class Dataset(NamedTuple):
     """A dataset from which batches are made.
 
     Attributes:
-        identity: identifies the dataset.
+        identity: number that identifies the dataset.
         name: name of its class.
         samples: number of samples; None if unknown.
         passes: number of passes over it that have begun.
-        is_guessed: True if no DataLoader gives its batches. Then a counted pass may be a part of
-            one.
+        is_guessed: True if no DataLoader gives its batches. Then a counted pass may be only a part
+            of a real pass.
     """
 
     identity: int
@@ -42,7 +42,7 @@ class DatasetNow:
     """Tracks from which dataset the DataLoaders' latest batch is.
 
     Attributes:
-        dataset: the dataset of the latest batch; None before the first one.
+        dataset: the dataset of the latest batch; None before the first batch.
     """
 
     def __init__(self) -> None:

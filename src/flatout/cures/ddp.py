@@ -12,7 +12,8 @@ from flatout.cures.steps import ScriptSteps
 from flatout.hooks import unnumbered, wrap
 
 SYNC, SEARCH = "script.gradient_sync", "script.unused_parameters"
-# Number of steps that run as written while the script is observed.
+# Number of first steps that run as written while the script is observed. _WATCHED_SEARCH: for
+# Search; _WATCHED_SYNC: for Accumulation.
 _WATCHED_SEARCH, _WATCHED_SYNC = 3, 2
 # Longest wait in seconds for a thread of gloo to release the tensors that it has sent.
 _LET_GO_S = 0.5
@@ -117,8 +118,8 @@ class Accumulation:
     """Sums gradients over the ranks in the last micro-batch of a step only.
 
     The number of micro-batches is observed in the first steps. A step may come sooner, as after the
-    last batches of an epoch. Then the gradients so far are summed before clipping and before the
-    step.
+    last batches of an epoch. Then the gradients so far are summed over the ranks before clipping
+    and before the step.
     """
 
     def __init__(self, torch: Any, steps: ScriptSteps) -> None:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FIELD = "script.evaluation"
-# First calls in eval mode after a step that build their graph, to see if a backward pass uses it.
+# Number of first calls in eval mode after a step that build their graph, to detect if a backward
+# pass uses the graph.
 _WATCHED = 3
 
 
@@ -23,7 +24,7 @@ def without_graph(torch: Any, steps: ScriptSteps) -> Cure:
     """Remove graphs from calls of root modules in eval mode, after training in train mode.
 
     Some scripts differentiate the output of a model in eval mode. So the first calls after a step
-    keep their graph. If a backward pass uses it, the script stays as written.
+    keep their graph. If a backward pass uses the graph, the script stays as written.
     """
     evaluated: dict[str, int] = {}
 

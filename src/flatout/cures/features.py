@@ -1,7 +1,8 @@
 """script.features: keeps the outputs of leading frozen layers, by sample.
 
-A model's forward is cut after its frozen layers at the point that saves most (`cut_features.py`).
-If it cannot be cut, but has one frozen module, the outputs of that module are kept.
+A model's forward is cut after its frozen layers at the point that saves the most time
+(`cut_features.py`). If the forward cannot be cut, but the model has one frozen module, the outputs
+of that module are kept.
 
     kept_samples.py   rows by the bytes of samples, in a `NamedStore`
 """
@@ -134,7 +135,7 @@ class Features(KeptSamples):
     Args:
         torch: the package torch.
         part: the frozen module.
-        keeping: place of kept samples, and limits.
+        keeping: storage place of kept samples, and limits.
         is_whole: True if no optimizer steps the module. Then it counts as frozen without a graph,
             even if its parameters require gradients.
     """

@@ -15,7 +15,8 @@ from flatout.hooks import wrap
 from flatout.measure import resident_bytes
 
 FIELD = "script.garbage"
-# Growth of memory, as a share and in bytes, after which garbage is collected within an epoch.
+# Growth of memory after which garbage is collected within an epoch. _GROWTH: as a share of memory;
+# _GROWTH_BYTES: in bytes.
 _GROWTH, _GROWTH_BYTES = 0.25, 256 * 2**20
 # Seconds between two checks of memory.
 _EVERY_S = 1.0
@@ -24,8 +25,8 @@ _EVERY_S = 1.0
 class Garbage:
     """Stops automatic collections at the first step, and collects between epochs.
 
-    Objects that exist by then are traversed again only if memory has grown. Collections that the
-    script requests in each step are skipped; other requested collections run.
+    Objects that exist at the first step are traversed again only if memory has grown. Collections
+    that the script requests in each step are skipped; other requested collections run.
     """
 
     def __init__(self, torch: Any, steps: ScriptSteps) -> None:

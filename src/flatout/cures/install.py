@@ -24,8 +24,8 @@ def wanted(recipe: Recipe) -> dict[str, Any]:
     """Return the values, by dotted name, that a Recipe sets in a script written without Flatout.
 
     Fields that are `auto` or as in plain PyTorch leave the script as written. `fp32` and zero
-    workers are changes if they are named. They are not in a Recipe that names every field, as a
-    resolved one does, since there they mean that nothing was chosen.
+    workers are changes if they are named. In a Recipe that names every field, such as a resolved
+    Recipe, they are no changes, since there they mean that nothing was chosen.
     """
     named = recipe.named()
     is_whole = set(FIELDS) - {"process.threads"} <= set(named)
@@ -50,7 +50,7 @@ def install(recipe: Recipe, then: Callable[[], None] = lambda: None) -> list[str
 
     Args:
         recipe: the settings.
-        then: called after the hooks are set.
+        then: function that is called after the hooks are set.
 
     Returns:
         The cures that will apply if their conditions hold, in words.
@@ -92,7 +92,7 @@ def _hook_each(torch: Any, asked: dict[str, Any]) -> None:
 
     steps = ScriptSteps(asked)
     steps.watch(torch)
-    # Wrappers of a model's calls come first, the innermost before the outer ones.
+    # Wrappers of a model's calls come first, the innermost wrapper before outer wrappers.
     settings = sorted((SETTINGS[field] for field in asked), key=lambda value: value.around or 99)
     cures = {setting.cure: setting.around for setting in settings if setting.cure is not None}
     around = []

@@ -1,4 +1,4 @@
-"""Rows of outputs of frozen layers, by sample: a sample is identified by its bytes.
+"""Stored outputs of frozen layers, by sample: a sample is identified by its bytes.
 
 The origin and the order of batches do not matter. If no sample occurs twice, the samples are
 changed at random, and nothing is kept.
@@ -17,23 +17,25 @@ from flatout.data import NAMES_VERSION, NamedStore, RowPart, feature_key
 FIELD = "script.features"
 # A dataset changes its samples at random if new samples exceed its length by this factor.
 _TOO_MANY = 1.25
-# Share of a device's free memory for rows. It is small, since a script without memory ends.
+# Share of a device's free memory for stored outputs. The share is small, since a script that runs
+# out of memory ends.
 _DEVICE_SHARE = 0.2
-# Changes of the weights, without a repeated sample in between, after which nothing is kept.
+# Number of changes of the weights, without a repeated sample in between, after which nothing is
+# kept.
 _CHANGES = 3
-# Maximum number of names of samples that are remembered without keeping the samples.
+# Maximum number of samples whose names are remembered although the samples are not kept.
 _NAMES = 1 << 19
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """Place of kept samples, the dataset in use, and limits.
+    """Storage place of kept samples, the dataset in use, and limits.
 
     Attributes:
         where: "memory" or "disk".
         now: tracks the dataset of the latest batch.
         checked: number of batches that are computed, as a check, although all samples are kept.
-        ahead: samples that a loader prefetches, which may be counted for another dataset.
+        ahead: number of samples that a loader prefetches, which may be counted for another dataset.
         unproven: share of the free room that is filled before a sample occurs again, if the number
             of samples is unknown.
     """
@@ -50,10 +52,10 @@ class ModeStore:
     """A store for outputs of layers in one mode.
 
     Attributes:
-        store: the rows, by the name of the sample.
-        parts: parts of the row of a sample.
-        found: number of rows in the store when it was opened.
-        has_come_again: True if the store had the row of a sample when the sample occurred.
+        store: the stored outputs, by the name of the sample.
+        parts: tensors that are stored for each sample.
+        found: number of samples in the store when it was opened.
+        has_come_again: True if a sample has occurred whose outputs were in the store already.
     """
 
     store: NamedStore
@@ -93,7 +95,7 @@ class KeptSamples:
         self._given: dict[int, _Given] = {}  # by dataset
         self._is_over = False
         self._kept: dict[Any, ModeStore] = {}  # by mode
-        # Names of samples that are not kept, until one occurs again; None if samples are kept.
+        # Names of samples that are not kept until a sample occurs again; None if samples are kept.
         self._doubted: set[bytes] | None = None
         self._is_proven = False  # True once samples have occurred again
         self._changes = 0
@@ -139,7 +141,7 @@ class KeptSamples:
         """Keep rows of samples, unless samples seem to change each time."""
         forms = [(tuple(item.shape[1:]), item.dtype) for item in given]
         if forms != [(part.shape, part.dtype) for part in kept.parts]:
-            return  # the rows have another form than the first ones
+            return  # the outputs have another form than the first outputs
         if self._is_random(kept, len(names), again):
             return
         store = kept.store
@@ -161,7 +163,8 @@ class KeptSamples:
         dataset = self._keeping.now.dataset
         if dataset is None:
             return False
-        # An item of a dataset may be several samples, so that its first pass has more samples.
+        # An item of a dataset may be several samples, so that the first pass has more samples than
+        # items.
         is_later = dataset.passes > 1
         result = self._given.setdefault(dataset.identity, _Given())
         result.new, result.again = result.new + new, result.again + again
@@ -201,7 +204,7 @@ class KeptSamples:
         return True
 
     def _check(self, given: Sequence[Any], kept: Sequence[Any]) -> None:
-        """Compare computed features of a batch with the kept ones."""
+        """Compare computed features of a batch with the kept features."""
         from flatout.models import is_near
 
         self._unchecked = max(0, self._unchecked - 1)

@@ -14,7 +14,7 @@ class DeferredNumber:
     """A float, int or bool that is not fetched yet. Sums and products of it are deferred too.
 
     Any other use waits for the number, such as comparing, printing or converting. For isinstance it
-    has the type that it will have.
+    has the type of the fetched number.
     """
 
     __slots__ = ("_depth", "_fetch", "_is_here", "_kind", "_value")

@@ -20,8 +20,8 @@ from flatout.observe import is_users
 from flatout.words import memory_words
 
 WORKERS, PIN, PERSISTENT = "input.workers", "input.pin_memory", "script.persistent_workers"
-# Least bytes of shared memory, through which workers send batches. Containers often have 64 MB, and
-# a batch that finds no room ends the process.
+# Minimum bytes of shared memory, through which workers send batches. Containers often have 64 MB,
+# and a batch that does not fit ends the process.
 _SHARED_LEAST = 100 * 2**20
 
 
@@ -32,7 +32,8 @@ class Loaders:
         self._torch = torch
         self._asked = steps.asked
         self._staying: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        # Loaders whose workers a cure keeps alive, and attributes of their data at the start.
+        # Loaders whose workers a cure keeps alive, with the attributes of their dataset at the
+        # start.
         self._unchanged: WeakKeyDictionary[Any, Attributes | None] = WeakKeyDictionary()
         self._as_written: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         owner = sys.modules["torch.utils.data.dataloader"].DataLoader

@@ -66,7 +66,7 @@ def _against(torch: Any, module: Any) -> str:
 
 
 def in_fp32(output: Any) -> Any:
-    """Return the output with float32 tensors instead of bfloat16 ones."""
+    """Return the output with bfloat16 tensors converted to float32."""
     import torch
     from torch.utils._pytree import tree_map_only
 

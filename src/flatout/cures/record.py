@@ -57,7 +57,7 @@ def took(field: str, words: str) -> None:
 
 
 def leave(field: str, why: str) -> None:
-    """Record that a cure was not applied, here or everywhere; print that the first time."""
+    """Record that a cure was not applied, here or everywhere; print the reason the first time."""
     if (field, why) not in _left:
         _left[field, why] = None
         if is_first_rank():
@@ -108,7 +108,7 @@ def words_of(field: str, value: Any) -> str:
 
 def tell_unmet() -> None:
     """Report at the script's end the cures that found nothing to apply to."""
-    if hasattr(sys, "last_value"):  # the script failed before it could use them
+    if hasattr(sys, "last_value"):  # the script failed before it could use the cures
         return
     met = {*_applied, *(field for field, _ in _left)}
     why = "nothing in the script uses it" if _is_hooked else "the script imports no torch"

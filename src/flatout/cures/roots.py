@@ -1,4 +1,4 @@
-"""Root modules, the outermost ones that an optimizer steps. Cures of a model wrap their calls."""
+"""Root modules: the outermost modules that an optimizer steps. Model cures wrap their calls."""
 
 from __future__ import annotations
 
@@ -90,6 +90,6 @@ class Roots:
             modules = [item() for item, _ in self._calls.values()]
             classes = {type(m) for module in modules for m in unwrapped(module)}
             plain = unwrap(self._torch.nn.Module.__call__)
-            # A class with its own __call__ ends up in the one that is wrapped now.
+            # A class with its own __call__ calls the Module.__call__ that is wrapped now.
             if all(unwrap(owner.__call__) is plain for owner in classes):
                 self._module_calls.narrow(classes)

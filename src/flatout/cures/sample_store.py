@@ -13,21 +13,22 @@ from torch.utils import _pytree as pytree
 from flatout.data import Buffers, SharedRows, layout_of
 from flatout.measure import available_bytes
 
-# _LOOK_EVERY: kept samples between two checks of free memory. _RESERVE: bytes that must stay free.
+# _LOOK_EVERY: number of kept samples between two checks of free memory. _RESERVE: bytes that must
+# stay free.
 _LOOK_EVERY, _RESERVE = 256, 512 * 2**20
 
 Columns = Mapping[str, Any]
-"""Samples as stored rows: for each part's number, uint8 of shape (samples, bytes)."""
+"""Samples as stored: for the index of each part, uint8 of shape (samples, bytes)."""
 
 
 class Leaf(NamedTuple):
-    """A part of a sample that occupies one piece of memory.
+    """A part of a sample, such as a tensor, that occupies contiguous memory.
 
     Attributes:
         kind: torch.Tensor, np.ndarray, NoneType, or the type of a number.
         dtype: torch's dtype for a tensor, otherwise numpy's.
         shape: shape of the part.
-        strides: in elements for a tensor, otherwise in bytes.
+        strides: strides of the part, in elements for a tensor, otherwise in bytes.
         bytes: number of bytes.
     """
 
@@ -56,7 +57,7 @@ class Form:
         return {at: np.zeros((count, leaf.bytes), np.uint8) for at, leaf in self._leaves.items()}
 
     def columns(self, sample: Any) -> Columns | None:
-        """Return a sample's bytes, maybe its own memory; None if it has another form."""
+        """Return a sample's bytes, maybe without a copy; None if the sample has another form."""
         values, spec = pytree.tree_flatten(sample)
         leaves = [_leaf_of(value) for value in values]
         if spec != self._spec or leaves != [*self._leaves.values()]:
@@ -99,7 +100,7 @@ def _leaf_of(value: Any) -> Leaf | None:
 
 
 def _leaf_of_tensor(value: torch.Tensor) -> Leaf | None:
-    # The tensor must fill one piece of memory, in any order of its axes; so must arrays.
+    # Tensors and arrays must fill contiguous memory, in any order of their axes.
     is_plain = value.layout is torch.strided and value.device.type == "cpu"
     if not is_plain or value.requires_grad or value.is_quantized:
         return None
@@ -135,7 +136,7 @@ def _values(rows: Any, leaf: Leaf) -> Sequence[Any]:
 
 
 class Store:
-    """Samples of one form, by number."""
+    """Samples of one form, by index."""
 
     def __init__(self, form: Form, count: int) -> None:
         self._form = form
@@ -145,7 +146,7 @@ class Store:
         self._is_full = False
 
     def has(self, numbers: Sequence[int]) -> list[bool]:
-        """Return for each number whether its sample is kept."""
+        """Return for each index whether its sample is kept."""
         return list(self._rows.has(np.array(numbers, np.int64)))
 
     def get(self, numbers: Sequence[int]) -> list[Any]:

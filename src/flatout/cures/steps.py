@@ -17,12 +17,13 @@ class ScriptSteps:
     """The script's optimizers and the number of their steps.
 
     Attributes:
-        count: steps so far. If optimizers alternate, those of the optimizer with most steps.
-        before: called with an optimizer before it steps.
-        after: called after an optimizer has stepped.
+        count: number of steps so far; if optimizers alternate, the number of the optimizer that has
+            stepped most often.
+        before: functions that are called with an optimizer before it steps.
+        after: functions that are called after an optimizer has stepped.
         has_closure: True if the step about to begin was given a closure or another argument.
-        generation: changes when an optimizer gets parameters.
-        thread: the thread that trains.
+        generation: number that changes when an optimizer gets parameters.
+        thread: id of the thread that trains.
         asked: values that the Recipe asks for, by dotted name.
         of_unstepped: cures of outermost modules that no optimizer steps, such as a backbone that
             the script calls directly.

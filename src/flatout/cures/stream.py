@@ -1,8 +1,8 @@
-"""script.cache=memory for an IterableDataset: samples that two epochs had alike are kept.
+"""script.cache=memory for an IterableDataset: samples that are equal in two epochs are kept.
 
-Such samples have no indices, but positions in an epoch. Samples of the first epoch are kept; those
-of the second one are made again and compared. From the third epoch on, equal samples come from
-memory, and the dataset is iterated only for later samples.
+Such samples have no indices, but positions in an epoch. Samples of the first epoch are kept;
+samples of the second epoch are made again and compared. From the third epoch on, equal samples come
+from memory, and the dataset is iterated only for later samples.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from flatout.cures.record import leave
 from flatout.cures.sample_store import Columns, Form, are_same, form_of, is_memory_short
 from flatout.data import Attributes, random_state, same_state
 
-# Bytes of the interpreter's own memory for a row.
+# Bytes of the interpreter's memory for a stored sample, in addition to its data.
 _OF_A_ROW = 200
 _FILLED = 3  # number of the epoch that begins with a full cache
 _END = object()
 
 
 class Stream:
-    """Samples of an epoch of an iterable dataset, as far as they are known.
+    """Samples of an epoch of an iterable dataset, as far as the samples are known.
 
     Attributes:
         is_kept: True if samples may be kept; False once keeping has been given up.
@@ -36,7 +36,7 @@ class Stream:
         self._before = Attributes(dataset)
         self._epochs = 0
         self._rows: list[tuple[Form, Columns]] = []
-        self._alike = 0  # number of samples from the first on that were equal in two epochs
+        self._alike = 0  # number of first samples that were equal in two epochs
         self._length: int | None = None
         self._ends = 0  # number of epochs that ended at `_length`
 

@@ -1,8 +1,9 @@
-"""compute.touched_rows: embedding tables are stepped by the rows that a batch has used.
+"""compute.touched_rows: optimizers step only the embedding rows that a batch has used.
 
 Tables are detected by their reads: in a few steps, all reads of candidate parameters are counted.
 Parameters that are read only by lookups in each step are then excluded from the optimizer's dense
-update. An occasional read of a whole table, as by a copy or a moving average, finds it up to date.
+update. Before an occasional read of a whole table, as by a copy or a moving average, the table is
+brought up to date.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flatout.cures.steps import ScriptSteps
 from flatout.hooks import is_anything_compiled, wrap
 
 FIELD = "compute.touched_rows"
-# Minimum number of rows of a table: below, a dense update costs little.
+# Minimum number of rows of a table: a dense update of fewer rows costs little.
 _FEWEST_ROWS = 1000
 _WATCHED = 3  # number of steps in which reads are counted
 

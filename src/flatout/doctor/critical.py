@@ -37,7 +37,7 @@ BETWEEN = ("evaluation", "saving")
 """Lanes whose time lies between the steps."""
 
 _KERNEL = 32
-"""Most letters of a kernel's name that are printed."""
+"""Maximum number of printed letters of a kernel's name."""
 
 _OF_TEMPLATE = re.compile(r"[Kk]ernel\d?|device_kernel")
 """Kernel names that all templates of a library share, and that hence identify no kernel."""
@@ -46,7 +46,8 @@ _ONCE, _ALL_OF_IT, _FEWEST = 0.5, 1.05, 20
 """Limits for a single long step, such as one with an import, that is left out of Python's time.
 
 The excess of the step has to lie between the shares _ONCE and _ALL_OF_IT of the time of Python.
-_FEWEST: fewest steps for that comparison. An excess above _ALL_OF_IT was not spent in Python.
+_FEWEST: minimum number of steps for that comparison. An excess above _ALL_OF_IT was not spent in
+Python.
 """
 
 

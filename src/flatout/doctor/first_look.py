@@ -18,8 +18,8 @@ from flatout.observe import Observation
 from flatout.processes import asked_to_end
 
 STARTING_S = 60.0
-"""Seconds that a script may take in addition to the observation of its steps, for imports, data and
-model. The script is then ended, even if it has taken no step."""
+"""Seconds for a script's imports, data and model, in addition to the observation of its steps.
+After that time the script is ended, even if it has taken no step."""
 
 _INTERRUPTED_WITHIN_S = 5.0
 """Seconds that a script may take to end after an interrupt, in which it writes observations."""

@@ -18,7 +18,7 @@ _WITHOUT = {
     ("evaluation",): "evaluation",
     ("saving",): "saving",
 }
-"""Critical lanes that can be taken out of steps, in words."""
+"""Lanes that can be left out of steps, with a description of each."""
 
 
 def bounded(findings: Sequence[Finding], observation: Observation) -> list[Finding]:

@@ -27,11 +27,11 @@ from flatout.forecast.step import MachineDraws, step_terms
 from flatout.measure import Profile
 
 COVERED = 0.9
-"""The share of rates that lie within the intervals."""
+"""Share of rates that lie within the intervals."""
 FARTHEST = 4.0
-"""The largest multiple of the measured ranks for which there is a number."""
+"""Largest multiple of the measured number of ranks for which a number is reported."""
 WIDENED = {"measured": 1.14, "given": 1.51}
-"""The factors of all intervals, for a link that steps crossed and for one that is only given.
+"""Factors by which intervals are widened, for a link measured in steps and for a given link.
 
 `bench/forecast_accuracy.py` computes them from the errors on published series.
 """

@@ -17,7 +17,7 @@ Reduction = Literal["all_reduce", "nccl", "shared", "ring", "to_one", "hierarchi
 Compression = Literal["off", "fp16", "bf16", "powersgd"]
 Range = tuple[float, float]
 GPU_SUMS: Range = (1e9, 1e11)
-"""The bytes per second that a GPU adds up and copies from and to the network."""
+"""Range of bytes per second at which a GPU sums, including copies from and to the network."""
 _BUCKET_BYTES = 25 * 2**20
 _FEWEST_STEPS = 10
 

@@ -28,7 +28,7 @@ from flatout.world import World, join
 LADDER = tuple(4096 * 4**n for n in range(8))
 """Bytes of tensors, 4 KiB to 64 MiB, for a job whose buckets are unknown."""
 LINE = "network "
-"""The beginning of the line in which the first rank prints the network."""
+"""Beginning of the line in which the first rank prints the network."""
 # _LINKS_SHARE: share of the measurement's time for all links; _LINK_S: maximum seconds for one
 # link.
 _LINKS_SHARE, _LINK_S = 0.25, 4.0

@@ -29,9 +29,9 @@ from flatout.measure import STEP_LANES, Profile, mean_use, median_of
 from flatout.recipe import Recipe, apply
 
 BUSY = 0.9
-"""The use from which a device counts as fully used."""
+"""Utilization from which a device counts as fully used."""
 TCP: Range = (0.45, 0.75)
-"""The share of the line rate that TCP reaches; see docs/forecast.md."""
+"""Range of the share of a link's nominal rate that TCP reaches; see docs/forecast.md."""
 # Minimum number of steady steps of a Profile.
 _FEWEST_STEPS = 30
 # Smallest relative noise of a run's median step time, since two processes differ more than the

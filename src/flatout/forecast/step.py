@@ -21,9 +21,10 @@ from flatout.forecast.job import Floats, Job, ReductionTime, Shape
 # the ids for both.
 _ROW_TRIPS = 2.1
 LINK_ERROR = 0.18
-"""The model's error of links at twice the ranks that were timed.
+"""Error of the model's link times at twice the timed number of ranks.
 
-The value is a standard deviation of the logarithm. Each further doubling of ranks adds it again.
+The value is a standard deviation of the logarithm. Each further doubling of the ranks adds the same
+error again.
 """
 
 

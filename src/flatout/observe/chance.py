@@ -8,7 +8,7 @@ from math import log2
 from typing import Any
 
 RICH = 48.0
-"""Fewest bits that distinguish samples; with fewer, samples may be equal by chance."""
+"""Minimum number of bits that distinguish samples; with fewer, equal samples may be chance."""
 
 # Maximum number of samples whose bits are counted.
 _ASKED = 1024

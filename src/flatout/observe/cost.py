@@ -60,7 +60,7 @@ class Added(NamedTuple):
 
 
 Ran = Counter[tuple[Any, ...]]
-"""Numbers of hook calls, by the function that times such a hook and its arguments."""
+"""Number of hook calls, by the function that times such a hook, and its arguments."""
 
 
 def added(

@@ -12,7 +12,7 @@ from flatout.observe.held_items import held_by, length_of
 from flatout.observe.samples import behind_subsets, is_in_memory, row_numbers
 
 ENOUGH = 32
-"""Number of samples of a part that are recorded."""
+"""Number of first samples of a rank's or worker's part that are recorded."""
 # _FEWEST: minimum number of samples of a part; a table needs more rows than this; _ROWS: maximum
 # number of rows of a table.
 _FEWEST, _ROWS = 16, 2**16

@@ -22,7 +22,7 @@ _LOADING = "/torch/utils/data/"
 _LONGEST_WORDS = 40
 
 Places: TypeAlias = tuple[tuple[str, int], ...]
-"""File and number of each line."""
+"""File and line number of each line."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ CALLS = "__flatout_calls__"
 """Name in builtins of the list that says whether each call is made."""
 EVALUATES = {"no_grad", "inference_mode"}
 _WELL_KNOWN = {"staticmethod", "classmethod", "property", "contextmanager", "override", "wraps"}
-"""Decorators that leave a function as Python code; functions with others are not changed."""
+"""Decorators that leave a function as Python code; no function with others is changed."""
 _TRAINS = {
     *("step", "backward", "zero_grad", "train", "eval", "update_parameters", "load_state_dict"),
     *("manual_seed", "seed", "set_epoch", "scale", "to", "cuda", "compile", "requires_grad"),

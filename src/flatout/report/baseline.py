@@ -42,7 +42,7 @@ from flatout.words import rounded
 
 FLOOR = 0.06
 FEWEST_STEPS = 30
-"""Fewest steps for a reliable interval."""
+"""Minimum number of steps for a reliable interval."""
 
 _MOST_STEPS = 2_000
 _MOST_WARM_UP = 10
@@ -54,11 +54,11 @@ class BaselineRun:
     """Steps of one run of a job.
 
     Attributes:
-        step_ms: durations of the latest steps in order, without the first ones, which warm up; of
-            the rank with the slowest median.
+        step_ms: milliseconds of the latest steps in order, of the rank with the slowest median; the
+            first steps, which warm up, are left out.
         lanes_ms: milliseconds per step by lane, the mean of all ranks that measured the lane.
         ranks: number of ranks.
-        device: the device on which they computed.
+        device: the device on which the ranks computed.
     """
 
     step_ms: list[float]
@@ -74,7 +74,7 @@ class Baseline:
     Attributes:
         command: the script and its arguments.
         machine: the machine's fingerprint, as plain data.
-        dangers: each known danger, as (name of the check, file name).
+        dangers: known dangers, each as (name of the check, file name).
         run: steps of the run.
         proven: [low, mid, high] of the speed-up of a step by proven cures; None if there are none.
     """
@@ -155,13 +155,14 @@ class Compared:
 
     Attributes:
         new_dangers: descriptions of the dangers that the baseline does not have.
-        ratio: ratio of median steps, new over stored, with its 95% interval; None if times were
-            not compared.
-        not_compared: why times were not compared; "" if they were.
-        broken: why the new run cannot be used at all; "" if it can.
+        ratio: ratio of median step times, new over stored, with its 95% interval; None if times
+            were not compared.
+        not_compared: why times were not compared; "" if times were compared.
+        broken: why the new run cannot be used at all; "" if the run can be used.
         grew: milliseconds per step (before, now) by lane, the largest growth first.
-        software: differences of software versions, if any.
-        proven: as in the baseline.
+        software: descriptions of changed software versions; empty if all are equal.
+        proven: [low, mid, high] of the speed-up by proven cures, from the baseline; None without
+            one.
     """
 
     new_dangers: list[str]

@@ -46,7 +46,7 @@ class Changes:
 
     Attributes:
         made: changes to make, in the order of the findings.
-        left: changes that conflict with those, each with the reason.
+        left: changes that conflict with changes in `made`, each with the reason.
     """
 
     made: list[Change] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Changes:
         return [edit for change in self.made for edit in change.finding.edits]
 
     def add(self, change: Change) -> None:
-        """Add a change if it does not conflict with those before it."""
+        """Add a change if it does not conflict with an earlier change."""
         try:
             for file, some in by_file([*self.edits, *change.finding.edits]).items():
                 Source.read(file).with_edits(some)

@@ -7,8 +7,8 @@ a process, and each step a complete event ("X") with its lanes as complete event
 Resident memory is a counter ("C"), and names are metadata events ("M"). Times are in microseconds.
 
 An Observation of a script has the duration of each step, but only the means of lanes. So each step
-is drawn with its own length, and with the lanes in their mean shares, one after the other. A
-Timeline has the begin and end of each lane of each step. `otherData` of the trace names the source.
+is drawn with its own length, and with the lanes one after another in their mean shares. A Timeline
+has the begin and end of each lane of each step. `otherData` of the trace names the source.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flatout.observe import Observation
 from flatout.report.observed import observed
 
 MOST_STEPS = 5_000
-"""Most steps of each rank that are drawn, the latest: viewers open larger files slowly."""
+"""Maximum number of latest steps drawn for each rank: viewers open larger files slowly."""
 
 # Lanes between two steps, which no step's own length includes.
 _BETWEEN = ("evaluation", "saving")

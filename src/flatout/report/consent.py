@@ -12,7 +12,7 @@ from flatout.report.first_look import not_contained, short
 from flatout.words import counted, duration
 
 _MOST = 3
-"""Most places that are named; further places are only counted."""
+"""Maximum number of places that are named; further places are only counted."""
 
 _LOGS = "logs to "
 
@@ -34,7 +34,7 @@ def terms(
     budget_s: float,
     whole_runs: int = 0,
 ) -> list[str]:
-    # The script twice, each cure with its other values, and all cures together.
+    # The script itself runs twice, each cure once per value, and all cures together once.
     reruns = 2 + sum(1 + len(cure.others) for cure in cures) + 1
     lines = [
         f"{counted(len(cures), 'cure')} to prove: about {reruns} short reruns in a scratch copy, "

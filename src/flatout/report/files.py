@@ -18,7 +18,7 @@ from flatout.report.recipe_file import check_target
 
 @dataclass(frozen=True)
 class Files:
-    """Paths of the files, and the baseline to compare with; None for each that is not requested.
+    """Paths of the files, and the baseline to compare with; None for a file not requested.
 
     Raises:
         FlatoutError: the folder of a file does not exist; raised before any script runs.
@@ -45,7 +45,7 @@ class Files:
         Args:
             verdict: verdict on the script as it is.
             prescription: proven cures; None if no cure was tried.
-            verified: results of whole runs; None if there are none.
+            verified: results of whole runs; None without whole runs.
 
         Raises:
             FlatoutError: a file cannot be written.

@@ -24,10 +24,10 @@ from flatout.report.lane_bars import BETWEEN, STEP, rank_bars
 from flatout.words import clock, counted, rounded
 
 MOST_LINES = 20
-"""Most lines of a first look on a screen; --verbose has no limit."""
+"""Maximum number of lines of a first look on a screen; --verbose has no limit."""
 
 _LABEL = 10
-"""Columns of the labels on the left."""
+"""Number of columns of the labels on the left."""
 _WORTH = 0.03
 """Smallest share of a step that is listed."""
 _GENERAL = ("channels_first", "cudnn_benchmark", "fp32_slow", "tf32_off")
@@ -35,20 +35,20 @@ _GENERAL = ("channels_first", "cudnn_benchmark", "fp32_slow", "tf32_off")
 _GROWS = ("retained_graph",)
 """Checks of problems that cost more the longer a script runs, and little in a first look."""
 _PROPOSALS, _LINES, _MODULES, _CALLS, _THREADS = 3, 4, 2, 2, 2
-"""Most cures to try, lines of the script, modules, left-out calls and threads that are listed."""
+"""Maximum number of listed cures, lines of the script, modules, left-out calls and threads."""
 _FEW = 3
 """Lines about the script's code, including their heading, that have priority over cures to try."""
 _BUSY = 0.1
-"""Smallest share of its time that another thread has to be busy to be listed."""
+"""Smallest share of time that another thread must be busy to be listed."""
 _RANKS, _FEW_RANKS = 4, 2
-"""Most ranks whose lanes are shown: _RANKS normally, _FEW_RANKS if there is little room."""
+"""Maximum number of ranks whose lanes are shown: _RANKS, or _FEW_RANKS if there is little room."""
 _FOUND = 6
-"""Lines that findings need: with fewer, the head is shortened."""
+"""Minimum number of lines for the findings: with fewer lines, the head is shortened."""
 _LONG_PATH = 28
-"""Most columns of a path to a file in another folder; of longer ones only the end is shown."""
+"""Maximum number of columns for a path in another folder; of longer paths only the end is shown."""
 _SMALL, _ONCE = 0.001, 0.05
-"""_SMALL: share of a step from which the cost of observation is shown. _ONCE: share of all steps
-from which the one-time cost of observation is shown."""
+"""_SMALL: share of a step from which the overhead of observation is shown. _ONCE: the same for the
+one-time overhead, as a share of all steps."""
 
 
 _LACKS = {
@@ -65,10 +65,10 @@ class FirstLookReport:
     """A verdict before any trial.
 
     Attributes:
-        seconds: duration of the first look.
+        seconds: seconds that the first look took.
         what: the script and its arguments, as the user gave them.
         is_last: True if no trials follow, so that the next commands are shown here.
-        cures: number of findings that trials could prove.
+        cures: number of findings whose cures trials could prove.
         held: the containment: "overlay", "landlock" or "python"; "" in place.
         lacks: actions of the script that nothing contains here, as in trials.process.Process.
         uncontained: why the script was not contained; "" if it was, or ran in place on request.

@@ -22,7 +22,7 @@ _SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "evaluation":
 _OTHER = 0.005
 """Share of a step from which the lanes without a bar are shown as "other"."""
 _BAR, _LEAST_BAR = 24, 10
-"""_BAR: columns of all bars together. _LEAST_BAR: fewest columns that distinguish bars."""
+"""_BAR: columns of all bars together. _LEAST_BAR: minimum number of columns to distinguish bars."""
 _PARTS = " ▏▎▍▌▋▊▉"
 """Blocks that fill eighths of a column."""
 

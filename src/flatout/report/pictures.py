@@ -15,7 +15,7 @@ from flatout.measure import LANES
 from flatout.words import count_words, duration, rounded
 
 MOST_RANKS = 16
-"""Most ranks that are drawn; of more, only the slowest are drawn."""
+"""Maximum number of ranks that are drawn; of more ranks, only the slowest are drawn."""
 
 HEIGHT = 150
 """Pixels of a chart's lines, without its labels."""
@@ -86,7 +86,7 @@ def _label(lane: str, ms: float, room_px: float) -> str:
 
 @dataclass(frozen=True)
 class LaneRow:
-    """One lane over all ranks: mean, share of the mean step, and the rank with most time in it."""
+    """One lane over all ranks: mean, share of the mean step, and the rank with the longest time."""
 
     lane: str
     ms: float
@@ -116,9 +116,9 @@ class Line:
     Attributes:
         name: name of the figure that the line shows.
         points: (x, y), in order of x.
-        run: number of the run, which decides the color.
-        is_dashed: True to distinguish a second figure of the same run.
-        is_stepped: True if each value holds since the previous point.
+        run: index of the run, which decides the color.
+        is_dashed: True for a dashed line, which distinguishes a second figure of the same run.
+        is_stepped: True if each value is valid since the previous point.
     """
 
     name: str
@@ -135,8 +135,8 @@ class Chart:
     Attributes:
         title: the drawn figure, and its unit.
         lines: (name, color, whether dashed, "x,y x,y ..." with x up to 1000 and y up to HEIGHT).
-        x_ticks: (percent, words).
-        y_ticks: (pixels from the top, words).
+        x_ticks: ticks of the x axis, as (percent of the width, label).
+        y_ticks: ticks of the y axis, as (pixels from the top, label).
         words: description for screen readers.
         shows_names: True if the chart has its own legend.
     """

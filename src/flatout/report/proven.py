@@ -34,7 +34,7 @@ class ProvenReport:
     """The result of the trials, and the next commands.
 
     Attributes:
-        seconds: duration of the first look and the trials.
+        seconds: seconds that the first look and the trials took.
         what: the script and its arguments, as the user gave them.
         recipe: the file with the prescribed settings; None if there is none.
         budget_s: seconds that the trials were given.
@@ -68,7 +68,8 @@ class ProvenReport:
     def _heading(self) -> str:
         given = self.prescription
         measured = any(proof.trial for proof in given.proofs)
-        # The noise of the last trial, which decided: machines change during measurements.
+        # Report the noise of the last trial, which decided, since a machine's noise changes over
+        # time.
         last = given.together.trial if given.together else None
         floor = given.floor if last is None else last.floor
         noise = f"  (A/A noise ±{floor:.1%})" if measured else ""
@@ -192,7 +193,7 @@ def effect(proof: Proof) -> str:
     # Without any change of results, the samples need no words.
     parts = [samples if proof.parity != "bit-identical" else "", parity or proof.loss]
     words = ", ".join(filter(None, parts))
-    # The reason why a cure is prescribed that did not win alone.
+    # Add the reason why a cure that did not win alone is prescribed.
     return "; ".join(filter(None, [words, proof.reason]))
 
 

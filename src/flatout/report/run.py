@@ -34,11 +34,11 @@ from flatout.measure import (
 )
 
 FEWEST_STEPS = 30
-"""Fewest steps with which the speed of a run is compared with another run."""
+"""Minimum number of steps of a run to compare its speed with another run."""
 
 _FILES = (PROFILE_FILE, "history.json", "log.jsonl", RUNS, "recipe.toml", "checkpoints")
 _MOST_BYTES = 256 << 20
-# Most steps, the latest of a log, that are used for the speed of a run, as in a Profile.
+# Maximum number of a log's latest steps from which the speed of a run is computed, as in a Profile.
 _MOST_STEPS = 2_000
 # Smallest share of a machine's CPUs taken by other work that is reported.
 _OTHERS = 0.2
@@ -67,7 +67,8 @@ class Curve:
 
     Attributes:
         name: name of the figure.
-        points: (samples trained on, seconds of training, value), in order.
+        points: points of the curve in order, each as (samples trained on, seconds of training,
+            value).
     """
 
     name: str
@@ -251,7 +252,7 @@ class SeenRun:
 def _other_work(ranks: Sequence[RankProfile]) -> str:
     first = ranks[0]
     cpus, used = first.machine.get("cpus_total"), mean_use(first.use)
-    # If the job may not use all CPUs, work on the other CPUs does not slow it down.
+    # If the job may not use all CPUs, work on other CPUs does not slow the job down.
     if "machine" not in used or not cpus:
         return ""
     if sum(rank.machine.get("cpus") or 0 for rank in ranks) < cpus:

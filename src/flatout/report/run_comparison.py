@@ -7,9 +7,9 @@ the medians, with the interval of `measure/series.py`. A run is slower or faster
 interval lies beyond the noise.
 
 Noise is the difference between runs with the first run's settings in its parent folder. With four
-or more of them it is the 95% prediction interval for two further runs. With fewer it is 6%, by
-which two processes of the same job may differ (see `baseline.py`), or their own difference if
-larger. It is never less than the noise within either run.
+or more such runs, noise is the 95% prediction interval for two further runs. With fewer runs it is
+6%, by which two processes of the same job may differ (see `baseline.py`), or the difference of
+these runs if larger. Noise is never less than the noise within either run.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Pair:
     """A run and the first run, compared.
 
     Attributes:
-        a, b: the first run, and the other run.
-        a_name, b_name: their names.
-        noise: how far from 1 the ratio may lie by noise: 0.01 is 1%.
+        a, b: the first run, and the run that is compared with the first run.
+        a_name, b_name: names of both runs.
+        noise: largest distance of the ratio from 1 that noise explains: 0.01 is 1%.
         noise_of: the source of `noise`, in words.
     """
 

@@ -25,11 +25,11 @@ from flatout.report.run import Life, lives_of
 from flatout.words import count_words, counted, duration, rounded
 
 SHOWN = 20
-"""Most runs in the table; `--json` has all."""
+"""Maximum number of runs in the table; `--json` lists all runs."""
 
-# Folders within a run folder that contain no runs.
+# Folders within a run folder that are not searched, since they contain no runs.
 _NOT_RUNS = {"checkpoints"}
-# Figures of which a table row shows the first that the run has.
+# Figures, in order of preference: a table row shows the first figure that the run has.
 _FIGURES = ("val_accuracy", "val_auc", "val_loss", "accuracy", "auc", "loss")
 
 

@@ -2,12 +2,12 @@
 
     Scaling.from_runs(["runs/one", "runs/two"])
 
-Every step is compared with that of the smallest run. With the same speed per rank as there, a step
-would take the ideal time for its samples. The time beyond that is divided by cause:
+Every step is compared with that of the smallest run. With the same speed per rank as in that run, a
+step would take the ideal time for its samples. The time beyond the ideal is divided by cause:
 
 - sync: summing gradients, without waiting for slower ranks
 - imbalance: the time of the slowest rank beyond the mean of all ranks
-- input, evaluation, saving: time of these beyond the ideal
+- input, evaluation, saving: time of these lanes beyond the ideal
 - compute: the rest, such as parts of a batch that are too small for the device, or shared CPUs
 """
 
@@ -43,7 +43,7 @@ _OWN = ("input", "copy", "forward", "backward", "optimizer", "host", "gc")
 _LABEL = 24
 # Largest efficiency that is plausible: with more caches, a rank may be a little faster.
 _MOST_EFFICIENT = 1.2
-# Figures to show: the first that all runs have, accuracy before loss.
+# Figures, in order of preference: the first figure that all runs have is shown.
 _FIGURES = ("val_accuracy", "accuracy", "val_loss", "loss")
 
 
@@ -54,9 +54,9 @@ class ScalingRun:
     Attributes:
         name: name of the file, or of its folder.
         world_size: number of ranks that trained.
-        batch_size: samples per step, of all ranks.
+        batch_size: number of samples per step, of all ranks together.
         step_ms: mean milliseconds of a step, including the time between steps.
-        lanes: milliseconds per step of each rank, by lane.
+        lanes: milliseconds per step by lane, one value per rank.
         startup_s: seconds from the start of the process to the first step; None if unknown.
         figures: figures of the last epoch.
     """
@@ -114,12 +114,13 @@ class Scaling:
     def is_held_up(self, run: ScalingRun) -> bool:
         """Return whether a run is faster than its number of ranks can explain.
 
-        Then something slowed down the smallest run, and its speed is too low for a comparison.
+        In this case something slowed down the smallest run, so its speed is too low for a
+        comparison.
         """
         return self.efficiency(run) > _MOST_EFFICIENT
 
     def lost_ms(self, run: ScalingRun) -> dict[str, float]:
-        """Return by cause the milliseconds of a step beyond the ideal; negative if below it."""
+        """Return by cause a step's milliseconds beyond the ideal; negative if below the ideal."""
         first = self.runs[0]
         share = run.batch_size / first.batch_size * first.world_size / run.world_size
 

@@ -41,7 +41,7 @@ from flatout.report.proven import ProvenReport
 from flatout.terminal import Console
 
 FAILED, DANGER = 1, 3
-"""Exit codes in addition to 0 for nothing dangerous and 2 for wrong usage."""
+"""Exit codes; also used are 0 if nothing dangerous was found, and 2 for wrong usage."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Asked:
 
     Attributes:
         recipe: file to which proven settings will be written.
-        seconds, steps: limits of the first look's observation of steps.
+        seconds, steps: maximum seconds and number of steps that the first look observes.
         proves: True to run trials, False to run none, None to ask the user.
         seeds: number of seeds of whole runs with and without the prescribed cures; 0 for none.
-        target: loss for which whole runs report the time until they reach it. None for the lowest
-            loss that both reach.
+        target: loss for which whole runs report the time until they reach it; None for the lowest
+            loss that both runs of a seed reach.
         files: other files to write or compare with.
         fix: worst parity of changes that are written into the code; None writes none.
     """

@@ -42,8 +42,9 @@ class RankNow:
 
     Attributes:
         rank: the state that the rank publishes.
-        cpu_percent: 100 is one CPU.
-        rss_bytes: resident memory; memory that several processes share counts in each.
+        cpu_percent: CPU use in percent; 100 is one CPU.
+        rss_bytes: bytes of resident memory; memory that several processes share counts in each
+            process.
     """
 
     rank: Rank
@@ -133,7 +134,7 @@ def together(snapshots: Sequence[Mapping[str, Any]]) -> Sample:
     for node in snapshots:
         shift = now - node["time"]
         for job in node["jobs"]:
-            # By rank number, since two nodes on one machine list each other's ranks.
+            # By rank, since two nodes on one machine list each other's ranks.
             ranks |= {item["rank"]: _rank_now(item, shift) for item in job["ranks"]}
         for gpu in node["gpus"]:
             gpus.append(GpuUse(**{**gpu, "name": f"{gpu['name']} of {node['host']}"}))

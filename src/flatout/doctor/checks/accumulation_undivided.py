@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Optimizer
 
 _SCALED = ("SGD", "ASGD", "LBFGS")
-"""Optimizers whose step scales with the gradient; steps of Adam and similar ones do not."""
+"""Optimizers whose step scales with the gradient; steps of Adam and similar optimizers do not."""
 
 _DECOUPLED = ("AdamW",)
 """Optimizers whose weight decay is not part of the gradient."""

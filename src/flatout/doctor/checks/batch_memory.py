@@ -19,7 +19,7 @@ _ROOM = 4.0
 """Smallest factor of batch growth that is reported: free memory alone is no problem."""
 
 _SWAPPED_MB = 64.0
-"""Megabytes in swap up to which the kernel may have just moved out unused memory."""
+"""Largest megabytes in swap that may be only unused memory, which the kernel has moved out."""
 
 _SMALLER = (
     "a smaller batch with gradients accumulated over several, activation checkpointing "

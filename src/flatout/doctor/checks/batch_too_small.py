@@ -27,18 +27,19 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation, Site
 
 _COMPUTES = 0.5
-"""Smallest share of a step that the model has to take, since input time grows with the batch."""
+"""Smallest share of a step's time in the model, since the time of input grows with the batch."""
 
 _FAST = 0.05
-"""Quantile of step times that counts: slower steps also wait for a CPU."""
+"""Quantile of step times that is compared: slower steps also wait for a CPU."""
 
 _ROOM = 5
-"""Factor by which a batch could grow while calls still take longer than arithmetic."""
+"""Minimum factor by which a batch could grow while the calls still take longer than arithmetic."""
 
 _PART, _FEWEST = 0.6, 4
-"""Conditions to compare last batches with whole ones.
+"""Conditions to compare the last batches of epochs with whole batches.
 
-_PART: largest size of a last batch relative to a whole one; _FEWEST: fewest such batches.
+_PART: largest size of a last batch relative to a whole batch; _FEWEST: minimum number of such last
+    batches.
 """
 
 _AS_LONG = 0.9

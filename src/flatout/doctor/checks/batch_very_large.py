@@ -15,10 +15,16 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
 _SGD = (8_192, 156)
-"""Largest batch in samples, and its steps per epoch, with SGD (Goyal et al. 2017)."""
+"""Number of samples of the largest published batch with SGD, and its steps per epoch (Goyal et al.
+
+2017).
+"""
 
 _LAYERWISE = (32_768, 39)
-"""The same with LARS or LAMB (You et al. 2017, 2020)."""
+"""Number of samples of the largest batch with LARS or LAMB, and its steps per epoch (You et al.
+
+2017, 2020).
+"""
 
 
 @check()

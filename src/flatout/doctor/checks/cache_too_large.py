@@ -12,32 +12,32 @@ from flatout.measure import grows_steadily
 from flatout.observe import Loader, Observation
 
 _POINTS = 5
-"""Fewest measurements of memory for a line through them."""
+"""Minimum number of memory measurements to fit a line."""
 
 _STRAIGHT, _STRAIGHT_KEPT = 0.9, 0.7
 """Smallest correlation between memory and steps that counts as steady growth.
 
-It is less than 1, since heaps grow in stairs of 16 MB. _STRAIGHT_KEPT: the same for a dataset that
-was observed to keep an entry for each sample.
+The limit is below 1, since heaps grow in stairs of 16 MB. _STRAIGHT: limit for most datasets;
+_STRAIGHT_KEPT: limit for a dataset that was observed to keep an entry for each sample.
 """
 
 _STAIRS_MB = 16.0
-"""Largest stair in memory that counts as steady growth; larger ones are jumps, as of image sizes.
+"""Largest jump of memory in MB that counts as steady growth; larger jumps come from image sizes.
 
-Datasets that were observed to keep an entry for each sample are exempt.
+Datasets that were observed to keep an entry for each sample have no such limit.
 """
 
 _LEAST_MB = 32.0
-"""Least growth of memory in megabytes that is not the allocator's own."""
+"""Minimum growth of memory in megabytes that is not the allocator's own."""
 
 _LIKE_A_SAMPLE = (0.7, 2.0)
 """Range for growth of memory per sample, relative to the size of a sample, if samples are kept.
 
-Objects and containers add to it, and samples that are read again subtract from it.
+Objects and containers increase this ratio, and samples that are read again decrease it.
 """
 
 _KEPT = 0.7
-"""Entries per sample from which on a dataset counts as one that keeps samples.
+"""Entries per sample from which on a dataset counts as keeping its samples.
 
 Then memory may grow by any factor: small samples that stay leave holes between freed large tensors.
 """

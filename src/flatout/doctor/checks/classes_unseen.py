@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _SHARE, _SAMPLES = 0.1, 10
-"""Least share and number of evaluated samples with such classes; rare ones occur by chance."""
+"""Minimum share and number of evaluated samples with a class that training lacks."""
 
 
 @check()

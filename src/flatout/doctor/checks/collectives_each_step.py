@@ -10,13 +10,13 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Call, Observation
 
 _SEVERAL = 1.5
-"""Calls of a line per step from which on they could be merged into one."""
+"""Number of calls of a line per step from which on the calls could be merged into one call."""
 
 _BUCKET = 1 << 20
-"""Largest bytes of a call whose cost is the call, not the transfer: torch's own first bucket."""
+"""Maximum bytes for which the call itself costs more than the transfer: torch's first bucket."""
 
 _FEW = 1 << 16
-"""Most bytes of a single value to log, which is no gradient of a model."""
+"""Maximum bytes of a value that is reduced to be logged; gradients are larger."""
 
 
 @rank_check()

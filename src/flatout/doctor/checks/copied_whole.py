@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Site
 
 _OFTEN = 0.2
-"""Share of steps from which on copies are too frequent to be those of the best epoch."""
+"""Share of steps with a copy from which on copies are too frequent to keep only the best epoch."""
 
 
 @check()

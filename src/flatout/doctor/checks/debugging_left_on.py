@@ -24,7 +24,7 @@ _WORDS = {
 }
 
 _SHARES = {"detect_anomaly": 1.0, "float64": 0.5}
-"""Share of forward and backward saved without the mode; float64 moves twice the bytes."""
+"""Share of forward and backward that is saved without each mode; float64 moves twice the bytes."""
 
 
 @check()

@@ -10,7 +10,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation, Optimizer
 
 _MANY = 0.01
-"""Smallest share of a tensor's numbers: an operator takes a hundred times as long for each."""
+"""Smallest share of denormals in a tensor: an operator takes a hundred times as long for each."""
 
 
 @check()

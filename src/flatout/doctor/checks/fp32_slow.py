@@ -22,7 +22,7 @@ _FASTER = {"AMX-bf16": 16.0, "AVX512-bf16": 2.0, "Arm bf16": 4.0, "GPU": 16.0}
 """Largest ratio of peak FLOP rates, bf16 over fp32, by the kind of units."""
 
 _CORE_RATE = 50e9
-"""Least FLOP per second of a core with such units in large fp32 products."""
+"""Minimum FLOP per second of a core with bf16 units in large fp32 matrix products."""
 
 
 @check(edit=autocast)

@@ -9,7 +9,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Call, Observation
 
 _SEVERAL = 3
-"""Fewest steps with collections: a late import causes many in one step, and none later."""
+"""Minimum number of steps with collections: a late import causes collections in one step only."""
 
 
 @check(edit=removed.collect)

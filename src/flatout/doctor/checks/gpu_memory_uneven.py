@@ -10,10 +10,10 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _MUCH_MORE = 1.5
-"""Ratio to the other GPUs' memory from which on the fullest one limits the batch size."""
+"""Ratio of the fullest GPU's memory to the other GPUs' from which on it limits the batch size."""
 
 _LEAST_MB = 512
-"""Least megabytes that the fullest GPU holds more than the other GPUs."""
+"""Minimum megabytes that the fullest GPU holds more than the other GPUs."""
 
 
 @rank_check()

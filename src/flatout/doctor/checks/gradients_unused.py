@@ -10,12 +10,12 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Site, UnusedGradients
 
 _LEAST = 2
-"""Fewest backward passes for a conclusion."""
+"""Minimum number of backward passes for a conclusion."""
 
 _WEIGHTS = 0.5
 """Share of a layer's backward time that the gradients of its weights take.
 
-It is saved in layers that only pass the gradient on.
+This time can be saved in layers that only pass the gradient on.
 """
 
 

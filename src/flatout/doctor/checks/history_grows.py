@@ -9,16 +9,16 @@ from flatout.observe import Growing, Observation
 from flatout.words import duration
 
 _LOOKED = 18
-"""Steps after which growth has been measured."""
+"""Number of steps after which growth has been measured."""
 
 _SOME = 10_000
-"""Steps for which the cost is reported if the length of the run is unknown."""
+"""Number of steps for which the cost is reported if the length of the run is unknown."""
 
 _COPIED, _LARGE = 4e9, 1 << 20
 """_COPIED: bytes per second that one core copies; _LARGE: bytes from which on a copy is timed."""
 
 _OF_NUMBER_S = 3e-8
-"""Seconds that numpy takes for a number of a Python list."""
+"""Seconds that numpy takes to convert one number of a Python list."""
 
 _OF_PIECE_S = 3e-7
 """Seconds that torch or numpy takes for each tensor or array that it concatenates."""

@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import InLoss, Loader, Observation
 
 _BATCHES = 6
-"""Fewest observed batches for a conclusion."""
+"""Minimum number of observed batches for a conclusion."""
 
 _PURE = 0.75
 """Share of batches with a single class from which on the order is by class."""

@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _LEAST = 3
-"""Fewest losses with new tensors: in fewer losses they may be weights of terms, made once."""
+"""Minimum number of losses with new tensors: in fewer losses such tensors may be term weights."""
 
 
 @check(hooks=True)

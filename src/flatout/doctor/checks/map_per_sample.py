@@ -20,7 +20,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
 _MUCH = 0.3
-"""Share of the loader's time from which on the transform is the first thing to fix."""
+"""Share of the loader's time from which on the transform is reported."""
 
 
 @check(lane="input")

@@ -11,8 +11,7 @@ KEEP = {"memory.allocator": "keep"}
 """The cure, as changes of a Recipe."""
 
 _FAULT_MS = 1e-3
-"""Milliseconds of a page fault. Entering the kernel and clearing 4 KiB take 0.2 to 1 microseconds,
-in some virtual machines more."""
+"""Milliseconds of a page fault, which takes 0.2 to 1 microseconds, or longer in some VMs."""
 
 
 @check()

@@ -9,7 +9,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _MUCH = 0.05
-"""Share of a step that a metric may take, since some cost in each step is normal."""
+"""Share of a step from which on a metric is reported, since some cost in each step is normal."""
 
 
 @check(edit=metrics.after_loop)

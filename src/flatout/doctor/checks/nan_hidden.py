@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import InLoss, Observation
 
 _FEW, _RARE = 2, 0.01
-"""Most skipped steps, and their share, that still count as a guard against rare batches."""
+"""Maximum number (_FEW) and share (_RARE) of skipped steps for a guard against rare batches."""
 
 _DO = (
     "look where they come from: a logarithm or root of zero, a division by it, a batch with NaN; "

@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _LOOKED = 3
-"""Steps after which the model has been tested."""
+"""Number of steps after which the model has been tested."""
 _SHARED = ("DataParallel", "FullyShardedDataParallel")
 
 

@@ -12,16 +12,16 @@ from flatout.measure import LANES
 from flatout.observe import Observation
 
 _WORK = {"evaluation": "evaluating", "saving": "saving", "log": "telling and measuring"}
-"""Work that one rank may do for all, in words."""
+"""Lanes of work that one rank may do for all ranks, with a description of each."""
 
 _LOGS = ("log", "print", "metric")
-"""Calls between steps that count; the whole host lane may include waiting at a barrier."""
+"""Kinds of calls between steps that count as work; the host lane may include barrier waits."""
 
 _STALLED = 0.5
-"""Share of the one rank's work for which the other ranks must be observed to wait."""
+"""Share of the working rank's time that the other ranks must be observed to wait."""
 
 _SHARED = 0.25
-"""Share of the one rank's time from which on the other ranks count as doing the same work."""
+"""Share of the working rank's time from which on other ranks count as doing the same work."""
 
 
 @rank_check()

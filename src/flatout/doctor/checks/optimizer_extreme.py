@@ -21,7 +21,7 @@ _WIPES = 1.0
 """Relative change of a matrix by the first step from which on its initial values are lost."""
 
 _SHRINKS = 0.5
-"""Share of a weight that decay removes in a step from which on it is extreme."""
+"""Share of a weight that decay removes in one step, from which on the decay is extreme."""
 
 
 @check()

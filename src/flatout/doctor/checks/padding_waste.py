@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
 
 _MUCH = 0.3
-"""Share of positions that may be padding: even batches of similar lengths have some."""
+"""Share of padding from which on it is reported: even batches of similar lengths have some."""
 
 
 @check()

@@ -10,7 +10,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Optimizer
 
 _LOOKS = 6
-"""Fewest steps without a gradient: a head that is trained only sometimes may get one later."""
+"""Minimum number of steps without a gradient: a rarely trained head may get a gradient later."""
 
 
 @check()

@@ -14,7 +14,7 @@ from flatout.observe import KeptGraphs, Observation
 from flatout.words import rounded
 
 _POINTS = 8
-"""Fewest measurements of memory for a line through them."""
+"""Minimum number of memory measurements to fit a line."""
 
 _WARM = 0.25
 """Share of measurements that is skipped at the start, while caches, workers and allocators fill."""
@@ -23,24 +23,23 @@ _STRAIGHT = 0.9
 """Smallest share of the variation that a straight line has to explain (R squared)."""
 
 _LEAST_MB = 8.0
-"""Least growth of memory in megabytes that is not the allocator's own."""
+"""Minimum growth of memory in megabytes that is not the allocator's own."""
 
 _STAIRS_MB, _EVEN = 16.0, 8
-"""Normal stairs in the growth of heaps.
+"""Largest normal jump of memory while a heap grows, in MB.
 
-_STAIRS_MB: largest normal stair; larger ones are jumps, as when layers are unfrozen. Growth by
-fewer than three such stairs may have stairs of up to its own size divided by _EVEN.
+_STAIRS_MB: largest normal jump; a larger jump has another cause, such as unfrozen layers. If the
+whole growth is less than three such jumps, a jump may be at most the growth divided by _EVEN.
 """
 
 _BINS = 24
 """Number of bins for the durations of steps."""
 
 _NODES = 0.5
-"""Least nodes by which the graphs grow per step between observations: even a small graph has
-several."""
+"""Minimum growth of the graphs in nodes per step: even a small graph has several nodes."""
 
 _COUNTED = 50_000
-"""Most nodes that are counted."""
+"""Maximum number of nodes that are counted."""
 
 _DO = "add up numbers, not tensors with a graph: total += loss.detach()"
 """Advice for a sum of losses."""

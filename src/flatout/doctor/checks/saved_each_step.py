@@ -19,10 +19,10 @@ from flatout.observe import Call, Observation
 from flatout.words import counted, rounded, size_words
 
 _STEPS_OF_EPOCH = 4
-"""Most steps of an epoch for which a save per epoch is normal, though nearly each step saves."""
+"""Maximum number of steps per epoch for which a save in most steps may be a save per epoch."""
 
 _MUCH = 1e9
-"""Bytes written per hour from which on they are reported, even if writing takes little time."""
+"""Bytes written per hour from which on saves are reported, even if writing takes little time."""
 
 _DO = "save once an epoch, or once in so many minutes as you can afford to lose"
 

@@ -8,13 +8,13 @@ from flatout.doctor.finding import Finding, Kind
 from flatout.observe import Observation, Schedule
 
 _EPOCHS = 3
-"""Fewest epochs after which a scheduler that was never stepped is reported."""
+"""Minimum number of epochs after which a scheduler that was never stepped is reported."""
 
 _LEAST = 8
-"""Fewest steps of a schedule that show that it is stepped with each batch."""
+"""Minimum number of a schedule's steps to conclude that it is stepped with each batch."""
 
 _SHORTEST = 4
-"""Fewest steps of an epoch that distinguish stepping per epoch from stepping per batch."""
+"""Minimum number of steps per epoch to distinguish stepping per epoch from stepping per batch."""
 
 _OFTENER = 1.5
 """Steps of the schedule per optimizer step from which on it is stepped with each micro-batch."""

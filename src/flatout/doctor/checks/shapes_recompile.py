@@ -8,9 +8,9 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Model, Observation
 
 _MANY = 3
-"""Fewest graphs made after the first steps, and fewest shapes, that are reported.
+"""Minimum number of graphs made after the first steps; also the minimum number of input shapes.
 
-A second shape normally causes one more graph, which then fits all shapes.
+A second shape normally causes one more graph, which then handles all shapes.
 """
 
 

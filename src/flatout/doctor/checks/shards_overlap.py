@@ -10,7 +10,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
 _FEWEST = 16
-"""Fewest samples of a rank that have to be observed."""
+"""Minimum number of samples of a rank that have to be observed."""
 
 
 @rank_check()

@@ -12,10 +12,10 @@ from flatout.observe import Observation
 from flatout.words import memory_words
 
 _UNEVEN = 1.25
-"""Ratio to the mean size from which on a rank has too much: whole layers never divide evenly."""
+"""Ratio of a rank's bytes to the mean from which on the rank has too many bytes."""
 
 _MUCH = 8 * 2**20
-"""Least bytes above the mean that are reported: Adam reads and writes twelve times as many."""
+"""Minimum bytes above the mean that are reported: Adam moves twelve times as many bytes."""
 
 
 @rank_check()

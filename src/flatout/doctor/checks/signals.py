@@ -18,13 +18,13 @@ WORTH = 0.02
 """Smallest share of a step that is worth a report: noise of a trial is 1% on a quiet machine."""
 
 HUNGRY = 0.1
-"""Share of a step that input may take: even passing on a ready batch costs a few percent."""
+"""Share of a step that input may take: even handing over a ready batch costs a few percent."""
 
 EVERY = 0.5
 """Share of steps from which on an event counts as happening in each step."""
 
 MOST = 0.8
-"""Share of batches that must have one size for that to be the batch size."""
+"""Minimum share of batches of one size for that size to count as the batch size."""
 
 SLOW_RATE = 2e9
 """FLOP per second below which a step on a CPU mostly calls operators, instead of computing.

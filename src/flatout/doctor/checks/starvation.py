@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation, Site
 
 _FIRST_WORKERS = 4
-"""Workers to suggest if there are none: each costs memory and a copy of the dataset."""
+"""Number of workers to suggest if there are no workers: each costs memory and a dataset copy."""
 
 
 @check(lane="input")

@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _TOUCHED = 0.1
-"""Share of nonzero gradient below which sparse updates are cheaper.
+"""Share of rows with a nonzero gradient below which sparse updates are cheaper.
 
 A sparse update costs several times as much for each touched row.
 """

@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _WHOLE, _STOPPED = 200, 20_000
-"""Fewest steps in which a target network has to change.
+"""Minimum number of steps in which a target network has to change.
 
 _WHOLE: in a run observed to its end; _STOPPED: in a run that may have been stopped before.
 """

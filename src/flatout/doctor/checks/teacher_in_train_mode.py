@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation, Teacher
 
 _LOOKED = 8
-"""Steps after which untrained models have been detected."""
+"""Number of steps after which untrained models have been detected."""
 
 
 @check(hooks=True)

@@ -20,10 +20,10 @@ _NUMBERS = re.compile(r"(?<!\.)\b(float|int)\(")
 """Calls that convert text, or another number, to a number."""
 
 _TEXT = re.compile(_PARSES.pattern + r"|\.readlines?\(|[\"']rt?[\"']|json\.load|DictReader")
-"""Code in a file that shows that such calls may convert text."""
+"""Pattern of code which shows that calls of float or int in the file may convert text."""
 
 _MUCH = 0.3
-"""Share of the loader's time from which on parsing is the first thing to fix."""
+"""Share of the loader's time from which on parsing is reported."""
 
 
 @check(lane="input")

@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _FASTER = 8.0
-"""Largest ratio of peak FLOP rates, TF32 over fp32, on a GPU with such units."""
+"""Largest ratio of peak FLOP rates, TF32 over fp32, on a GPU with TF32 units."""
 
 _PLAIN = "highest"
 

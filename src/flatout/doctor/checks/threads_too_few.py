@@ -20,7 +20,7 @@ from flatout.observe import Observation
 _IDLE = 0.5
 """Share of the CPUs below which threads are too few.
 
-Half may be intended: loader workers need some CPUs, and two threads of one core share its units. A
+Using half of the CPUs may be intended: workers need some, and two threads of a core share units. A
 script that sets a single thread, without workers or other computing processes, has no such reason.
 """
 

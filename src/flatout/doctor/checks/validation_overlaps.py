@@ -20,9 +20,9 @@ _ALL = 0.995
 """Share of validation samples from which on all of them count as trained on."""
 
 _WHOLE = 0.9
-"""Ratio to the length of the training data from which on the training data itself is evaluated.
+"""Length relative to the training data from which on the training data itself is evaluated.
 
-That may be intended, to measure how well it is fitted.
+Evaluating the training data may be intended, to measure how well the model fits.
 """
 
 

@@ -8,7 +8,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _LOOKED = 8
-"""Steps after which views have been compared."""
+"""Number of steps after which views have been compared."""
 
 
 @check(hooks=True)

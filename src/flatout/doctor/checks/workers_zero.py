@@ -18,7 +18,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Loader, Observation
 
 _MANY = 4
-"""Workers to suggest if there are enough CPUs: each costs memory and a copy of the dataset."""
+"""Number of workers to suggest if CPUs suffice: each costs memory and a copy of the dataset."""
 
 
 @check(edit=arguments.workers, lane="input")

@@ -9,7 +9,7 @@ from flatout.doctor.finding import Finding
 from flatout.observe import Observation
 
 _PASSES = 4
-"""Passes over the gradients' memory that are saved, per pass of zero_grad itself.
+"""Number of passes over the gradients' memory that are saved, per pass of zero_grad itself.
 
 zero_grad writes zeros once. backward then reads the zeros and the new gradient and writes their
 sum, instead of only storing the new gradient.

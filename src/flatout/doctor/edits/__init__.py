@@ -1,4 +1,4 @@
-"""Cures as edits of the user's code: applied in memory, as a diff, or written to the files."""
+"""Cures as edits of the user's code: applied in memory, shown as a diff, or written to files."""
 
 from flatout.doctor.edits.memory import install
 from flatout.doctor.edits.patch import diff

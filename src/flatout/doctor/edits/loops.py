@@ -13,7 +13,7 @@ from flatout.doctor.edits.place import FoundAt
 from flatout.doctor.finding import Edit
 
 EVERY = 50
-"""Steps between two lines of a log, after the edit."""
+"""Number of steps between two lines of a log, after the edit."""
 
 _TELLS = ("debug", "info", "warning", "log", "add_scalar", "add_scalars", "add_histogram")
 _READS = (

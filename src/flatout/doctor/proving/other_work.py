@@ -10,7 +10,7 @@ import psutil
 from flatout.words import rounded
 
 _WORTH = 0.1
-"""Fewest CPUs taken by other processes that are reported."""
+"""Minimum number of CPUs taken by other processes that is reported."""
 
 
 class OtherWork:
