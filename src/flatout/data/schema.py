@@ -41,7 +41,7 @@ Given: TypeAlias = "Schema | str | os.PathLike[str] | dict[str, Any]"
 
 
 class Ids(BaseModel):
-    """Rows of a table for the ids of a column, or of some positions of its rows.
+    """Rows of a table for the ids of a column, or of some positions in its rows.
 
     An id has a row of its own, or it shares `buckets` rows with other ids. Fields are separate: the
     same number in two fields is two ids.
@@ -56,7 +56,7 @@ class Ids(BaseModel):
         forget: number of consecutive trainings without an id after which it loses its row; None
             never removes an id.
         most: maximum number of rows of single ids. The rarest ids lose their rows. None: no limit.
-        places: positions of a row, from 0, to which this entry applies; None: all positions that no
+        places: positions in a row, from 0, to which this entry applies; None: all positions that no
             other entry names.
         by_place: whether each position is a field of its own.
     """
@@ -93,7 +93,7 @@ class Column(BaseModel):
         lengths: name of an additional input with the true length of each ragged row, int64 of
             shape (size,); None adds no such input.
         ids: rules by which the column's ids become rows of a table; empty without such a table.
-            Each entry is about different positions of a row.
+            Each entry is about different positions in a row.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -16,7 +16,7 @@ T = TypeVar("T")
 _WORTH = 1.03
 # Minimum number of items and seconds of a window that is measured.
 _ITEMS, _SECONDS = 16, 0.25
-# Minimum seconds after which the fraction of waiting is reported.
+# Minimum seconds of a measurement after which the fraction of waiting time is reported.
 _TOO_LITTLE_S = 0.02
 # Fraction of time that the consumer may wait for input before another thread is tried.
 _WAIT = 0.03
@@ -135,7 +135,7 @@ class Tuner:
 class Ahead(Generic[T]):
     """Results of `make(first)`, ..., `make(last - 1)`, made by threads and returned in order.
 
-    An error that `make` raises comes at the position of its item.
+    An error that `make` raises is raised at the position of its item.
     """
 
     def __init__(

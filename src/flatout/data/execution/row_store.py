@@ -1,4 +1,4 @@
-"""Decoded rows of one length, so that the position of a row is its slot times the length.
+"""Decoded rows of equal length, so that a row starts at its slot number times the length.
 
 The values of a row are next to each other, so that fetching a row takes one memory access instead
 of one for each column. Ragged values are in an arena of their own; the row holds their place and

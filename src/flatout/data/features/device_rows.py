@@ -31,7 +31,7 @@ class DeviceRows:
         self._parts, self._device, self._share = parts, device, share
         self._wanted = self._most = int(expected * (1 + _MORE)) or _UNKNOWN
         self._tables: list[torch.Tensor] | None = None
-        # position of each row on the device, by its position in the log; -1 for rows not on it
+        # position on the device of each row of the log; -1 for rows that are not on the device
         self._at = np.empty(0, np.int64)
         self._count = 0
         self._lock = RLock()

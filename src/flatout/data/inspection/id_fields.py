@@ -15,8 +15,8 @@ from flatout.kernels import IdNumbers, Items
 from flatout.measure import available_bytes
 from flatout.words import rounded
 
-# Maximum number of positions of a column that are fields of their own. Columns with more positions
-# are those of a text or an image.
+# Maximum number of positions in a column's rows that count as separate fields. Columns with more
+# positions hold texts or images.
 _MOST_FIELDS = 128
 # Number of ids up to which a field gets a row for each id, without other advice.
 _FEW = 1000

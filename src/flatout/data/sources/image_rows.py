@@ -103,7 +103,7 @@ class ImageRows(Rows):
         self._policy = policy
         self._changes = Changes()
         self._bad: set[int] = set()  # images that cannot be read
-        # Number, fault and position of the bad images that other ranks do not know yet.
+        # Index, error and location of bad images that were not reported to other ranks yet.
         self._new: list[tuple[int, str, str]] = []
         self.rows = len(images.headers)
         self.classes = images.classes

@@ -39,7 +39,7 @@ def normalize(
 ) -> P:
     """Convert uint8 images to float32: scaled to 0..1, then `(x - mean) / std`.
 
-    It runs last, in any position of the pipeline, so that caches hold bytes. A Trainer copies bytes
-    to its device and normalizes there. A model's normalization is saved with it.
+    Normalization runs last, wherever this stage is written, so that caches hold bytes. A Trainer
+    copies bytes to its device and normalizes there. A model's normalization is saved with it.
     """
     return self._with(Normalize(Normalization.of(mean, std)))
