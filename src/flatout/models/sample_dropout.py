@@ -71,7 +71,7 @@ _FEW = 2
 
 
 class SampleDropout:
-    """Makes dropout in a model's steps depend on the sample only, until `close`.
+    """Keys dropout in a model's steps by sample (see above), until `close`.
 
     Modules, parameters and the keys of the state dict stay the same.
 

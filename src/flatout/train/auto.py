@@ -428,7 +428,7 @@ def settle(
     The line is "" if the run ended before anything was measured.
 
     Args:
-        decision: its search is over.
+        decision: the decision whose search has ended.
         running: the Recipe so far, with settings that were decided elsewhere.
         requested: the Recipe that `resolve` was given.
         ended: the reason for an early end of the search; "" without one.

@@ -99,7 +99,8 @@ class FirstCheck:
     """Run a few samples under settings, and compare results and times with plain settings.
 
     Attributes:
-        compute, plain, budget: arguments of the constructor.
+        compute, plain, budget: the forward and loss of a batch, the plain settings, and the time
+            budget.
         dropped: fields that cannot be used, with the reasons.
         slower: by field, the factor by which the few samples took longer; under "together", the
             factor for all fields at once, or for `fastest`.

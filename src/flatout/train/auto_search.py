@@ -88,7 +88,7 @@ class Option:
     """A setting that may be faster.
 
     Attributes:
-        field: its dotted name in the Recipe.
+        field: dotted name of the setting in the Recipe.
         trial: the value to try, with the reason why it may be faster.
     """
 

@@ -53,8 +53,8 @@ from flatout.train.step import Stepper
 from flatout.words import duration
 
 KIND = "steps"
-# Niceness of the child process. BEHIND: if steps leave a CPU to the child. BESIDE: if the child
-# shares CPUs with steps.
+# Niceness of the child process. BEHIND: if a CPU is left to the child. BESIDE: if the child shares
+# all CPUs with this process.
 BEHIND, BESIDE = 19, 5
 # Seconds that the child has to end on request before it is killed.
 _END_S = 1.0

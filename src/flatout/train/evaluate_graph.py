@@ -477,7 +477,7 @@ class _TracedForward:
     """A traced forward.
 
     Attributes:
-        digest: its name in the cache.
+        digest: name of the compiled package in the cache.
         attributes: attributes of the model's modules at the time of tracing.
         versions: version counters of the graph's constants at the time of tracing.
     """

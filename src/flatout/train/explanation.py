@@ -23,7 +23,7 @@ _WIDTH = 80
 _BAR = 20
 # Number of columns for a trial's name; after a longer name, the figures are on a line of their own.
 _NAME = 34
-# Maximum number of ranges of steps that are listed for each settings.
+# Maximum number of ranges of steps that are listed for each choice of settings.
 _MOST_SPANS = 5
 # Maximum factor by which a lane may be faster than its computed limit, since counts are not exact.
 _CONTRADICTS = 1.15

@@ -55,7 +55,7 @@ class ModelRows:
     Attributes:
         model: the model that computes the features.
         where: the requested place of the rows, as in the Recipe's `input.features`.
-        contents: by source, the text that identifies its samples.
+        contents: by source, the text that identifies the source's samples.
     """
 
     def __init__(self, loop: LoopState, model: nn.Module) -> None:

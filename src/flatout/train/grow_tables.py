@@ -30,7 +30,7 @@ class GrownRows(NamedTuple):
     Attributes:
         size: required number of rows; a larger table keeps its rows.
         growth: old and new indices of the rows that are kept; None keeps all rows at their indices.
-        key: with the table's name, seeds the values of new rows.
+        key: text that, together with the table's name, seeds the values of new rows.
     """
 
     size: int

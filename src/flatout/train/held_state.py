@@ -87,7 +87,7 @@ class HeldState:
         tensors: tensors of any size that are also saved.
         most_bytes: largest total size of the tensors and arrays that are not small. The same limit
             holds for the trained weights, the smallest first, in a model's first check. Later
-            checks save the weights that changed in the first one, and the small weights.
+            checks save the weights that changed in the first check, and the small weights.
 
     Raises:
         ModelError: a module has lazy buffers, which cannot be saved before they have a shape.

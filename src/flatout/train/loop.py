@@ -75,7 +75,7 @@ class Loop(LoopState):
         recipe: requested settings, or the path of their TOML file. Settings that are left open are
             decided by measuring.
         allow: largest permitted difference from the plain job: "exact", "tolerant", "redrawn".
-        seed: decides the sample order together with epoch and sample number.
+        seed: integer that, with epoch and sample index, decides the random order of samples.
         accumulate: number of batches whose gradients are accumulated for an optimizer step.
         clip_norm: largest total 2-norm of the gradients, or None.
         clip_value: largest absolute gradient element, or None.

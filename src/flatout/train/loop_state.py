@@ -89,7 +89,8 @@ class LoopState:
         shows_notes: whether a progress line shows the notes.
         tuner: tries settings on the steps; None where all settings are decided.
         facts: facts about the model, after `prepare`.
-        restored_extra: after a resume, the `extra` argument of the `save` that wrote it.
+        restored_extra: after a resume, the `extra` argument of the `save` that wrote the
+            checkpoint.
         restored_own: after a resume, the `own` argument that each rank gave to that `save`.
         trainer_facts: a Trainer's facts about its job, for a resume to compare; else None.
         job: all facts that identify this job, as a checkpoint stores them.

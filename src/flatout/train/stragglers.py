@@ -68,7 +68,7 @@ class Times(NamedTuple):
 
     Attributes:
         host: host of the rank.
-        lanes: ms per step by lane, in this epoch.
+        lanes: ms per step in this epoch, by lane.
         own_ms: own time per step in ms, in each group of consecutive steps of the epoch.
         notes: notes for the user.
     """

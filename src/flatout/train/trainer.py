@@ -95,7 +95,7 @@ class Trainer:
         clip_norm: largest total 2-norm of the gradients, or None.
         clip_value: largest absolute gradient element, or None.
         parts: the user's own Parts, which act around each optimizer step (`flatout.Part`).
-        seed: decides the sample order, together with epoch and sample number.
+        seed: integer that, with epoch and sample index, decides the random order of samples.
         run: folder or fsspec URL for checkpoints and the log; None writes nothing.
         warm_start: a run, checkpoint or model file whose weights and optimizer state to start
             from. The step count and the schedule start again. Where the schema states ids, tables
@@ -260,8 +260,8 @@ class Trainer:
             epochs: the epoch number to reach; a resumed fit trains the missing epochs.
             verbose: `progress` in Keras' words: 0 for silence, 1 or "auto" for the bar, 2 for a
                 line after each epoch alone.
-            callbacks: see `flatout.Callback`. A compiled Keras model also takes Keras callbacks, in
-                any order.
+            callbacks: objects that act during the fit (`flatout.Callback`). A compiled Keras model
+                also takes Keras callbacks, in any order.
             validation_split: the fraction of the samples, from 0 to 1, that is held out to validate
                 on: the last samples in the given order, before any shuffling. `x` must be arrays.
                 `validation_data` takes precedence.
@@ -424,12 +424,12 @@ class Trainer:
         """Return loss and metrics over all samples, each counted once; keep the model's modes.
 
         Args:
-            x: as `fit` takes it.
+            x: data in any form that `fit` takes.
             y: targets, if they are not part of `x`.
             batch_size: samples per batch; 256 by default, 32 for a compiled Keras model.
             verbose: for a compiled Keras model, 1 shows Keras' bar and 2 its line. Other values,
                 and all values for other models, show nothing.
-            sample_weight: as for `fit`, for the loss.
+            sample_weight: each sample's weight in the loss, as for `fit`.
             steps: number of batches to read, from the first; None reads all.
             callbacks: Keras callbacks, for a compiled Keras model only.
             return_dict: False returns the figures as a list, the loss first. A compiled Keras model
@@ -469,7 +469,7 @@ class Trainer:
             trainer.worst(val).plot("worst.png")
 
         Args:
-            x: as `evaluate` takes it.
+            x: data in any form that `evaluate` takes.
             y: targets, if they are not part of `x`.
             n: number of samples to return, over all ranks.
             batch_size: samples per batch; 256 by default.

@@ -82,7 +82,8 @@ class LayerModules:
         for layer, module in self._modules.items():
             if module.read:
                 self._before[layer] = vars(layer).get("call")
-                # This bypasses Keras' own __setattr__, which would track it as a part of the layer.
+                # This bypasses Keras' own __setattr__, which would track the value as a part of the
+                # layer.
                 vars(layer)["call"] = _within(module, layer.call)
 
     def show(self) -> None:

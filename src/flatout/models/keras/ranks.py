@@ -24,7 +24,7 @@ from flatout.world import World
 
 @contextmanager
 def shared_losses(world: World, batch: Batch) -> Iterator[None]:
-    """Within this context, scale Keras losses so that their mean over ranks is the batch's loss."""
+    """Within this context, scale Keras losses so that their weighted mean is the batch's loss."""
     if world.size == 1 or batch.copies > 1:  # a copy is the whole batch
         yield
         return
