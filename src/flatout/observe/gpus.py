@@ -6,9 +6,10 @@ from typing import Any
 
 
 def memory_mb(torch: Any) -> dict[str, float] | None:
-    """Return the peak MiB by GPU uuid, 0 for a context without memory; None without CUDA.
+    """Return the peak MiB of torch's memory by GPU uuid; None without CUDA.
 
-    CUDA is asked only if it is initialized, so that this call makes no context.
+    A context without memory counts as 0. CUDA is queried only if it is initialized, so that this
+    call makes no context.
     """
     cuda = torch.cuda
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)

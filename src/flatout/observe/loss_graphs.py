@@ -25,13 +25,13 @@ from flatout.observe.watch import Watch
 
 # _FROM: step after which the hook for the first steps is gone; _UNTIL: last inspected step;
 # _ASKED_AFTER: steps after which unregistered parameters are searched; _NAMED: maximum number of
-# their names.
+# names of such parameters that are recorded.
 _FROM, _UNTIL = AFTER_STEPS, AFTER_STEPS + 4
 _ASKED_AFTER = (4, 20)
 _NAMED = 20
 # Maximum number of nodes of a graph that are inspected.
 _NODES = 20_000
-# Operators that keep the numbers of a row.
+# Operators that only reshape or select, so that a row keeps its values.
 _VIEWS = frozenset(
     f"{name}Backward0"
     for name in (
@@ -45,7 +45,8 @@ _ACTIVATIONS = {
     "SoftmaxBackward0": "softmax",
     "SigmoidBackward0": "sigmoid",
 }
-# Losses by node: the name, and the activations that they apply themselves or that contradict them.
+# Losses by node: the name, and the activations that the loss applies itself or that contradict the
+# loss.
 _LOSSES = {
     "LogSoftmaxBackward0": ("cross_entropy", ("softmax", "sigmoid", "log_softmax")),
     "NllLossBackward0": ("nll_loss", ("softmax", "sigmoid")),
@@ -67,7 +68,7 @@ _REDUCED = (
     "BinaryCrossEntropyBackward0",
 )
 _MEANS, _SUMS = 1, 2  # torch's codes of the reductions "mean" and "sum"
-# Details that are summed over several graphs.
+# Keys of `detail` whose values are summed over several graphs.
 _ADDED = ("hidden", "of", "padded")
 _FILE = re.compile(r'File "(.*)", line (\d+)')
 
@@ -91,8 +92,8 @@ class LossGraphs:
 
     Attributes:
         looks: number of inspected graphs.
-        signs: signs of mistakes, by kind and by the functions involved.
-        reached: parameters that a loss has reached, by id.
+        signs: evidence of mistakes, by kind and by the functions involved.
+        reached: parameters that a loss has reached, by the parameter's id.
     """
 
     def __init__(self, torch: Any, watch: Watch) -> None:
@@ -196,7 +197,7 @@ class LossGraphs:
             return
         means: tuple[str, ...] = ("mean",)
         if not _are_of_several_batches([item.batch for item in several]):
-            # Batches that are made on demand, so that their rows are in no table.
+            # These batches are made on demand, so that their rows are in no table.
             sites, step = {item.site for item in several}, here()
             backward = sites.pop()
             if sites or backward is None or step is None or not is_counted(backward, step):
@@ -258,7 +259,7 @@ class LossGraphs:
         missed = {id(item) for item in alive if id(item) not in known and item.requires_grad}
         for seen, module in modules:
             held = _held_in_lists(module, missed) if missed else []
-            if held or not self._watch.began:  # findings in an earlier training are kept
+            if held or not self._watch.began:  # findings of an earlier training are kept
                 seen.facts.unregistered = held
 
 
@@ -354,7 +355,7 @@ def _pairs(torch: Any, node: Any, name: str, parent: Any) -> Iterator[_Sign]:
         return
     rows = full[0]
     shape, source = _unexpanded(tracked[0])
-    if len(tracked) == 2:  # both depend on parameters: a reshaped one means that pairs are intended
+    if len(tracked) == 2:  # both depend on parameters: reshaping means that pairs are intended
         others, other = _unexpanded(tracked[1])
         is_plain = not any(item is not None and item.name() in _SHAPED for item in (source, other))
         if is_plain and {shape, others} == {(rows, 1), (rows,)}:

@@ -32,10 +32,11 @@ class Target(NamedTuple):
     """Target of a loss.
 
     Attributes:
-        values: one for each sample; known up to rounding where they come from a difference.
+        values: one target value per sample, exact except for rounding where the value comes from a
+            difference.
         are_classes: whether it is a classification loss.
-        output, difference: for a loss written by hand, the output of the model, and output minus
-            target; target minus output with `sign` -1.
+        output, difference: for a loss written by hand, the output of the model, and the output
+            minus the target (the target minus the output where `sign` is -1).
     """
 
     values: Any

@@ -15,10 +15,10 @@ from flatout.observe.watch import Watch
 from flatout.processes import descendants
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-# Half of the largest number of memory samples, which are spread evenly over all steps.
+# Half of the maximum number of memory samples, which are distributed evenly over all steps.
 _LOOKS = 64
-# _FIRST_LOOKS: first samples without a minimum distance; _APART_S: minimum seconds between later
-# samples, so that short steps are not slowed down.
+# _FIRST_LOOKS: number of first memory samples without a minimum distance in time; _APART_S: minimum
+# seconds between later samples, so that short steps are not slowed down.
 _FIRST_LOOKS, _APART_S = 8, 0.2
 # Maximum number of samples of the whole job.
 _JOB_LOOKS = 30
@@ -73,7 +73,7 @@ class Meters:
             return int(fields[1]), int(fields[2])
 
     def grown_mb(self) -> float:
-        """Return the steady growth of memory, without that of the first steps."""
+        """Return the MB of steady memory growth, without the growth in the first steps."""
         memory = [mb for _, mb, _ in self._memory[len(self._memory) // 4 :]]
         if not memory:
             return 0.0
@@ -84,7 +84,7 @@ class Meters:
         """Sample threads and memory of this process and its children; not within a step."""
         if len(self._runnable) < _JOB_LOOKS and self._watch.lanes.steps:
             job = _job()
-            # Without the thread that runs this.
+            # Without the thread that takes this sample.
             self._runnable.append(max(0, _runnable_threads(job) - 1) / self.usable_cpus)
             step, megabytes = self._watch.lanes.steps, held_mb(job)
             if megabytes is not None:
@@ -102,7 +102,7 @@ class Meters:
         observation.job_at = [step for step, _ in job]
         observation.job_mb = [round(mb, 2) for _, mb in job]
         observation.swapped_mb = max(self._swapped, default=None)
-        # The first steps map memory that later steps reuse.
+        # Without the first steps, which map memory that later steps reuse.
         settled = [row for row in faults if row[0] > 2] or faults
         if len(settled) > 1:
             (first, minor, major), (last, minor_then, major_then) = settled[0], settled[-1]

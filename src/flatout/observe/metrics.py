@@ -13,12 +13,12 @@ from flatout.hooks import when_imported, wrap
 from flatout.observe.frequent_calls import FrequentCalls
 from flatout.observe.watch import Watch
 
-# Parts of names of functions in sklearn.metrics that are no metrics.
+# Parts of the names of functions in sklearn.metrics that are no metrics.
 _NO_METRIC = ("make_", "get_", "check_", "pairwise_", "distance", "kernel")
 
 
 class MetricHooks:
-    """Timer of metrics; a metric that is called within another one is not timed itself."""
+    """Timer of metrics; a metric that is called within another metric is not timed itself."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

@@ -86,7 +86,8 @@ class Mistakes:
     def fill(self, observation: Observation) -> None:
         """Add all findings to an Observation; to be called in the stepping thread.
 
-        Each kind is added separately: if one fails, a note is added, and the others are kept.
+        Each kind of finding is added separately: if one kind fails, a note is added, and all other
+            kinds are kept.
         """
         if not observation.steps:
             return

@@ -14,7 +14,8 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 _HOLDERS = {*_WRAPPERS, "AveragedModel", "OptimizedModule"}
 # Maximum number of names of tensors with NaN or infinity.
 _NAMED = 20
-# _KEPT: maximum number of parameters of a model that are kept; _SMALL_BYTES: maximum bytes of each.
+# _KEPT: maximum number of a model's parameters to which references are kept; _SMALL_BYTES: maximum
+# bytes of each such parameter.
 _KEPT, _SMALL_BYTES = 4, 2**16
 
 
@@ -70,8 +71,8 @@ def describe(module: Any, facts: Model, *, whole: bool) -> None:
 def drops_within(module: Any) -> bool:
     """Return whether a layer other than Dropout drops numbers in train mode.
 
-    It may drop between the layers of a recurrent network, within attention, or by a function that
-    its own forward calls.
+    Such a layer may drop between the layers of a recurrent network, within attention, or by a
+    function that its forward calls.
     """
     share = getattr(module, "dropout", None)
     if isinstance(share, int | float):
@@ -81,7 +82,7 @@ def drops_within(module: Any) -> bool:
 
 
 def not_finite(module: Any) -> list[str]:
-    """Return the names of parameters with NaN or infinity, and of buffers with NaN; read them all.
+    """Return the names of parameters with NaN or infinity, and of buffers with NaN.
 
     Tensors that are not trained may hold infinity on purpose, as a mask does, but not NaN.
     """
@@ -92,7 +93,7 @@ def not_finite(module: Any) -> list[str]:
 
 
 def kept_of(module: Any) -> list[tuple[str, Any]]:
-    """Return the smallest trainable parameters, to be read after the module is gone."""
+    """Return the smallest trainable parameters, to be read after the module no longer exists."""
     small = [
         (name, tensor.detach())
         for name, tensor in module.named_parameters()
@@ -126,12 +127,12 @@ def _is_broken(tensor: Any, *, also_inf: bool) -> bool:
 
 
 def local(tensor: Any) -> Any:
-    """Return this rank's part of a distributed tensor: the whole would wait for other ranks."""
+    """Return this rank's part of a distributed tensor; the whole tensor would need other ranks."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def some_of(tensor: Any, many: int) -> Any:
-    """Return about `many` numbers of a tensor, evenly spread over its rows and columns."""
+    """Return about `many` values of a tensor, evenly distributed over its rows and columns."""
     every = max(1, tensor.numel() // many)
     while gcd(every, prod(tensor.shape[1:])) > 1:  # otherwise only a few columns would be sampled
         every += 1

@@ -24,18 +24,18 @@ from flatout.observe.replicas import look_at_replica, number_of, random_bytes
 from flatout.observe.sites import here, is_users, line_of
 from flatout.observe.watch import Watch
 
-# _SHAPES: maximum number of different input shapes that are recorded. _FIRST_CALLS: first calls of
-# a model whose input is always inspected. _VARIED_CALLS: the same where shapes vary. _SHARE: a
-# later call is inspected once the number of calls has grown by 1/_SHARE. An inspection takes as
-# long as a tenth of a very short step.
+# _SHAPES: maximum number of different input shapes that are recorded. _FIRST_CALLS: number of a
+# model's first calls whose input is always inspected. _VARIED_CALLS: this number where input shapes
+# vary. _SHARE: a later call is inspected once the number of calls has grown by 1/_SHARE. An
+# inspection takes as long as a tenth of a very short step.
 _SHAPES, _FIRST_CALLS, _VARIED_CALLS, _SHARE = 64, 32, 256, 8
-# _SHOWN: training calls of a model whose batches are passed to `watch.on_batch`; _EVALUATIONS: the
-# same for evaluation calls.
+# _SHOWN: number of a model's first training calls whose batches are passed to `watch.on_batch`;
+# _EVALUATIONS: number of first evaluation calls whose batches are passed.
 _SHOWN, _EVALUATIONS = 16, 8
-# First training calls of a model that are compared with the call before.
+# Number of a model's first training calls that are compared with the previous call.
 _REPEATS = 32
-# Steps before the first repeated description of all models. Each interval is twice the one before,
-# since the models may be gone at the end.
+# Number of steps before all models are described again, since they may be gone at the end. Each
+# further interval is twice as long.
 _AGAIN = 8
 # Maximum number of calls of a model that may be a submodule of another model under construction.
 _BUILDING = 2
@@ -60,7 +60,7 @@ class SeenModel(Called):
         self.facts = Model(f"{type(module).__module__}.{type(module).__qualname__}")
         self.facts.is_told = is_layer(module)
         self.is_stepped = self.was_described = False
-        self.alone_ms: float | None = None  # per step, where nothing trains it
+        self.alone_ms: float | None = None  # per step, if nothing trains the model
         self.tensors: set[int] = set()
         self.with_gradient: set[str] = set()
         self.kept: list[tuple[str, Any]] = []  # parameters to read after the module is gone
@@ -69,11 +69,11 @@ class SeenModel(Called):
         self.inner = self.evaluations = 0
         self.shapes: Counter[tuple[Any, Any]] = Counter()
         self.site: Site | None = None
-        self.later_site: Site | None = None  # of the first call after `ask_site`
+        self.later_site: Site | None = None  # line of the first call after `ask_site`
         self._is_asked = False
         self._last: tuple[Any, list[ref[Any]]] | None = None
         self._open: dict[Mode, Site | None] = {}
-        # Latest open call without gradients: whether in train mode, code object and line.
+        # Latest call without gradients and of unknown purpose: train mode, code object and line.
         self._caller: tuple[bool, CodeType | None, int] | None = None
         self._evaluated: dict[Mode, Site | None] = {}
         self._evaluated_in: set[int] = set()
@@ -95,7 +95,8 @@ class SeenModel(Called):
         return not two_mode_layers(module) if told is None else bool(told)
 
     def look_at_repeat(self, torch: Any, lanes: Lanes, given: list[Any]) -> None:
-        """Count the call as repeated if inputs, weights and random state equal the last call's."""
+        """Count the call as repeated if inputs, weights and random state are as in the last
+        call."""
         tensors = [item for item in given if torch.is_tensor(item)]
         is_known = len(tensors) == len(given) > 0
         state = hash(random_bytes(torch))
@@ -110,14 +111,14 @@ class SeenModel(Called):
             self.facts.repeats += is_same
 
     def moved(self, module: Any, names: list[str]) -> set[str]:
-        """Return the names of the parameters that have changed since the first such request."""
+        """Return the names of the parameters that have changed since the first call of `moved`."""
         wanted = set(names)
         now = {name: number_of([t]) for name, t in module.named_parameters() if name in wanted}
         self._first_numbers = now | self._first_numbers
         return {name for name, number in now.items() if number != self._first_numbers[name]}
 
     def fresh(self, module: Any, names: set[str]) -> set[str]:
-        """Return the names of the parameters whose gradient has changed since the last request."""
+        """Return the names of the parameters whose gradient has changed since the last call."""
         now = {
             name: number_of([tensor.grad])
             for name, tensor in module.named_parameters()
@@ -141,7 +142,7 @@ class SeenModel(Called):
         return [norm for norm in dict.fromkeys(own.values()) if norm not in moved]
 
     def ask_site(self) -> None:
-        """Make the next call record its line: a later training may have other lines."""
+        """Make the next model call record its line: a later training may have other lines."""
         self._is_asked, self.due = True, 0
 
     def is_called(self) -> None:
@@ -203,7 +204,7 @@ class SeenModel(Called):
     def is_evaluated(self, steps: int) -> bool:
         """Return whether the model was called to evaluate during `steps` steps.
 
-        Evaluation calls in most steps are a part of the step, as those of a target network are.
+        Evaluation calls in most steps are a part of the step, such as calls of a target network.
         """
         return len(self._evaluated_in) > 0 and not self.is_evaluated_in_most(max(2, steps))
 
@@ -340,7 +341,7 @@ class Models:
                 lanes.judge()
         elif lanes.is_open and model.is_open(mode) and model.evaluations >= _EVALUATIONS:
             if not has_grad:
-                model.goes_on |= 1 << in_training  # one more of an evaluation, or an episode
+                model.goes_on |= 1 << in_training  # one more call of an evaluation or episode
                 return
         else:
             if not lanes.evaluations:
@@ -370,7 +371,7 @@ class Models:
             return False
         if not model.acts and steps >= _ACTS_AFTER and model.is_evaluated_in_most(steps):
             model.acts = True
-            for other in self._watch.models:  # such as its target network
+            for other in self._watch.models:  # such as a target network of this model
                 if other.is_evaluated_in_most(steps):
                     other.was_not_evaluated()
         return model.acts

@@ -1,9 +1,9 @@
 """Time of forward and backward by module, measured in two of the first steps.
 
 Autograd numbers its nodes in the order of forward, and runs them in the calling thread. A node
-belongs to a module if its number lies between those at the beginning and the end of the module's
-call. Its backward takes until the next node begins. Nodes that accumulate a parameter's gradient
-have no number, and belong to the module with that parameter.
+belongs to a module if its number lies between the numbers at the beginning and the end of the
+module's call. The node's backward takes until the next node begins. Nodes that accumulate a
+parameter's gradient have no number, and belong to the module with that parameter.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from flatout.observe.observation import ModuleTime, Observation
 from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.watch import Watch
 
-# _FROM: first measured step, since earlier ones set things up; _MODULES, _NODES: maximum number of
-# modules and graph nodes, since larger models take too long to measure.
+# _FROM: first measured step, since earlier steps do one-time setup; _MODULES, _NODES: maximum
+# number of modules and graph nodes, since larger models take too long to measure.
 _FROM, _MODULES, _NODES = 2, 2000, 20_000
 # Maximum number of groups of modules that are reported.
 _TOLD = 20
-# Share of the backward of modules other than torch's from which an operator is named.
+# Share of a module's backward time from which an operator is reported, for modules other than
+# torch's.
 _MOST = 0.5
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _END = re.compile(r"Backward\d*$")
@@ -68,11 +69,11 @@ class ModuleTimes:
 
     def _renew(self) -> None:
         self._remove()
-        self._of: dict[int, _Of] = defaultdict(_Of)  # by module number; -1 for none
+        self._of: dict[int, _Of] = defaultdict(_Of)  # by module id; -1 for none
         self._steps: list[dict[int, _Of]] = []  # `_of` of each finished step
         self._lanes_ns: list[tuple[int, int]] = []  # forward and backward of each of these steps
         self._names: list[tuple[str, Any]] = []
-        self._numbers: dict[int, int] = {}  # module numbers by id of modules and parameters
+        self._numbers: dict[int, int] = {}  # module ids by `id()` of modules and parameters
         # Open calls: module, start time, first node, ns of calls within it.
         self._calls: list[list[int]] = []
         self._spans: list[tuple[int, int, int]] = []  # first node, last node, module
@@ -216,7 +217,7 @@ class ModuleTimes:
     def ms_of(self, names: Iterable[str], observation: Observation) -> float | None:
         """Return forward and backward ms per step of the modules with these names.
 
-        The time of their children is left out. None where none of the modules was measured.
+        The time of child modules is left out. None where none of the modules was measured.
         """
         wanted = set(names)
         each = self._each(observation)
@@ -239,7 +240,7 @@ class ModuleTimes:
             yield name, kind, own, of
 
     def results(self, observation: Observation) -> list[ModuleTime]:
-        """Return the modules grouped by class and place, those that take most time first."""
+        """Return the modules grouped by class and position, in order of decreasing time."""
         groups: dict[tuple[str, str], ModuleTime] = {}
         operators: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
         for name, kind, own, of in self._each(observation):

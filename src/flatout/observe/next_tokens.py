@@ -20,13 +20,13 @@ from flatout.observe.shifted_targets import Place, place_in
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
-# Steps between which calls are recorded, from _FROM to _UNTIL. At _UNTIL, no other hooks judge
-# calls of layers.
+# Steps between which calls are recorded, from _FROM to _UNTIL. At step _UNTIL, no other hooks
+# inspect calls of layers.
 _FROM, _UNTIL = 2, 3
 # Maximum number of backward passes that are inspected.
 _LOOKS = 4
-# Longest step (ns) after which the model is called at once. A longer one waits until two forwards
-# are a small share of the observed time.
+# Longest step in ns after which the model is called at once. After a longer step, the call waits
+# until two forwards are a small share of the observed time.
 _LONG_NS = 1_500_000_000
 
 

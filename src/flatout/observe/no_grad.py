@@ -22,7 +22,7 @@ _FORWARD = "forward"
 
 
 def no_grad_above(frame: FrameType | None) -> Site | None:
-    """Return the line that always disables gradients for this frame's call; None without one."""
+    """Return the line that always disables gradients for this frame's call; None if none does."""
     levels = 0
     while frame is not None and levels < _LEVELS:
         if is_users(frame.f_code.co_filename) and frame.f_code.co_name == _FORWARD:

@@ -15,13 +15,14 @@ from flatout.observe.start import Asked, Observer
 
 
 class Cells:
-    """The cells of a notebook, observed one after the other.
+    """The cells of a notebook, observed one after another.
 
     Time between two cells is not counted. Hooks stay installed, and do nothing outside of cells. A
     process has only one Cells.
 
     Args:
-        named: returns the name of a file: "cell 3" for a cell, the file's own name otherwise.
+        named: function that returns the name of a file: "cell 3" for a cell, otherwise the file's
+            own name.
     """
 
     def __init__(self, named: Callable[[str], str]) -> None:
@@ -46,7 +47,8 @@ class Cells:
             self._observer.watch.lanes.pause(keep=not failed)
 
     def look(self) -> tuple[Observation, float]:
-        """Return the observation since the last call, and its seconds; then forget it."""
+        """Return the observation since the last call, and its seconds; then forget this
+        observation."""
         with self._between():
             observation, seconds = self._observer.so_far(), self._seconds
             self._forget()

@@ -1,8 +1,8 @@
 """Checks of models' numbers for NaN, infinity and subnormal numbers, made at intervals.
 
 Subnormal numbers are slow to compute with. The optimizers' moments are checked for them too: if the
-gradient of a weight becomes zero, its moment shrinks by a tenth with each step. It ends at the
-smallest numbers that exist, and stays there.
+gradient of a weight becomes zero, its moment shrinks by a tenth with each step. The moment ends at
+the smallest numbers that exist, and stays there.
 
 Reading all numbers of a model takes time, so the next check waits until that is a small share of
 the time. All numbers are read before a save if saves are rare. They are read before an evaluation
@@ -21,7 +21,7 @@ from flatout.observe.watch import Watch
 # Largest shares that checks may take. _SHARE: of all time; _SHARE_EVALUATING: of the time between
 # evaluations; _SHARE_SAVING: of the time between saves.
 _SHARE, _SHARE_EVALUATING, _SHARE_SAVING = 0.0005, 0.001, 0.001
-# Step after which all numbers are read first.
+# Step after which all numbers are read for the first time.
 _FIRST_LOOK = 3
 # Number of first saves before which all numbers are always read.
 _SAVES = 3
@@ -45,7 +45,7 @@ class Numbers:
         watch.before_saving.append(self._before_saving)
 
     def before_evaluation(self) -> None:
-        """Check the numbers before a possible evaluation, if the last check is long ago."""
+        """Check the numbers before a possible evaluation, unless the last check was recent."""
         if self._watch.lanes.steps and perf_counter_ns() >= self._due:
             self._watch.aside(self.look)
 

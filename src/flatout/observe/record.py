@@ -99,7 +99,8 @@ def _stepped(models: list[SeenModel]) -> list[SeenModel]:
 
 
 def _backbones(models: list[SeenModel]) -> list[Backbone]:
-    # A target network or an average of the weights is like a trained model, and changes at times.
+    # A target network or an average of the weights has the class and size of a trained model, and
+    # changes at times.
     trained = {_make(model) for model in models if model.is_stepped}
     return [
         Backbone(model.facts.kind, model.site, model.alone_ms)
@@ -119,7 +120,7 @@ def _saved(saved: dict[str, Any]) -> dict[str, Any]:
 
 def _with_inside(watch: Watch, loader: SeenLoader, folder: Path | None) -> Loader:
     if folder is not None:
-        watch.attempt(loader.compare_with_others)  # it calls the script's own dataset
+        watch.attempt(loader.compare_with_others)  # this calls the script's own dataset
     facts = loader.result()
     if folder is not None:
         result = gather(folder, loader.number) if facts.num_workers else []

@@ -20,7 +20,7 @@ _MOST = 0.9
 
 
 class _Cell:
-    """A cell, and the loops in which it is called."""
+    """A cell, and the loops in which the cell is called."""
 
     def __init__(self) -> None:
         self.ns = self.calls = self.began = 0

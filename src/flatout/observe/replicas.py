@@ -1,6 +1,6 @@
 """Hashes of the weights and gradients of replicas, to compare them between ranks.
 
-They are computed once, before the first step, and only with several ranks.
+The hashes are computed once, before the first step, and only with several ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from flatout.observe.model_facts import local, some_of
 from flatout.observe.observation import Model
 
-# Numbers of each tensor that are hashed.
+# Number of elements of each tensor that are hashed.
 _SAMPLE = 1024
 
 

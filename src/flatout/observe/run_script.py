@@ -30,7 +30,7 @@ def run(arguments: list[str], compiled: Callable[[bytes, str], CodeType] = compi
 
     Args:
         arguments: the script or module, and its arguments.
-        compiled: compiles a script's source.
+        compiled: function that compiles a script's source.
 
     Raises:
         BaseException: any exception of the script.

@@ -1,4 +1,4 @@
-"""Stack samples: the user's lines in them, and the library code that these had called."""
+"""Stack samples: the user's lines in each sample, and the library code that these lines called."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ class Stack:
     Attributes:
         line: innermost place in the user's code.
         users: the user's lines, innermost first.
-        within: the library code that `line` had called, in words; "" for none.
-        trainer: package of the trainer that ran below that line; "" for none.
-        samples: number of samples.
-        ns: time by lane.
-        bins: ns by bin of steps.
+        within: description of the library code that `line` called; "" for none.
+        trainer: package of the training framework that ran below that line; "" for none.
+        samples: number of stack samples.
+        ns: nanoseconds by lane.
+        bins: nanoseconds by bin of successive steps.
     """
 
     line: Place

@@ -68,9 +68,10 @@ from flatout.observe.within_loader import watch_workers
 from flatout.observe.writing import Writer, write
 from flatout.world import place
 
-# Seconds that other threads of an ended script may still run, before the process ends.
+# Maximum seconds that other threads of an ended script may still run before the process ends.
 _GRACE_S = 5.0
-# Share of the observed seconds that is left out where a time-lapse reveals more than they would.
+# Share of the observed seconds by which the observation ends earlier, where a time-lapse reveals
+# more.
 _EARLIER = 0.3
 
 
@@ -127,7 +128,7 @@ class Observer:
         self._is_finished = False
         self._path = asked.folder.absolute() / f"rank-{self._place.rank}.json"
         seconds = asked.seconds
-        if seconds is not None and asked.lapse:  # the rest is added if no time-lapse is needed
+        if seconds is not None and asked.lapse:  # the rest is added without a time-lapse
             seconds *= 1 - _EARLIER
         self.watch = Watch(asked.steps, seconds)
         self.watch.on_enough_again = self._leave
@@ -300,7 +301,7 @@ class Observer:
         return observed
 
     def forget(self) -> None:
-        """Begin again, as if nothing had been observed."""
+        """Discard all that was observed, and begin again."""
         self.watch.renew()
         self._first_ran = None
         self._writer.cpu_seconds = self._writer.first_seconds = 0.0

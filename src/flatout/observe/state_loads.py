@@ -1,8 +1,8 @@
 """Loads of weights that have no effect.
 
-With `strict=False` a state dict may have no name of the model's. And a state dict that was not
-copied holds the model's own tensors: they change with each step, and loading them back changes
-nothing.
+There are two cases. With `strict=False`, a state dict may have none of the model's names. A state
+dict that was not copied holds the model's own tensors: these change with each step, and loading
+them back changes nothing.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class StateLoads:
                 if self._is_looked_at(sys._getframe(1)):
                     self._watch.aside(partial(self._take, module, taken, here(1)))
                 else:
-                    self._last.pop(id(module), None)  # the latest state dict is not recorded
+                    self._last.pop(id(module), None)  # the latest state dict is then unknown
             return taken
 
         return state_dict
@@ -162,7 +162,8 @@ class StateLoads:
         if not _is_own(state, module):
             return
         taken = self._taken.get(id(state))
-        # A dict made from another one has its tensors: then assume the latest state dict.
+        # A dict that was made from a state dict has the same tensors: then assume the latest state
+        # dict.
         if taken is None or taken.ref() is not state:
             taken = self._last.get(id(module))
         now = self._now(module)

@@ -1,7 +1,7 @@
-"""Gradients that optimizers step with in the first steps: none, or only those of the last batch.
+"""Gradients that optimizers step with in the first steps: none, or only of the last batch.
 
 Gradients that are zeroed before any step uses them were computed in vain. That happens where
-batches should be accumulated, but each batch zeroes the gradients of the one before.
+batches should be accumulated, but each batch zeroes the gradients of the previous batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flatout.observe.watch import Watch
 
 # Steps between which each optimizer's gradients are inspected: _FROM and _UNTIL.
 _FROM, _UNTIL = 1, 12
-# Number of smallest parameters among which one with a gradient is followed.
+# Number of smallest parameters, of which one that has a gradient is followed.
 _ASKED = 8
 
 

@@ -2,8 +2,8 @@
 
 A copy is recognized before the first step. None of its parameters belongs to an optimizer, and all
 are bitwise equal to those of a trained model. Both models are freshly initialized. The copy gets
-other samples than the trained model, as a target network gets the next states. Or both get both
-views of the samples, and a further trained model gets the trained one's output, as in BYOL.
+other samples than the trained model, as a target network gets the next states. Or both models get
+both views of the samples, and a further trained model gets the trained model's output, as in BYOL.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from flatout.observe.replicas import number_of
 from flatout.observe.unused_gradients import GradientUse
 from flatout.observe.watch import Watch
 
-# _STEPS: first steps in which inputs are compared; _MODELS: maximum number of models that are
-# compared.
+# _STEPS: number of first steps in which inputs are compared; _MODELS: maximum number of models that
+# are compared.
 _STEPS, _MODELS = 4, 16
-# Views of the samples in each step.
+# Number of views of the samples in each step.
 _VIEWS = 2
-# _HELD: parameters that are checked for changes, smallest first; _NUMBERS: maximum number of
-# numbers of each.
+# _HELD: maximum number of parameters that are checked for changes; _NUMBERS: maximum number of
+# elements of each such parameter.
 _HELD, _NUMBERS = 4, 2**18
-# Smallest share of steps that call the copy: a copy that is gone is followed by another one.
+# Smallest share of steps that call the copy: a copy that is called less was replaced by another
+# copy.
 _CALLED = 0.9
-# Factor on the bound of the initialization, for rounding.
+# Factor on the bound of torch's initialization, to allow for rounding.
 _WITHIN = 1.001
 
 
@@ -41,9 +42,9 @@ class _Pair:
 
     Attributes:
         copy, model: both models.
-        own, theirs: some parameters of each, kept so that they can be read after the models are
-            gone.
-        numbers: hashes of both at the beginning.
+        own, theirs: some parameters of the copy and of the trained model, kept so that they can be
+            read after the models are gone.
+        numbers: hashes of the parameters in `own` and in `theirs` at the beginning.
     """
 
     copy: SeenModel
@@ -59,7 +60,7 @@ class _Pair:
 
 
 class StillTargets:
-    """Finder of such copies before the first step, which checks them at the end."""
+    """Search for copies before the first step, and check of their weights at the end."""
 
     def __init__(self, torch: Any, watch: Watch, uses: GradientUse) -> None:
         self._torch = torch

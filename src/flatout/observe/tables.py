@@ -20,14 +20,15 @@ from flatout.observe.series import place_in
 from flatout.observe.sites import here, is_users
 from flatout.observe.watch import Watch
 
-# Maximum number of training calls of models for which tables are searched, and most evaluation
-# calls.
+# Maximum number of training calls of models for which tables are searched, and maximum number of
+# evaluation calls.
 _CALLS = 4
 # _NAMES: maximum number of names of a frame that are searched; _FRAMES: maximum number of the
-# user's frames.
+# user's frames that are searched.
 _NAMES, _FRAMES = 300, 8
-# _NUMBERS: maximum number of values of a searched table; _COLUMNS: columns of a row that are
-# compared; _TOGETHER: maximum number of remaining rows whose columns are compared all at once.
+# _NUMBERS: maximum number of values of a searched table; _COLUMNS: maximum number of a row's
+# columns that are compared; _TOGETHER: maximum number of remaining rows whose columns are compared
+# all at once.
 _NUMBERS, _COLUMNS, _TOGETHER = 2**26, 64, 16
 # Maximum number of values of a series.
 _SERIES = 2**24
@@ -168,7 +169,8 @@ def _has(table: Any, wanted: Any) -> bool:
 
 def _has_row(table: Any, wanted: Any) -> bool:
     columns = _columns(len(wanted))
-    # A background, as of images, is in every row: columns with rare numbers leave the fewest rows.
+    # Every row may have the same background, as in images: columns with rare values exclude the
+    # most rows.
     often = Counter(wanted[columns].tolist())
     columns.sort(key=lambda column: often[wanted[column]])
     rows: Any = None
@@ -227,7 +229,7 @@ def _is_of_users_class(value: Any) -> bool:
 def longer_series(series: Any) -> Any:
     """Return the longest float array in the script's variables that contains this series.
 
-    None without one.
+    None without such an array.
     """
     longest = None
     for _, value in _named_in(sys._getframe()):

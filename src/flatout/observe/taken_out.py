@@ -1,7 +1,7 @@
 """Lanes that can be taken out of a running script between two of its steps, and put back.
 
-Each class has `take_out()` and `put_back()`. The training result is then not that of the script, so
-this is only for runs of which nothing is kept.
+Each class has `take_out()` and `put_back()`. Taking out changes the training result, so it is only
+for runs whose results are discarded.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _around(part: Any) -> Any:
 
 
 class Sync:
-    """Sum of gradients over the ranks: taken out, each rank steps with its own, as in no_sync."""
+    """Sum of gradients over the ranks; taken out, each rank uses only its own gradients."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

@@ -1,7 +1,7 @@
 """Models that are called in each step and never trained, such as a teacher, but are in train mode.
 
-For each are recorded: its layers that drop or update statistics, whether the running statistics of
-its BatchNorms have changed, and the share of numbers that a dropout has set to zero.
+For each such model are recorded: its layers that drop or update statistics, whether the running
+statistics of its BatchNorms have changed, and the share of numbers that a dropout has set to zero.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from flatout.observe.watch import Watch
 
 # Steps of each training between which such models are hooked: _FROM and _UNTIL.
 _FROM, _UNTIL = 4, 8
-# _MATRICES: maximum number of weight matrices that are compared; _NUMBERS: numbers of each.
+# _MATRICES: maximum number of weight matrices that are compared; _NUMBERS: maximum number of
+# elements of each matrix.
 _MATRICES, _NUMBERS = 8, 1024
 # Largest relative distance of the weights of a copy from those of a trained model.
 _COPY = 0.5

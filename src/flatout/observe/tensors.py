@@ -1,4 +1,4 @@
-"""Tensors that are read by the host, or copied between devices."""
+"""Hooks on tensors that are read by the host, or copied between devices."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flatout.observe.lanes import BACKWARD, COPY, HOST, INPUT, OPTIMIZER
 from flatout.observe.round_trips import RoundTrips
 from flatout.observe.watch import Watch
 
-# Lanes whose reads are not counted: optimizers and loaders read their own numbers.
+# Lanes whose reads are not counted: optimizers and loaders read values of their own.
 _OTHERS = (OPTIMIZER, INPUT)
-# First steps in which the memory of copied tensors is inspected.
+# Number of first steps in which the memory of copied tensors is inspected.
 _ASKED = 8
 # Methods that give a float.
 _NUMBERS = ("item", "__float__")
@@ -38,7 +38,7 @@ def watch_tensors(torch: Any, watch: Watch) -> None:
     """Hook into the methods of torch.Tensor that bring a value to the host."""
     trips = RoundTrips(watch)
     watch_syncs(torch, watch, trips)
-    # Keras calls `to` seventy times in a step: without another device, it need not be hooked.
+    # Keras calls `to` seventy times in a step: without an accelerator, `to` need not be hooked.
     if torch.accelerator.current_accelerator(check_available=False) is None:
         return
     for name in ("to", "cuda"):
@@ -48,7 +48,8 @@ def watch_tensors(torch: Any, watch: Watch) -> None:
 def watch_syncs(torch: Any, watch: Watch, trips: RoundTrips) -> FrequentCalls:
     """Count values that come to the host.
 
-    They are counted in all steps, or only in some where counting costs too much of a short step.
+    Such values are counted in all steps or, where counting costs too much of a short step, only in
+    some steps.
     """
     syncs = FrequentCalls(watch)
     for name, kind in _SYNCS.items():
@@ -67,7 +68,7 @@ def timed(
 ) -> Any:
     """Return a method that brings a value to the host, with its time and user's line recorded.
 
-    `shifted` gets the ns that were moved from another lane to the host's, by kind and lane.
+    `shifted` collects the ns that were moved from another lane to the host lane, by kind and lane.
     """
     lanes, calls = watch.lanes, watch.calls
     detail = {} if kind == name else {"by": name}

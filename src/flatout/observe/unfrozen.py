@@ -87,7 +87,7 @@ def _of_modules(module: Any, stepped: set[int]) -> Iterator[Unfrozen]:
         if vars(inner).get(_TORCHS) is not False or hasattr(type(inner), _TORCHS):
             continue
         own = _own(path, inner)
-        # If any of them does not train, the script has frozen it in another way.
+        # If any of these parameters does not train, the script has frozen it in another way.
         if own and all(id(tensor) in stepped for tensor in own.values()):
             site = _line_that_sets(_TORCHS)
             if site is not None:

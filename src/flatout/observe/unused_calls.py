@@ -1,8 +1,8 @@
 """Calls in the user's code whose value is unused, found by source, such as prints and logs.
 
-Such a statement is only a call, or stores its value in a list or dict that nothing else in the
-function reads. Assignments just before it belong to it if nothing else reads them. The source does
-not show whether a call affects training: `side_effects.py` checks that.
+Such a statement is only a call, or stores the call's value in a list or dict that nothing else in
+the function reads. Assignments just before the statement belong to it if nothing else reads them.
+The source does not show whether a call affects training: `side_effects.py` checks that.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class UnusedCall:
     """A call that can be left out.
 
     Attributes:
-        file: its file.
-        line, end_line: lines from the first assignment that belongs to it to its end.
+        file: path of the file with the call.
+        line, end_line: first and last line of the call, including assignments that belong to it.
         call_line: line of the call itself.
-        words: the called expression, as it is written.
-        reads: receiver and arguments that are names or attributes, which the call may change.
+        words: source text of the called expression.
+        reads: receiver and arguments of the call that are names or attributes; the call may change
+            these.
     """
 
     file: str

@@ -1,10 +1,11 @@
 """Gradients that backward computes but no optimizer uses, in a training's first steps.
 
-There are two cases. First, a loss reaches parameters of another optimizer that lie before those of
-its own. An example is a discriminator loss on generated samples that were not detached. These
-gradients are zeroed before their optimizer steps, or added to its own. Second, a loss reaches a
-model without any parameter in an optimizer, such as a teacher or a target network. Its gradients
-accumulate. A model of an earlier training, whose optimizer no longer steps, is in the second case.
+There are two cases. First, a loss reaches parameters of another optimizer that lie before the
+parameters of its own optimizer. An example is a discriminator loss on generated samples that were
+not detached. These gradients are zeroed before that optimizer steps, or added to its gradients.
+Second, a loss reaches a model without any parameter in an optimizer, such as a teacher or a target
+network. The gradients of such a model accumulate. A model of an earlier training, whose optimizer
+no longer steps, is in the second case.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.sites import here
 from flatout.observe.watch import Watch
 
-# Steps after which all optimizers have stepped, so that the owner of each parameter is known.
+# Number of steps after which all optimizers have stepped, so that the optimizer of each parameter
+# is known.
 _FROM = 1
-# Steps after a new optimizer, in which an optimizer of an earlier training does not step.
+# Number of steps after a new optimizer without a step of an earlier optimizer, which then belongs
+# to an earlier training.
 _RESTS = 20
 # Maximum number of later optimizers that start a new observation: some scripts make one in each
 # step.
@@ -53,11 +56,11 @@ class _Group:
 
 @dataclass(eq=False)
 class _Pass:
-    """A backward pass, with the numbers of the groups that it has reached.
+    """A backward pass, with the indices of the parameter groups that it has reached.
 
     Attributes:
-        elements: elements of the parameters reached in each group.
-        behind: for each group, the groups to which gradients pass through this group.
+        elements: by group, number of elements of the reached parameters.
+        behind: for each group, the groups to which gradients pass on through this group.
         site: the user's line.
         then: the next group that was stepped; None before that.
     """
@@ -105,7 +108,7 @@ class GradientUse:
         self._stepped = 0  # number of known optimizers when the groups were formed
         self._groups: list[_Group] = []
         self._known: dict[int, int] = {}
-        # Passes that have reached each group since it was stepped or zeroed.
+        # Backward passes that have reached each group since the group was stepped or zeroed.
         self._open: dict[int, list[_Pass]] = {}
         self._last: list[_Pass] = []
         self._found: dict[tuple[int, int, str], UnusedGradients] = {}
@@ -153,7 +156,7 @@ class GradientUse:
         self._last.clear()
 
     def results(self) -> list[UnusedGradients]:
-        """Return what was found more than once."""
+        """Return the findings that were made more than once."""
         return [*self._told, *(item for _, item in self._shared())]
 
     def _shared(self) -> Iterator[tuple[int, UnusedGradients]]:

@@ -17,9 +17,9 @@ from flatout.observe.calls import Calls
 from flatout.observe.lanes import Lanes
 from flatout.observe.quick import AFTER_STEPS, Quick
 
-# Share of the observed time that deferrable looks may take.
+# Largest share of the observed time that deferrable looks (inspections between steps) may take.
 _LOOKING_SHARE = 0.002
-# First steps of the script. The time of looks in them counts as added once, not per step.
+# Number of first steps of the script in which the time of looks counts as one-time overhead.
 FIRST_STEPS = 10
 # _APART: minimum number of steps between the beginnings of two trainings, each begun by a new
 # optimizer; _LATER: maximum number of later trainings that are observed, since some scripts make an
@@ -43,14 +43,17 @@ class Watch:
         seconds: seconds from the end of the first step until the script is ended; None means never.
 
     Attributes:
-        rows: the rows of a table in the last training call of the model; None where its input is
-            no table.
-        looking_ns: nanoseconds of looks that recur as long as the observation lasts.
-        once_ns: nanoseconds of other looks: in the first steps, or planned beforehand for a step.
+        rows: row indices of a table in the last training call of the model; None where the model's
+            input is no rows of a table.
+        looking_ns: nanoseconds spent in looks that recur as long as the observation lasts.
+        once_ns: nanoseconds spent in all other looks: in the first steps, or planned beforehand for
+            a certain step.
         began: number of steps before the observed training began.
-        on_number: called with each number that is read from a tensor, two frames below the reader.
+        on_number: functions that are called with each number read from a tensor, two frames below
+            the reader.
         scaled: graph node of the loss that a gradient scaler scaled last, in the first steps.
-        then: called when the observation is complete, instead of ending the script.
+        then: function that is called when the observation is complete, instead of ending the
+            script.
     """
 
     def __init__(self, steps: int | None = None, seconds: float | None = None) -> None:
@@ -92,7 +95,7 @@ class Watch:
 
     def _begin(self) -> None:
         self.began = self._trainings = 0
-        self._before: dict[int, int] = {}  # steps of each optimizer before this training
+        self._before: dict[int, int] = {}  # number of each optimizer's steps before this training
 
     @property
     def is_beginning(self) -> bool:
@@ -114,7 +117,7 @@ class Watch:
                 before the first optimizer.
         """
         is_planned = not self.optimizers
-        if is_planned:  # kept, to be planned again after a renewal
+        if is_planned:  # recorded, to be planned again by `renew`
             self._planned.append((step, look))
         heapq.heappush(self._looks, (step, next(self._order), look, is_planned or is_once))
         self.lanes.due = min(self.lanes.due, step)

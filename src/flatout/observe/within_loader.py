@@ -2,8 +2,8 @@
 
 A thread samples the stack of the thread that makes batches, every two milliseconds. The packages in
 the stack reveal whether it reads, decodes, transforms or collates. Such samples favor lines that
-release the GIL, so the lines themselves are timed while one batch is made. Workers write their
-measurements to a file in the observer's folder.
+release the GIL, so times of lines are measured separately, while one batch is made. Workers write
+their measurements to a file in the observer's folder.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from flatout.observe.observation import Loader, Site
 from flatout.observe.sites import is_users, line_of, read, site_of
 
 FOLDER, LOADER = "FLATOUT_OBSERVE_FOLDER", "FLATOUT_OBSERVE_LOADER"
-# _LOOKS: stack samples after which a probe is complete; _BATCHES: batches after which it is
-# complete; _EVERY_S: seconds between two samples.
+# _LOOKS: number of stack samples after which a probe is complete; _BATCHES: number of batches after
+# which a probe is complete; _EVERY_S: seconds between two samples.
 _LOOKS, _BATCHES, _EVERY_S = 300, 48, 0.002
-# Numbers of batches after which a worker writes its measurements. It writes them at the end, too.
+# Numbers of batches after which a worker writes its measurements; a worker also writes at its end.
 _TOLD = (1, 2, 3, 4, 16)
 # Maximum number of the user's lines that are reported.
 _LINES = 10
@@ -80,7 +80,7 @@ class Probe:
         return self.looks >= _LOOKS or self.batches >= _BATCHES
 
     def look(self, frame: FrameType | None) -> None:
-        """Count one sample of the stack with this innermost frame."""
+        """Count one stack sample, whose innermost frame is `frame`."""
         self.looks += 1
         if self.is_collating:
             return
@@ -148,7 +148,7 @@ def _line(frame: FrameType) -> str:
 
 
 class Looker(threading.Thread):
-    """Thread that samples the stack of the creating thread while that makes batches."""
+    """Thread that samples the stack of its creating thread, while that thread makes batches."""
 
     def __init__(self, probe: Probe) -> None:
         super().__init__(name="flatout-loader", daemon=True)
@@ -172,8 +172,8 @@ def watch_fetch(
 
     Args:
         module: that module.
-        probe_of: returns a Probe and Looker for a fetcher, or None.
-        quick: returns the replacement of a function, from the function and its hook.
+        probe_of: function that returns a Probe and a Looker for a fetcher, or None.
+        quick: function that returns the replacement of a function, from the function and its hook.
     """
 
     def around(original: Any) -> Any:

@@ -20,7 +20,8 @@ from flatout.world import Place
 # that writing may take.
 _EVERY_S = 1.0
 _SHARE = 0.0005
-# For scripts that end within seconds: _LOOK_S: seconds between early looks; _LOOKS: number of them.
+# For scripts that end within seconds: _LOOK_S: seconds between early looks; _LOOKS: number of early
+# looks.
 _LOOK_S, _LOOKS = 0.25, 8
 
 
@@ -34,8 +35,8 @@ class Writer:
     """Thread that writes at intervals, for live display, and for a script that is killed.
 
     Attributes:
-        cpu_seconds: CPU time of writing since the script's first step, without the first write.
-        first_seconds: CPU time of the first write and of the early looks at the job.
+        cpu_seconds: CPU seconds of writing since the script's first step, without the first write.
+        first_seconds: CPU seconds of the first write and of the early looks at the job.
     """
 
     def __init__(
