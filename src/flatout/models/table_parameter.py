@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# Attributes that do not read the values. Some versions of torch lack some of them.
+# Attributes of a tensor that do not read its values. Some versions of torch lack some of these
+# attributes.
 _PROPERTIES = (
     "_backward_hooks", "_grad", "_post_accumulate_grad_hooks", "_version", "device", "dtype",
     "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn", "is_mps",
@@ -105,7 +106,7 @@ def watch_table(weight: nn.Parameter, reader: Reader) -> None:
 
 
 def unwatch_table(weight: nn.Parameter) -> None:
-    """Make a watched parameter plain again."""
+    """Make a watched parameter a plain nn.Parameter again."""
     weight.__class__ = nn.Parameter
     del weight._reader  # type: ignore[attr-defined]
 

@@ -4,6 +4,9 @@ Before the first step each option is checked on a few samples (auto_check.py). O
 then tried on the job's own steps while training continues (auto_search.py, tuner.py), so that no
 step is lost. The result is cached by model, shapes, machine and request, unless the machine was too
 busy to measure well (auto_cache.py).
+
+The plain value of a setting is that of a plain PyTorch script. An option is a setting with another
+value, which may be faster. Tuning, or the search, is the sequence of trials.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class PassTimes(NamedTuple):
 
 
 class FirstCheck:
-    """Run a few samples under settings, and compare results and times with plain settings.
+    """A check that runs a few samples, and compares results and times with plain settings.
 
     Attributes:
         compute, plain, budget: the forward and loss of a batch, the plain settings, and the time

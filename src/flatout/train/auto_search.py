@@ -1,29 +1,30 @@
 """The order in which `auto` tries settings, and the rules that end each trial.
 
-    1  plain       a few steps, which show how long the run will take.
-    2  together    all options against plain, since options help one another: bf16 alone may be
-                   slower where bf16 with channels_last is three times faster. Options that the
-                   roofline of this model expects to lose are left out. Where steps are long,
+    1  plain       A few steps under plain settings show the seconds that the run will take.
+    2  together    All options are compared with plain, since options help one another: bf16 alone
+                   may be slower where bf16 with channels_last is three times faster. Options that
+                   the roofline of this model expects to lose are left out. If steps are long,
                    options without which a few samples ran faster are left out too.
-    3  allocator   before other options, because its limits cannot be undone.
-    4  one by one  each option against the best settings without this option; an option that is not
-                   measured faster is dropped. If the option, or all options together, won before,
-                   it is dropped only if it surely gives nothing. After changes, each option is
-                   tried once more.
-    5  parts       of a batch that passes through stages: more or fewer of them.
-    6  the whole   the remaining options against plain, where the trial of all together did not win;
-                   if they do not win either, plain is chosen.
-    7  by length   where batches change in length: other settings for short ones or for long ones.
-                   The switching between settings is measured too.
-    8  compile     only where the run is long enough to repay the compilation, and where the whole
-                   step is not to be compiled in the background.
-    9  capture     the whole step as one graph, once that is compiled (auto_capture.py)
+    3  allocator   This option comes before other options, because its limits cannot be undone.
+    4  one by one  Each option is compared with the best settings without this option, and dropped
+                   if it is not measured faster. If the option, or all options together, won
+                   before, the option is dropped only if it surely gains nothing. After changes,
+                   each option is tried once more.
+    5  parts       In pipeline stages, more or fewer micro-batches are tried.
+    6  the whole   If all options together did not win, the remaining options are compared with
+                   plain. If they do not win either, plain is chosen.
+    7  by length   If batches change in length, other settings are tried for short batches or for
+                   long batches. The time to switch between settings is measured too.
+    8  compile     This is tried only if the run is long enough to repay the compilation, and if
+                   the whole step is not to be compiled in the background.
+    9  capture     The whole step as one graph is tried once the graph is compiled
+                   (auto_capture.py).
 
-Where a roofline knows this machine's rates, the options with the largest promise come first, and
+If a roofline knows this machine's rates, the options with the largest expected gain come first, and
 options that cannot save more than noise are not tried.
 
-Settings that are far slower are given up at once, if they also take more CPU time. Other work on
-the machine can make any step take many times as long by the clock.
+Settings that are far slower are given up at once, if they also take more CPU time. Wall time alone
+is no proof, since other work on the machine can make any step take many times as long.
 
 The search is a generator: it yields Blocks of the job's own steps and is sent their BlockTimes.
 """

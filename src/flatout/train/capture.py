@@ -329,7 +329,7 @@ class Program:
 
     @torch.no_grad()
     def rehearse(self, batch: Batch, step: int) -> None:
-        """Make a step on copies, for `compare`."""
+        """Make a step on copies of the tensors, for `compare`."""
         before = [tensor.clone() for tensor in self._held]
         ours = [tensor.clone() for tensor in self._held]
         loss = self._run(self._inputs(ours, batch, step))[0]

@@ -1,4 +1,4 @@
-"""Explains the speed of a fit from `History.as_dict`: tuning, choices, and the roofline.
+"""Explanation of a fit's speed from `History.as_dict`: trials, chosen settings, and the roofline.
 
 `history.explain()` returns this text and `flatout explain` prints it; the picture is drawn in
 `explanation_picture.py`.

@@ -64,8 +64,8 @@ _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if type(value) 
 _OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Objects with an attribute of these types are not restored, because another thread may use them.
 _OF_THREADS = (threading.Thread, type(threading.Lock()), type(threading.RLock()))
-# Objects that are skipped: some have states of their own, which a check that makes updates restores
-# itself, and data in a file must not be written to.
+# Types of objects that are skipped. Some have their own state, which a check with updates restores
+# itself. Others hold data in a file, which must not be written to.
 _APART = (
     np.memmap,
     torch.optim.Optimizer,
@@ -74,7 +74,8 @@ _APART = (
     weakref.ProxyType,
     weakref.CallableProxyType,
 )
-# Attributes that a change of settings, which may happen within a check, sets and removes itself.
+# Names of attributes that are not restored, because a change of settings within a check sets and
+# removes them.
 _SWITCHED = frozenset(["forward"])
 _MISSING = object()
 

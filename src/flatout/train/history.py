@@ -45,7 +45,7 @@ class History:
         world_size: number of ranks that trained together.
         nodes: number of nodes with these ranks.
         startup_s: seconds from the start of this process to its first step; None before that step.
-        lanes_by_rank: milliseconds per step by lane of each rank, at the end of training.
+        lanes_by_rank: for each rank, milliseconds per step by lane, at the end of training.
         classes: names of the classes by number; empty where the data name none.
         tuning: settings that were measured, and on which steps, as plain data; None where no
             setting was open.

@@ -22,7 +22,7 @@ _SHARE = 0.1
 
 
 def rehearse(tuner: Tuner, stepper: Stepper, compute: Compute, batches: Sequence[Batch]) -> None:
-    """Make a tuner's steps on the first batches, and undo all their changes."""
+    """Make a tuner's trial steps on the first batches, and undo all changes that the steps make."""
     switch, budget, turn = stepper.switch, tuner.search.budget, stepper.joint
     snapshot = Snapshot(switch.model, switch.optimizers, compute)
     number = 0

@@ -136,7 +136,8 @@ class Resume:
         self._is_due = False
         check_same_data(source, self._data, None)
         source.load_state_dict(self._own["source"])
-        # Set again, because callbacks may have drawn since the checkpoint was loaded.
+        # The random state is set again, because callbacks may have drawn since the checkpoint was
+        # loaded.
         set_random_state(self._own["random"])
 
 

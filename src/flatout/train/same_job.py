@@ -15,7 +15,8 @@ from flatout.train.job_facts import UNREAD, Facts
 
 # Maximum number of a model's modules that are listed if many differ.
 _SHOWN = 3
-# Beginnings of facts that may change in a resume: they do not affect training, or start anew.
+# First words of facts that may change in a resume, because they do not affect training or start
+# again.
 _TAKEN = ("epochs", "validation data", "allow", "arguments of ", "Keras callbacks")
 _OTHERWISE = "or begin a new run from its weights: warm_start, in another run folder"
 

@@ -115,7 +115,7 @@ class Snapshot:
     def restore(self) -> None:
         """Restore everything; parameters keep their identity and their present strides."""
         for optimizer, state in self._states:
-            # Copied again, because the optimizer will write into the loaded state.
+            # The state is copied again, because the optimizer will write into the loaded state.
             optimizer.load_state_dict(copy.deepcopy(state))
         for parameter, value, gradient in self._weights:
             # .data hides the change from autograd graphs of the caller.

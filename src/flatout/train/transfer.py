@@ -20,7 +20,7 @@ from flatout.models import weights_of
 from flatout.train.state import FittingTrainer
 from flatout.unhooked import unhooked
 
-# Attributes that a Trainer creates again in each process.
+# Names of attributes that are not sent, because a Trainer creates them again in each process.
 _OWN = ("loop", "_fit", "history")
 
 

@@ -1,4 +1,4 @@
-"""State that steps of the same optimizers share; a job may step several optimizers in turn."""
+"""State that steps of the same optimizers share; a job may alternate between optimizers."""
 
 from __future__ import annotations
 

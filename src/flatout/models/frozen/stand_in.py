@@ -46,7 +46,7 @@ class Run(Protocol):
     as_written: bool
 
     def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run in place of a torch function."""
+        """Return the result of a call of a torch function."""
 
     def module(
         self,
@@ -56,7 +56,7 @@ class Run(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run in place of a module's forward: `call` runs it whole, `written` step by step."""
+        """Return the output of a module: `call` runs it whole, `written` runs its forward code."""
 
 
 class StandIn(torch.Tensor):

@@ -14,7 +14,7 @@ import torch
 
 from flatout.errors import ModelError
 
-# Attributes in which Keras keeps the variables themselves.
+# Names of an optimizer's attributes in which Keras keeps the model's variables.
 _KEPT = ("_variables", "_trainable_variables", "_trainable_variables_indices", "_tracker")
 
 

@@ -80,7 +80,7 @@ class KerasJob:
             self._tell(given)
         return _of_samples(loss, batch)
 
-    # Attributes for a step whose forward is recorded once and run again.
+    # A step whose forward is recorded once and run again uses these attributes.
     own, metrics = None, True
 
     @property

@@ -94,7 +94,7 @@ class Callback:
         """Restore the state that `state_dict` returned."""
 
 
-# Names of events in other trainers, with the name of the same event here.
+# Names of events in other trainers, with the name of the same event in Flatout.
 _ELSEWHERE = {
     "on_train_begin": "on_fit_start",
     "on_train_start": "on_fit_start",
