@@ -33,7 +33,7 @@ class Verdict:
     Attributes:
         observations: one per rank, in order, with missing facts filled in from this machine.
         environment: facts by name: the machine, Python, torch.
-        critical: the part that steps wait for most; None if no step was observed.
+        critical: the part of the steps that takes the most time; None if no step was observed.
         findings: dangers first, notes last; within a kind by the maximum time that a cure can save,
             then by name. No finding is proven yet.
         passed: names of checks that found nothing.

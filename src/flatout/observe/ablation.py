@@ -2,10 +2,10 @@
 
 A lane is a kind of work that steps spend time on, such as waiting for batches. After the ordinary
 observation, blocks of steps run in the order A B B A; the B blocks leave out the lane's work. The
-ratio of the times of A and B is the most that a cure of this lane can gain. Blocks begin and end at
-step numbers, not by the clock, so that all ranks change at the same step. The ranks of one machine
-agree on these numbers through files in the observer's folder. The first steps of a block are not
-counted: the number of batches that loaders prefetch, and two more.
+ratio of the times of A and B is the maximum speed-up that a cure of this lane can give. Blocks
+begin and end at step numbers, not by the clock, so that all ranks change at the same step. The
+ranks of one machine agree on these numbers through files in the observer's folder. The first steps
+of a block are not counted: the number of batches that loaders prefetch, and two more.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from flatout.observe.shifted_targets import Place, as_rows, tensors_in
 from flatout.observe.sites import is_users
 
 # Changes relative to the spread of an output over its classes. _ROUNDING: smallest real change;
-# _HALF_ROUNDING: the same where a layer computes in half precision; _OTHERS: largest change of
-# other samples, as a share of the change of the token's own sample.
+# _HALF_ROUNDING: smallest real change where a layer computes in half precision; _OTHERS: largest
+# change of other samples, as a share of the change of the token's own sample.
 _ROUNDING, _HALF_ROUNDING, _OTHERS = 1e-4, 2e-2, 1e-2
 # Maximum number of values that are compared of an input without positions.
 _NUMBERS = 2**20
@@ -367,7 +367,7 @@ class _Open:
         is_clean: whether no input has changed at positions before the replaced token.
         is_mixed: whether one input sequence has changed before the replaced token, and another
             sequence only after that token.
-        has_inner: whether it has called a submodule.
+        has_inner: whether the layer has called a submodule.
     """
 
     def __init__(self, changes: set[str]) -> None:

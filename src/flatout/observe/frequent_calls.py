@@ -71,7 +71,7 @@ class FrequentCalls:
                 self._wrap(number)
 
     def weigh(self) -> None:
-        """Stop timing kinds that are too frequent, and time the stopped ones for a few steps."""
+        """Stop timing kinds that are too frequent, and time stopped kinds again for a few steps."""
         steps = self._watch.lanes.steps
         self._watch.at(2 * steps, self.weigh, is_once=True)
         if is_anything_compiled():  # new wrappers would make torch.compile compile again

@@ -29,7 +29,7 @@ class Functional:
     """Record of misused functions, from some steps.
 
     Attributes:
-        dropouts: where a module's forward calls dropout without `training=`.
+        dropouts: lines where a module's forward calls dropout without `training=`.
         softmaxes: softmaxes over the samples of a batch, by line.
     """
 

@@ -1,7 +1,8 @@
-"""Random generators of a loader's worker: those of the process, and those of its dataset.
+"""Random generators of a loader's worker process and of its dataset.
 
-Two workers that draw from equal states apply the same augmentations to different samples. Therefore
-the states are recorded before the first batch and after each of the first two. Nothing is drawn.
+Two workers that draw from equal generator states apply the same augmentations to different samples.
+Therefore the states are recorded before the first batch and after each of the first two. Nothing is
+drawn.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def number_of_state(generator: Any) -> int:
 
 
 def drawn_alike(workers: list[list[dict[str, int]]]) -> tuple[str, list[int]]:
-    """Return the used generator whose states differ least between workers, and these states.
+    """Return the used generator whose states are most alike in all workers, and these states.
 
     A generator of the dataset counts only where two workers drew the same twice, since it may be
     seeded again for each sample.

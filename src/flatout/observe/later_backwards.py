@@ -1,4 +1,4 @@
-"""Inspection of backward passes in steps after the first ones of a training.
+"""Inspection of backward passes after the first steps of a training.
 
 In the first steps, the hook of backward.py inspects them, before a hook in C replaces it.
 """

@@ -153,7 +153,7 @@ def growth(ms: list[float], width: int, samples: int) -> Growth | None:
     within = student_t(count - 2) * math.sqrt(noise / spread)
     if mean <= 0 or slope <= _SURE * within or slope * width * count < _GROWS_BY * mean:
         return None
-    # Samples at regular times vary about half as much as random ones.
+    # Samples at regular times vary about half as much as samples at random times.
     if not grows_steadily(places, ms, of_samples / 4):
         return None  # a sudden increase, such as after a part of a model is unfrozen
     return Growth(1e3 * slope, 1e3 * (slope - within), 1e3 * (slope + within))

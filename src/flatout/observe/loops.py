@@ -33,8 +33,8 @@ class Turns:
         length: full number of iterations; None where unknown.
         steps: number of finished steps when its latest iteration began.
         first: number of finished steps when the loop itself began.
-        only_steps: whether it ends early only if it steps. Code after a `while` may rely on its
-            condition, as where the loop collects samples.
+        only_steps: whether the loop ends early only if it steps. Code after a `while` may rely on
+            its condition, as where the loop collects samples.
         turns: number of finished iterations.
         short: number of iterations finished since `Loops.ends_early` was set.
         has_stepped: whether one of the iterations counted in `short` has taken a step.

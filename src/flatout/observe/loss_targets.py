@@ -34,7 +34,7 @@ class Target(NamedTuple):
     Attributes:
         values: one target value per sample, exact except for rounding where the value comes from a
             difference.
-        are_classes: whether it is a classification loss.
+        are_classes: whether the targets are classes, as in a classification loss.
         output, difference: for a loss written by hand, the output of the model, and the output
             minus the target (the target minus the output where `sign` is -1).
     """

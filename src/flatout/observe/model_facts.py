@@ -32,7 +32,7 @@ def unwrapped(module: Any) -> list[Any]:
 
 
 def without_ddp(module: Any) -> Any:
-    """Return the model in a DistributedDataParallel: its own forward waits for no other rank."""
+    """Return the model in a DistributedDataParallel, whose own forward waits for no other rank."""
     is_wrapped = type(module).__name__ == "DistributedDataParallel"
     return module.module if is_wrapped else module
 

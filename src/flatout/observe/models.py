@@ -95,8 +95,7 @@ class SeenModel(Called):
         return not two_mode_layers(module) if told is None else bool(told)
 
     def look_at_repeat(self, torch: Any, lanes: Lanes, given: list[Any]) -> None:
-        """Count the call as repeated if inputs, weights and random state are as in the last
-        call."""
+        """Count the call as repeated if inputs, weights and random state have not changed."""
         tensors = [item for item in given if torch.is_tensor(item)]
         is_known = len(tensors) == len(given) > 0
         state = hash(random_bytes(torch))

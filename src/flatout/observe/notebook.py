@@ -47,8 +47,7 @@ class Cells:
             self._observer.watch.lanes.pause(keep=not failed)
 
     def look(self) -> tuple[Observation, float]:
-        """Return the observation since the last call, and its seconds; then forget this
-        observation."""
+        """Return and forget the observation since the last call, with its length in seconds."""
         with self._between():
             observation, seconds = self._observer.so_far(), self._seconds
             self._forget()

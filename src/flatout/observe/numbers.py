@@ -18,8 +18,8 @@ from typing import Any
 from flatout.observe.model_facts import local, not_finite, some_of
 from flatout.observe.watch import Watch
 
-# Largest shares that checks may take. _SHARE: of all time; _SHARE_EVALUATING: of the time between
-# evaluations; _SHARE_SAVING: of the time between saves.
+# Largest shares of time that checks may take. _SHARE: share of all time; _SHARE_EVALUATING: share
+# of the time between evaluations; _SHARE_SAVING: share of the time between saves.
 _SHARE, _SHARE_EVALUATING, _SHARE_SAVING = 0.0005, 0.001, 0.001
 # Step after which all numbers are read for the first time.
 _FIRST_LOOK = 3

@@ -20,8 +20,8 @@ class Site:
     """A place in the user's code.
 
     Attributes:
-        file: the path as Python names it; a file of the user, never of torch or another installed
-            package. A cell of a notebook is "cell 3".
+        file: path of a file of the user, as Python names it; never a file of torch or another
+            installed package. A cell of a notebook is "cell 3".
         line: line number, from 1.
         code: text of the line without surrounding space; empty where the file cannot be read.
     """
@@ -106,8 +106,8 @@ class Loader:
             made the first loader of the same dataset.
         dataset: class of the dataset. `length` (number of samples or batches, as the dataset says)
             and `dataset_site` (line of its `__getitem__`) are None where the dataset has none.
-        batch_size, num_workers, persistent_workers, pin_memory, drop_last, prefetch_factor: as in
-            torch.
+        batch_size, num_workers, persistent_workers, pin_memory, drop_last, prefetch_factor:
+            arguments of torch's DataLoader with these names.
         shuffles: whether its sampler draws a random order.
         draws_order: whether a sampler class of the script draws a random order: its code calls a
             function such as `randperm`.
@@ -121,7 +121,7 @@ class Loader:
         hashes: one hash per epoch over the sample indices of its first batch; None where the
             sampler is not accessible.
         worker_hashes: one hash per worker. Equal hashes mean that the workers began with the same
-            random state and drew from it. It covers the generator that differs least between
+            random state and drew from it. The hash covers the generator that differs least between
             workers. Empty where the workers drew nothing, None where this was not recorded.
         worker_draws: name of the generator in `worker_hashes`: "torch", "random", "numpy", or its
             path in the dataset, such as "dataset.rng"; "" where the workers drew nothing.
@@ -140,7 +140,7 @@ class Loader:
             torch's datapipes.
         kept_per_sample: entries that each sample read in this process added to the dataset's own
             lists, dicts and sets; None where workers read, or too few samples were read.
-        in_training: whether its batches were used for training, not only for evaluation.
+        in_training: whether the loader's batches were used for training, not only for evaluation.
         is_in_order: whether it gives its samples in the order in which the dataset stores them.
         label_runs: numbers of classes, of runs of one class, of samples, and of samples in the
             second largest class, from the labels that its dataset holds; None where the labels are
@@ -227,8 +227,9 @@ class Table:
         site: line that calls the model with rows of the table.
         length: number of samples.
         batch_size: number of samples in one call of the model.
-        in_training: whether its rows are used for training, not only for evaluation.
-        shared_rows, shared_files, shared_windows, scaling: as in Loader.
+        in_training: whether the table's rows are used for training, not only for evaluation.
+        shared_rows, shared_files, shared_windows, scaling: attributes as in Loader, for the rows of
+            this table.
     """
 
     name: str
@@ -248,8 +249,8 @@ class Optimizer:
 
     Attributes:
         kind: the class, as module.Name.
-        site: where the user calls step().
-        backward_site: where the user calls backward().
+        site: line where the user calls step().
+        backward_site: line where the user calls backward().
         steps: number of its steps.
         step_share: its share of the time of all optimizers' steps.
         backwards: median number of backward passes per step.
@@ -258,13 +259,13 @@ class Optimizer:
         parameters: number of parameter tensors.
         elements: number of elements in the parameters.
         local_bytes: bytes of the parameter parts that this rank holds.
-        devices, dtypes: devices and dtypes of the parameters.
+        devices, dtypes: names of the devices and of the dtypes of the parameters.
         sparse_share: share of the embedding rows updated by a step whose gradient is not zero.
             Every row of a sparse gradient counts as one with a gradient.
         rates: learning rate of its first parameter group in some of its first steps: [step, rate].
         first_target: the full learning rate according to its scheduler; None without a scheduler.
-        subnormal_share: largest share of subnormal numbers in one of its moments, on a CPU that
-            does not flush subnormal numbers to zero.
+        subnormal_share: largest share of subnormal numbers in one of the optimizer's moments, on a
+            CPU that does not flush subnormal numbers to zero.
         options: numeric options of its parameter groups by name, each the value farthest from
             zero; options of Keras optimizers have torch's names.
         kept_gradients: number of its first steps in which backward added to gradients left from
@@ -324,7 +325,7 @@ class Schedule:
 
     Attributes:
         kind: its class.
-        site: where it is made.
+        site: line where it is made.
         stepped_at: line that stepped the scheduler first.
         first_after: number of optimizer steps before its first step; None where not recorded.
         steps: number of its steps.
@@ -365,7 +366,7 @@ class Monitor:
         metric_kind: "loss" or "score", guessed from the metric's name.
         acts: the effect: "stops" the training, "keeps" the best weights, or "lowers" the rate.
         is_default: whether `mode` equals the callback's default.
-        site: where the callback is made.
+        site: line where the callback is made.
     """
 
     kind: str
@@ -390,7 +391,7 @@ class InLoss:
             tanh. "single": softmax over a single score. "undivided": means of several batches were
             summed for a step. "cut": a term ends in a tensor that is newly made in each step.
         site: the user's line, where torch could record it.
-        count: number of graphs with the finding.
+        count: number of loss graphs with the finding.
         steps: number of the last step with the finding.
         detail: data that depend on `kind`, such as {"outer": "cross_entropy", "inner": "softmax"}.
     """
@@ -408,10 +409,11 @@ class Model:
 
     Attributes:
         kind: the class, as module.Name.
-        site: where the user calls it.
+        site: line where the user calls it.
         elements: number of elements in its parameters.
-        layers: number of modules of each class; "Dropout in LSTM" for modules with dropout inside.
-        has_convolutions, is_channels_last, is_compiled: properties of the model.
+        layers: number of modules by class; "Dropout in LSTM" for modules with dropout inside.
+        has_convolutions, is_channels_last, is_compiled: whether the model has convolutions, has
+            weights in the channels_last format, is compiled by torch.compile.
         wrapper: "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel" or "".
         wrapper_options: options of that wrapper, such as {"find_unused_parameters": True}.
         unused_parameters: whether any of its parameters had no gradient in some step; None if
@@ -422,10 +424,10 @@ class Model:
         lengths: number of different lengths of the input sequences, padding included.
         is_told: whether each call passes the training mode to its layers, as in Keras; the mode
             of the module then has no meaning.
-        evaluated_in_train_mode: where it was called without gradients in train mode, although
+        evaluated_in_train_mode: line where it was called without gradients in train mode, although
             train mode changes its output (dropout, BatchNorm).
-        trained_in_eval_mode: where it was called with gradients in eval mode, then stepped.
-        evaluated_with_grad: where it was called in eval mode with gradients enabled, and no
+        trained_in_eval_mode: line where it was called with gradients in eval mode, then stepped.
+        evaluated_with_grad: line where it was called in eval mode with gradients enabled, and no
             backward followed.
         evaluated_every: steps between evaluations, where that number is constant.
         first_weights, first_gradients: a hash of the weights before the first step, and a hash of
@@ -439,8 +441,8 @@ class Model:
             to no optimizer; only for a model of which an optimizer steps other parameters.
         moved: names of the `not_stepped` parameters that the script itself changes, as in a moving
             average. `moved_share` is their share of all elements that had a gradient.
-        misses_first: whether the `not_stepped` parameters come before all stepped ones, as where
-            only a head is meant to train.
+        misses_first: whether the `not_stepped` parameters come before all stepped parameters, as
+            where only a head is meant to train.
         unregistered: names and shapes of parameters that a loss has reached, but that belong to no
             called module and no optimizer, such as those of layers in a Python list.
         repeats: number of its first `repeats_of` calls that had the same input, weights and random
@@ -500,7 +502,7 @@ class Backbone:
 
     Attributes:
         kind: its class.
-        site: where it was called first.
+        site: line where it was called first.
         ms: milliseconds per step in its forward.
     """
 
@@ -515,7 +517,7 @@ class Cell:
 
     Attributes:
         kind: class of the cell, such as "LSTMCell".
-        site: where it is called.
+        site: line where it is called.
         length: number of iterations of the loop.
         ms: milliseconds that its calls take in the forward pass of one step.
     """
@@ -532,7 +534,7 @@ class OverBatch:
 
     Attributes:
         kind: class or function, such as "LSTM", "MultiheadAttention" or "log_softmax".
-        site: where it is called.
+        site: line where it is called.
         shape: shape of its input.
         count: number of such calls.
         by_targets: True if the evidence is that targets are inputs shifted by one token in each
@@ -638,7 +640,7 @@ class Growing:
         ms: milliseconds per step, in the measured steps.
         at: number of the last measured step.
         bytes: bytes per element.
-        is_list: whether it reads a whole Python list, instead of concatenating arrays.
+        is_list: whether the line reads a whole Python list, instead of concatenating arrays.
         pieces: number of tensors or arrays that each step adds to the concatenated tensors or
             arrays.
     """
@@ -662,7 +664,7 @@ class UnusedGradients:
         fate: "zeroed" before the optimizer of these parameters stepped, "added" to the gradients
             that this optimizer steps with, or "kept" where no optimizer steps these parameters.
         model: class of the model with these parameters; "" where it is unknown.
-        called_at: where the model is called.
+        called_at: line where the model is called.
         backward_at: the backward pass that computes the gradients.
         stepped_at: the optimizer step that this pass was for.
         passes_on: whether the gradient passes through this model to the stepped parameters.
@@ -692,7 +694,7 @@ class RepeatedSeed:
     Attributes:
         kind: the function that seeds it, such as "numpy.random.default_rng"; or the function that
             drew the same numbers again, such as "torch.randperm".
-        site: where it is called.
+        site: line where it is called.
         steps: number of finished steps at each reset.
         seed: seed of the torch.Generator that gave the same numbers; None where `kind` is a seeding
             function.
@@ -710,7 +712,7 @@ class Teacher:
 
     Attributes:
         kind: its class, as module.Name.
-        site: where it is called.
+        site: line where it is called.
         layers: number of its layers whose output depends on train mode, by class.
         moved: number of BatchNorms whose running statistics changed in four steps.
         dropped: share of elements that the model's first dropout layer set to zero; None without a
@@ -734,7 +736,7 @@ class LeakedTarget:
         samples: number of compared samples; the column matches in all of them.
         values: number of different targets among these samples.
         shape: shape of a sample.
-        site: where the model is called.
+        site: line where the model is called.
     """
 
     column: int
@@ -751,7 +753,7 @@ class SeenAhead:
 
     Attributes:
         kind: its class, as module.Name.
-        site: where it is called.
+        site: line where it is called.
         at: position of the checked output in the sequence, from 0.
         length: length of the sequence in tokens.
         targets: number of targets compared with the tokens; each equals the next token.
@@ -776,7 +778,7 @@ class RemadeOptimizer:
 
     Attributes:
         kind: its class, as module.Name.
-        site: where it is constructed.
+        site: line where it is constructed.
         parameters: number of trainable tensors.
         times: number of repeated constructions.
         until: number of training steps in which the constructions were counted.
@@ -799,7 +801,7 @@ class StillTarget:
 
     Attributes:
         kind: its class, as module.Name.
-        site: where it is called.
+        site: line where it is called.
         steps: number of steps after which its weights were still unchanged.
     """
 
@@ -814,7 +816,7 @@ class EqualViews:
 
     Attributes:
         kind: its class, as module.Name.
-        site: where it is called.
+        site: line where it is called.
         samples: number of equal images.
         steps: number of steps in which they were equal.
         is_batch: whether they are the two halves of one batch, instead of two calls.
@@ -834,7 +836,7 @@ class KeptGraphs:
     Attributes:
         name: the script's name, such as "losses" or "meter.total".
         site: the line that adds to it; None where it was not found.
-        is_list: whether it is a list of tensors; otherwise it is a sum.
+        is_list: True if the variable is a list of tensors, False if it is a sum.
         steps: number of steps whose graphs it kept alive at the last check.
         nodes: number of graph nodes that it kept alive then.
     """
@@ -920,7 +922,7 @@ class ModuleTime:
 
 @dataclass
 class OtherThread:
-    """A thread of the script other than the one that steps.
+    """A thread of the script other than the stepping thread.
 
     Attributes:
         name: its name in Python.
@@ -971,7 +973,8 @@ class DeviceTime:
             "backward", "optimizer", or "forward" for all other lanes.
         to_device_ms, to_host_ms: milliseconds per step of copies from the host and to the host.
         is_pageable: whether any copy to the device came from memory that is not pinned.
-        kernels: names of the kernels that take most time, with ms per step, longest first.
+        kernels: names of the kernels that take the most time, with milliseconds per step, in order
+            of decreasing time.
         launches: number of kernels and copies per step.
         step_ms: milliseconds of a profiled step, which profiling lengthens on a slow host.
     """
@@ -992,7 +995,7 @@ class LeftOut:
     """A call whose value is unused and that does not affect training, and a step without it.
 
     Attributes:
-        site: where the call is made.
+        site: line where the call is made.
         words: source text of the called expression.
         measured: Ablation with the duration of steps with and without the call.
         first: number of the first assignment's line that only this call reads, else the number of
@@ -1083,7 +1086,7 @@ class Observation:
         held_out_nodes: held-out nodes of a graph that enter the loss.
         shared_folds: cross-validation loops that train one model on all folds.
         state_loads: loads of a state dict that change nothing.
-        dropouts: where a model calls torch.nn.functional.dropout without `training=`.
+        dropouts: lines where a model calls torch.nn.functional.dropout without `training=`.
         growing: data that each step concatenates, and that grow with each step.
         gradient_uses: number of backward passes that were followed to the step which uses their
             gradients, where several optimizers or models take part. `unused_gradients` are those

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from flatout.observe.sites import is_users
 
-# Maximum number of calling functions that are searched above the one that calls the model.
+# Maximum number of calling functions that are searched above the function that calls the model.
 _LEVELS = 4
 
 Place = tuple[str, int]

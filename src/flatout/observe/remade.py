@@ -1,8 +1,8 @@
 """Optimizers made again while the same parameters continue to train, which loses moving averages.
 
 Reported are successive optimizers with the same options on the same data, none of which lives
-longer than an epoch. The weights show that training continues: those at the end of one optimizer
-are bitwise equal to those when the next one was made.
+longer than an epoch. The weights show that training continues: the weights at the end of an
+optimizer are bitwise equal to the weights when the next optimizer was made.
 """
 
 from __future__ import annotations

@@ -67,9 +67,9 @@ class _Draws:
         is_data: whether the whole input of a model, or the target of a loss, was drawn by the line
             or by the same generator.
         drawn_at: by state, the step in which a draw within a loader left it.
-        is_of_loader: whether it draws while a loader makes a batch.
+        is_of_loader: whether the line draws while a loader makes a batch.
         is_alike: whether a draw within a loader left the same state twice in one step.
-        draws: number of draws.
+        draws: number of draws by the line.
     """
 
     kind: str

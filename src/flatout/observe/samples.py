@@ -92,8 +92,8 @@ class Samples:
         series: the series that the samples are windows of, as [steps, columns]; None without a
             series.
         whole: a longer series of the script that contains `series`; None without such a series.
-        windows: where samples can be windows of a series, two hashes of each sample: of all steps
-            but the last, and of all steps but the first; None otherwise.
+        windows: where samples can be windows of a series, two hashes of each sample: a hash of all
+            time steps but the last, and a hash of all time steps but the first; None otherwise.
         bits: upper limit of the bits that distinguish samples. Where the limit is small, samples
             may be equal by chance.
         of_all: moments of all rows of the table from which the samples are picked; None where the
@@ -282,8 +282,8 @@ def labels_of(dataset: Any) -> list[int] | None:
 
 def label_runs(labels: Sequence[int] | None) -> tuple[int, int, int, int] | None:
     """Return the number of classes, runs of one class, samples, and samples of the second class.
-    The second class is the one with the second largest number of samples. None for numbers that
-    cannot be classes."""
+    The second class has the second largest number of samples. None for numbers that cannot be
+    classes."""
     sizes = Counter(labels or ()).most_common()
     if labels is None or len(sizes) < 2 or len(sizes) > min(_CLASSES, len(labels) // 2):
         return None

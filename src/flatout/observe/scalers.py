@@ -30,10 +30,10 @@ class _Fitted:
     """A scaler that was fitted.
 
     Attributes:
-        rows: hashes of the samples that it was fitted on.
+        rows: hashes of the samples that the scaler was fitted on.
         made: hashes of its outputs for these samples.
         is_rich: whether no two samples are equal by chance.
-        is_used: whether it was used during training.
+        is_used: whether the scaler was used during training.
     """
 
     def __init__(self, scaler: Any, site: Site | None, rows: list[int], is_rich: bool) -> None:

@@ -54,7 +54,7 @@ class _Taken:
 
     Attributes:
         ref, owner: weak references to the dict and to its module.
-        site: where it was taken.
+        site: line where it was taken.
         stamp: the module's state at that time.
     """
 

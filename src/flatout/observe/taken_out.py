@@ -54,7 +54,7 @@ class Input:
             if loader_now is None or not loader_now.in_training:
                 return original(iterator)
             left = _length(iterator) - iterator._num_yielded
-            if left <= 0:  # real batches remain, in place of the repeated ones
+            if left <= 0:  # real batches remain, in place of the repeated batches
                 lanes.begin_batch()
                 lanes.switch(HOST)
                 raise StopIteration

@@ -90,7 +90,7 @@ def _observed(observation: Observation, most_steps: int) -> Iterator[_Event]:
     # Lanes that were not measured leave a gap: the other lanes are not stretched over it.
     whole = max(sum(within.values()), sum(lengths) / len(lengths))
     lengths = lengths[-most_steps:]
-    # If there are many steps, an Observation has only the durations of the latest ones.
+    # If there are many steps, an Observation has only the durations of the latest steps.
     first = max(0, observation.steps - len(lengths))
     starts = [0, *accumulate(round(ms * 1e6) for ms in lengths)]
     for at, ms in enumerate(lengths):

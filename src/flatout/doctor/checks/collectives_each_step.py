@@ -23,7 +23,7 @@ _FEW = 1 << 16
 def look(observations: Sequence[Observation]) -> Findings:
     """Report lines with small collectives in most steps.
 
-    Of each line the rank that waits least counts, since the other ranks wait for that rank.
+    For each line, the shortest wait of any rank counts, since the other ranks wait for that rank.
     """
     if not has_peers(observations):
         return

@@ -24,7 +24,7 @@ def look(observations: Sequence[Observation]) -> Findings:
         raise NoSignal("which samples the ranks take was out of sight")
     sets = [set(item) for item in taken if item is not None]
     if any(len(own) < len(item or ()) for own, item in zip(sets, taken, strict=True)):
-        return  # one rank takes some samples several times, as when rare ones are oversampled
+        return  # one rank takes some samples several times, as when rare samples are oversampled
     if all(own == sets[0] for own in sets) or _begin_alike(loaders):
         return  # sampler_missing reports this case
     numbers = [number for own in sets for number in own]

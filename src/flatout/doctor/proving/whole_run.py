@@ -107,7 +107,7 @@ def _default(script: Path, names: Sequence[str]) -> int | None:
 
 
 def setup_s(a: Showed, b: Showed, a_step: float, b_step: float) -> float:
-    """Return the one-time seconds that B takes and A does not, such as for compiling."""
+    """Return the one-time seconds that only B takes, such as for compiling."""
     return max(0.0, _beyond(b, b_step) - _beyond(a, a_step))
 
 

@@ -2,7 +2,7 @@
 
 Landlock (https://docs.kernel.org/userspace-api/landlock.html) needs no privileges, and applies for
 good to this process and its children. Without overlays it refuses writes that Python's functions
-cannot redirect: those of native code and subprocesses, which get `Permission denied`.
+cannot redirect: writes of native code and subprocesses, which get `Permission denied`.
 """
 
 from __future__ import annotations

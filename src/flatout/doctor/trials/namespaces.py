@@ -32,7 +32,7 @@ def leave(kinds: int, *, as_user: bool | None = None) -> None:
 
 
 def unshare(kinds: int) -> None:
-    """Move this process into new namespaces of these kinds, if it has the privilege."""
+    """Move this process into new namespaces of these kinds, if the process has the privilege."""
     checked(_libc.unshare(kinds), "unshare")
 
 

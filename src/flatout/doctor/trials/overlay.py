@@ -37,14 +37,15 @@ def enter(
     as_user: bool | None = None,
     writes: Sequence[str] = (),
 ) -> None:
-    """Move this process and its future children into such a namespace.
+    """Move this process and its future children into a mount namespace with overlays.
 
     The process must have one thread only. Its current folder stays the same.
     """
     here = os.getcwd()
     ways = [] if os.geteuid() == 0 and not as_user else _foreign_folders([here, *writes])
     namespaces.leave(namespaces.MOUNTS, as_user=as_user)
-    # System V shared memory and POSIX queues end with this namespace. A few kernels lack it.
+    # System V shared memory and POSIX queues end with this namespace. A few kernels lack this kind
+    # of namespace.
     with suppress(OSError):
         namespaces.unshare(namespaces.MESSAGES)
     real = [(path, os.open(path, os.O_PATH)) for path in passes]

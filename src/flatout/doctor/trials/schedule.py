@@ -112,7 +112,7 @@ class Schedule:
         """Return the length of the blocks of each side.
 
         Args:
-            step_s, dropped, most: as in `steps`.
+            step_s, dropped, most: arguments of `steps` with the same names.
             left_s: seconds left of the trial.
             steps: minimum number of steps that both sides count.
         """

@@ -1,7 +1,7 @@
 """The file tree that a redirected script sees.
 
 It consists of the user's files, copies of files that the script has written, and new files, without
-the deleted ones.
+the deleted files.
 
     FOLDER/files/<absolute path>    a copy, or a new file
     FOLDER/gone                     paths deleted, moved, or made again, separated by zero bytes
@@ -138,7 +138,7 @@ class View:
                 os.close(descriptor)
 
     def listed(self, name: Name) -> list[str]:
-        """Return the names in a folder: the user's files and copies, without deleted ones."""
+        """Return the names in a folder: the user's files and copies, without deleted files."""
         path = self.named(name)
         copy = self._files + path
         if self._is_passed(path) or (not exists(copy) and not self._any_gone()):
