@@ -45,7 +45,7 @@ def key(
         "batches": [_shapes(batch) for batch in batches],
         "allow": allow.words,
         "requested": dumps(requested),
-        # Compiling pays in long runs, so the key includes the run's order of magnitude.
+        # Compiling saves time only in long runs, so the key includes the run's order of magnitude.
         "steps": 0 if steps is None else len(str(steps)),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]

@@ -1,4 +1,4 @@
-"""Compiles the step of a small model during the run, where that pays, and counts the cost.
+"""Compiles the step of a small model during the run, if that saves time, and measures the cost.
 
 The compiling child process is paused for short periods, so that steps during the compilation are
 compared with steps without it in the same state of the machine. The time by which steps were slower

@@ -1,10 +1,10 @@
 """Runs the forward of an evaluation as one compiled graph, where that is measured faster.
 
-Within `EvaluateGraph.over` the model's calls are timed. Where the remaining calls repay compiling,
-the forward is traced (forward_graph.py) and compiled by a child process, as steps are (capture.py).
-Once the graph is compiled, it is compared with an eager call. It is then timed against eager calls
-in the order A B B A, on the evaluation's own batches. Only the samples of the comparison are
-computed twice. The result is kept next to the package, for later processes.
+Within `EvaluateGraph.over` the model's calls are timed. If compiling would save time in the
+remaining calls, the forward is traced (forward_graph.py) and compiled by a child process, as steps
+are (capture.py). Once the graph is compiled, it is compared with an eager call. It is then timed
+against eager calls in the order A B B A, on the evaluation's own batches. Only the samples of the
+comparison are computed twice. The result is kept next to the package, for later processes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class EvaluateGraph:
         passes_left: number of similar evaluations that are planned after the present evaluation;
             None if unknown. Then the remaining calls are expected to take at least the time of the
             calls until now.
-        is_asked: whether graphs are compiled even if they do not repay it.
+        is_asked: whether graphs are compiled even if that saves no time.
         may_lend: whether calls may run on one thread less while a graph is compiled.
         graphs: number of traced graphs.
     """
@@ -218,7 +218,7 @@ class _Form:
         samples: number of samples of a call.
         seen: samples of all calls, except those made while input sizes were compared.
         calls, spent_s: number of eager calls, and their total seconds.
-        why: the reason why calls stay eager for good; "" while that is open.
+        why: the reason why all further calls stay eager; "" while a graph may still be used.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class _Form:
         return output
 
     def _looked_at(self, leaves: list[Any], call: Call) -> Any:
-        """Make a call while timing its kernels; trace it, and have it compiled if that pays."""
+        """Make a call while timing its kernels; trace it, and compile it if that may save time."""
         self._is_due = False
         before, times = Attributes(self._model), OperatorTimes()  # type: ignore[no-untyped-call]
         began = self._owner.clock()

@@ -105,7 +105,7 @@ class EvaluatedFeatures:
                 self._features.rows.hold(rows)
 
     def _may_have(self, source: Source) -> bool:
-        """Return True if keeping features may pay. All ranks get the same answer."""
+        """Return True if keeping features may save time. All ranks get the same result."""
         if self._loop.allow < Parity.TOLERANT or not self._features.may_keep:
             return False
         samples = samples_of(source)
@@ -132,7 +132,7 @@ class EvaluatedFeatures:
             if content.startswith("only ") or not (known or self._times[content] > 1):
                 return None
             batch = None if first is None else self._loop.ready(first)
-            # All ranks take part, also a rank without a batch.
+            # All ranks call this, also a rank without a batch.
             cuts = self._cuts_for(source, batch, known)
             if batch is None or not cuts:
                 return None

@@ -128,7 +128,7 @@ class FrozenFeatures:
         return self.rows.where != "off" and adapter_of(self._model).is_partly_frozen()
 
     def begin(self, source: Source, part: Source, epoch: int) -> bool:
-        """Start an epoch: decide on features if that is due; return whether they may be used."""
+        """Start an epoch, decide on features if planned, and return whether they may be used."""
         self._source, self._trains, self._restarts = source, True, False
         self._part = part
         self._is_new_epoch = True
@@ -374,7 +374,7 @@ class FrozenFeatures:
         return rows
 
     def _keep_pixels(self, source: Source, batch: Batch, epoch: int, why: str) -> bool:
-        """Keep decoded pixels if that pays and features cannot be kept; return whether it does."""
+        """Keep decoded pixels if features cannot be kept and pixels save time; return if so."""
         loop = self._loop
         can_keep = isinstance(source, Pipeline) and loop.world.size == 1 and available()
         cached = source.cached() if isinstance(source, Pipeline) and can_keep else None

@@ -297,7 +297,7 @@ class Loop(LoopState):
         batches = self.feed.batches(
             self.world, self.note, self.epoch, self.planned_epochs, whole=whole
         )
-        # A fit reports skipped rows at the end of its epochs, where ranks meet.
+        # A fit reports skipped rows at the end of its epochs, where all ranks communicate.
         return batches if self.trainer_facts is not None else self._told_at_end(batches, source)
 
     def _told_at_end(self, batches: Iterator[Batch], source: Source) -> Iterator[Batch]:
@@ -452,7 +452,7 @@ class Loop(LoopState):
         if error is None:
             self.end_tuning()
         self.monitor.end(error)
-        if error is None:  # after an error other ranks may not take part
+        if error is None:  # after an error other ranks may not communicate
             if self._stepper is not None:
                 self._stepper.switch.gather_rows()
             if self._trial is not None:

@@ -150,7 +150,8 @@ class Chain:
 
     Args:
         make: function that makes a step without any Part.
-        order: classes of Parts, the outermost first. `Part` itself stands for all other classes.
+        order: classes of Parts, the outermost first. `Part` itself marks the position of all other
+            classes.
 
     Attributes:
         parts: the Parts, the outermost first.

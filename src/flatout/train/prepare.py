@@ -62,7 +62,7 @@ def first_batches(loop: LoopState, data: Source | None, compute: Compute | None)
     loop.batch_s = peeked_s / max(1, len(first))
     if loop.is_staged and any(batch.is_jagged for batch in first):
         raise jagged_in_stages()
-    # A rank may have no batch where other ranks have some; all ranks take part.
+    # A rank may have no batch while other ranks have batches; all ranks call this.
     loop.first_batch_size = round(sum(loop.world.gather(samples_of(first)))) or None
     loop.has_own_batches = loop.world.size > 1 and not isinstance(data, Pipeline)
     loop.has_own_batches &= any(batch.is_jagged for batch in first)

@@ -86,7 +86,7 @@ class RunRecording:
         return min(self._use.due, self._write_at)
 
     def look(self) -> None:
-        """Sample the resources in use, and write the Profile if that is due."""
+        """Measure the resources in use, and write the Profile if enough time has passed."""
         self._use.look()
         if clock() < self._write_at:
             return

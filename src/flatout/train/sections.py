@@ -1,8 +1,9 @@
 """Sections of an epoch, in which ranks claim parts of batches while they train.
 
-If ranks step alone, a slow rank need not delay the other ranks: each rank claims the next part of a
-batch when it is ready. All ranks meet at the end of a section. A section ends with the epoch, where
-a checkpoint is due, or when a rank asks for it.
+If ranks step alone, a slow rank need not delay the other ranks: when a rank is ready, it claims the
+next part of a batch, and no other rank computes this part. All ranks wait for one another at the
+end of a section. A section ends with the epoch, where a checkpoint is due, or when a rank asks for
+it.
 """
 
 from __future__ import annotations

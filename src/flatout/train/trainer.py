@@ -115,7 +115,7 @@ class Trainer:
 
     # Facts about the training data, such as names of classes; None before any are known.
     signature: Signature | None = None
-    # Run folder from which the next fit resumes, after lost ranks have been taken back.
+    # Run folder from which the next fit resumes, after lost ranks have rejoined.
     _folder: str | None = None
     # Lines about the conversion of the input, which `fit` prints.
     input_lines: Sequence[str] = ()

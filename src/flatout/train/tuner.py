@@ -4,7 +4,7 @@ A step under tried settings is a normal step of the run. If it fails, or its gra
 finite, its effects are undone and it is made again under the best settings known. Several ranks
 switch at the same step: after each block they agree on the times that decide.
 
-When nothing is left to try, single steps are timed now and then. If the pace has changed
+When no option is left to try, single steps are timed at intervals. If the pace has changed
 permanently, settings are tried once more. If other parameters train than before, the job counts as
 another job (other_job.py).
 """

@@ -107,7 +107,7 @@ class Turns:
         return iter(self._by_places.values())
 
     def of(self, optimizers: Optimizers | None) -> Turn:
-        """Return the turn of some of the job's optimizers; None stands for all together.
+        """Return the turn of some of the job's optimizers; None means all optimizers together.
 
         Raises:
             FlatoutError: an optimizer is not among the job's.

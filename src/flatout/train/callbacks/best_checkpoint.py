@@ -56,11 +56,11 @@ class BestCheckpoint(Callback):
             self.path = state.trainer.save_checkpoint(score=score)
 
     def on_fit_end(self, state: FitState) -> None:
-        """Make the next fit start afresh."""
+        """Let the next fit delete the state, unless that fit resumes."""
         self._resumed = False
 
     def on_fit_error(self, state: FitState, error: BaseException) -> None:
-        """Make the next fit start afresh."""
+        """Let the next fit delete the state, unless that fit resumes."""
         self._resumed = False
 
     def state_dict(self) -> dict[str, Any]:

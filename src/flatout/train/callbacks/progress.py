@@ -81,7 +81,7 @@ class Progress(Callback):
             self._draw(state)
 
     def on_step(self, state: FitState) -> None:
-        """Draw the bar or print a line, if that is due."""
+        """Draw the bar or print a line, if enough time has passed."""
         now = perf_counter()
         steps, elapsed = state.step - self._looked_step, max(now - self._looked_at, 1e-9)
         self._looked_step, self._looked_at = state.step, now

@@ -40,7 +40,7 @@ class Remaining(Callback):
         self._write_at = self._began
 
     def on_step(self, state: FitState) -> None:
-        """Write the file if that is due."""
+        """Write the file if enough time has passed."""
         now = perf_counter()
         pace = (state.step - self._step) / max(now - self._looked, 1e-9)
         self._step, self._looked = state.step, now

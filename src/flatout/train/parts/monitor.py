@@ -98,7 +98,7 @@ class Monitor(Part):
             self._look(now)
 
     def _look(self, now: int) -> None:
-        """Write the live file and sample the resources in use, if that is due."""
+        """Write the live file and measure the resources in use, if enough time has passed."""
         assert self._live is not None
         if now >= self._live.due:
             self._live.write()

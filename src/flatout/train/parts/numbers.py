@@ -116,7 +116,7 @@ class NumbersGuard(Part):
             with stepper.switch.autocast():
                 return within(batch)
 
-        # Where each rank steps alone, other ranks do not take part.
+        # If each rank steps alone, other ranks do not call this.
         world = ONE if stepper.strategy.steps_apart else self._world
         together = world if stepper.strategy.meets_in_compute else ONE
 
