@@ -374,7 +374,7 @@ class FrozenFeatures:
         return rows
 
     def _keep_pixels(self, source: Source, batch: Batch, epoch: int, why: str) -> bool:
-        """Keep decoded pixels if features cannot be kept and pixels save time; return if so."""
+        """Keep decoded pixels in place of features if that saves time; return whether it does."""
         loop = self._loop
         can_keep = isinstance(source, Pipeline) and loop.world.size == 1 and available()
         cached = source.cached() if isinstance(source, Pipeline) and can_keep else None
