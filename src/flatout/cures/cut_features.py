@@ -1,4 +1,4 @@
-"""Keeps the features of a script's model at a cut after its frozen layers.
+"""Keeps the features (activations) of a script's model at a cut after its frozen layers.
 
 The model is called with features instead of the batch, and runs only the layers after the cut.
 """
@@ -44,7 +44,7 @@ class CutFeatures(KeptSamples):
         self.is_open, self.why = True, ""
         self._cut: Cut | None = None
         self._device = next(model.parameters()).device
-        self._form: Any = None  # form of the inputs that the cut is for
+        self._form: Any = None  # form of the inputs for which the forward is cut
         self._looked = 0
 
     @property

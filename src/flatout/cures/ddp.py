@@ -205,7 +205,7 @@ class _Micro:
         count: number of micro-batches in a step; 1 until it is known.
         events: forward and backward passes since the last step.
         is_local: True while gradients of this rank alone accumulate.
-        is_left: True if this module stays as written.
+        is_left: True if this module runs as written, without the cure.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """script.host_syncs=deferred: numbers read from a GPU in each step are fetched when used.
 
-The copy to the host is queued where the script reads the number, so that it gets the value of that
-moment. Only the wait for the device's queued work is skipped.
+The copy to the host is queued where the script reads the number, so that the script gets the value
+of that moment. Only the wait for the device's queued work is skipped.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def _keeping_interop_threads(original: Any) -> Any:
 
 
 def keep_memory(torch: Any, steps: ScriptSteps) -> None:
-    """Make the allocator keep its memory, if it is glibc's."""
+    """Make the allocator keep freed memory, if the allocator is glibc's."""
     if allocator.current() == "keep" or allocator.keep_memory():
         took("memory.allocator", "allocator=keep")
     else:

@@ -106,9 +106,10 @@ class ScriptSteps:
         return any(id(parameter) in self._owned for parameter in parameters)
 
     def is_in_each(self, place: Hashable) -> bool:
-        """Return True if the script reaches this place of its code between all steps.
+        """Return True if the script reaches this position of its code between all steps.
 
-        Call this each time the place is reached: it is True if it was reached in the step before.
+        Call this each time the position is reached; the result is True if the position was also
+            reached in the previous step.
         """
         last, is_in_each = self._places.get(place, (-1, False))
         if last != self.count:

@@ -1,4 +1,4 @@
-"""Ablation in place: duration of a running script's steps without one lane of their time.
+"""Ablation in a running script: the duration of steps when one lane's work is left out.
 
 A lane is a kind of work that steps spend time on, such as waiting for batches. After the ordinary
 observation, blocks of steps run in the order A B B A; the B blocks leave out the lane's work. The

@@ -20,9 +20,9 @@ from flatout.hooks import after_forward, before_forward
 from flatout.observe.shifted_targets import Place, as_rows, tensors_in
 from flatout.observe.sites import is_users
 
-# Changes relative to the spread of an output over its classes. _ROUNDING: smallest real change;
-# _HALF_ROUNDING: smallest real change where a layer computes in half precision; _OTHERS: largest
-# change of other samples, as a share of the change of the token's own sample.
+# Changes as a share of the standard deviation of an output over its classes. _ROUNDING: smallest
+# real change; _HALF_ROUNDING: smallest real change where a layer computes in half precision;
+# _OTHERS: largest change of other samples, as a share of the change of the token's own sample.
 _ROUNDING, _HALF_ROUNDING, _OTHERS = 1e-4, 2e-2, 1e-2
 # Maximum number of values that are compared of an input without positions.
 _NUMBERS = 2**20
@@ -48,7 +48,7 @@ class Sees(NamedTuple):
     """Finding that a model sees future tokens.
 
     Attributes:
-        change: change of an output, as a share of its spread over the classes.
+        change: change of an output, as a share of its standard deviation over the classes.
         layer, kind: name and class of the layer in which the change begins; "" where unknown.
     """
 

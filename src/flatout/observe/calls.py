@@ -1,4 +1,4 @@
-"""Counts of calls by kind and place, at the cost of a dictionary look-up."""
+"""Counts of calls by kind and line of code, at the cost of a dictionary look-up."""
 
 from __future__ import annotations
 

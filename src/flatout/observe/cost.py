@@ -73,7 +73,7 @@ def added(
     once_ran[_search_ns,] = max(once_ran[_search_ns,], watch.calls.sought_once)
     ran.subtract(once_ran)
     torch = sys.modules["torch"]
-    # The script may be at any place, such as an evaluation without gradients.
+    # The script may be within any context, such as an evaluation without gradients.
     with torch.inference_mode(False), torch.enable_grad(), _one_thread(torch):
         ns, once = (
             sum(count * _once(*cost) for cost, count in part.items() if count > 0)

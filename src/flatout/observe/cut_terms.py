@@ -1,7 +1,7 @@
 """Terms of a loss that give no parameter a gradient: new tensors with requires_grad.
 
-An example is `torch.tensor([...], requires_grad=True)` of numbers that were read with `.item()`. It
-takes part in a loss without an error, but the graph ends there.
+An example is `torch.tensor([...], requires_grad=True)` of numbers that were read with `.item()`.
+Such a tensor takes part in a loss without an error, but the graph ends at the tensor.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from flatout.hooks import wrap
 def watch_exits(ends: Callable[[bool], None], becomes: Callable[[str], None]) -> None:
     """Hook into these functions, so that the observation is written first."""
     wrap(os, "_exit", "observe", _ending, ends)
-    # The other functions of the exec family call one of these two.
+    # All other functions of the exec family call execv or execve.
     wrap(os, "execv", "observe", _becoming, becomes)
     wrap(os, "execve", "observe", _becoming, becomes)
 

@@ -1,4 +1,4 @@
-"""Gradients between steps: whether they are zeroed, and which parameters never get one."""
+"""Gradients between steps: checks for missing zeroing, and for parameters without a gradient."""
 
 from __future__ import annotations
 

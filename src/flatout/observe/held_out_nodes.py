@@ -1,4 +1,4 @@
-"""Held-out nodes of a graph that enter the loss, since no mask is applied to it.
+"""Held-out nodes of a graph that enter the loss, since no mask is applied to the loss.
 
 A graph model gets all nodes at once, and gives a score for each. Only the loss selects the training
 nodes, by a mask or by node indices. The script has masks or indices for testing, too.

@@ -99,7 +99,7 @@ class Lanes(Clock):
         return self._unseen[-1]
 
     def begin_batch(self) -> bool:
-        """Record a request of a batch or of an iterator; return whether it is in this thread."""
+        """Record a request of a batch or of an iterator; return whether this thread requests it."""
         asked = self.ask()
         if asked > 0:
             self.decide()
@@ -154,7 +154,7 @@ class Lanes(Clock):
         self._clear()
 
     def settle(self) -> None:
-        """End a step: the open evaluation calls were a part of it."""
+        """End a step: calls not yet classified as evaluation were a part of this step."""
         self._were_trained()
         self._clear()
 

@@ -3,8 +3,8 @@
 A short observation of a script with long epochs sees no validation, checkpoint, scheduler or second
 epoch. Where no output of a run is kept, each loader gives a few more batches and then its last one,
 which may be smaller. Stepping loops of the user end in the same way. `len(loader)` is unchanged,
-and so are numbers that scripts compute from it. These epochs show the actions of the script, but
-nothing about their duration. `with_lapse` adds the findings to an earlier Observation.
+and so are numbers that scripts compute from this length. These epochs show the actions of the
+script, but nothing about their duration. `with_lapse` adds the findings to an earlier Observation.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def with_lapse(observation: Observation, later: Observation, lapse: Lapse) -> Ob
 
     Times and counts stay those of the earlier Observation, since shortened epochs distort them. The
     findings describe actions of the script: how it calls models, which samples begin an epoch,
-    whether it steps schedulers, and what it saves.
+    whether it steps schedulers, and which files it saves.
     """
     result = replace(observation, lapse=lapse)
     result.evaluation_site = observation.evaluation_site or later.evaluation_site

@@ -337,7 +337,7 @@ def stages_of(dataset: Any) -> list[str] | None:
     result: list[str] = []
     while isinstance(dataset, IterDataPipe) and len(result) < _STAGES:
         inside = vars(dataset).get("_datapipe")
-        if inside is None:  # otherwise it is the loader's own wrapper around all of them
+        if inside is None:  # otherwise this is the loader's own wrapper around all datapipes
             result.append(type(dataset).__name__.removesuffix("IterDataPipe"))
             inside = vars(dataset).get("datapipe", vars(dataset).get("source_datapipe"))
         dataset = inside

@@ -35,7 +35,7 @@ class Turns:
         first: number of finished steps when the loop itself began.
         only_steps: whether the loop ends early only if it steps. Code after a `while` may rely on
             its condition, as where the loop collects samples.
-        turns: number of finished iterations.
+        turns: number of finished iterations of the loop.
         short: number of iterations finished since `Loops.ends_early` was set.
         has_stepped: whether one of the iterations counted in `short` has taken a step.
         holds_epochs: whether an inner loop steps, or one iteration takes many steps.

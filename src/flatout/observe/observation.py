@@ -17,7 +17,7 @@ BECAME = "the script has become another program"
 
 @dataclass(frozen=True)
 class Site:
-    """A place in the user's code.
+    """A line in the user's code.
 
     Attributes:
         file: path of a file of the user, as Python names it; never a file of torch or another
@@ -52,8 +52,8 @@ class Scaling:
             deviations.
         misses: where all samples together reach both ends of a range, the distance of the training
             samples from one end.
-        is_held: whether the dataset holds the statistics and scales by them, so that they were not
-            computed from the samples.
+        is_held: whether the dataset holds the statistics and scales by them, so that the statistics
+            were not computed from the recorded samples.
     """
 
     by: str
@@ -68,7 +68,7 @@ class Scaling:
 
 @dataclass
 class Call:
-    """Calls of one kind from one place.
+    """Calls of one kind from one line.
 
     Attributes:
         kind: the called function. With plain names: "item", "tolist", "cpu", "numpy", "print",
@@ -251,7 +251,7 @@ class Optimizer:
         kind: the class, as module.Name.
         site: line where the user calls step().
         backward_site: line where the user calls backward().
-        steps: number of its steps.
+        steps: number of steps taken.
         step_share: its share of the time of all optimizers' steps.
         backwards: median number of backward passes per step.
         fused, foreach: values of these options as the script gave them; None where the class takes
@@ -328,7 +328,7 @@ class Schedule:
         site: line where it is made.
         stepped_at: line that stepped the scheduler first.
         first_after: number of optimizer steps before its first step; None where not recorded.
-        steps: number of its steps.
+        steps: number of steps taken.
         ends_after: number of its steps after which the learning rate is practically zero; None
             where that never happens, or is unknown.
         made_for: number of scheduler steps that it was configured for, or until its rate is zero;
@@ -450,7 +450,7 @@ class Model:
         subnormal_share: largest share of subnormal numbers in one of its parameters, buffers or
             gradients, on a CPU that does not flush subnormal numbers to zero.
         frozen_share: share of the forward time in leading modules without trainable parameters.
-        pool_after: names of (activation, pooling) pairs that could swap places.
+        pool_after: names of (activation, pooling) pairs whose order could be swapped.
         pool_site: the line of the first pair.
         pool_parts, pool_ms: names of the modules in these pairs, and milliseconds of their own
             forward and backward per step; None where that time was not measured, as on a GPU.
@@ -556,7 +556,7 @@ class Unfrozen:
         name: the attribute, such as "require_grad".
         kind: class of the module on which `requires_grad` was set; "" where the name is misspelt.
         site: line that sets the attribute; None where that line was not found.
-        parameters, elements: number of tensors, and of elements in them.
+        parameters, elements: number of these parameter tensors, and of elements in these tensors.
         names: names of the first of these parameters.
     """
 
@@ -733,7 +733,7 @@ class LeakedTarget:
     Attributes:
         column: index of the column in a flattened sample.
         factor: multiplier that turns the column into the target, up to an offset; 1 for a copy.
-        samples: number of compared samples; the column matches in all of them.
+        samples: number of compared samples; the column matches the target in each.
         values: number of different targets among these samples.
         shape: shape of a sample.
         site: line where the model is called.
@@ -757,7 +757,7 @@ class SeenAhead:
         at: position of the checked output in the sequence, from 0.
         length: length of the sequence in tokens.
         targets: number of targets compared with the tokens; each equals the next token.
-        change: change of the output, relative to its spread over the classes.
+        change: change of the output, as a share of its standard deviation over the classes.
         layer: name of the layer in which the change begins; "" for the model itself.
         layer_kind: class of that layer; "" where none could be found.
     """
@@ -819,7 +819,8 @@ class EqualViews:
         site: line where it is called.
         samples: number of equal images.
         steps: number of steps in which they were equal.
-        is_batch: whether they are the two halves of one batch, instead of two calls.
+        is_batch: whether the equal images are the two halves of one batch, instead of the batches
+            of two calls.
     """
 
     kind: str
@@ -835,7 +836,7 @@ class KeptGraphs:
 
     Attributes:
         name: the script's name, such as "losses" or "meter.total".
-        site: the line that adds to it; None where it was not found.
+        site: the line that adds to the variable; None where that line was not found.
         is_list: True if the variable is a list of tensors, False if it is a sum.
         steps: number of steps whose graphs it kept alive at the last check.
         nodes: number of graph nodes that it kept alive then.
@@ -892,7 +893,7 @@ class Line:
 
 @dataclass
 class ModuleTime:
-    """Modules of one class and place in the model, with their time without that of their children.
+    """Modules of one class and position in the model, with their time without child modules.
 
     Attributes:
         name: name of the module, such as "head"; a star stands for the part that differs between

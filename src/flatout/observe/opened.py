@@ -23,7 +23,8 @@ READ, WRITTEN, LISTED = "read", "written", "listed"
 
 def note_opened(file: Path) -> None:
     """Add a line to a file for each path when it is first opened: {"how", "path"}, as JSON."""
-    # Kept open, since opening it for each line would be reported too. A forked process shares it.
+    # The file is kept open, since opening it for each line would be reported too. A forked process
+    # shares it.
     handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     seen: set[tuple[str, str]] = set()
 

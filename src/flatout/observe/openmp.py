@@ -1,4 +1,4 @@
-"""OpenMP libraries of a process, and the settings for them."""
+"""OpenMP libraries of a process, and the settings for these libraries."""
 
 from __future__ import annotations
 

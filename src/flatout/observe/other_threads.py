@@ -16,7 +16,8 @@ from flatout.observe.observation import Observation, OtherThread, Site
 from flatout.observe.sites import is_users, line_of, read
 from flatout.observe.watch import Watch
 
-# Seconds between two samples of the threads. Sampling slows down if it takes too much of a CPU.
+# Seconds between two samples of the threads. Samples become rarer if sampling takes too much of a
+# CPU.
 _EVERY_S = 0.04
 # Steps in which other threads are searched.
 _ASKED = (1, 10, 100)

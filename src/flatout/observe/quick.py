@@ -33,7 +33,7 @@ _alive: WeakSet[Quick] = WeakSet()
 
 
 class Quick:
-    """The hooks in C, and the places where they are installed.
+    """The hooks in C, and the attributes in which they are installed.
 
     Attributes:
         is_on: whether the C hooks are installed now.

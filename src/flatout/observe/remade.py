@@ -73,7 +73,7 @@ class _Row:
         tensors: the parameters.
         site: line that made the latest optimizer.
         memory: number of steps that the optimizers' longest moving average spans.
-        lives: the recorded optimizers, the latest last.
+        lives: the recorded optimizers, from the first to the latest.
         more: number of optimizers that stepped but are not in `lives`.
         until: number of training steps before the latest optimizer was made.
         ended: the latest optimizer that has taken as many steps as its predecessor did, the number

@@ -12,7 +12,7 @@ from flatout.observe.samples import as_array, behind_subsets, is_in_memory
 
 # _FEWEST: minimum number of steps of a window; _NUMBERS: maximum number of values of a series.
 _FEWEST, _NUMBERS = 4, 2**24
-# Minimum number of successive equal rows that identify a place in a series.
+# Minimum number of successive equal rows that identify a position in a series.
 _RUN = 8
 # _AT_END: tolerance at the ends of a scaled range; _OFTEN: maximum number of a column's rows at an
 # end; _MISSES: smallest distance from an end that counts as missed.

@@ -73,7 +73,7 @@ class Place:
 
 
 class _Told(NamedTuple):
-    """Targets of a loss, and the log-probabilities that it compares with them."""
+    """Targets of a loss, and the log-probabilities that the loss compares with these targets."""
 
     targets: Any
     logarithms: Any

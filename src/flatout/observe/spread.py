@@ -103,7 +103,7 @@ class Spread:
 
         half = self.count / 2
         is_there = (self.below + self.above < self.count) & (self.below <= half)
-        with np.errstate(invalid="ignore"):  # infinite where one side has no numbers
+        with np.errstate(invalid="ignore"):  # infinite where no values lie below or above zero
             gap = self.nearest_above - self.nearest_below
             middle = abs(self.nearest_above + self.nearest_below)
         is_between = (

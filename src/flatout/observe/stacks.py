@@ -27,7 +27,7 @@ Places: TypeAlias = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Place:
-    """A place in the code."""
+    """A position in the code: a code object and one of its instructions."""
 
     code: CodeType
     instruction: int
@@ -100,7 +100,7 @@ class Stack:
     """Samples with the same stack.
 
     Attributes:
-        line: innermost place in the user's code.
+        line: innermost Place in the user's code.
         users: the user's lines, innermost first.
         within: description of the library code that `line` called; "" for none.
         trainer: package of the training framework that ran below that line; "" for none.

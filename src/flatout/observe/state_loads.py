@@ -37,7 +37,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class _Stamp:
-    """State of a module: number of its steps and loads, and a hash of the weights."""
+    """State of a module: number of steps and of loads, and a hash of the weights."""
 
     steps: int
     loads: int

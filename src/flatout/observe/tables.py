@@ -93,7 +93,7 @@ class Tables:
             self._having(wanted, rows, sys._getframe()), key=lambda value: len(value[1])
         )
         trained = [item for item in self._tables if item.facts.in_training]
-        # A table that training and validation were both split from is neither of them.
+        # A table from which both training and validation data were split is neither of the two.
         larger = [
             (name, value)
             for name, value in result
@@ -208,7 +208,7 @@ def _named_in(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
 
 
 def named_here() -> Iterator[tuple[str, Any]]:
-    """Yield the variables of the user's frames above the caller, and the entries of these."""
+    """Yield the variables of the user's frames above the caller, and entries of these variables."""
     return _named_in(sys._getframe(1))
 
 

@@ -224,7 +224,7 @@ def _summaries() -> list[tuple[Any, str]]:
 
 
 class Items:
-    """Waiting for a device to read from it: taken out, a line gets the value it read last.
+    """Waiting for a device to read a value; taken out, a line gets the value that it read last.
 
     Args:
         watch: the Watch of the stepping thread.

@@ -111,7 +111,7 @@ class _Look:
         self._weights = number_of(list(module.parameters()))
         self._norms = {name: number_of(values) for name, values in _statistics(module)}
         self._in_steps: set[int] = set()
-        self._tracked = False  # whether its output requires a gradient
+        self._tracked = False  # whether the model's output requires a gradient
         self._is_confirmed = False
         acting = [inner for inner in module.modules() if _acts(inner)]
         kinds = Counter(type(inner).__name__ for inner in acting)

@@ -113,8 +113,8 @@ class Watch:
         Args:
             step: number of steps.
             look: the function to call.
-            is_once: whether a longer observation calls it no more often, even if it was not planned
-                before the first optimizer.
+            is_once: whether a longer observation calls `look` no more often, even if `look` was not
+                planned before the first optimizer.
         """
         is_planned = not self.optimizers
         if is_planned:  # recorded, to be planned again by `renew`
@@ -209,7 +209,7 @@ class Watch:
             is_first = lanes.steps <= FIRST_STEPS
             if not is_first:
                 self._waited_ns += took
-            # Other load on the machine lengthens a look's wall time, but not the CPU time it adds.
+            # Other load on the machine lengthens the wall time of a look, but not its CPU time.
             cost = min(took, thread_time_ns() - began_cpu)
             if not (is_first or is_once):
                 self.looking_ns += cost
@@ -217,7 +217,7 @@ class Watch:
                 self.once_ns += cost
 
     def attempt(self, look: Callable[..., None], *args: Any) -> None:
-        """Call `look`; if it fails, add a note, so that only its own data are missing."""
+        """Call `look`; if that fails, add a note, since only the data of this look are missing."""
         try:
             look(*args)
         except Exception as error:

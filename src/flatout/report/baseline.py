@@ -14,7 +14,7 @@ process cannot show: 1 to 6% were measured. So a slowdown counts only if the who
 above 1 + floor, with a floor of 6%.
 
 Times of another machine are not compared. Other versions of software are compared: a slowdown by a
-new torch should be found, and the version is reported with it.
+new torch should be found, and is reported with the version.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class SeenRun:
         profile: profile of the run; None if it cannot be read.
         history: content of the file that `History.save` wrote; empty if there is none.
         log: lines of the log.
-        lives: jobs that ran in the folder, the oldest first.
+        lives: jobs that ran in the folder, from the oldest to the newest.
         problems: a line for each file that cannot be read.
     """
 

@@ -129,7 +129,7 @@ def between_s(blocks: Sequence[Block], looked_s: float) -> tuple[float, float]:
         return a_s, b_s
     if min(len(a), len(b)) < _FEWEST_COMPARED:
         return looked_s, looked_s
-    # The shortest time of a side is that of a single evaluation, with the least disturbance.
+    # The shortest time of a side is the time of a single evaluation, with the least disturbance.
     return looked_s, looked_s * min(b) / min(a)
 
 

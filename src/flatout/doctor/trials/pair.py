@@ -246,7 +246,7 @@ class Against:
             measured(b),
             max_pairs=terms.max_pairs,
             min_pairs=min(max(terms.min_pairs, lives.fewest), terms.max_pairs),
-            # The slowest quadruple may include a restart, which the last quadruples do not need.
+            # The slowest A B B A may include a restart, which the last ones do not need.
             deadline_s=left + (renewal_s if lives.count > 1 else 0.0),
             floor=terms.floor,
             precision=terms.precision,

@@ -38,7 +38,8 @@ def install(view: View) -> None:
     _patch_changing(view)
     _patch_moving(view)
     _patch_sqlite(view)
-    # Otherwise shutil uses folder descriptors, which belong to only one of the two places.
+    # Otherwise shutil uses folder descriptors, which belong either to the user's files or to the
+    # trial's.
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
     sys.dont_write_bytecode = True
     redirect_native(view)
@@ -207,7 +208,7 @@ def _patch_sqlite(view: View) -> None:
 
 
 class _Entry:
-    """Entry of os.scandir, for a folder whose entries are stored in two places."""
+    """Entry of os.scandir, for a folder with entries in the user's and the trial's folder."""
 
     def __init__(self, folder: Name, name: str) -> None:
         self.name: Any = os.fsencode(name) if isinstance(folder, bytes) else name

@@ -11,33 +11,34 @@ from flatout.doctor.trials.process import Ended
 _SHORTEST_S = 0.25
 # Largest share of a trial's time that is spent on restarts.
 _RENEWING = 1 / 3
-# Numbers of blocks to fit between two restarts of a script with few steps, tried in this order.
+# Possible numbers of blocks between two restarts of a script with few steps, in order of
+# preference.
 _BLOCKS_IN_A_LIFE = (4, 2, 1)
 _GOOD_STEPS = 8
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Terms of a trial: length, number and handling of its blocks.
+    """Settings of a trial: length, number and handling of its blocks (counted steps of one side).
 
     Attributes:
         max_pairs: maximum number of times that blocks A B B A run.
         min_pairs: minimum number of times that blocks A B B A run, if time allows.
-        block_s: longest duration of a block in seconds, unless the queue requires more. Blocks are
-            shorter if `max_pairs` would exceed the budget.
+        block_s: maximum seconds of a block, unless the queue of prefetched batches requires a
+            longer block. Blocks are shorter if `max_pairs` would exceed the budget.
         floor: known largest distance from 1 that the ratio of the script to itself may have.
         precision: largest width of the interval of a clear result.
-        epoch_steps: steps of an epoch, or between evaluations; longer blocks are whole epochs.
-            None if unknown.
+        epoch_steps: number of steps of an epoch, or between evaluations; blocks of at least this
+            length are whole epochs. None if unknown.
         in_epochs: True if all blocks are whole epochs, for effects that occur once per epoch.
-        pace_s: seconds that a side runs after the other one before a block counts, if time allows,
-            since the previous load affects the machine's speed. Then each side counts equally many
-            seconds, not steps.
-        settles: True if B speeds up for an unknown time, as while it fills a cache.
-        counts_between: True if evaluation and saving count too.
+        pace_s: seconds that a side runs after the other side before its block counts, if time
+            allows, since the previous load affects the machine's speed. With such a warm-up each
+            side counts equally many seconds instead of steps.
+        settles: True if B becomes faster for an unknown time, for example while B fills a cache.
+        counts_between: True if the time of evaluation and saving counts too.
         lives: number of times that both sides are started, if time allows. Two processes of the
             same script may differ permanently, for example in the layout of objects in memory.
-        hopeless: B is given up if its warm steps take at least this factor longer than A's.
+        hopeless: factor by which B's warm steps must be slower than A's for B to be given up.
     """
 
     max_pairs: int = 8
@@ -58,8 +59,8 @@ class Schedule:
 
         Args:
             step_s: seconds per step of the slower side.
-            left_s: seconds for the whole trial.
-            dropped: uncounted steps at the start of a block.
+            left_s: seconds that are left for the whole trial.
+            dropped: number of uncounted steps at the start of a block.
             most: total number of steps of the script; None if unknown.
 
         Raises:

@@ -158,7 +158,7 @@ class View:
         return exists(self.to_read(name, follow=False))
 
     def is_merged(self, name: Name) -> bool:
-        """Return True if a folder's entries may be stored in both places, or be deleted."""
+        """Return True if a folder may have copies in the trial's folder, or deleted entries."""
         path = self.named(name)
         return not self._is_passed(path) and (exists(self._files + path) or self._any_gone())
 
