@@ -92,9 +92,9 @@ class KeptSamples:
     def __init__(self, name: str, keeping: Keeping) -> None:
         self._name = name
         self._keeping = keeping
-        self._given: dict[int, _Given] = {}  # by dataset
+        self._given: dict[int, _Given] = {}  # counts by `identity` of the dataset
         self._is_over = False
-        self._kept: dict[Any, ModeStore] = {}  # by mode
+        self._kept: dict[Any, ModeStore] = {}  # stores by mode of the layers
         # Names of samples that are not kept until a sample occurs again; None if samples are kept.
         self._doubted: set[bytes] | None = None
         self._is_proven = False  # True once samples have occurred again

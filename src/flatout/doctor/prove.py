@@ -366,7 +366,7 @@ class Proving:
                 continue
             outcome: Outcome = "left alone"
             worst = f"together {worst}"
-            if final.proof.outcome == "not tried":  # for lack of time, no fault of the cure
+            if final.proof.outcome == "not tried":  # time was short, no fault of the cure
                 outcome, worst = "not tried", "no time was left to measure it with the others"
             best = max(chosen, key=self._ratio)
             for cure in chosen:

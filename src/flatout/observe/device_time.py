@@ -54,7 +54,7 @@ class DeviceSteps:
         self._marks: list[tuple[int, str]] = []
         self._steps = 0
         if torch.backends.cuda.is_built():
-            module = sys.modules["torch.optim.optimizer"]  # not an attribute of torch.optim
+            module = sys.modules["torch.optim.optimizer"]  # torch.optim has no such attribute
             unnumbered(module.register_optimizer_step_pre_hook(lambda *_: self._mark("optimizer")))
             unnumbered(module.register_optimizer_step_post_hook(lambda *_: self._mark("forward")))
 

@@ -140,7 +140,7 @@ def _seen_by(function: FunctionType) -> list[tuple[str, Any]]:
     for name, cell in cells:
         try:
             result.append((name, cell.cell_contents))
-        except ValueError:  # not yet assigned
+        except ValueError:  # the closure's variable is not yet assigned
             continue
     return [(name, value) for name, value in result if not isinstance(value, type(sys))]
 

@@ -58,7 +58,7 @@ def columns_of_dataset(dataset: Any) -> Iterator[tuple[str, Any]]:
         values = list(getattr(inner, "__dict__", {}).items())[:_ENTRIES]
     for name, value in values:
         parts = [(name, value)]
-        if isinstance(value, tuple):  # such as the tensors of a TensorDataset
+        if isinstance(value, tuple):  # a TensorDataset holds its tensors in a tuple
             parts = [(f"{name}[{at}]", part) for at, part in enumerate(value[:_ENTRIES])]
         for part_name, part in parts:
             for column_name, column in _columns_within(part_name, part):

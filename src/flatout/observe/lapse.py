@@ -58,7 +58,7 @@ class TimeLapse:
         self._hook: Hook | None = None
         self._timer: threading.Timer | None = None
         self._is_over = False
-        self._cut: dict[int, tuple[int, int | None]] = {}  # by the loader's index
+        self._cut: dict[int, tuple[int, int | None]] = {}  # lengths, by loader index
         self._began_s = 0.0
         self._began_at = 0
         self._begun: dict[int, int] = {}  # epochs of each loader before the time-lapse

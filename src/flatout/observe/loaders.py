@@ -486,7 +486,7 @@ def watch_batches(owner: Any, watch: Watch, seen_of: Any) -> None:
 def _met(original: Any, seen_of: Any) -> Any:
     def init(self: Any, loader: Any) -> None:
         original(self, loader)
-        self._flatout_seen = seen_of(loader, None)  # for subclasses with their own __iter__
+        self._flatout_seen = seen_of(loader, None)  # subclasses may have their own __iter__
 
     return init
 

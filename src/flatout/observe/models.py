@@ -46,7 +46,7 @@ _ACTING = 1 << 1  # bit of `opened`: train mode without gradients
 # Lanes that end when a model is called.
 _BEFORE_FORWARD = frozenset((HOST, AFTER))
 
-Mode = tuple[bool, bool]  # in train mode, with gradients
+Mode = tuple[bool, bool]  # whether in train mode, whether with gradients
 
 
 class SeenModel(Called):
@@ -60,7 +60,7 @@ class SeenModel(Called):
         self.facts = Model(f"{type(module).__module__}.{type(module).__qualname__}")
         self.facts.is_told = is_layer(module)
         self.is_stepped = self.was_described = False
-        self.alone_ms: float | None = None  # per step, if nothing trains the model
+        self.alone_ms: float | None = None  # ms per step, if nothing trains the model
         self.tensors: set[int] = set()
         self.with_gradient: set[str] = set()
         self.kept: list[tuple[str, Any]] = []  # parameters to read after the module is gone

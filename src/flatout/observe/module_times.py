@@ -69,7 +69,7 @@ class ModuleTimes:
 
     def _renew(self) -> None:
         self._remove()
-        self._of: dict[int, _Of] = defaultdict(_Of)  # by module id; -1 for none
+        self._of: dict[int, _Of] = defaultdict(_Of)  # by module id; -1 is outside of modules
         self._steps: list[dict[int, _Of]] = []  # `_of` of each finished step
         self._lanes_ns: list[tuple[int, int]] = []  # forward and backward of each of these steps
         self._names: list[tuple[str, Any]] = []
@@ -146,7 +146,7 @@ class ModuleTimes:
         if not self._spans:
             return
         roots = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
-        self._ran.clear()  # of a pass that has failed
+        self._ran.clear()  # nodes of a backward pass that has failed
         nodes = self._graph([root.grad_fn for root in roots if root.grad_fn is not None])
         if len(nodes) <= _NODES:
             for number, node in self._owned(nodes):

@@ -79,7 +79,7 @@ class Numbers:
             model.facts.subnormal_share = max(model.facts.subnormal_share or 0.0, share)
         for optimizer in self._watch.optimizers:
             states = getattr(optimizer.ref(), "state", None)
-            if not isinstance(states, Mapping):  # not an optimizer of torch, or gone
+            if not isinstance(states, Mapping):  # no optimizer of torch, or the optimizer was freed
                 continue
             share = 0.0 if is_flushed else subnormal_share(_moments_in(states))
             optimizer.facts.subnormal_share = max(optimizer.facts.subnormal_share or 0.0, share)

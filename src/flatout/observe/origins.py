@@ -44,7 +44,7 @@ def parsed(file: str) -> ast.Module | None:
     """Return the syntax tree of a file; None if it is not plain Python."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):  # such as a cell with notebook commands
+    except (SyntaxError, ValueError):  # no plain Python, such as notebook commands
         return None
 
 

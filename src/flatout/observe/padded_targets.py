@@ -38,7 +38,7 @@ def padding_in(node: Any) -> dict[str, Any] | None:
 
 
 def _as_rows(node: Any, labels: Any) -> list[Any]:
-    if labels.dim() == 3:  # from a loss over [samples, classes, positions]
+    if labels.dim() == 3:  # labels of a loss over [samples, classes, positions]
         return [labels[:, 0]] if labels.shape[1] == 1 else []
     child = node
     for _ in range(4):  # a log_softmax and views

@@ -42,7 +42,7 @@ def run(arguments: list[str], compiled: Callable[[bytes, str], CodeType] = compi
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         return
     sys.argv = list(arguments)
-    path = os.path.abspath(arguments[0])  # as Python sets __file__
+    path = os.path.abspath(arguments[0])  # Python sets __file__ to the absolute path
     folder = os.path.dirname(os.path.realpath(path))
     sys.path[0] = folder
     set_home(folder)

@@ -116,7 +116,7 @@ class Scalers:
 def _table(data: Any) -> Any:
     import numpy as np
 
-    data = getattr(data, "values", data)  # of a DataFrame
+    data = getattr(data, "values", data)  # a DataFrame has `values`
     if not isinstance(data, np.ndarray) or data.ndim != 2 or data.dtype.kind not in "iufb":
         return None
     return None if prod(data.shape) > _NUMBERS else data.astype("float32")

@@ -74,7 +74,7 @@ class StillTargets:
     def _renew(self) -> None:
         self._pairs: list[_Pair] = []
         self._is_asked = False
-        self._inputs: dict[int, set[tuple[int, int]]] = {}  # by the id of a SeenModel
+        self._inputs: dict[int, set[tuple[int, int]]] = {}  # inputs by id of a SeenModel
         self._going_on: set[int] = set()  # ids of models that get another model's output
 
     def _called(self, model: SeenModel, batch: Any, is_trained: bool) -> None:

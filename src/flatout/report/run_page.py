@@ -198,7 +198,7 @@ def _device_words(profile: Profile) -> str:
 
 
 def _data_words(data: dict[str, Any]) -> str:
-    parts = [str(data["words"])]  # for files: their number and size
+    parts = [str(data["words"])]  # for files, the words are their number and size
     if data.get("newest"):
         parts.append(f"newest {_when(data['newest'])}")
     return " · ".join(parts)

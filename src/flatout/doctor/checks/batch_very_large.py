@@ -61,5 +61,5 @@ def _is_layerwise(observation: Observation) -> bool:
 def _steps_per_epoch(loader: Loader, batch: int, ranks: int) -> float:
     if loader.length is None:
         raise NoSignal("how many samples an epoch has was not seen")
-    copies = 1 if loader.is_distributed else ranks  # without a sampler each rank reads all samples
+    copies = 1 if loader.is_distributed else ranks  # otherwise each rank reads all samples
     return loader.length * copies / batch

@@ -31,6 +31,6 @@ def _finding(observation: Observation, call: Call, cost: float | None) -> Findin
         "with torch",
         where=str(call.site),
         cost_ms=cost,
-        is_estimate=True,  # without the wait for the GPU at the copy to the host
+        is_estimate=True,  # the wait for the GPU at the copy to the host is left out
         parity="bit-identical",
     )

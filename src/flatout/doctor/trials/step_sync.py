@@ -162,10 +162,10 @@ def _queued_batches() -> int:
 
     kind = loader._MultiProcessingDataLoaderIter
     is_frozen = gc.get_freeze_count() > 0
-    if is_frozen:  # as by script.garbage at the first step: gc does not list frozen objects
+    if is_frozen:  # script.garbage freezes objects, and gc does not list them
         gc.unfreeze()
     # The exact types, since isinstance asks a proxy for its referent, which may be gone.
     alive = [item for item in gc.get_objects() if issubclass(type(item), kind)]
-    if is_frozen:  # also freezes newer objects, whose cycles then stay until the trial ends
+    if is_frozen:  # newer objects are frozen too, so their cycles stay
         gc.freeze()
     return max((item._num_workers * (item._prefetch_factor or 1) for item in alive), default=0)
