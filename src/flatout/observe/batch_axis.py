@@ -41,7 +41,7 @@ class BatchAxis:
     def _renew(self) -> None:
         self._found: dict[int, OverBatch] = {}
         self._calls: dict[int, int] = {}
-        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # by layer, of inputs that are not shuffled
+        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # by layer; unshuffled inputs only
         self._texts: set[tuple[int, ...]] = set()  # shapes of batches of texts, samples first
         self._batch: Any = None
         self._end()

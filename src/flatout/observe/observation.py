@@ -252,7 +252,7 @@ class Optimizer:
         site: line where the user calls step().
         backward_site: line where the user calls backward().
         steps: number of steps taken.
-        step_share: its share of the time of all optimizers' steps.
+        step_share: the optimizer's share of the time of all optimizers' steps.
         backwards: median number of backward passes per step.
         fused, foreach: values of these options as the script gave them; None where the class takes
             no such option.
@@ -926,7 +926,7 @@ class OtherThread:
     """A thread of the script other than the stepping thread.
 
     Attributes:
-        name: its name in Python.
+        name: name of the thread in Python.
         site: the user's line that it runs most often, while it does not wait for another thread.
         busy: share of the stack samples in which it did not wait.
         share: share of all its stack samples that were at `site`.
@@ -1077,7 +1077,7 @@ class Observation:
             steps, the peak of that memory, and the GPU's whole memory.
         device_failures: number of times that the GPU ran out of memory.
         device_time: work of the GPU per step; None where it was not profiled.
-        backbones: on a CPU, modules that nothing trains and that steps call on samples.
+        backbones: modules on a CPU that no optimizer trains and that steps call on samples.
         tables: tensors or arrays whose rows are the batches, where no DataLoader gives them.
         loss_looks: number of loss graphs that were checked; `in_losses` has the findings.
         cells: recurrent cells that a Python loop calls.

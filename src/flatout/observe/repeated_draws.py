@@ -59,14 +59,16 @@ class _Draws:
     """A user's line that draws from a generator.
 
     Attributes:
-        seeds: by state after a draw, the seed of its generator.
-        steps: by state, the steps in which a draw left it and did not serve an evaluation.
+        seeds: by state after a draw, the seed of the generator.
+        steps: by state, the steps in which a draw left the generator in this state and did not
+            serve an evaluation.
         optimizers: by state, the number of optimizers that existed when the state was last
             recorded.
         events: number of repeated states.
         is_data: whether the whole input of a model, or the target of a loss, was drawn by the line
             or by the same generator.
-        drawn_at: by state, the step in which a draw within a loader left it.
+        drawn_at: by state, the step in which a draw within a loader left the generator in this
+            state.
         is_of_loader: whether the line draws while a loader makes a batch.
         is_alike: whether a draw within a loader left the same state twice in one step.
         draws: number of draws by the line.

@@ -25,7 +25,7 @@ class JobResult:
     Attributes:
         step_p90_ms: 90th percentile of the milliseconds of a step.
         epochs: number of trained epochs; a fraction if time ran out.
-        seconds: duration of the whole job, including the time before and between the steps.
+        seconds: seconds of the whole job, including the time before and between the steps.
         accuracy: accuracy on held-out data, from 0 to 1; None if it cannot be compared.
     """
 

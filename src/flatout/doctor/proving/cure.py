@@ -29,8 +29,8 @@ class Cure:
         parity: the largest change of results that this kind of cure may cause.
         same_input: the largest change of results that is allowed if both sides are observed to read
             identical input.
-        others: the same cure with other values (such as another number of workers) that are worth a
-            trial.
+        others: Cures that differ from this cure only in their values (such as another number of
+            workers) and that are worth a trial.
         own_edits: the edits that a trial makes in addition to applying `recipe`.
     """
 
