@@ -123,7 +123,7 @@ class Point:
         shape: the ranks and their batch.
         rate: samples per second.
         efficiency: the rate as a share of one host's rate times the number of hosts.
-        marginal: gain per host that this point has more than the previous point, as a share of one
+        marginal: increase of the rate per host added since the previous point, as a share of one
             host's rate.
         seconds: seconds that the epochs take; None where the number of samples is unknown.
         cost: the cost in the currency of the prices; None without prices.

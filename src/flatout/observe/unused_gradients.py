@@ -28,8 +28,8 @@ from flatout.observe.watch import Watch
 # Number of steps after which all optimizers have stepped, so that the optimizer of each parameter
 # is known.
 _FROM = 1
-# Number of steps after a new optimizer without a step of an earlier optimizer, which then belongs
-# to an earlier training.
+# Number of steps after the first step of a new optimizer. An earlier optimizer that has not stepped
+# in them belongs to an earlier training.
 _RESTS = 20
 # Maximum number of later optimizers that start a new observation: some scripts make one in each
 # step.
