@@ -12,7 +12,7 @@ import typer
 
 from flatout.cli.common import AsJson, console, grid, print_json
 
-# Most files in a script's folder that are searched for the names of its options.
+# Maximum number of files in a script's folder that are searched for the names of its options.
 _FILES = 100
 
 

@@ -26,7 +26,7 @@ Values: TypeAlias = npt.NDArray[Any] | tuple[npt.NDArray[Any], Numbers]
 
 # Numbers of the fields of the message Feature.
 _KINDS = {"bytes": 1, "float": 2, "int64": 3}
-# Most records that are found by one call of the extension.
+# Maximum number of records that are found by one call of the extension.
 _AT_ONCE = 1 << 16
 _KIND_OF = {np.dtype(np.uint8): 1, np.dtype(np.float32): 2, np.dtype(np.int64): 3}
 

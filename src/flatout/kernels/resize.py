@@ -30,7 +30,7 @@ _GROUPS = [0, 2, 1, 3]
 # _WINDOW: bytes of the window from which a group picks its values. _ZERO: the index that picks a
 # zero.
 _WINDOW, _ZERO = 16, 0x80
-# Most tables that are kept: one for each length of an axis and of its result.
+# Maximum number of tables that are kept: one for each length of an axis and of its result.
 _KEPT = 512
 
 

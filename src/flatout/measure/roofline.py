@@ -63,7 +63,7 @@ class PossibleSaving(NamedTuple):
 
     Attributes:
         saved_s: seconds by which the bound of a step falls; negative if it rises.
-        most_s: most seconds that all operators changed by the setting may take.
+        most_s: maximum seconds that all operators changed by the setting may take.
     """
 
     saved_s: float

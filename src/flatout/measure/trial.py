@@ -135,7 +135,7 @@ def run_trial(
         measure_a: runs one block of steps in configuration A, after switching and warming up, and
             returns its seconds per step.
         measure_b: the same for B.
-        max_pairs: most quadruples.
+        max_pairs: maximum number of quadruples.
         min_pairs: fewest quadruples, unless the deadline comes first.
         deadline_s: no quadruple begins that would end, at the pace of the slowest so far, later
             than this number of seconds after the start. The first always runs.

@@ -271,7 +271,7 @@ class Grouped:
     Several tables can be read by the same ids, such as the two tables of a factorization machine.
     """
 
-    # Most groups that are kept. An evaluation makes no steps that would clear them.
+    # Maximum number of groups that are kept. An evaluation makes no steps that would clear them.
     _MOST = 512
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from flatout.strategies.sparse import sparse_weights, sum_own_rows, sum_rows
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
 
-# Most buckets of one set of optimizers, so that a bucket's number identifies the set.
+# Maximum number of buckets of one set of optimizers, so that a bucket's number identifies the set.
 _MOST_BUCKETS = 1 << 20
 # Positions after the sums in the numbers that are summed with the gradients. _ARE_SPARSE: number of
 # sparse gradients that are in buckets. _USED: begin of the parameters' uses (see `Bucket.used`).

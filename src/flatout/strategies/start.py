@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from flatout.world import place, servers, start
 
-# Most seconds that the store may take to answer at the end.
+# Maximum seconds that the store may take to answer at the end.
 _STORE_S = 10.0
 
 

@@ -39,7 +39,7 @@ _PATIENCE_S = (5, 30)
 _NOT_FOUND, _CONFLICT = 404, 409
 # From this status on the server may have done the request.
 _BROKEN = 500
-# The most pods that are asked at once.
+# Maximum number of pods that are asked at once.
 _MOST_AT_ONCE = 16
 _GROUP, _VERSION, _PLURAL = "trainer.kubeflow.org", "v1alpha1", "trainjobs"
 # The label of a TrainJob's pods with the job's name, and the container of the script.

@@ -27,7 +27,7 @@ from flatout.words import counted, rounded
 from flatout.world.nodes import device_asked, devices_here
 from flatout.world.place import RANK_TRIAL, RANKS_TRIED, without_launcher
 
-# Most seconds until a script reports: it may load its data first, and measure its settings.
+# Maximum seconds until a script reports: it may load its data first, and measure its settings.
 _PATIENCE_S = 300.0
 _LOOK_EVERY_S = 0.05
 # Smallest ratio of two speeds that counts as a difference.

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from flatout.world.collective_log import APART, named
 
-# _STACKS: most missing ranks whose stacks are printed. _RANKS: most ranks that are listed.
+# _STACKS: maximum number of missing ranks whose stacks are printed. _RANKS: maximum number of
+# ranks that are listed.
 _STACKS = 4
 _RANKS = 8
 

@@ -43,7 +43,7 @@ from flatout.world.rendezvous import Rendezvous
 from flatout.world.stores import own_files
 from flatout.world.world import TIMEOUT_S, LostRank
 
-# Most seconds that nodes wait for each other at the start.
+# Maximum seconds that nodes wait for each other at the start.
 WAIT_S = 900.0
 # Seconds without a sign of another node after which the job ends; less if the timeout of
 # collectives is shorter.

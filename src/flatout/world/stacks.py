@@ -18,7 +18,7 @@ from pathlib import Path
 from flatout.processes import machine, state_and_start
 
 # _SIGNAL: the signal on which a process writes its stacks, whichever thread holds the interpreter.
-# _WRITES_WITHIN_S: most seconds until it has written them.
+# _WRITES_WITHIN_S: maximum seconds until it has written them.
 _SIGNAL = signal.SIGRTMAX - 5
 _WRITES_WITHIN_S = 1.0
 _STATES = {

@@ -20,7 +20,8 @@ from flatout.world.network import LOOPBACK, listen
 from flatout.world.secret import admit, enter
 
 _HANDSHAKE_S = 5.0
-# _AT_ONCE: most threads for connections, so that peers without the secret cost no more. _PIECE:
+# _AT_ONCE: maximum number of threads for connections, so that peers without the secret cost no
+# more. _PIECE:
 # bytes that are passed on at a time.
 _AT_ONCE = 64
 _PIECE = 1 << 16

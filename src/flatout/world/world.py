@@ -85,7 +85,7 @@ class World:
 
     Args:
         place: the place of this rank.
-        timeout_s: most seconds of a collective.
+        timeout_s: maximum seconds of a collective.
         device: the device of tensors that ranks sum, such as "cpu" or "cuda:0".
 
     Attributes:
@@ -478,7 +478,7 @@ def join(device: str = "cpu", timeout_s: float = TIMEOUT_S, patience_s: float = 
     Args:
         device: the device of tensors that ranks sum, such as "cpu" or "cuda:0"; a GPU is the
             current one.
-        timeout_s: most seconds of a collective.
+        timeout_s: maximum seconds of a collective.
         patience_s: seconds in a collective after which a rank reports the missing ranks.
 
     Raises:

@@ -31,9 +31,9 @@ from flatout.strategies.servers.server import Server
 from flatout.strategies.servers.share import Push, Share
 from flatout.world import dropped, tell_parts
 
-# Most seconds until a worker's agent notices that the worker was killed.
+# Maximum seconds until a worker's agent notices that the worker was killed.
 _NOTICED_S = 20.0
-# Most seconds in which a worker may send nothing, as during an evaluation. Its end is noticed at
+# Maximum seconds in which a worker may send nothing, as during an evaluation. Its end is noticed at
 # once.
 _BETWEEN_S = 30 * 24 * 3600.0
 # Number of chunks of gradients that are received ahead.

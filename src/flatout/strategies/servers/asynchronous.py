@@ -39,7 +39,8 @@ class AsynchronousServers(ParameterServer):
 
     Args:
         given: the arguments of a ParameterServer.
-        staleness: most steps that a worker may be ahead of the slowest worker; None sets no bound.
+        staleness: maximum number of steps that a worker may be ahead of the slowest worker; None
+            sets no bound.
         spare: number of workers for which no step waits; 0 if each gradient is a step of its own.
 
     Attributes:

@@ -13,7 +13,7 @@ import torch
 from flatout.strategies.reductions.shared import add_in_order
 from flatout.world import Mailbox, World, mailbox_of
 
-# Most bytes that are distributed at once.
+# Maximum number of bytes that are distributed at once.
 _AT_ONCE = 1 << 20
 
 

@@ -36,7 +36,7 @@ from flatout.strategies.strategy import Strategy
 from flatout.words import rounded, size_words
 from flatout.world import Group, World, barrier, servers, unpack
 
-# Most seconds that a rank waits at the end for servers that may have failed.
+# Maximum seconds that a rank waits at the end for servers that may have failed.
 _END_S = 5.0
 
 

@@ -26,7 +26,7 @@ from flatout.world import POLITE_S, LostRank, place, servers
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _LOOK_EVERY_S = 0.05
-# Most seconds to wait for the job's store.
+# Maximum seconds to wait for the job's store.
 _STORE_S = 600.0
 
 
@@ -79,7 +79,7 @@ def serve_in_thread(
         session: the number of the fit.
         number: the number of the server.
         are_here: whether each rank shares this node.
-        timeout_s: most seconds that a rank may take to come.
+        timeout_s: maximum seconds that a rank may take to come.
     """
 
     def run() -> None:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-# Most values that are stepped as one tensor.
+# Maximum number of values that are stepped as one tensor.
 _MOST_NUMBERS = 1 << 18
-# Most changes of the set of parameters with gradients. After more, each part is stepped by itself.
+# Maximum number of changes of the set of parameters with gradients. After more, each part is
+# stepped by itself.
 _MOST_CHANGES = 8
 
 

@@ -157,7 +157,7 @@ def share_of(described: Mapping[str, Any], dtype: torch.dtype, most: int | None 
     Args:
         described: the description of the optimizer.
         dtype: dtype of the weights.
-        most: most values that are stepped as one tensor; None for the default.
+        most: maximum number of values that are stepped as one tensor; None for the default.
     """
     kind = _KINDS[described["kind"]]
     share = Share(kind, described["groups"], described["lengths"], dtype, most)

@@ -19,7 +19,7 @@ from flatout.strategies.reductions import ThreadedReduction, reduction_among
 from flatout.strategies.strategy import Tensors
 from flatout.world import Group, World
 
-# Most buckets of one set of optimizers, so that a bucket's number identifies the set.
+# Maximum number of buckets of one set of optimizers, so that a bucket's number identifies the set.
 _MOST_BUCKETS = 1 << 20
 # Default number of micro-batches per stage: ranks are then idle for at most a fifth of the time.
 _FOR_EACH_STAGE = 4

@@ -47,7 +47,7 @@ from flatout.world import World
 # _PROBE: values of a message that is sent to measure the time of a byte. _PROBES: number of these
 # messages.
 _PROBE, _PROBES = 1 << 18, 3
-# Most forms of batches whose schedules are kept.
+# Maximum number of forms of batches whose schedules are kept.
 _READY = 16
 
 Compute = Callable[[Batch], Any]
