@@ -503,6 +503,7 @@ def test_memory_that_really_runs_out_on_a_cpu():
         from flatout.train.compute import ModelCompute
         from flatout.train.losses import as_loss
         from flatout.train.settings import Switch
+        from flatout.train.part import Step
         from flatout.train.step import Stepper
 
         torch.set_num_threads(1)
