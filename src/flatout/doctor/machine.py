@@ -18,7 +18,7 @@ from flatout import keras_import
 from flatout.cache_folder import hindrance, wanted_folder
 from flatout.devices import Inventory, inventory
 from flatout.doctor.finding import Finding
-from flatout.kernels import INSTALL
+from flatout.kernels import INSTALL, available
 from flatout.words import counted, memory_words
 
 # Minimum free disk space in bytes, for caches, checkpoints and logs of a job.
@@ -250,7 +250,7 @@ def _busy_machine(facts: Facts) -> Finding | None:
 
 @_check("kernels")
 def _kernels(facts: Facts) -> Finding | None:
-    if find_spec("flatout.kernels._gather") is not None:
+    if available():
         return None
     return Finding(
         "slow",
