@@ -10,7 +10,7 @@ import sys
 import servers_job
 import torch
 
-from flatout.strategies import AsyncParameterServer
+from flatout.strategies import AsynchronousServers
 from flatout.world import join
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     model = torch.nn.ParameterList([torch.zeros(asked.megabytes << 18)])
     [weights] = model.parameters()
     optimizer = torch.optim.SGD(model.parameters(), lr=servers_job.RATE)
-    servers = AsyncParameterServer(world, model, [optimizer], 1, None, 0, print)
+    servers = AsynchronousServers(world, model, [optimizer], 1, print, staleness=None, spare=0)
     servers.begin()
     servers.before_step(1, [weights])
     gradient = torch.ones_like(weights)
