@@ -22,7 +22,7 @@ def is_pipe(source: Source) -> TypeGuard[Pipeline]:
 
 
 def differs_by_rank(source: Source) -> bool:
-    """Return True if each rank reads different rows: rows of its own pipe or shard."""
+    """Return True if each rank reads a pipe or a shard of its own."""
     return is_pipe(source) or (isinstance(source, Pipeline) and source.has_own_rows)
 
 

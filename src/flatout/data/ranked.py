@@ -14,8 +14,10 @@ from flatout.data.source import Source
 from flatout.errors import DataError
 
 Share: TypeAlias = Literal["part", "own", "copy"]
-"""Kind of batches that a rank reads: its part of each global batch, batches of its own, or a copy
-of the batches of all ranks."""
+"""How a rank's batch relates to the global batch.
+
+"part": a part of the global batch. "own": a batch of the rank's own loader. "copy": the whole.
+"""
 
 
 def ranked(

@@ -50,7 +50,7 @@ _CODE = (
 
 
 def own_generator(thing: Any) -> str:
-    """Return a reason if an object may draw from a generator of its own, else "".
+    """Return a sentence that names the random generator an object may own, or "" without one.
 
     Each reading of a sample changes the state of such a generator.
     """

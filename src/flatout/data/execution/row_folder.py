@@ -210,7 +210,7 @@ class RowFolder:
         self._files[0].check_all()
 
     def verify(self) -> None:
-        """Compare all bytes with their checksums, even those that were compared before."""
+        """Compare the checksums of all bytes again."""
         for file in self._files:
             file.verify()
 
