@@ -21,6 +21,7 @@ from flatout.errors import NumbersError
 from flatout.measure import finish_device, machine_rates
 from flatout.recipe import Compute, Recipe, Save, World
 from flatout.train.auto_terms import Terms
+from flatout.train.graphs import graphs_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
@@ -223,7 +224,7 @@ def test_a_loop_of_ones_own_is_the_loop_by_hand(device, captured):
             assert batch.inputs.device == device
             loop.step(compute, batch)
     if device.type == "cuda" and captured == "on":
-        assert loop.stepper.cuda_graphs.why == ""
+        assert graphs_of(loop.stepper).cuda.why == ""
     loop.close()
     check_same(ours, theirs)
 
@@ -394,7 +395,7 @@ def test_steps_as_cuda_graphs_are_the_same_bits_with_dropout(device, every, fuse
         options |= {"scheduler": cycle, "schedule_every": every}
     ours, history, job = graphed(device, make, **options)
     if device.type == "cuda":
-        assert not job.loop.stepper.cuda_graphs.why
+        assert not graphs_of(job.loop.stepper).cuda.why
         assert not any("cuda_graph" in note for note in history.notes)
     theirs, plain, _ = graphed(device, make, captured="off", **options)
     check_same(ours, theirs)

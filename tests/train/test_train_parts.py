@@ -1,10 +1,12 @@
 """Parts: the user's own code around a step, alone and with micro-batches, resume and tuning."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from train_jobs import data, network, plain_fit, quiet, same, trainer
 
 import flatout
@@ -13,6 +15,7 @@ from flatout.errors import CheckpointError, FlatoutError, NumbersError
 from flatout.recipe import Compute, Memory, Recipe
 from flatout.train.part import Chain, Part
 from flatout.train.parts.order import ORDER, REASONS
+from flatout.train.parts.table_rows import TableRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,7 +60,7 @@ class Lookahead(flatout.Part):
 
     def prepare(self, job):
         self.parameters = list(job.model.parameters())
-        self.slow = self.slow or [p.detach().clone() for p in self.parameters]
+        self.slow = [p.detach().clone() for p in self.parameters]
 
     @torch.no_grad()
     def after_step(self, step, done):
@@ -72,6 +75,16 @@ class Lookahead(flatout.Part):
 
     def load_state_dict(self, state):
         self.steps, self.slow = state["steps"], state["slow"]
+
+
+class OtherNames(flatout.Part):
+    """Names the arguments of its hooks in its own way."""
+
+    def around_step(self, one, make):
+        return make(one)
+
+    def around_piece(self, batch, forward):
+        return forward(batch)
 
 
 class Doubled(flatout.Part):
@@ -94,10 +107,11 @@ def fit(job, epochs=2, **options):
     return job.fit(data(), batch_size=32, epochs=epochs, progress=False, **options)
 
 
-def test_a_part_without_hooks_changes_no_bit():
+@pytest.mark.parametrize("part", [Nothing, OtherNames])
+def test_a_part_that_does_nothing_changes_no_bit(part):
     ours, theirs = network(), network()
     torch.manual_seed(5)
-    history = fit(job(ours, Nothing()))
+    history = fit(job(ours, part()))
     torch.manual_seed(5)
     losses = plain_fit(theirs, sgd(theirs.parameters()), *data())
     assert same(ours, theirs)
@@ -179,6 +193,57 @@ def test_a_resume_goes_on_with_the_state_of_parts(tmp_path):
     assert not same(begun, whole)
     with pytest.raises(CheckpointError, match=r"parts\n\s+then: Lookahead\n\s+now:  none"):
         fit(job(network(), run=tmp_path), epochs=5, resume=True)
+
+
+def test_a_part_that_was_dropped_keeps_its_state_and_is_closed(tmp_path):
+    class Once(Lookahead):
+        is_closed = False
+
+        def prepare(self, job):
+            super().prepare(job)
+            self.job = job
+
+        def after_step(self, step, done):
+            super().after_step(step, done)
+            self.job.drop(self)
+
+        def close(self, error):
+            self.is_closed = True
+
+    part = Once()
+    fit(job(network(), part, run=tmp_path))
+    assert (part.steps, part.is_closed) == (1, True)
+    again = Once()
+    fit(job(network(), again, run=tmp_path), epochs=3, resume=True)
+    assert again.steps == 2
+
+
+def test_rows_of_tables_are_stepped_in_a_rehearsal_too(monkeypatch):
+    """A compiled model is rehearsed before its first step, on the Parts that follow the user's."""
+    made = []
+    act = TableRows.around_step
+
+    def noted(self, step, run):
+        made.append(step.number)
+        return act(self, step, run)
+
+    monkeypatch.setattr(TableRows, "around_step", noted)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(40, 8), nn.Flatten(), nn.Linear(32, 2))
+    model.compile(backend="eager")
+    ids, y = torch.randint(0, 40, (640, 4)), torch.randint(0, 2, (640,))
+    source = flatout.data.as_source((ids, y), batch_size=32, seed=0)
+    loop = flatout.Loop(say=quiet)
+    loop.terms = replace(loop.terms, fewest_steps=1)
+    loop.prepare(
+        model,
+        sgd(model.parameters()),
+        compute=lambda b: F.cross_entropy(model(b.inputs), b.targets),
+        data=source,
+        steps=1_000_000,
+    )
+    assert made
+    loop.close()
 
 
 def test_a_part_learns_what_has_ended_the_training():

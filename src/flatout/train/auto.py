@@ -50,7 +50,7 @@ from flatout.train.auto_marks import Marks
 from flatout.train.auto_search import COUNT, Option, Search, is_faster
 from flatout.train.auto_terms import TERMS, Terms, is_ampere
 from flatout.train.frozen_precision import Found, PlannedRun, choose_precision, has_short_epochs
-from flatout.train.graphs import Graphs
+from flatout.train.graphs import graphs_of
 from flatout.train.loss_value import Compute
 from flatout.train.micro_batch import forget_frames, is_out_of_memory
 from flatout.train.row_tables import Tables
@@ -271,8 +271,7 @@ def _checked(
     threads &= "process.threads" not in check.dropped
     compiles &= COMPILE not in check.dropped
     captures &= CAPTURE not in check.dropped
-    found = stepper.chain.find(Graphs)
-    graphs = None if found is None else found.cuda
+    graphs = graphs_of(stepper).cuda
     if graphs is not None and (why := graphs.objection(check.compute, (batch,))):
         check.dropped[GRAPH] = why
     check.dropped |= _redrawn(requested, stepper, batch, facts, allow, budget.terms)

@@ -13,7 +13,7 @@ from typing import Any
 from flatout.console import first_line
 from flatout.data import ArraySource, Batch
 from flatout.train.capture import FAILURES, Capture
-from flatout.train.graphs import Graphs
+from flatout.train.graphs import graphs_of
 from flatout.train.loop import Loop
 from flatout.train.part import Step
 
@@ -26,8 +26,7 @@ def captured_steps(
     if tuner is not None:
         most = min(most, tuner.next_step - 1 - loop.step_count)
     most = min(most, loop.rounding.next_step - 1 - loop.step_count)
-    graphs = stepper.chain.find(Graphs)
-    capture = None if graphs is None else graphs.compiled
+    capture = graphs_of(stepper).compiled
     # If batches come from other sources, the user's code runs between steps.
     are_ours = type(feed.source) is ArraySource and loop.accumulate == 1
     if not isinstance(capture, Capture) or most < 1 or not are_ours or loop.parts:

@@ -45,7 +45,7 @@ from flatout.train.auto_check import KnownStep
 from flatout.train.checks import MISFITS, check_first_batch
 from flatout.train.cuda_graph import CudaGraphs
 from flatout.train.frozen_precision import PlannedRun
-from flatout.train.graphs import DeviceTimes, Graphs
+from flatout.train.graphs import Graphs
 from flatout.train.loop_state import LoopState
 from flatout.train.loss_value import Compute
 from flatout.train.micro_batch import estimate_pieces
@@ -83,6 +83,8 @@ def make_stepper(
         loop.world,
         loop.say,
     )
+    if keyed is not None:
+        loop.undo.callback(keyed.close)
     stepper = Stepper(
         Switch(loop.model, loop.optimizers, loop.device),
         clip_norm=loop.clip[0],
@@ -99,7 +101,7 @@ def make_stepper(
     if is_asked or loop.device.type == "cuda":
         graphs.cuda = CudaGraphs(stepper, loop.note, is_asked)
         loop.undo.callback(graphs.cuda.close)
-    stepper.chain.add(graphs, DeviceTimes(stepper))
+    stepper.chain.add(graphs)
     stepper.frees_memory.append(features_give_way)
     asked = loop.requested.world
     apart = asked.staleness != "sync" or asked.spare_workers > 0

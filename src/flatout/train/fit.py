@@ -50,7 +50,7 @@ from flatout.train.confusion import table
 from flatout.train.counted import counted, counting, operator_count
 from flatout.train.evaluate import look_at_validation, train_mode
 from flatout.train.freezing_checks import freezing_lines
-from flatout.train.graphs import Graphs
+from flatout.train.graphs import graphs_of
 from flatout.train.history import History
 from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
 from flatout.train.layout_words import layout_words
@@ -533,13 +533,13 @@ class Fit:
     def _optimizer_steps(self, quiet: Callable[[], int]) -> Iterator[None]:
         """Train on the rest of the epoch, and yield after optimizer steps."""
         loop, compute, stepper = self.loop, self.compute, self.loop.stepper
-        graphs = stepper.chain.find(Graphs)
+        graphs = graphs_of(stepper)
         batches = loop.batches(self.source)
         for callback in self.callbacks:
             batches = callback.watched_batches(self.state, batches)
         while True:
             batch, before = None, loop.step_count
-            if graphs is not None and graphs.compiled is not None and self._count is None:
+            if graphs.compiled is not None and self._count is None:
                 batch = captured_steps(loop, compute, batches, quiet(), self._is_asked_to_stop)
             if loop.step_count > before:
                 yield

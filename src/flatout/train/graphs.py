@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from flatout.data import Batch
+from flatout.measure import DeviceLanes
 from flatout.train.part import Done, Part, Step
 from flatout.train.step import Stepper
 
@@ -83,14 +84,18 @@ class Graphs(Part):
         return makes(partial(run, step), step.compute, step.batches, step.number)
 
 
-class DeviceTimes(Part):
-    """Starts the timing of a step on a device that runs asynchronously."""
+def graphs_of(stepper: Stepper) -> Graphs:
+    """Return the Graphs of a job's steps, or new ones without a maker of graphs."""
+    return stepper.chain.find(Graphs) or Graphs(stepper)
 
-    def __init__(self, stepper: Stepper) -> None:
-        self._stepper = stepper
+
+class DeviceTimes(Part):
+    """Begins the times of a step on a device that runs asynchronously."""
+
+    def __init__(self, lanes: DeviceLanes) -> None:
+        self._lanes = lanes
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
-        """Make the step; its timing starts here, so that trials of settings do not count."""
-        if self._stepper.lanes is not None:
-            self._stepper.lanes.begin()
+        """Make the step; its times begin here, so that trials of settings do not count."""
+        self._lanes.begin()
         return run(step)

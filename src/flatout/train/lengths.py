@@ -20,7 +20,7 @@ import numpy as np
 from flatout.recipe import phrase
 from flatout.train.settings import LIVE, Settings
 
-Step = tuple[int, float]
+TimedStep = tuple[int, float]
 """Number of values in the inputs of a step's batches, and seconds of the step."""
 
 # Number of classes for each doubling of a batch's values.
@@ -77,11 +77,11 @@ class Lengths:
     def __init__(self) -> None:
         self.varied = False
         self.base: Settings | ByLength | None = None
-        self._steps: dict[Settings | ByLength, dict[int, deque[Step]]] = {}
+        self._steps: dict[Settings | ByLength, dict[int, deque[TimedStep]]] = {}
         self._seen: Counter[int] = Counter()
         self._typical: list[int] = []
 
-    def add(self, settings: Settings | ByLength, steps: list[Step]) -> None:
+    def add(self, settings: Settings | ByLength, steps: list[TimedStep]) -> None:
         """Record steps under some settings."""
         self.base = self.base or settings
         self._seen.update(_class_of(values) for values, _ in steps)
@@ -92,7 +92,7 @@ class Lengths:
                 self._typical.append(values)
             self.varied = self.varied or values != self._typical[0]
 
-    def typical_s(self, steps: list[Step]) -> float:
+    def typical_s(self, steps: list[TimedStep]) -> float:
         """Return seconds per step, converted to the typical mix of batches."""
         took = sum(seconds for _, seconds in steps)
         usual = sum(self._usual_s([values for values, _ in steps]))

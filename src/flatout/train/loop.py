@@ -32,7 +32,7 @@ from flatout.data import Batch, Source
 from flatout.devices import process
 from flatout.errors import ModelError
 from flatout.measure import cuda_lanes, require_proc
-from flatout.models import adapter_of, has_compiled
+from flatout.models import adapter_of, calls_hooks, has_compiled
 from flatout.optim import Optimizers, as_tuple
 from flatout.recipe import ResolvedRecipe, dumps
 from flatout.strategies import check_replicas
@@ -41,6 +41,7 @@ from flatout.train.decide import decide, make_stepper
 from flatout.train.device_data import DeviceData, room
 from flatout.train.features import FrozenFeatures
 from flatout.train.freezing_checks import freezing_lines
+from flatout.train.graphs import DeviceTimes
 from flatout.train.loop_state import LoopState, Scheduler
 from flatout.train.loss_value import Compute
 from flatout.train.objective_checks import check_optimizers
@@ -161,6 +162,7 @@ class Loop(LoopState):
         first = first_batches(self, data, compute)
         facts = None if self.run is None else (model_facts(model), bytes_per_sample(first))
         self._decide(compute, first, steps)
+        self._prepare_parts()
         if self.resume is not None:
             self.resume.put_back(self)
             self.restored_own = self.resume.own
@@ -174,9 +176,7 @@ class Loop(LoopState):
             self.undo.callback(self.features.close)
         elif self.requested.input.features in ("memory", "disk"):
             self.say("features: a Loop keeps none, a Trainer does")
-        self._attach_parts()
-        if self.device.type == "cuda":
-            self.stepper.lanes = cuda_lanes(self.timeline, self.device)
+        self._attach_own_parts()
         capture_steps(self, compute, None if self.tuner is None else self.tuner.search)
         if not self.takes_whole_batches:
             check_replicas(model, world, "at the start")
@@ -186,28 +186,34 @@ class Loop(LoopState):
         self.monitor.begin(facts)
         return model, optimizer
 
-    def _attach_parts(self) -> None:
+    def _prepare_parts(self) -> None:
+        self.stepper.chain.add(*self.parts)
+        for part in self.parts:
+            self.undo.push(partial(_close_part, part))
+            part.prepare(self)
+
+    def _attach_own_parts(self) -> None:
         self.rounding = RoundingWatch(self)
-        own = [self.numbers, self.monitor, self.rounding, ExplainErrors(self), TrainingMode(self)]
         # A Trainer checks its loss itself, since it knows outputs and targets.
-        own.append(FirstStepChecks(self, checks_loss=self.trainer_facts is None))
+        checks = FirstStepChecks(self, checks_loss=self.trainer_facts is None)
+        own = [self.numbers, self.monitor, ExplainErrors(self), TrainingMode(self), checks]
+        if self.rounding.next_step < sys.maxsize:
+            own.append(self.rounding)
         if self._other_job is not None:
             own.append(self._other_job)
-        if any(adapter_of(self.model).tables()):
-            own += [TableRows(self), IdChecks(self)]
-        for part in self.parts:
-            part.prepare(self)
-        self.stepper.chain.add(*own, *self.parts)
-        self.undo.push(lambda _, error, __: self._close_parts(error))
-
-    def _close_parts(self, error: BaseException | None) -> None:
-        for part in self.stepper.chain.parts:
-            part.close(error)
+        if self.device.type == "cpu" and not calls_hooks(self.model):
+            own.append(IdChecks(self))
+        if self.device.type == "cuda":
+            self.stepper.lanes = cuda_lanes(self.timeline, self.device)
+            own.append(DeviceTimes(self.stepper.lanes))
+        self.stepper.chain.add(*own)
 
     def drop(self, part: Part) -> None:
-        """Remove one of the user's Parts, from the next step on."""
+        """Let one of the user's Parts act no longer, from the next step on.
+
+        Its state is still saved, and it is closed with the others.
+        """
         self.stepper.chain.drop(part)
-        self.parts = tuple(one for one in self.parts if one is not part)
 
     @cached_property
     def monitor(self) -> Monitor:
@@ -216,6 +222,8 @@ class Loop(LoopState):
 
     def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
         self._stepper, self.facts = make_stepper(self, compute, first, ORDER)
+        if any(adapter_of(self.model).tables()):
+            self._stepper.chain.add(TableRows(self))
         # If all ranks compute layers together, changes of the trained parameters are not watched.
         if compute is not None and first and not self.lays_out and not self.has_servers:
             self._other_job = OtherJob(self, steps)
@@ -463,6 +471,10 @@ class Loop(LoopState):
         self.undo.__exit__(None if error is None else type(error), error, None)
         if "checkpointing" in vars(self):
             self.checkpointing.close(error)
+
+
+def _close_part(part: Part, kind: object, error: BaseException | None, trace: object) -> None:
+    part.close(error)
 
 
 def _listed(given: Any) -> tuple[Any, ...]:

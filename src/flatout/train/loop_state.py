@@ -38,9 +38,9 @@ from flatout.train.checkpointing import Checkpointing, no_run_folder
 from flatout.train.evaluate_batch import EvaluateBatch
 from flatout.train.evaluate_graph import EvaluateGraph
 from flatout.train.feed import Feed
-from flatout.train.graphs import Graphs
+from flatout.train.graphs import graphs_of
 from flatout.train.large_batch import as_rule
-from flatout.train.micro_batch import Parts
+from flatout.train.micro_batch import InPieces
 from flatout.train.part import Part, check_parts
 from flatout.train.rank_device import join_on
 from flatout.train.rank_trial import is_trial
@@ -178,7 +178,7 @@ class LoopState:
         self.undo = ExitStack()
         self._stepper: Stepper | None = None
         self.pace = Pace(ONE.collectives)
-        self.in_pieces = Parts(lambda line: self.say(line))
+        self.in_pieces = InPieces(lambda line: self.say(line))
         self.tables_reported = ""
         self.evaluate_graph = EvaluateGraph(self.tell, self._may_compile)
 
@@ -262,10 +262,10 @@ class LoopState:
         return self.is_other_job or (self.tuner is not None and self.tuner.is_searching)
 
     def _may_compile(self) -> bool:
-        graphs = None if self._stepper is None else self._stepper.chain.find(Graphs)
         if self.is_tuning() or self.evaluate_batch.is_measuring:
             return False
-        return graphs is None or graphs.compiled is None or graphs.compiled.compiling is None
+        compiled = None if self._stepper is None else graphs_of(self._stepper).compiled
+        return compiled is None or compiled.compiling is None
 
     @property
     def tuning(self) -> dict[str, Any] | None:

@@ -115,7 +115,7 @@ def not_split_alone(what: str, size: int, when: str, on_rank: str, *, staged: bo
     )
 
 
-class Parts:
+class InPieces:
     """Evaluates batches whole, or in parts if memory runs out, since samples are independent."""
 
     def __init__(self, say: Callable[[str], None]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -70,6 +69,8 @@ class Part:
 
     def prepare(self, job: Any) -> None:
         """Get ready. Called once the model is placed and the settings of the first step are known.
+
+        A resume loads the weights and this Part's state after this call.
 
         Args:
             job: the `flatout.Loop`, with `model`, `optimizers`, `device`, `world`, `note(line)`
@@ -178,18 +179,14 @@ class Chain:
         """Return the first Part of a class; None if there is none."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
-    def inside(
-        self, kind: type[Part], make: Callable[[Step], Done] | None = None
-    ) -> Callable[[Step], Done]:
-        """Return a function that makes a step with the Parts that come after a class in the order.
+    def inside(self, kind: type[Part]) -> Callable[[Step], Done]:
+        """Return a function that makes a step with the Parts that follow a kind in the order.
 
         Args:
-            kind: a class of the order, whose own Parts are left out.
-            make: function that makes the step itself; None for the Chain's own function.
+            kind: a kind of the order; Parts of this kind are left out.
         """
         place = self._order.index(kind)
-        inner = [part for part in self.parts if self._place(part) > place]
-        return _around(inner, make or self._make)
+        return _around([part for part in self.parts if self._place(part) > place], self._make)
 
     def repeat(self, step: Step, compute: Callable[[Step], _Result]) -> _Result:
         """Compute something of a step again, with only the Parts that act on pieces.
@@ -208,7 +205,7 @@ class Chain:
     def forward(self, compute: Compute) -> Callable[[Batch], Value]:
         """Return `compute` with the Parts that act around a piece."""
         for around in self._around_piece:
-            compute = partial(around, run=compute)
+            compute = _bound(around, compute)
         return compute
 
     @property
@@ -233,8 +230,13 @@ class Chain:
 def _around(parts: Sequence[Part], make: Callable[[Step], Done]) -> Callable[[Step], Done]:
     run = make
     for hook in reversed(_hooks(parts, "around_step")):
-        run = partial(hook, run=run)
+        run = _bound(hook, run)
     return run
+
+
+def _bound(hook: Callable[..., _Result], run: Callable[..., _Result]) -> Callable[..., _Result]:
+    # By position: a user's hook may name its arguments otherwise.
+    return lambda item: hook(item, run)
 
 
 def _hooks(parts: Sequence[Part], name: str) -> list[Callable[..., Any]]:

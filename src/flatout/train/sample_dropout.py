@@ -117,10 +117,6 @@ class DropoutBySample(Part):
         self.keyed.at(piece.start, piece.size)
         return run(piece)
 
-    def close(self, error: BaseException | None) -> None:
-        """Restore the dropout layers' own forward."""
-        self.keyed.close()
-
 
 class _Watch(ExitStack):
     """Records modules whose forward draws from a generator of the process or of a Keras layer."""

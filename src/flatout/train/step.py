@@ -178,8 +178,7 @@ class Stepper:
             act(step)
         return self.finish(computed, step.number)
 
-    def at_rates_of(self, number: int) -> AbstractContextManager[None]:
-        """Return a context in which optimizers have the learning rates of a rule for a step."""
+    def _at_rates_of(self, number: int) -> AbstractContextManager[None]:
         if self.lr_scale is None:
             return _NO_OTHERS
         return scaled(self.turn.optimizers, self.lr_scale.at(number - 1))
@@ -187,7 +186,7 @@ class Stepper:
     def finish(self, computed: _Computed, number: int) -> Done:
         """Let the optimizers step; after this the step cannot be tried again."""
         start = clock()
-        with self.at_rates_of(number):
+        with self._at_rates_of(number):
             self._update()
         self.stopping = self.strategy.after_step() or self.stopping
         self.mark("optimizer")
@@ -470,7 +469,7 @@ class Stepper:
         forget_frames(error)
         self.update.forget()
         if self.switch.device.type == "cuda":
-            is_freed = max([free() for free in self.frees_memory], default=0)
+            is_freed = sum(free() for free in self.frees_memory)
             torch.cuda.empty_cache()
             if is_freed:
                 return

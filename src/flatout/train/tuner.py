@@ -25,11 +25,10 @@ from flatout.train.auto_capture import BackgroundCompile
 from flatout.train.auto_marks import EndsProcess, failure
 from flatout.train.auto_search import Block, BlockTimes, Failed, Search
 from flatout.train.feed import Feed
-from flatout.train.graphs import Graphs
-from flatout.train.lengths import ByLength, Step
+from flatout.train.graphs import graphs_of
+from flatout.train.lengths import ByLength, TimedStep
 from flatout.train.micro_batch import forget_frames
-from flatout.train.part import Done, Part
-from flatout.train.part import Step as StepToMake
+from flatout.train.part import Done, Part, Step
 from flatout.train.settings import LIVE, Settings
 from flatout.train.snapshot import Moving
 from flatout.train.step import Stepper
@@ -78,7 +77,7 @@ class Tuner(Part):
         self.spans: list[tuple[int, int, Settings | ByLength]] = []
         self._look_at = 0
         self._stepper, self._feed, self._world = stepper, feed, world
-        self._graphs = stepper.chain.find(Graphs)
+        self._graphs = graphs_of(stepper)
         self._settle, self._note = settle, note
         terms = self._terms = search.budget.terms
         self._clock, self._cpu_clock = terms.clock, terms.cpu_clock
@@ -143,7 +142,7 @@ class Tuner(Part):
 
     # -- a step ------------------------------------------------------------------------------
 
-    def around_step(self, step: StepToMake, run: Callable[[StepToMake], Done]) -> Done:
+    def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
         """Make the step under the settings that are due; give up a setting that fails."""
         if step.number < self.next_step:
             return run(step)
@@ -151,8 +150,8 @@ class Tuner(Part):
 
     def make(
         self,
-        step: StepToMake,
-        run_step: Callable[[StepToMake], Done],
+        step: Step,
+        run_step: Callable[[Step], Done],
         waited_s: float,
         prepared_s: float,
     ) -> Done:
@@ -259,8 +258,6 @@ class Tuner(Part):
     def _without_graph(self, settings: Settings | ByLength) -> tuple[str, str] | None:
         if isinstance(settings, ByLength):
             return None
-        if self._graphs is None:
-            return None
         makers = {"capture": self._graphs.compiled, "cuda_graph": self._graphs.cuda}
         whys = {name: makes.why for name, makes in makers.items() if makes is not None}
         on = (name for name, why in whys.items() if why and getattr(settings, name) == "on")
@@ -298,8 +295,8 @@ class Tuner(Part):
 
     def _begin(self, block: Block) -> None:
         self._block = block
-        self._settled: list[Step] = []
-        self._counted: list[Step] = []
+        self._settled: list[TimedStep] = []
+        self._counted: list[TimedStep] = []
         self._settled_cpu_s = self._counted_cpu_s = 0.0
         self._waited: list[float] = []
         self._switching_s = self._switched_between_s = 0.0
@@ -531,7 +528,7 @@ class Tuner(Part):
             self._judge_again(number)
 
     def _slower(self, seconds: float, known: float) -> float:
-        capture, search = None if self._graphs is None else self._graphs.compiled, self.search
+        capture, search = self._graphs.compiled, self.search
         if capture is not None and capture.is_asked and capture.compiling is not None:
             return 1.0  # the compiling child slows the steps for now
         is_of_graph = capture is not None and capture.is_asked and capture.is_used
@@ -616,5 +613,5 @@ def _values(batches: Sequence[Batch]) -> int:
     return sum(tensor.numel() for batch in batches for tensor in tensors_in(batch.inputs))
 
 
-def _share(cpu_s: float, steps: Sequence[Step]) -> float:
+def _share(cpu_s: float, steps: Sequence[TimedStep]) -> float:
     return max(cpu_s, 1e-9) / max(sum(seconds for _, seconds in steps), 1e-9)

@@ -12,7 +12,7 @@ from flatout.train.auto import Decision
 from flatout.train.auto_capture import BackgroundCompile
 from flatout.train.auto_search import Search
 from flatout.train.capture import Capture
-from flatout.train.graphs import Graphs
+from flatout.train.graphs import graphs_of
 from flatout.train.loop_state import LoopState
 from flatout.train.loss_value import Compute
 from flatout.train.row_tables import Tables
@@ -60,8 +60,7 @@ def capture_steps(loop: LoopState, compute: Compute | None, search: Search | Non
     assert loop.resolved is not None
     stepper, tries = loop.stepper, search is not None and search.captures
     is_asked = not tries and loop.resolved.compute.capture == "on"
-    graphs = stepper.chain.find(Graphs)
-    assert graphs is not None
+    graphs = graphs_of(stepper)
     if graphs.compiled is not None:  # the graph belongs to the previous job
         graphs.compiled.close()
         graphs.compiled = None

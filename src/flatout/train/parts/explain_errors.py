@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from collections.abc import Callable
 
-from flatout.data import Batch
-from flatout.models import calls_hooks
 from flatout.train.checks import explain_kernel
 from flatout.train.loop_state import LoopState
 from flatout.train.part import Done, Part, Step
@@ -42,15 +38,7 @@ class IdChecks(Part):
         self._loop = loop
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
-        """Make the step; check its ids if torch does not check them."""
-        with self._ids_checked(step.batches):
+        """Make the step; its ids are checked where torch does not check them."""
+        loop = self._loop
+        with ids_checked_in_step(loop.model, step.batches, loop.feed.source):
             return run(step)
-
-    def _ids_checked(self, batches: Sequence[Batch]) -> AbstractContextManager[None]:
-        if not self._takes_negative_ids or self._loop.device.type != "cpu":
-            return nullcontext()
-        return ids_checked_in_step(self._loop.model, batches, self._loop.feed.source)
-
-    @cached_property
-    def _takes_negative_ids(self) -> bool:
-        return not calls_hooks(self._loop.model)

@@ -19,7 +19,7 @@ from flatout.train.auto_budget import Budget
 from flatout.train.auto_check import KnownStep
 from flatout.train.auto_search import Search
 from flatout.train.decide import asked_here
-from flatout.train.graphs import Graphs
+from flatout.train.graphs import graphs_of
 from flatout.train.loop_state import LoopState
 from flatout.train.loss_value import Compute
 from flatout.train.part import Done, Part, Step
@@ -121,9 +121,9 @@ class OtherJob(Part):
             capture_steps(loop, compute, decision.search)
         elif decision.search is None:
             self._use(before)
-            graphs = stepper.chain.find(Graphs)
-            if graphs and graphs.compiled and loop.requested.compute.capture != "on":
-                graphs.compiled.give_up(f"{OTHER}, and too few steps are left")
+            compiled = graphs_of(stepper).compiled
+            if compiled is not None and loop.requested.compute.capture != "on":
+                compiled.give_up(f"{OTHER}, and too few steps are left")
         else:
             loop.note(f"auto: {OTHER}: settings are tried once more")
             self._search(decision, before)
