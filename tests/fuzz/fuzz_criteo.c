@@ -1,4 +1,4 @@
-/* libFuzzer harness of _criteo_core.h and _lines_core.h: no access outside of any buffer, and each
+/* libFuzzer harness of criteo/core.h and lines/core.h: no access outside of any buffer, and each
    fast way gives what the plain one gives. Built and run by `run`, beside this file. */
 
 #define _GNU_SOURCE
@@ -6,8 +6,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "_criteo_core.h"
-#include "_lines_core.h"
+#include "criteo/core.h"
+#include "lines/core.h"
 
 #define OPTIONS 8
 #define WILD 6 /* ranges that are no lines of the text */

@@ -1,9 +1,9 @@
-/* libFuzzer harness of _example_core.h and _example_writer.h: no access outside of any buffer, each
+/* libFuzzer harness of example/core.h and example/writer.h: no access outside of any buffer, each
    fast way gives what the exact one gives, and what is written is decoded again. Built and run by
    `run`, beside this file. */
 
-#include "_example_core.h"
-#include "_example_writer.h"
+#include "example/core.h"
+#include "example/writer.h"
 
 #define FEATURES 6
 #define MOST_ROWS 64

@@ -1,4 +1,4 @@
-/* libFuzzer harness of _libsvm_core.h: no access outside of any buffer, and the same results from
+/* libFuzzer harness of libsvm/core.h: no access outside of any buffer, and the same results from
    each of its ways. Built and run by `run`, beside this file.
 
    The first bytes choose what is read and how; the rest is the text. All buffers have their exact
@@ -7,7 +7,7 @@
 
 #include <stdio.h>
 
-#include "_libsvm_core.h"
+#include "libsvm/core.h"
 
 enum { HEADER = 16, MOST_ROWS = 64 };
 

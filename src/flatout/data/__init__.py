@@ -14,7 +14,7 @@ source.py is the interface to training. tensors.py makes batches from the output
 without a row per sample (jagged_batch.py, objects.py). order.py is the order of samples, a pure
 function. features/ keeps the output of frozen layers, by sample (device_rows.py: on a GPU too).
 ids/ maps ids to rows of a table. augmentation.py and resized_crop.py draw the changes of `augment`,
-and kernels/augment.py applies them. conversion/ and inspection/ implement `flatout data convert`
+and kernels/augment/ applies them. conversion/ and inspection/ implement `flatout data convert`
 and `flatout data inspect`.
 """
 

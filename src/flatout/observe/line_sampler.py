@@ -1,4 +1,4 @@
-"""User's lines that steps spend time on, sampled by a native thread (`kernels/_stacks.c`).
+"""User's lines that steps spend time on, sampled by a native thread (`kernels/stacks/stacks.c`).
 
 Where no DataLoader gives the batches, the time of the lines that make the batches is the input
 lane.

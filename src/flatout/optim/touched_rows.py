@@ -2,7 +2,7 @@
 
 A dense optimizer steps all rows of a table, also rows that no sample has used, because their
 moments decay and move them. Here a row makes up for missed steps when it is read next
-(kernels/table_rows.py). Before anyone reads the whole table (a state dict, an evaluation, the end),
+(kernels/table_rows). Before anyone reads the whole table (a state dict, an evaluation, the end),
 `settle` brings all rows up to date.
 
 Gradients are torch's sparse tensors with the rows that were read; no dense gradient is made. The
