@@ -26,6 +26,7 @@ from flatout.recipe import ModelFacts, Parity, of_change
 from flatout.train.auto_budget import Budget
 from flatout.train.auto_marks import Marks, failure
 from flatout.train.auto_search import Option, is_slow
+from flatout.train.gradients import Gradients, are_equal, difference, is_finite, summed
 from flatout.train.loss_value import Compute
 from flatout.train.part import Step
 from flatout.train.row_tables import Tables
@@ -50,7 +51,6 @@ _OF_FIRST = 2.0
 # Differences up to this multiple of the plain gradients' own rounding error count as rounding.
 _AS_PLAIN = 2.0
 
-Gradients = list[torch.Tensor | None]
 T = TypeVar("T")
 
 
@@ -296,7 +296,7 @@ class FirstCheck:
                         [one.field for one in options],
                         partial(self._rates, self._under(options)),
                     )
-                    same = all(map(_is_finite, gradients))
+                    same = all(map(is_finite, gradients))
                     if options and (not same or self._differ(options[0], plain, gradients, facts)):
                         continue
             except Exception as error:
@@ -345,7 +345,7 @@ class FirstCheck:
             gradients, now = self._passes(self._under(some), taken)
         except Exception:
             return []  # a check of each option alone shows the option that fails
-        is_fine = now.over(taken) <= self._far_slower and all(map(_is_finite, gradients))
+        is_fine = now.over(taken) <= self._far_slower and all(map(is_finite, gradients))
         if not is_fine or self._differ(some[0], plain, gradients, facts):
             return []
         self._keep(some, now, taken)
@@ -421,7 +421,7 @@ class FirstCheck:
                 return failure(error)
             finally:
                 self._stepper.update.forget()
-            if not all(map(_is_finite, plain)):
+            if not all(map(is_finite, plain)):
                 return ""  # the step itself will report the cause
             why = check._wrong(options, plain, gradients, facts)
             self._stepper.use(settings)
@@ -440,7 +440,7 @@ class FirstCheck:
                 self._stepper.update.forget()
                 self._stepper.use(settings)
         # If the plain gradients are not finite, the step itself will report the cause.
-        return difference(plain, gradients) if all(map(_is_finite, plain)) else 0.0
+        return difference(plain, gradients) if all(map(is_finite, plain)) else 0.0
 
     def _gradients_under(self, settings: Settings) -> Gradients:
         self._stepper.use(settings)
@@ -449,7 +449,7 @@ class FirstCheck:
     def _wrong(
         self, options: Sequence[Option], plain: Gradients, gradients: Gradients, facts: ModelFacts
     ) -> str:
-        if not all(map(_is_finite, gradients)):
+        if not all(map(is_finite, gradients)):
             return "gave NaN"
         return min((self._differ(one, plain, gradients, facts) for one in options), key=len)
 
@@ -460,7 +460,7 @@ class FirstCheck:
         if parity is Parity.REDRAWN:
             return ""  # other random numbers give other gradients
         share = difference(plain, gradients)
-        if parity is Parity.EXACT and not all(map(_equal, plain, gradients)):
+        if parity is Parity.EXACT and not all(map(are_equal, plain, gradients)):
             return "" if self._is_plain_again(plain, share) else "would change the result"
         most = _HALF_ROUNDING if option.setting == "precision" else _ROUNDING
         if share > most and share > self._own_rounding(plain):
@@ -563,7 +563,7 @@ class FirstCheck:
 
     def _take_gradients(self, loss: torch.Tensor) -> Gradients:
         update = self._stepper.update
-        found = [loss.detach(), *map(_summed, (p.grad for p in update.parameters))]
+        found = [loss.detach(), *map(summed, (p.grad for p in update.parameters))]
         update.forget()
         return found
 
@@ -590,41 +590,3 @@ class FirstCheck:
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
-
-
-def _summed(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _is_finite(gradient: torch.Tensor | None) -> bool:
-    return gradient is None or bool(_values(gradient).isfinite().all())
-
-
-def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    if a.is_sparse and b.is_sparse:
-        return torch.equal(a.indices(), b.indices()) and torch.equal(a.values(), b.values())
-    return torch.equal(*(g.to_dense() if g.is_sparse else g for g in (a, b)))
-
-
-def difference(plain: Gradients, others: Gradients) -> float:
-    """Return the norm of the gradients' difference, as a fraction of the plain gradients' norm.
-
-    The first item of each list is the loss, which is not compared.
-    """
-    differing = norm = 0.0
-    for a, b in zip(plain[1:], others[1:], strict=True):
-        if a is None or b is None:
-            if a is not b:
-                return float("inf")
-            continue
-        if a.is_sparse != b.is_sparse:
-            a, b = (g.to_dense() if g.is_sparse else g for g in (a, b))
-        differing += float(_values(a - b).norm()) ** 2
-        norm += float(_values(a).norm()) ** 2
-    return (differing / norm) ** 0.5 if norm else 0.0 if not differing else float("inf")

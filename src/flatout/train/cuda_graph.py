@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_map_only
 from flatout.console import first_line
 from flatout.data import NO_ROWS, Batch, randomness, tensors_in
 from flatout.models import KerasJob
-from flatout.train.auto_check import difference
 from flatout.train.capture_graph import (
     ModuleWatch,
     Unfit,
@@ -40,6 +39,7 @@ from flatout.train.capture_graph import (
 from flatout.train.compute import ModelCompute
 from flatout.train.cuda_graph_update import RecordedUpdate, rates_of
 from flatout.train.function_watch import FunctionWatch
+from flatout.train.gradients import difference
 from flatout.train.loss_value import mean_of_value
 from flatout.train.losses import Value
 from flatout.train.part import Done

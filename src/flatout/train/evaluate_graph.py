@@ -26,7 +26,6 @@ from flatout.cache_folder import keep_text, kept_text
 from flatout.console import first_line
 from flatout.measure import TrialResult, available_bytes, fingerprint, quadruples, usable_cpus
 from flatout.models import OperatorTimes, uncompiled
-from flatout.train.auto_capture import CompilePauses
 from flatout.train.capture import (
     BEHIND,
     BESIDE,
@@ -40,6 +39,7 @@ from flatout.train.capture import (
 )
 from flatout.train.capture_child import OPTIONS
 from flatout.train.capture_graph import PLAIN_TYPES, Graph, Tensors, Unfit, shapes_of
+from flatout.train.compile_pauses import CompilePauses
 from flatout.train.evaluate_batch import are_close
 from flatout.train.forward_graph import Attributes, held_by, trace_forward
 from flatout.words import duration
