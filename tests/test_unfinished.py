@@ -89,7 +89,7 @@ elif sys.argv[2] == "index":
     os.utime("table.csv", (1, 1))
     list(flatout.data.csv("table.csv", target="y").batch(1).batches(0))
 elif sys.argv[2] == "auto":
-    from flatout.train import auto_cache
+    from flatout.train.tuning import decision_cache as auto_cache
     auto_cache.dumps = str
     auto_cache.write("a", "kept")
 elif sys.argv[2] == "live":

@@ -17,7 +17,7 @@ from flatout.cures.kept_samples import FIELD, Keeping
 from flatout.data import sample_names
 from flatout.data.features import room
 from flatout.data.features.sample_names import hashed
-from flatout.train.frozen_choice import Choice
+from flatout.train.parts.features.choice import Choice
 
 
 @pytest.fixture(autouse=True)
@@ -544,7 +544,7 @@ class CutJob:
     """A script's calls of a model that is cut."""
 
     def __init__(self, monkeypatch, where="memory", *, kwargs=False):
-        monkeypatch.setattr("flatout.train.frozen_choice.choose", self.choose)
+        monkeypatch.setattr("flatout.train.parts.features.choice.choose", self.choose)
         self.computed = []
         whole = cut_features._computed
         monkeypatch.setattr(

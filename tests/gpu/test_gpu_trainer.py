@@ -20,8 +20,8 @@ from flatout.data.order import order
 from flatout.errors import NumbersError
 from flatout.measure import finish_device, machine_rates
 from flatout.recipe import Compute, Recipe, Save, World
-from flatout.train.auto_terms import Terms
-from flatout.train.graphs import graphs_of
+from flatout.train.graphs.graphs import graphs_of
+from flatout.train.terms import Terms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 

@@ -18,8 +18,9 @@ from flatout.data.features.named_store import NamedStore
 from flatout.data.features.sample_names import hashed
 from flatout.models import Contents, Cut
 from flatout.recipe import Recipe
-from flatout.train import features, frozen_choice
-from flatout.train.frozen_choice import Choice
+from flatout.train.parts.features import choice as frozen_choice
+from flatout.train.parts.features import features
+from flatout.train.parts.features.choice import Choice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 

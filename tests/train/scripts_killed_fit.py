@@ -27,9 +27,9 @@ from flatout import unfinished
 from flatout.data.features.row_log import RECORD
 from flatout.recipe import Compute, Input
 from flatout.save.checkpoint import Checkpoints
-from flatout.train import features
 from flatout.train.callbacks import EarlyStopping
-from flatout.train.frozen_choice import Choice
+from flatout.train.parts.features import features
+from flatout.train.parts.features.choice import Choice
 
 EPOCHS = 8
 IMAGES = 40

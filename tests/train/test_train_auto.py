@@ -25,12 +25,14 @@ from flatout.devices import allocator
 from flatout.measure import TrialResult
 from flatout.models import Rewrite
 from flatout.recipe import FIELDS, PLAIN, Parity, Recipe, ResolvedRecipe, Trial, loads
-from flatout.train import auto, auto_check, auto_search
-from flatout.train.auto_budget import Budget
-from flatout.train.auto_terms import Terms
 from flatout.train.loop import Loop
 from flatout.train.settings import Settings
 from flatout.train.snapshot import random_state
+from flatout.train.terms import Terms
+from flatout.train.tuning import auto
+from flatout.train.tuning import first_check as auto_check
+from flatout.train.tuning import search as auto_search
+from flatout.train.tuning.budget import Budget
 from flatout.world import messages
 
 

@@ -23,11 +23,11 @@ from flatout.cache_folder import MARK, cache_folder, kept_text, kind_folder, wit
 from flatout.data.source import as_source
 from flatout.devices import allocator
 from flatout.processes import state_and_start
-from flatout.train import auto_marks
-from flatout.train.auto_marks import EndsProcess, Marks
-from flatout.train.auto_terms import Terms
 from flatout.train.contained import Child
 from flatout.train.loop import Loop
+from flatout.train.terms import Terms
+from flatout.train.tuning import crash_markers as auto_marks
+from flatout.train.tuning.crash_markers import EndsProcess, Marks
 from flatout.world import ONE
 
 PRECISION, FUSED = "compute.precision", "compute.fused_optimizer"
@@ -307,7 +307,7 @@ import os, signal, sys, resource
 import torch
 from torch import nn
 import flatout
-from flatout.train.auto_terms import Terms
+from flatout.train.terms import Terms
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 torch.set_num_threads(1)
 class Faulty(torch.autograd.Function):

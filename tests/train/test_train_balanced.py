@@ -9,7 +9,7 @@ from train_jobs import data, network, same, trainer
 
 import flatout
 from flatout.errors import DataError, ModelError
-from flatout.train.class_counts import balanced_weights, balanced_words, count
+from flatout.train.losses.class_counts import balanced_weights, balanced_words, count
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

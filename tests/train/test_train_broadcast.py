@@ -8,7 +8,7 @@ import flatout
 from flatout.data.batch import Batch
 from flatout.errors import DataError, ModelError
 from flatout.train.compute import ModelCompute
-from flatout.train.losses import as_loss
+from flatout.train.losses.losses import as_loss
 
 X = torch.randn(66, 4, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1)

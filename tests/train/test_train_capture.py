@@ -18,10 +18,12 @@ from train_jobs import CLASSES, Interpreted, data, network, quiet
 import flatout
 from flatout.errors import FlatoutError
 from flatout.recipe import Parity, Recipe
-from flatout.train import auto_capture, capture, capture_child, explanation
+from flatout.train import explanation
 from flatout.train import fit as fit_module
-from flatout.train.auto_terms import Terms
 from flatout.train.compute import ModelCompute
+from flatout.train.graphs import capture, capture_child
+from flatout.train.terms import Terms
+from flatout.train.tuning import compile_trial as auto_capture
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -13,7 +13,7 @@ from flatout.data.batch import Batch
 from flatout.errors import DataError, ModelError
 from flatout.train.checks import check_first_batch, check_labels, check_targets, describe
 from flatout.train.compute import ModelCompute
-from flatout.train.losses import as_loss
+from flatout.train.losses.losses import as_loss
 
 
 def batch(x, y, indices=None):

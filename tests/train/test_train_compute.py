@@ -6,8 +6,8 @@ from torch import nn
 from flatout.data.batch import Batch
 from flatout.errors import DataError
 from flatout.train.compute import ModelCompute, call
-from flatout.train.losses import as_loss
-from flatout.train.metrics import as_metrics
+from flatout.train.losses.losses import as_loss
+from flatout.train.losses.metrics import as_metrics
 from flatout.train.part import Step
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper

@@ -13,7 +13,7 @@ from train_jobs import CLASSES, data, network
 import flatout
 from flatout.data.batch import Batch
 from flatout.errors import FlatoutError, ModelError
-from flatout.train.confusion import ConfusionCount, precision_of, table
+from flatout.train.losses.confusion import ConfusionCount, precision_of, table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "world"))
 from world_ranks import run

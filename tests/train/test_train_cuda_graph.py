@@ -8,9 +8,9 @@ from train_jobs import data, quiet
 import flatout
 from flatout.optim import Update, fuse
 from flatout.recipe import Compute, Recipe
-from flatout.train.capture_graph import Unfit
-from flatout.train.cuda_graph import CudaGraphs, check_containers
-from flatout.train.cuda_graph_update import RecordedUpdate
+from flatout.train.graphs.capture_graph import Unfit
+from flatout.train.graphs.cuda_graph import CudaGraphs, check_containers
+from flatout.train.graphs.cuda_graph_update import RecordedUpdate
 
 
 def stepped(clip_norm=0.5):

@@ -16,12 +16,12 @@ from train_jobs import CLASSES, Interpreted, quiet
 import flatout
 from flatout.cache_folder import keep_text, kept_text
 from flatout.errors import DataError
-from flatout.train import capture, capture_child, evaluate_graph
 from flatout.train import explanation as explanation_module
-from flatout.train.capture_graph import Unfit
 from flatout.train.evaluate_batch import EvaluateBatch
-from flatout.train.evaluate_graph import EvaluateGraph
-from flatout.train.forward_graph import Attributes
+from flatout.train.graphs import capture, capture_child, evaluate_graph
+from flatout.train.graphs.capture_graph import Unfit
+from flatout.train.graphs.evaluate_graph import EvaluateGraph
+from flatout.train.graphs.forward_graph import Attributes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

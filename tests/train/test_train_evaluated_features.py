@@ -15,7 +15,7 @@ from flatout.data.files import stamp_of, stamps_of
 from flatout.data.sources import image_folders
 from flatout.models import Cut, find_cuts
 from flatout.recipe import Recipe
-from flatout.train import features
+from flatout.train.parts.features import features
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from flatout import Trainer
 from flatout.errors import FlatoutError
 from flatout.train.explanation import Explanation
 from flatout.train.explanation_picture import draw
-from flatout.train.tuner import _pace_words
+from flatout.train.tuning.tuner import _pace_words
 
 BF16 = {"compute.precision": "bf16"}
 BOTH = {**BF16, "compute.memory_format": "channels_last"}

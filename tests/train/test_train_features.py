@@ -19,12 +19,14 @@ from flatout.data.sources.image_rows import ImageRows
 from flatout.errors import DataError
 from flatout.models import Contents, find_cuts
 from flatout.recipe import Recipe
-from flatout.train import auto, auto_check, feature_costs
-from flatout.train import features as kept
-from flatout.train.auto_terms import Terms
-from flatout.train.capture_graph import ModuleWatch
 from flatout.train.explanation import Explanation
-from flatout.train.frozen_choice import Choice
+from flatout.train.graphs.capture_graph import ModuleWatch
+from flatout.train.parts.features import costs as feature_costs
+from flatout.train.parts.features import features as kept
+from flatout.train.parts.features.choice import Choice
+from flatout.train.terms import Terms
+from flatout.train.tuning import auto
+from flatout.train.tuning import first_check as auto_check
 
 # Terms by which frozen layers are examined after a first epoch of any length.
 LOOKS = Terms(has_bf16_units=lambda device: True, least_frozen_s=0)

@@ -20,8 +20,8 @@ import flatout
 from flatout.data.features import key
 from flatout.data.features.row_log import RECORD
 from flatout.recipe import Recipe
-from flatout.train import features
-from flatout.train.frozen_choice import Choice
+from flatout.train.parts.features import features
+from flatout.train.parts.features.choice import Choice
 
 IMAGES, SIZE = 12, 32
 

@@ -23,9 +23,9 @@ JOB = """
     from torch import nn
 
     import flatout
-    from flatout.train import features as kept
-    from flatout.train.feature_rows import ModelRows
-    from flatout.train.frozen_choice import Choice
+    from flatout.train.parts.features import features as kept
+    from flatout.train.parts.features.rows import ModelRows
+    from flatout.train.parts.features.choice import Choice
     from flatout.world import join
 
     computed, compute = 0, ModelRows._computed

@@ -2,8 +2,8 @@
 
 import pytest
 
-from flatout.train.feature_costs import Costs
-from flatout.train.frozen_choice import FeatureOption, choose
+from flatout.train.parts.features.choice import FeatureOption, choose
+from flatout.train.parts.features.costs import Costs
 
 GB = 10**9
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flatout.train.function_watch import FunctionWatch
+from flatout.train.graphs.function_watch import FunctionWatch
 
 WEIGHT, OPTIONS = 0.5, {"smooth": 0.1}
 

@@ -15,11 +15,11 @@ from flatout.train.guard import (
     check_state,
     explain_bad_step,
 )
-from flatout.train.losses import as_loss
+from flatout.train.losses.losses import as_loss
 from flatout.train.part import Step
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper
-from flatout.train.table_reads import TableReads
+from flatout.train.tables.table_reads import TableReads
 from flatout.world import LostRank, Place, World
 
 NAN, INF = float("nan"), float("inf")

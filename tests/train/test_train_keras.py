@@ -18,7 +18,7 @@ from keras import layers  # noqa: E402
 import flatout  # noqa: E402
 from flatout.errors import CheckpointError, DataError, ModelError, NumbersError  # noqa: E402
 from flatout.models import as_keras_source  # noqa: E402
-from flatout.train.auto_terms import Terms  # noqa: E402
+from flatout.train.terms import Terms  # noqa: E402
 
 if keras.backend.backend() != "torch":
     pytest.skip("Keras is on another backend", allow_module_level=True)

@@ -7,7 +7,7 @@ from torch import nn
 
 from flatout.data.batch import Batch
 from flatout.errors import ModelError
-from flatout.train.losses import as_loss, in_shape_of
+from flatout.train.losses.losses import as_loss, in_shape_of
 
 CLASSES = 5
 

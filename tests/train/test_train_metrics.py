@@ -10,7 +10,7 @@ from sklearn.metrics import f1_score, roc_auc_score
 
 from flatout.data.batch import Batch
 from flatout.errors import ModelError
-from flatout.train.metrics import accuracy, as_metrics
+from flatout.train.losses.metrics import accuracy, as_metrics
 from flatout.values.tree import flatten, unflatten
 
 

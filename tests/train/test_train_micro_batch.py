@@ -16,8 +16,8 @@ from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
 from flatout.recipe import Memory, Recipe
 from flatout.train import micro_batch
-from flatout.train.auto_terms import TERMS, Terms
 from flatout.train.micro_batch import estimate_pieces, is_out_of_memory, pieces_for, smaller
+from flatout.train.terms import TERMS, Terms
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from flatout.masked import masked
 from flatout.measure import LANES, Profile, profile_schema
 from flatout.measure.profile import QUANTILES
 from flatout.recipe import Recipe
-from flatout.train.auto_terms import TERMS, Terms
 from flatout.train.profiled import over_periods
+from flatout.train.terms import TERMS, Terms
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ import flatout
 from flatout.data import Batch
 from flatout.kernels import table_rows
 from flatout.train.explanation import Explanation
-from flatout.train.row_tables import Tables
+from flatout.train.tables.row_tables import Tables
 
 pytestmark = pytest.mark.skipif(not table_rows.available(), reason="the C extension is absent")
 

@@ -32,9 +32,9 @@ JOB = """
     from flatout.data import error_policy
     from flatout.data.features.row_log import RECORD
     from flatout.recipe import Recipe
-    from flatout.train import features
-    from flatout.train.feature_rows import ModelRows
-    from flatout.train.frozen_choice import Choice
+    from flatout.train.parts.features import features
+    from flatout.train.parts.features.rows import ModelRows
+    from flatout.train.parts.features.choice import Choice
     from flatout.world import join, place
 
     folder, size, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -14,7 +14,7 @@ from torch import nn
 from flatout.data.batch import Batch
 from flatout.errors import OutOfMemory
 from flatout.train.compute import ModelCompute
-from flatout.train.losses import as_loss
+from flatout.train.losses.losses import as_loss
 from flatout.train.part import Step
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper
@@ -501,7 +501,7 @@ def test_memory_that_really_runs_out_on_a_cpu():
         from torch import nn
         from flatout.data.batch import Batch
         from flatout.train.compute import ModelCompute
-        from flatout.train.losses import as_loss
+        from flatout.train.losses.losses import as_loss
         from flatout.train.settings import Switch
         from flatout.train.part import Step
         from flatout.train.step import Stepper

@@ -13,7 +13,7 @@ from flatout.errors import OutOfMemory
 from flatout.strategies import Ddp, ThreadedReduction
 from flatout.strategies.reductions.collectives import AllReduce
 from flatout.train.compute import ModelCompute
-from flatout.train.losses import as_loss
+from flatout.train.losses.losses import as_loss
 from flatout.train.part import Step
 from flatout.train.settings import Switch
 from flatout.train.step import Stepper

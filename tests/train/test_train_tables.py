@@ -72,7 +72,7 @@ def embedding_as_on_a_gpu(weight, ids, *options):
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_validation_evaluation_and_prediction(on_gpu, monkeypatch):
     if on_gpu:
-        monkeypatch.setattr("flatout.train.tables.ends_the_device", lambda batch: True)
+        monkeypatch.setattr("flatout.train.tables.tables.ends_the_device", lambda batch: True)
         monkeypatch.setattr(torch, "embedding", embedding_as_on_a_gpu)
     pairs, words = rows()
     bad = pairs.copy()

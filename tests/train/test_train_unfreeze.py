@@ -11,7 +11,7 @@ from torch.optim.swa_utils import SWALR
 import flatout
 from flatout.errors import ModelError
 from flatout.optim import add_late_group
-from flatout.train.auto_terms import Terms
+from flatout.train.terms import Terms
 
 
 def model() -> nn.Module:

@@ -13,8 +13,8 @@ from flatout.data.batch import Batch
 from flatout.data.order import order
 from flatout.errors import DataError, ModelError
 from flatout.recipe import Memory, Recipe
-from flatout.train.class_weight import ClassWeight
-from flatout.train.losses import as_loss
+from flatout.train.losses.class_weight import ClassWeight
+from flatout.train.losses.losses import as_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,9 +7,9 @@ from train_jobs import quiet
 
 import flatout
 from flatout.recipe import Recipe
-from flatout.train import features
-from flatout.train.auto_terms import TERMS
-from flatout.train.frozen_choice import Choice
+from flatout.train.parts.features import features
+from flatout.train.parts.features.choice import Choice
+from flatout.train.terms import TERMS
 
 
 def watched_cuts(monkeypatch):

@@ -12,7 +12,7 @@ from torch import nn
 import flatout
 from flatout.data.order import order
 from flatout.recipe import Recipe, Save
-from flatout.train.auto_terms import Terms
+from flatout.train.terms import Terms
 
 SAMPLES, FEATURES, CLASSES = 150, 12, 3
 

@@ -13,7 +13,7 @@ JOB = """
     from torch import nn
 
     import flatout
-    from flatout.train.auto_terms import Terms
+    from flatout.train.terms import Terms
 
     # However short the run, trying settings pays, and all of it fits into these steps.
     terms = Terms(short_share=1e6, fixed_s=1e6, before_share=1e6, most_steps=1, most_pairs=2,

@@ -57,7 +57,8 @@ class CutFeatures(KeptSamples):
         import torch
 
         from flatout.models import autocast_now, find_cuts
-        from flatout.train import feature_costs, snapshot
+        from flatout.train import snapshot
+        from flatout.train.parts.features import costs as feature_costs
 
         self._looked += 1
         self.is_open = False
@@ -85,8 +86,8 @@ class CutFeatures(KeptSamples):
             leave(FIELD, f"more could be kept: {self.why}")
 
     def _best(self, cuts: list[Cut], inputs: Any, samples: int) -> Cut | None:
-        from flatout.train import feature_costs as costs
-        from flatout.train import frozen_choice
+        from flatout.train.parts.features import choice as frozen_choice
+        from flatout.train.parts.features import costs as costs
 
         where = self._keeping.where
         # A GPU takes about as long for a few samples as for a batch.

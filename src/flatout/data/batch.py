@@ -60,7 +60,7 @@ class Batch(NamedTuple):
         padding: number of rows at the end that only fill up the batch and are no samples.
         kept: features of samples that a store already holds. `inputs` then has rows only for all
             other samples, in batch order, or is () without such samples. A step adds the features
-            (train/features.py).
+            (train/parts/features/).
         turns: for samples that may occur several times in an epoch, the turn of each, as
             `execution/turns.py` numbers turns: int64 of shape (size,) on the CPU; else None.
         is_jagged: whether the inputs lack a row for each sample, as flat ids with offsets, packed

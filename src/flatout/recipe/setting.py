@@ -40,7 +40,7 @@ class Trial:
     Args:
         value: the value to try, or a function that derives it from the job.
         fits: returns True if the value could matter for the job: a job of doctor/search.py or
-            train/auto.py.
+            train/tuning/auto.py.
         why: reason why the value may be faster, for the trials of `auto` on the job's steps.
         by_size: the gain comes from large tensors (memory traffic, page faults), so `auto` has to
             measure it on the whole batch.

@@ -12,8 +12,8 @@ from typing import Any
 
 from flatout.console import first_line
 from flatout.data import ArraySource, Batch
-from flatout.train.capture import FAILURES, Capture
-from flatout.train.graphs import graphs_of
+from flatout.train.graphs.capture import FAILURES, Capture
+from flatout.train.graphs.graphs import graphs_of
 from flatout.train.loop import Loop
 from flatout.train.part import Step
 

@@ -12,13 +12,13 @@ from flatout.console import first_line
 from flatout.data import Batch, Pipeline, Source, Tensors, holds_bytes, named_tensors, tensors_in
 from flatout.errors import DataError, DeviceError, FlatoutError, ModelError
 from flatout.models import adapter_of
-from flatout.train.broadcast import ONE_SHAPE, no_broadcast_within
-from flatout.train.loss_value import Compute
-from flatout.train.losses import Loss, Value
+from flatout.train.losses.broadcast import ONE_SHAPE, no_broadcast_within
+from flatout.train.losses.loss_value import Compute
+from flatout.train.losses.losses import Loss, Value
 from flatout.train.micro_batch import is_out_of_memory
 from flatout.train.objective_checks import NO_GRAPH, no_backward_within
 from flatout.train.snapshot import untouched
-from flatout.train.tables import ids_checked
+from flatout.train.tables.tables import ids_checked
 
 # Errors that torch raises for tensors that do not fit. Other errors are mistakes in the user's
 # code, which its own traceback shows best.

@@ -11,11 +11,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from flatout.data import Batch, Features, Source, rows_of_samples
 from flatout.errors import FlatoutError
-from flatout.train.broadcast import no_broadcast
 from flatout.train.checks import MISFITS, check_all_labels, check_targets, loss_misfit
-from flatout.train.class_weight import ClassWeight
-from flatout.train.losses import Loss, Value
-from flatout.train.metrics import MeanOf, Metric
+from flatout.train.losses.broadcast import no_broadcast
+from flatout.train.losses.class_weight import ClassWeight
+from flatout.train.losses.losses import Loss, Value
+from flatout.train.losses.metrics import MeanOf, Metric
 from flatout.train.micro_batch import is_out_of_memory
 
 

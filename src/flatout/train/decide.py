@@ -39,15 +39,12 @@ from flatout.strategies import (
     ThreadedReduction,
     reduction_of,
 )
-from flatout.train import auto, device_data, named_rows
-from flatout.train.auto import Decision
-from flatout.train.auto_check import KnownStep
+from flatout.train import device_data, named_rows
 from flatout.train.checks import MISFITS, check_first_batch
-from flatout.train.cuda_graph import CudaGraphs
-from flatout.train.frozen_precision import PlannedRun
-from flatout.train.graphs import Graphs
+from flatout.train.graphs.cuda_graph import CudaGraphs
+from flatout.train.graphs.graphs import Graphs
 from flatout.train.loop_state import LoopState
-from flatout.train.loss_value import Compute
+from flatout.train.losses.loss_value import Compute
 from flatout.train.micro_batch import estimate_pieces
 from flatout.train.part import Part
 from flatout.train.sample_dropout import DropoutBySample, sample_dropout
@@ -57,6 +54,10 @@ from flatout.train.snapshot import untouched
 from flatout.train.split_tables import SPLIT, check_split, splits_tables
 from flatout.train.step import Stepper
 from flatout.train.stragglers import Pace
+from flatout.train.tuning import auto
+from flatout.train.tuning.auto import Decision
+from flatout.train.tuning.first_check import KnownStep
+from flatout.train.tuning.frozen_precision import PlannedRun
 
 # Number of samples in the first check, if the forward of a whole batch would take long.
 _CHECKED = 4

@@ -16,13 +16,13 @@ from flatout.models import TorchModel, is_batch_coupled, uncompiled
 from flatout.recipe import Parity
 from flatout.train import guard
 from flatout.train.checks import explained
-from flatout.train.confusion import Matrix
 from flatout.train.job import Job, TorchJob
 from flatout.train.loop import Loop
+from flatout.train.losses.confusion import Matrix
 from flatout.train.ranks import agreed, part_of
 from flatout.train.running_mean import RunningMean, mean_of
 from flatout.train.snapshot import untouched
-from flatout.train.tables import explain_ids, ids_checked, ids_checked_in_evaluation
+from flatout.train.tables.tables import explain_ids, ids_checked, ids_checked_in_evaluation
 
 # A function that returns the batches of its first argument, and may act between two batches. Its
 # second argument is a function that reads the figures after the latest batch.

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.data import Batch, map_tensors, named_tensors, tensors_in
 from flatout.measure import TrialResult, available_bytes, finish_device, quadruples
-from flatout.train.auto_terms import TERMS
 from flatout.train.micro_batch import is_out_of_memory
+from flatout.train.terms import TERMS
 
 # _STEP: factor between two batch sizes that are compared. _FEWEST, _MOST: minimum and maximum batch
 # size.

@@ -35,7 +35,6 @@ from flatout.data import (
 )
 from flatout.errors import CheckpointError, ModelError, NumbersError
 from flatout.train import guard
-from flatout.train.callback_guard import CallbackGuard
 from flatout.train.callbacks import (
     Callback,
     Figures,
@@ -45,15 +44,16 @@ from flatout.train.callbacks import (
     train_job_status,
 )
 from flatout.train.callbacks.monitor import Monitor, check_mode
+from flatout.train.callbacks.state_guard import CallbackGuard
 from flatout.train.captured_steps import captured_steps
-from flatout.train.confusion import table
 from flatout.train.counted import counted, counting, operator_count
 from flatout.train.evaluate import look_at_validation, train_mode
 from flatout.train.freezing_checks import freezing_lines
-from flatout.train.graphs import graphs_of
+from flatout.train.graphs.graphs import graphs_of
 from flatout.train.history import History
 from flatout.train.job_facts import UNREAD, Facts, callback_facts, fact
 from flatout.train.layout_words import layout_words
+from flatout.train.losses.confusion import table
 from flatout.train.objective import Objective, validates
 from flatout.train.rank_trial import is_trial
 from flatout.train.ranks import agreed, part_of

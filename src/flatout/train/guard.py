@@ -19,9 +19,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from flatout.data import Batch, Source, differs_by_rank, named_tensors, samples_of_items
 from flatout.errors import NumbersError
 from flatout.models import adapter_of, own_names, own_part, uncompiled
-from flatout.train.losses import Value
+from flatout.train.losses.losses import Value
 from flatout.train.snapshot import random_state, set_random_state, untouched
-from flatout.train.table_reads import TableReads
+from flatout.train.tables.table_reads import TableReads
 from flatout.world import ONE, LostRank, World
 
 EVERY = 50

@@ -17,9 +17,9 @@ from flatout.atomic_file import atomic_write
 from flatout.errors import FlatoutError
 from flatout.measure import LANES, Timeline
 from flatout.plotting import figure_class
-from flatout.train.confusion import Matrix, draw_confusion, names_of, recall_of
 from flatout.train.explanation import Explanation
 from flatout.train.explanation_picture import draw
+from flatout.train.losses.confusion import Matrix, draw_confusion, names_of, recall_of
 from flatout.words import counted, rounded
 
 if TYPE_CHECKING:

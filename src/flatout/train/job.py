@@ -12,11 +12,11 @@ from flatout.data import Source
 from flatout.errors import ModelError
 from flatout.models import KerasJob
 from flatout.train.compute import ModelCompute
-from flatout.train.confusion import ConfusionCount, Matrix
-from flatout.train.loss_value import Compute
-from flatout.train.losses import Loss
-from flatout.train.metrics import Metric, as_metrics
-from flatout.train.narrow import Narrow
+from flatout.train.losses.confusion import ConfusionCount, Matrix
+from flatout.train.losses.loss_value import Compute
+from flatout.train.losses.losses import Loss
+from flatout.train.losses.metrics import Metric, as_metrics
+from flatout.train.losses.narrow import Narrow
 from flatout.train.several_losses import OutputMetrics, SeveralCompute, SeveralLosses, total_of
 from flatout.world import ONE, World
 

@@ -19,11 +19,11 @@ from flatout.data import (
     is_library,
     words_of,
 )
-from flatout.train.losses import Loss
+from flatout.train.losses.losses import Loss
 from flatout.train.several_losses import SeveralLosses
 
 if TYPE_CHECKING:
-    from flatout.train.metrics import Metric
+    from flatout.train.losses.metrics import Metric
 
 Facts = dict[str, list[str]]
 # Digest of a value that was not read, so that only its words are compared.

@@ -12,10 +12,13 @@
 `compute(batch)` runs forward and loss of one batch and returns a mean over its samples, or (sum,
 weight).
 
-    loop_state.py       the state of a Loop. decide.py           settings, decided on the first
-    batches;  tuning.py: and on the job's steps. checkpointing.py    the run folder;  resume.py:
-    continuing from a checkpoint in it. step.py             one optimizer step;  parts/: objects
-    that act around a step.
+    loop_state.py      the state of a Loop
+    decide.py          settings, decided on the first batches
+    start_tuning.py    settings, decided on the job's steps
+    checkpointing.py   the run folder
+    resume/            continuing from a checkpoint in the run folder
+    step.py            one optimizer step
+    parts/             objects that act around a step
 """
 
 from __future__ import annotations
@@ -39,14 +42,14 @@ from flatout.strategies import check_replicas
 from flatout.train import guard
 from flatout.train.decide import decide, make_stepper
 from flatout.train.device_data import DeviceData, room
-from flatout.train.features import FrozenFeatures
 from flatout.train.freezing_checks import freezing_lines
-from flatout.train.graphs import DeviceTimes
+from flatout.train.graphs.graphs import DeviceTimes
 from flatout.train.loop_state import LoopState, Scheduler
-from flatout.train.loss_value import Compute
+from flatout.train.losses.loss_value import Compute
 from flatout.train.objective_checks import check_optimizers
 from flatout.train.part import Part, Step
 from flatout.train.parts.explain_errors import ExplainErrors, IdChecks
+from flatout.train.parts.features.features import FrozenFeatures
 from flatout.train.parts.first_step import FirstStepChecks, TrainingMode
 from flatout.train.parts.monitor import Monitor
 from flatout.train.parts.numbers import NumbersGuard, StepFacts
@@ -58,11 +61,11 @@ from flatout.train.prepare import first_batches, follow_rule, place_model
 from flatout.train.profiled import bytes_per_sample, model_facts
 from flatout.train.rank_trial import RankTrial, is_trial
 from flatout.train.rehearsal import rehearse
-from flatout.train.resume import Resume, find_checkpoint, own_state_of, state_of
+from flatout.train.resume.resume import Resume, find_checkpoint, own_state_of, state_of
 from flatout.train.running_mean import mean_of
 from flatout.train.settings import Switch
+from flatout.train.start_tuning import capture_steps, report_tables, tune
 from flatout.train.step import Stepper
-from flatout.train.tuning import capture_steps, report_tables, tune
 from flatout.train.turn import Turn, check_gathered
 
 # The type of `prepare`'s optimizer argument and result: one optimizer, or several.

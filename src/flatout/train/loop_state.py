@@ -33,12 +33,11 @@ from flatout.recipe import (
     from_file,
 )
 from flatout.save import Checkpoints, LoadedCheckpoint
-from flatout.train.auto_terms import TERMS
 from flatout.train.checkpointing import Checkpointing, no_run_folder
 from flatout.train.evaluate_batch import EvaluateBatch
-from flatout.train.evaluate_graph import EvaluateGraph
 from flatout.train.feed import Feed
-from flatout.train.graphs import graphs_of
+from flatout.train.graphs.evaluate_graph import EvaluateGraph
+from flatout.train.graphs.graphs import graphs_of
 from flatout.train.large_batch import as_rule
 from flatout.train.micro_batch import InPieces
 from flatout.train.part import Part, check_parts
@@ -47,7 +46,8 @@ from flatout.train.rank_trial import is_trial
 from flatout.train.settings import Settings, Switch
 from flatout.train.step import Stepper
 from flatout.train.stragglers import Pace
-from flatout.train.tuner import Tuner
+from flatout.train.terms import TERMS
+from flatout.train.tuning.tuner import Tuner
 from flatout.train.turn import Turn
 from flatout.world import ONE, World, restarts, share_cpus
 

@@ -18,7 +18,7 @@ from flatout.data import Batch, named_tensors
 from flatout.errors import DataError, OutOfMemory
 from flatout.measure import available_bytes
 from flatout.models import is_batch_coupled
-from flatout.train.broadcast import uncompiled
+from flatout.train.losses.broadcast import uncompiled
 from flatout.train.snapshot import untouched
 from flatout.words import counted
 

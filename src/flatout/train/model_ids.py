@@ -16,7 +16,6 @@ from flatout.errors import CheckpointError, DataError, FlatoutError
 from flatout.kernels import Items
 from flatout.models import adapter_of, table_weight
 from flatout.save import ids_beside, load_ids, save_ids
-from flatout.train.broadcast import uncompiled
 from flatout.train.compute import call
 from flatout.train.evaluate import evaluating
 from flatout.train.grow_tables import (
@@ -30,6 +29,7 @@ from flatout.train.grow_tables import (
     tables_of,
 )
 from flatout.train.loop import Loop
+from flatout.train.losses.broadcast import uncompiled
 from flatout.train.snapshot import untouched
 from flatout.words import counted
 

@@ -34,26 +34,26 @@ from flatout.models import adapter_of
 from flatout.optim import Ftrl, Lamb, Lars, LazyAdam, RowwiseAdagrad
 from flatout.train.callbacks import Callback
 from flatout.train.callbacks.callback import check_events
-from flatout.train.class_counts import (
+from flatout.train.compute import call
+from flatout.train.evaluate import evaluate, evaluating
+from flatout.train.history import History
+from flatout.train.job import Job, TorchJob, metrics_of
+from flatout.train.job_facts import Facts, fact, losses_facts, metrics_fact
+from flatout.train.loop import Loop
+from flatout.train.losses.class_counts import (
     balanced_weights,
     balanced_words,
     counted_classes,
     counts_of,
     is_balanced,
 )
-from flatout.train.class_weight import ClassWeight
-from flatout.train.compute import call
-from flatout.train.confusion import Matrix
-from flatout.train.evaluate import evaluate, evaluating
-from flatout.train.history import History
-from flatout.train.job import Job, TorchJob, metrics_of
-from flatout.train.job_facts import Facts, fact, losses_facts, metrics_fact
-from flatout.train.loop import Loop
-from flatout.train.losses import Loss, as_loss
-from flatout.train.metrics import Given
-from flatout.train.narrow import Narrow
+from flatout.train.losses.class_weight import ClassWeight
+from flatout.train.losses.confusion import Matrix
+from flatout.train.losses.losses import Loss, as_loss
+from flatout.train.losses.metrics import Given
+from flatout.train.losses.narrow import Narrow
+from flatout.train.losses.sample_loss import SampleLoss, of_loss
 from flatout.train.predict import predict
-from flatout.train.sample_loss import SampleLoss, of_loss
 from flatout.train.several_losses import SeveralLosses, check_names
 from flatout.train.signature import Signature
 from flatout.train.snapshot import untouched

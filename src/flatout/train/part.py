@@ -17,8 +17,8 @@ from flatout.errors import FlatoutError
 
 if TYPE_CHECKING:
     from flatout.data import Batch
-    from flatout.train.loss_value import Compute
-    from flatout.train.losses import Value
+    from flatout.train.losses.loss_value import Compute
+    from flatout.train.losses.losses import Value
     from flatout.train.turn import Turn
 
 

@@ -22,7 +22,7 @@ from flatout.train.checks import explained
 from flatout.train.evaluate import Evaluated, Watched, as_one_graph, at_the_fastest_size, evaluating
 from flatout.train.loop import Loop
 from flatout.train.ranks import part_of
-from flatout.train.tables import explain_ids, ids_checked_in_evaluation
+from flatout.train.tables.tables import explain_ids, ids_checked_in_evaluation
 from flatout.world import ONE
 
 

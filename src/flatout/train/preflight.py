@@ -10,7 +10,7 @@ from torch import nn
 from flatout.data import Batch, Source, last_batch_of
 from flatout.errors import DataError
 from flatout.models import is_batch_coupled
-from flatout.train.loss_value import Compute
+from flatout.train.losses.loss_value import Compute
 from flatout.train.snapshot import untouched
 
 # Part of torch's error message if BatchNorm gets a single value per channel, which has no variance.

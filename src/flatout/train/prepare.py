@@ -7,16 +7,16 @@ from torch import nn
 from flatout.data import Batch, Pipeline, Source, is_pipe
 from flatout.devices import place
 from flatout.strategies import check_reduction, check_settings
-from flatout.train.auto import seconds_of
 from flatout.train.decide import samples_of
 from flatout.train.held_state import HeldState
 from flatout.train.large_batch import resumed_words, scale_rates
 from flatout.train.loop_state import LoopState
-from flatout.train.loss_value import Compute
+from flatout.train.losses.loss_value import Compute
 from flatout.train.preflight import check_last_batch
 from flatout.train.rank_device import device_here
 from flatout.train.ranks import agreed, check_ranks, jagged_in_stages, part_of
-from flatout.train.resume import first_samples, source_state
+from flatout.train.resume.resume import first_samples, source_state
+from flatout.train.tuning.auto import seconds_of
 
 
 def place_model(loop: LoopState, model: nn.Module) -> list[str]:

@@ -29,7 +29,7 @@ from flatout.optim import optimizer_adapter
 from flatout.strategies import bytes_per_average
 from flatout.train.history import json_safe
 from flatout.train.loop_state import LoopState
-from flatout.train.resume import source_state
+from flatout.train.resume.resume import source_state
 from flatout.world import RANKS_TRIED, interface_of, servers, source_address
 
 # Number of latest steps whose times a Profile keeps, and from which it computes quantiles.

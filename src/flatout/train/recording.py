@@ -40,7 +40,7 @@ from flatout.measure import (
 from flatout.train import profiled
 from flatout.train.history import json_safe
 from flatout.train.loop_state import LoopState
-from flatout.train.resume import Resume
+from flatout.train.resume.resume import Resume
 from flatout.train.signals import Interrupted
 
 # Seconds between successive writes of the Profile. _FIRST_S: between the first writes. _EVERY_S:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from flatout.data import Batch
-from flatout.train.loss_value import Compute
+from flatout.train.losses.loss_value import Compute
 from flatout.train.part import Part, Step
 from flatout.train.snapshot import Snapshot
 from flatout.train.step import Stepper
-from flatout.train.tuner import Tuner
+from flatout.train.tuning.tuner import Tuner
 
 # Maximum fraction of the run's time that the trials before the first step may take.
 _SHARE = 0.1

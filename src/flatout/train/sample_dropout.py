@@ -15,8 +15,8 @@ from flatout.data import Batch, map_tensors, same_state
 from flatout.errors import DataError, RecipeError
 from flatout.models import Layout, SampleDropout, adapter_of
 from flatout.recipe import ModelFacts, Recipe
-from flatout.train.loss_value import Compute
-from flatout.train.losses import Value
+from flatout.train.losses.loss_value import Compute
+from flatout.train.losses.losses import Value
 from flatout.train.part import Done, Part, Step
 from flatout.train.snapshot import random_state, untouched
 from flatout.train.step import Stepper

@@ -37,7 +37,7 @@ from flatout.optim import (
     unfuse,
 )
 from flatout.recipe import SETTINGS, Live, ResolvedRecipe
-from flatout.train.row_tables import Tables
+from flatout.train.tables.row_tables import Tables
 
 Undo = Callable[[], None]
 

@@ -19,11 +19,11 @@ from torch import nn
 
 from flatout.data import Batch
 from flatout.errors import FlatoutError, ModelError
-from flatout.train.class_weight import ClassWeight
 from flatout.train.compute import call, feed, value_of
-from flatout.train.loss_value import Weighing
-from flatout.train.losses import Loss, Value, as_loss
-from flatout.train.metrics import Mean, Metric, as_metrics
+from flatout.train.losses.class_weight import ClassWeight
+from flatout.train.losses.loss_value import Weighing
+from flatout.train.losses.losses import Loss, Value, as_loss
+from flatout.train.losses.metrics import Mean, Metric, as_metrics
 from flatout.train.running_mean import TINY, mean_of, not_zero
 
 

@@ -14,7 +14,7 @@ from flatout.models import adapter_of, row_tables, table_weight, unwatch_table, 
 from flatout.optim import ByRow, RowShards, optimizer_adapter, steppable_rows, why_read_whole
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.train.loop_state import LoopState
-from flatout.train.loss_value import Compute, mean_of_value
+from flatout.train.losses.loss_value import Compute, mean_of_value
 from flatout.train.snapshot import untouched
 from flatout.world import World
 

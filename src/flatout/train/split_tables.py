@@ -8,7 +8,7 @@ from flatout.errors import ModelError
 from flatout.models import adapter_of, table_weight
 from flatout.recipe import Recipe, ResolvedRecipe
 from flatout.train.loop_state import LoopState
-from flatout.train.row_tables import Tables
+from flatout.train.tables.row_tables import Tables
 
 SPLIT = {"compute.touched_rows": "on", "compute.compile": "off"}
 """Values that lower halves require of open settings."""

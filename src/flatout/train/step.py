@@ -27,8 +27,8 @@ from flatout.models import adapter_of, is_batch_coupled
 from flatout.optim import LrScale, Update, scaled
 from flatout.strategies import OwnBuffers, Strategy, Sums, SyncBatchNorm
 from flatout.strategies.rank_rng import rank_rng
-from flatout.train.loss_value import Compute, Weighing, mean_of_value, not_zero, sum_of_value
-from flatout.train.losses import Value
+from flatout.train.losses.loss_value import Compute, Weighing, mean_of_value, not_zero, sum_of_value
+from flatout.train.losses.losses import Value
 from flatout.train.micro_batch import (
     check_not_jagged,
     forget_frames,

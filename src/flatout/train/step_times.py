@@ -24,9 +24,9 @@ from flatout.devices import affinity, set_affinity
 from flatout.measure import RanksOnHost, StepTimes, available_bytes, finish_device, usable_cpus
 from flatout.strategies import Strategy
 from flatout.train.contained import SHARE, Child
-from flatout.train.graphs import Graphs
+from flatout.train.graphs.graphs import Graphs
 from flatout.train.loop import Loop
-from flatout.train.loss_value import Compute
+from flatout.train.losses.loss_value import Compute
 from flatout.train.part import Step
 from flatout.train.snapshot import Snapshot, random_state, set_random_state
 from flatout.train.step import Stepper

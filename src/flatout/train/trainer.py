@@ -19,18 +19,17 @@ from flatout.optim import LrRule, optimizer_adapter
 from flatout.recipe import GivenRecipe, ResolvedRecipe, as_recipe
 from flatout.save import check_ending, check_fits, load_model_file, read_weights_of, save_model_file
 from flatout.train import guard
-from flatout.train.auto_terms import TERMS
 from flatout.train.callbacks import Progress
-from flatout.train.compiled import CompiledObjective
 from flatout.train.fit import Fit
 from flatout.train.history import History
 from flatout.train.image_files import files_as_images
 from flatout.train.inputs import Inputs
+from flatout.train.keras.compiled import CompiledObjective
 from flatout.train.largest_batch import check_is_open, largest_batch
 from flatout.train.loop import Loop
-from flatout.train.metrics import Given
+from flatout.train.losses.metrics import Given
 from flatout.train.model_ids import ModelIds, learn_ids, make_room
-from flatout.train.notebook import check_ranks_asked, on_ranks
+from flatout.train.notebook.notebook import check_ranks_asked, on_ranks
 from flatout.train.objective import FitData, Objective
 from flatout.train.part import Part
 from flatout.train.run_folder import run_of_command
@@ -48,7 +47,8 @@ from flatout.train.signature import (
     words_of,
 )
 from flatout.train.snapshot import random_state, set_random_state
-from flatout.train.tables import device_asserts_explained
+from flatout.train.tables.tables import device_asserts_explained
+from flatout.train.terms import TERMS
 from flatout.train.worst import Worst, worst
 from flatout.words import rounded
 from flatout.world import World, comes_back

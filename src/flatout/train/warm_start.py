@@ -19,7 +19,7 @@ from flatout.save import (
     load_weights_file,
 )
 from flatout.train.model_ids import ModelIds, make_room
-from flatout.train.same_job import check_optimizers
+from flatout.train.resume.same_job import check_optimizers
 from flatout.train.signature import Signature, with_room
 
 

@@ -19,9 +19,9 @@ from flatout.train import guard
 from flatout.train.checks import explained
 from flatout.train.evaluate import evaluating
 from flatout.train.loop import Loop
+from flatout.train.losses.sample_loss import SampleLoss
 from flatout.train.ranks import part_of
-from flatout.train.sample_loss import SampleLoss
-from flatout.train.tables import ids_checked
+from flatout.train.tables.tables import ids_checked
 from flatout.words import rounded
 
 if TYPE_CHECKING:

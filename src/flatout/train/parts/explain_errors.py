@@ -8,7 +8,7 @@ from flatout.train.checks import explain_kernel
 from flatout.train.loop_state import LoopState
 from flatout.train.part import Done, Part, Step
 from flatout.train.preflight import explain_one_sample
-from flatout.train.tables import explain_ids, ids_checked_in_step
+from flatout.train.tables.tables import explain_ids, ids_checked_in_step
 
 
 class ExplainErrors(Part):

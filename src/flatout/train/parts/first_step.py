@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from flatout.train.broadcast import watched
 from flatout.train.freezing_checks import gradients_watched
 from flatout.train.loop_state import LoopState
+from flatout.train.losses.broadcast import watched
 from flatout.train.objective_checks import without_backward
 from flatout.train.part import Done, Part, Step
 

@@ -12,7 +12,7 @@ from flatout.data import Batch, Source
 from flatout.data.ranked import Share, ranked
 from flatout.errors import NumbersError
 from flatout.train import guard
-from flatout.train.loss_value import Compute
+from flatout.train.losses.loss_value import Compute
 from flatout.train.part import Done, Part, Step
 from flatout.train.snapshot import untouched
 from flatout.train.step import Stepper, placed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.train.graphs import DeviceTimes, Graphs
+from flatout.train.graphs.graphs import DeviceTimes, Graphs
 from flatout.train.part import Part
 from flatout.train.parts.explain_errors import ExplainErrors, IdChecks
 from flatout.train.parts.first_step import FirstStepChecks, TrainingMode
@@ -13,7 +13,7 @@ from flatout.train.parts.rounding_watch import RoundingWatch
 from flatout.train.parts.table_rows import TableRows
 from flatout.train.sample_dropout import DropoutBySample
 from flatout.train.stragglers import Pace
-from flatout.train.tuner import Tuner
+from flatout.train.tuning.tuner import Tuner
 
 REASONS: dict[type[Part], str] = {
     Pace: "the last to act after a step: a rank's own time includes all other Parts",

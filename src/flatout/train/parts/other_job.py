@@ -14,17 +14,17 @@ from typing import Any
 from flatout.data import Batch, Features
 from flatout.models import adapter_of, has_compiled
 from flatout.recipe import Recipe, ResolvedRecipe, dumps, loads
-from flatout.train import auto
-from flatout.train.auto_budget import Budget
-from flatout.train.auto_check import KnownStep
-from flatout.train.auto_search import Search
 from flatout.train.decide import asked_here
-from flatout.train.graphs import graphs_of
+from flatout.train.graphs.graphs import graphs_of
 from flatout.train.loop_state import LoopState
-from flatout.train.loss_value import Compute
+from flatout.train.losses.loss_value import Compute
 from flatout.train.part import Done, Part, Step
 from flatout.train.settings import FIELDS, LIVE, Settings
-from flatout.train.tuning import capture_steps, settle, tune
+from flatout.train.start_tuning import capture_steps, settle, tune
+from flatout.train.tuning import auto
+from flatout.train.tuning.budget import Budget
+from flatout.train.tuning.first_check import KnownStep
+from flatout.train.tuning.search import Search
 
 OTHER = "other parameters train than before"
 

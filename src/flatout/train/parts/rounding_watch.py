@@ -15,13 +15,13 @@ from time import perf_counter as clock
 from flatout.data import Batch, Features
 from flatout.models import has_compiled, uncompiled
 from flatout.recipe import SETTINGS, Choice, Parity
-from flatout.train.auto_budget import Budget
-from flatout.train.auto_check import FirstCheck
 from flatout.train.loop_state import LoopState
-from flatout.train.loss_value import Compute
+from flatout.train.losses.loss_value import Compute
 from flatout.train.micro_batch import forget_frames
 from flatout.train.part import Done, Part, Step
 from flatout.train.settings import Settings
+from flatout.train.tuning.budget import Budget
+from flatout.train.tuning.first_check import FirstCheck
 from flatout.train.turn import Turn
 
 # Step numbers of comparisons. _FIRST: the first number; each next number is twice as large until

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from flatout.train.loop_state import LoopState
 from flatout.train.part import Done, Part, Step
-from flatout.train.tuning import report_tables
+from flatout.train.start_tuning import report_tables
 
 
 class TableRows(Part):

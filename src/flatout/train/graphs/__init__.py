@@ -1,0 +1,1 @@
+"""Steps and evaluations as graphs of operators: compiled graphs on a CPU, and CUDA graphs."""

@@ -1,0 +1,1 @@
+"""Compiled Keras models: their losses, metrics, callbacks and own steps."""

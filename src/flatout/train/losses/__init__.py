@@ -1,0 +1,1 @@
+"""Losses, class weights and metrics, and the forward that computes them."""

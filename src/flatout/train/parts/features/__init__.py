@@ -1,0 +1,1 @@
+"""Keeps the outputs of frozen layers, so that later epochs do not compute them again."""

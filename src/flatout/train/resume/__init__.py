@@ -1,0 +1,1 @@
+"""Continues from a checkpoint, and refuses a checkpoint of another job."""

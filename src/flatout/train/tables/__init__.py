@@ -1,0 +1,1 @@
+"""Embedding tables that are stepped by rows, and checks of the ids that read them."""
