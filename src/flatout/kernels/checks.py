@@ -21,7 +21,6 @@ class Fault(IntEnum):
     words: str
 
     def __new__(cls, number: int, words: str) -> Fault:
-        """Return a member, which is its number."""
         made = int.__new__(cls, number)
         made._value_ = number
         made.words = words
@@ -29,7 +28,6 @@ class Fault(IntEnum):
 
 
 def text_of(name: str, buffer: Any) -> Text:
-    """Return the bytes of a buffer."""
     view = memoryview(buffer)
     if not view.c_contiguous:
         raise ValueError(f"{name}: expected C-contiguous memory")

@@ -57,7 +57,6 @@ def _uses_attention(module: nn.Module) -> bool:
 
 # The name `forward` lets a pickled model find the forward of its class again.
 def forward(self: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    """Run the module's own forward, in fp32 where autocast would use bf16."""
     own: Callable[..., torch.Tensor] = type(self).forward
     if not _casts_to_bf16(input):
         return own(self, input)

@@ -91,13 +91,11 @@ def keeps_statistics(part: nn.Module) -> bool:
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> dict[str, list[str]]:
-    """Return the matching names of each pattern."""
     known = list(names)
     return {p: [name for name in known if fnmatchcase(name, p)] for p in patterns}
 
 
 def hold_until(module: nn.Module, path: str) -> None:
-    """Hold the layer at `path` and all parts that it depends on."""
     level = _traced(module, path) or _registered(module, path)
     fix(level.parameters)
     for part in level.before:

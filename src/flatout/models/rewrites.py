@@ -240,7 +240,6 @@ def _unsaved(activation: fx.Node, module: nn.Module, pooled: fx.Node) -> tuple[A
 
 
 def kind_of(node: fx.Node, module: nn.Module) -> Any:
-    """Return the class of a module node, or the function."""
     if node.op == "call_module":
         return type(module.get_submodule(str(node.target)))
     return node.target

@@ -41,7 +41,6 @@ class TorchOptimizer:
 
     @property
     def can_be_fused(self) -> bool:
-        """True if torch has a fused kernel for it, and the user has chosen no implementation."""
         kind = type(self.given)
         return kind in _FUSED and all(
             group.get("fused") is None
@@ -53,7 +52,6 @@ class TorchOptimizer:
         )
 
     def scaler(self, device: str) -> torch.amp.GradScaler | None:
-        """Return None: the optimizer takes gradients of an unscaled loss."""
         return None
 
     def second(self, parameters: Sequence[Sequence[torch.Tensor]]) -> torch.optim.Optimizer:
@@ -73,7 +71,6 @@ class TorchOptimizer:
 
     @contextmanager
     def scaled(self, factor: float) -> Iterator[None]:
-        """Multiply the learning rates of all groups while this lasts."""
         groups = self.given.param_groups
         given = [group["lr"] for group in groups]
         for group, rate in zip(groups, given, strict=True):
@@ -88,13 +85,11 @@ class TorchOptimizer:
         return list(self.given.param_groups)
 
     def take_option(self, group: int, name: str, value: Any) -> None:
-        """Replace an option's loaded value."""
         self.given.param_groups[group][name] = value
 
     # -- parameters --------------------------------------------------------------------------
 
     def parameters_left_out(self, model: nn.Module) -> Sequence[str]:
-        """The names of the model's parameters that require gradients and are not in any group."""
         grouped = {id(p) for group in self.given.param_groups for p in group["params"]}
         return not_stepped(model, grouped)
 
@@ -120,11 +115,9 @@ class TorchOptimizer:
     # -- rows of tables ----------------------------------------------------------------------
 
     def why_all_rows(self, group: Mapping[str, Any]) -> str:
-        """Return the reason why a group cannot step single rows of a table, or ""."""
         return why_all_rows(self.given, group)
 
     def row_rule(self, group: dict[str, Any], weight: nn.Parameter) -> RowRule:
-        """Return the rule by which the optimizer steps rows of a table (see `why_all_rows`)."""
         return row_rule(self.given, group, weight)
 
     def clip_rows(self, weights: Sequence[torch.Tensor]) -> None:
@@ -137,14 +130,12 @@ class TorchOptimizer:
         shape: torch.Size,
         change: Callable[[str, torch.Tensor], torch.Tensor],
     ) -> None:
-        """Change the state tensors that have one row for each row of a table."""
         state = self.given.state.get(parameter, {})
         for key, value in state.items():
             if torch.is_tensor(value) and value.dim() == 2 and len(value) == shape[0]:
                 state[key] = change(key, value)
 
     def first_state(self, parameter: torch.Tensor, name: str) -> float:
-        """Return the value of a state tensor's elements before the first step."""
         for group in self.given.param_groups:
             if name == "sum" and any(parameter is item for item in group["params"]):
                 return float(group.get("initial_accumulator_value", 0.0))

@@ -94,21 +94,18 @@ class KeptTable:
         self._rows: torch.Tensor | None = None  # rows of the latest gradient
 
     def attach(self) -> None:
-        """Bring rows up to date before each read, and make sparse gradients."""
         watch_table(self.weight, self)
         self.rule.attach(self)
         if self.shards is not None:
             self.shards.reads(self.weight, self)
 
     def detach(self) -> None:
-        """Bring this rank's rows up to date, and leave them to the optimizer."""
         unwatch_table(self.weight)
         self.rule.detach()
         self.bring_all()
         self.steps = self.table = None
 
     def whole(self) -> None:
-        """Bring all rows up to date before the values are read or written."""
         self.settle()
 
     @property
@@ -123,7 +120,6 @@ class KeptTable:
         return self.shards is not None and self.weight in self.shards.spread
 
     def by_rows(self, ids: torch.Tensor) -> Lookup | None:
-        """Bring the rows of ids up to date, or return None for invalid ids, which torch reports."""
         if ids.is_floating_point():
             return None
         try:
@@ -151,7 +147,6 @@ class KeptTable:
     # -- rows that this rank owns, for others --------------------------------------------------
 
     def read(self, local: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Return the rows at these places of this rank's part. Brings `groups` up to date first."""
         assert self.shards is not None
         self._bring(groups.rows)
         return self.shards.part(self.weight, self.values).index_select(0, local)
@@ -178,7 +173,6 @@ class KeptTable:
         )
 
     def gather(self) -> None:
-        """Coalesce the gradient, so that each row occurs once."""
         gradient = self.weight.grad
         if gradient is None or gradient.is_coalesced():
             return
@@ -206,7 +200,6 @@ class KeptTable:
         )
 
     def settle(self) -> None:
-        """Bring all rows up to date."""
         if self.is_spread:
             assert self.shards is not None
             self.shards.refuse(self.weight)
@@ -242,7 +235,6 @@ class KeptTable:
         self.table = Table(weights, first, second, last, self.rule.epsilon, self._lower)
 
     def spread(self) -> None:
-        """Keep only this rank's rows, until `gather_rows`."""
         if self.shards is None or self.is_spread:
             return
         self.settle()
@@ -251,7 +243,6 @@ class KeptTable:
             self._lay_out()
 
     def gather_rows(self) -> None:
-        """Get the rows of all ranks. All ranks call this."""
         if self.shards is None or not self.is_spread:
             return
         self.bring_all()
@@ -278,7 +269,6 @@ class Grouped:
         self._known: dict[tuple[Any, ...], tuple[torch.Tensor, int, Groups]] = {}
 
     def of(self, ids: torch.Tensor, size: int) -> Groups:
-        """Return the grouped rows of ids in a table of `size` rows."""
         # Ids may be overwritten in place. Then a new tensor's version differs, not its address.
         storage = ids.untyped_storage()._cdata
         key = (storage, ids.data_ptr(), ids.dtype, ids.shape, ids.stride(), size)
@@ -295,11 +285,9 @@ class Grouped:
         return groups
 
     def rows_of(self, size: int) -> list[torch.Tensor]:
-        """Return the rows that were read of tables with `size` rows."""
         return [groups.rows for key, (_, _, groups) in self._known.items() if key[-1] == size]
 
     def forget(self) -> None:
-        """Forget the groups, after a step."""
         self._known.clear()
 
 
@@ -316,8 +304,6 @@ class _FetchedRows(NamedTuple):
 
 
 class _Lookup(NamedTuple):
-    """A lookup of rows that are up to date."""
-
     kept: KeptTable
     ids: torch.Tensor
     groups: Groups

@@ -33,11 +33,9 @@ class GroupPart(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of norms and factors: float64 for float64 parameters, else float32."""
         return torch.float64 if self.parameters[0].dtype is torch.float64 else torch.float32
 
     def norms(self, tensors: Tensors) -> torch.Tensor:
-        """Return the 2-norms of tensors of these parameters as a vector."""
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=self.dtype))
 
     def unless_bad(self, value: Any, otherwise: float) -> Any:
@@ -57,7 +55,6 @@ class Layerwise(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the gradients, and return the closure's result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

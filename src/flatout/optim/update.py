@@ -278,7 +278,6 @@ class OptimizerStep:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the optimizer's groups, state and options again."""
         optimizer = self.optimizer
         self._groups, self._state = optimizer.param_groups, optimizer.state
         self.parameters: Tensors = [p for g in self._groups for p in g["params"]]
@@ -294,7 +293,6 @@ class OptimizerStep:
         self.own: Tensors = [p for parameters in self._own for p in parameters]
 
     def is_stale(self) -> bool:
-        """Return whether a state was loaded into the optimizer, or parameters were added."""
         optimizer, groups = self.optimizer, self._groups
         return (
             optimizer.param_groups is not groups
@@ -303,7 +301,6 @@ class OptimizerStep:
         )
 
     def gather_rows(self) -> None:
-        """Sum the gradients of each row of a table."""
         if self.rows is not None and self.rows.gather():
             self.refresh()
 
@@ -330,12 +327,10 @@ class OptimizerStep:
             hook.remove()
 
     def step_rows(self) -> None:
-        """Step the tables, by the rows that were used."""
         if self.rows is not None:
             self.rows.step()
 
     def __call__(self, gradients: Tensors, flag: torch.Tensor | None, on_cpu: bool) -> None:
-        """Apply the gradients."""
         complete = len(gradients) == len(self.own)
         # The state is empty after someone has reset the optimizer.
         if self.direct is not None and complete and self._state and not self.hooked():
@@ -379,7 +374,6 @@ class OptimizerStep:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def hooked(self) -> bool:
-        """Return whether step hooks are registered, or the step method was patched."""
         optimizer = self.optimizer
         return bool(
             optimizer._optimizer_step_pre_hooks

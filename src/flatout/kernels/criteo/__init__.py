@@ -18,8 +18,6 @@ _is_plain = False
 
 
 class Bad(Fault):
-    """The possible faults of a row."""
-
     TOO_FEW_FIELDS = 1, "expected a tab and another field, found the end of the row"
     TOO_MANY_FIELDS = 2, "expected the end of the row, found a tab and another field"
     LABEL = 3, "expected a label of decimal digits, found something else"

@@ -32,8 +32,6 @@ _KIND_OF = {np.dtype(np.uint8): 1, np.dtype(np.float32): 2, np.dtype(np.int64): 
 
 
 class Bad(Fault):
-    """The possible faults of a record."""
-
     OUTSIDE = 1, "expected a record inside the buffer, found a byte range that is not"
     LENGTH_CRC = 2, "expected the checksum of the record's length, found another one"
     LENGTH_DIFFERS = 3, "expected a record as long as its index says, found another length"
@@ -49,8 +47,6 @@ class Bad(Fault):
 
 
 class End(IntEnum):
-    """The reason why a scan ended."""
-
     WHOLE = 0
     FULL = 1
     TRUNCATED_HEADER = 2

@@ -29,8 +29,6 @@ NO_LIMIT = 2**63 - 1
 
 
 class Bad(Fault):
-    """The possible faults of a row."""
-
     OUTSIDE = 1, "expected a row inside the buffer, found a byte range that is not"
     NO_LABEL = 2, "expected a label, found none"
     MULTI_LABEL = 3, "expected one label, found several with commas between them"

@@ -147,13 +147,11 @@ def read_rows(fd: int, starts: Numbers, ends: Numbers, out: Text, out_starts: Nu
 
 
 def split_rows(source: Text, index: Numbers, columns: Sequence[Column]) -> None:
-    """Copy bytes of rows into columns."""
     pieces = [(offset, width, _plain(array)) for offset, width, array in columns]
     _c.split(source, index, pieces)
 
 
 def join_rows(columns: Sequence[Column], out: Text, index: Numbers | None = None) -> None:
-    """Copy columns into the bytes of rows: the inverse of `split_rows`."""
     pieces = [(offset, width, _plain(array)) for offset, width, array in columns]
     rows = pieces[0][2].shape[0] if pieces and pieces[0][2].ndim else 0
     _c.join(pieces, rows, out, index)

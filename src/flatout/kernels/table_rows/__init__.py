@@ -41,7 +41,6 @@ _Addresses = tuple[int, int, int, int, int, int, int, int, float, int, int, int]
 
 
 def available() -> bool:
-    """Return whether the C extension is built."""
     return _c is not None
 
 
@@ -60,7 +59,6 @@ class Groups(NamedTuple):
 
 
 def group(ids: torch.Tensor, size: int) -> Groups:
-    """Group the ids by row."""
     ids = ids.detach().reshape(-1).contiguous()
     rows, places = torch.empty_like(ids), torch.empty_like(ids)
     starts = torch.empty(len(ids) + 1, dtype=torch.int64)
@@ -86,7 +84,6 @@ class GroupsByRank(NamedTuple):
 
 
 def group_by_rank(groups: Groups, first: int, ranks: int, shift: int) -> GroupsByRank:
-    """Sort groups in the order of the ranks that own their rows."""
     rows, places, starts = (torch.empty_like(group) for group in groups)
     local, numbers = torch.empty_like(rows), torch.empty_like(places)
     counts = torch.empty(ranks, dtype=torch.int64)

@@ -39,13 +39,11 @@ class Frame:
         self.counts: Counter[str] = Counter()
 
     def key(self, name: str) -> Key:
-        """Return the key of the next call of this name."""
         count = self.counts[name]
         self.counts[name] += 1
         return Key(self.path, name, count)
 
     def inside(self, key: Key) -> Frame:
-        """Return the frame of a container that this frame's container calls."""
         return Frame((*self.path, f"{key.name}#{key.nth}"))
 
 

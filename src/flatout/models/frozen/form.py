@@ -44,7 +44,6 @@ class Form:
         return cls(fixed, per, value.stride(), samples, value.dtype, value.device, axis)
 
     def shape(self, samples: int) -> tuple[int, ...]:
-        """Return the shape for this number of samples."""
         return tuple(f + samples * p for f, p in zip(self.fixed, self.per_sample, strict=True))
 
     @property

@@ -57,11 +57,9 @@ class Graph:
         return sum(spent for call, spent in enumerate(self.spent) if call not in prefix)
 
     def bytes(self, prefix: Collection[int]) -> int:
-        """Return the bytes of a sample's kept values."""
         return sum(value.size or 0 for value in self.values if self.is_kept(value, prefix))
 
     def cost(self, prefix: Collection[int], unit: int, byte: int) -> int:
-        """Return the cost of a prefix with these prices of a unit of time and of a byte."""
         return unit * self.time(prefix) + byte * self.bytes(prefix)
 
     def is_kept(self, value: Value, prefix: Collection[int]) -> bool:

@@ -66,7 +66,6 @@ class Places:
         return [number for number in dict.fromkeys(born) if number in read]
 
     def graph(self) -> Graph:
-        """Return the graph of the frozen events with the values that they read and make."""
         places = {index: place for place, index in enumerate(self.frozen)}
         makers: dict[int, int | None] = dict.fromkeys(self._noted.inputs)
         readers: dict[int, set[int]] = {}

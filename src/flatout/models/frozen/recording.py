@@ -155,7 +155,6 @@ class ForwardRecording(TorchFunctionMode):
         self.failed_in = ""
 
     def take(self, value: torch.Tensor) -> StandIn:
-        """Return a stand-in for an input."""
         made = self._stand_in(value)
         self.inputs.append(made.number)
         return made
@@ -177,7 +176,6 @@ class ForwardRecording(TorchFunctionMode):
         return self.function(func, args, kwargs or {})
 
     def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a call of a torch function."""
         name = name_of(function)
         answer = about(name, function, args, kwargs)
         if answer is not NotImplemented:
@@ -223,7 +221,6 @@ class ForwardRecording(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Record a call of a module."""
         if self._inside:
             return call(*args, **kwargs)
         part = self._parts[name]
@@ -425,5 +422,4 @@ def tensors_of(module: Any) -> list[torch.Tensor]:
 
 
 def store_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory."""
     return tensor.untyped_storage().data_ptr()

@@ -74,7 +74,6 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def of(cls, run: Run, number: int, value: torch.Tensor) -> StandIn:
-        """Return a stand-in for an existing tensor."""
         with torch._C.DisableTorchFunction():
             return cls.blank(run, number, value.shape, value.stride(), value, value)
 
@@ -88,7 +87,6 @@ class StandIn(torch.Tensor):
         like: Any,
         value: torch.Tensor | None = None,
     ) -> StandIn:
-        """Return a stand-in of this form, with the dtype and device of `like`."""
         made: StandIn = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=like.dtype, device=like.device
         )
@@ -160,7 +158,6 @@ def shape_of(value: StandIn) -> torch.Size:
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a torch function, or of a property of tensors."""
     name = getattr(function, "__name__", type(function).__name__)
     if name in ("__get__", "__set__"):
         owner = getattr(getattr(function, "__self__", None), "__name__", "")

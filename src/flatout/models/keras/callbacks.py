@@ -130,7 +130,6 @@ def load_callback_states(callbacks: list[Any], states: dict[str, dict[str, Any]]
 
 
 def has_state(callback: Any) -> bool:
-    """Return whether a callback has `state_dict` and `load_state_dict`."""
     return all(hasattr(callback, name) for name in ("state_dict", "load_state_dict"))
 
 

@@ -225,7 +225,6 @@ class KerasJob:
 
 
 def compiled_metrics(model: Any) -> list[Any]:
-    """Return the metrics of `compile` if they are built."""
     compiled = model._compile_metrics
     if compiled is None or not compiled.built:
         return []
@@ -351,7 +350,6 @@ def _weighed(batch: Batch, class_weight: Mapping[int, float], numbers: bool) -> 
 
 
 def classes_of(y: torch.Tensor, numbers: bool) -> torch.Tensor:
-    """Return the class number of each target."""
     if y.dim() > 1 and y.shape[-1] == 1:
         y = y.squeeze(-1)
     elif y.dim() > 1 and not numbers:

@@ -15,7 +15,6 @@ _UNTOLD = ("name", "seed", "build_config", "registered_name", "layers", "dtype")
 
 
 def layer_lines(model: Any, parts: Iterable[Any] | None = None) -> dict[str, str]:
-    """Return the class, configuration and user code of each layer, in Keras' order."""
     own = None if parts is None else set(map(id, parts))
     layers = [layer for layer in model._flatten_layers() if own is None or id(layer) in own]
     numbers = {layer.name: f"layer {number}" for number, layer in enumerate(layers)}

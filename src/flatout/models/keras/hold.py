@@ -23,7 +23,6 @@ def hold(layer: Any) -> None:
 
 
 def release(model: Any, chosen: Iterable[Any], *, batch_norm: bool) -> None:
-    """Let layers and all layers inside them train again."""
     chosen = list(chosen)
     # From the outermost inward, because a layer passes its own flag to the layers inside.
     for layer, trains in _trains_then(model, chosen, batch_norm=batch_norm):

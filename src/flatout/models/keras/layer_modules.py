@@ -32,7 +32,6 @@ class LayerModule(nn.Module):
         self.read: list[tuple[Any, nn.Module, str]] = []
 
     def forward(self, call: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-        """Run the layer."""
         self.show()
         return call(*args, **options)
 

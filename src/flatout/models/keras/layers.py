@@ -11,7 +11,6 @@ def is_layer(part: Any) -> bool:
 
 
 def has_layers(layer: Any) -> bool:
-    """Return whether a layer has other layers inside."""
     return next(iter(layer._flatten_layers(include_self=False)), None) is not None
 
 

@@ -47,11 +47,9 @@ class KerasModel(TorchModel):
 
     @property
     def is_compiled(self) -> bool:  # type: ignore[override]
-        """True if the model has been through `compile`."""
         return bool(self.module.compiled)
 
     def check(self) -> None:
-        """Refuse a model that torch cannot train, with the reason."""
         keras: Any = sys.modules["keras"]
         backend = keras.backend.backend()
         if backend != "torch":
@@ -80,17 +78,14 @@ class KerasModel(TorchModel):
             )
 
     def called(self, *, training: bool) -> Any:
-        """Return the model as a function of a batch's inputs, with Keras' `training` argument."""
         return _Called(self.module, training=training)
 
     def outputs(self, inputs: Any, *, as_written: bool = False) -> Any:
-        """Return the outputs for a batch's inputs, in the model's present mode."""
         model = self.module
         training = {"training": model.training} if model._call_has_training_arg else {}
         return model(inputs, **training)
 
     def parts(self) -> dict[str, Any]:
-        """Return each layer by its name, without the model itself."""
         parts: dict[str, Any] = {}
         for layer in self.module._flatten_layers(include_self=False):
             name = layer.name
@@ -100,107 +95,84 @@ class KerasModel(TorchModel):
         return parts
 
     def scales_images(self) -> bool:
-        """Return whether a layer scales or normalizes its input, as `Rescaling` does."""
         keras: Any = sys.modules["keras"]
         kinds = (keras.layers.Rescaling, keras.layers.Normalization)
         return any(isinstance(layer, kinds) for layer in self.module._flatten_layers())
 
     def takes_channels_last(self) -> bool:
-        """Return whether images have their channels last, by the layers or Keras' own setting."""
         keras: Any = sys.modules["keras"]
         formats = (getattr(layer, "data_format", None) for layer in self.module._flatten_layers())
         own = next((format for format in formats if format is not None), None)
         return bool((own or keras.config.image_data_format()) == "channels_last")
 
     def is_batch_coupled(self) -> bool:
-        """Return whether a layer computes statistics over the batch."""
         return any(
             type(layer).__name__ == "BatchNormalization" and layer.trainable
             for layer in self.module._flatten_layers()
         )
 
     def draws_random(self) -> bool:
-        """Return whether a training step draws random numbers inside the model."""
         return any(layer._seed_generators for layer in self.module._flatten_layers())
 
     def rewrites(self) -> list[Rewrite]:
-        """Return a rewrite of layers to calls of torch's operators, equal except for rounding."""
         calls = keras_calls(self.module)
         words = f"{len(calls)} Keras layers call torch's operators directly"
         return [Rewrite(words, lambda: put_on(self.module, calls))] if calls else []
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return weights, statistics, seeds and states, in Keras' order.
-
-        If the weights are sharded over ranks, all ranks call this and get whole tensors.
-        """
         return {name: whole(value) for name, value in keras_values(self.module).items()}
 
     def replicated(self) -> dict[str, torch.Tensor]:
-        """Return the values that are whole on each rank."""
         values = keras_values(self.module)
         return {name: value for name, value in values.items() if not is_shard(value)}
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load the output of `weights` into the variables."""
         for name, variable in _variables(self.module).items():
             value = variable.value
             own_part(value).copy_(own_part(sharded_like(weights[name], value)))
 
     def parameters(self) -> list[torch.Tensor]:
-        """Return the tensors of all variables."""
         return [variable._value for variable in _all_variables(self.module)]
 
     def untrained(self) -> list[torch.Tensor]:
-        """Return buffers and parameters that do not train: Keras' statistics, seeds and states."""
         return [*super().untrained(), *(p for p in self.parameters() if not p.requires_grad)]
 
     def is_partly_frozen(self) -> bool:
-        """Return whether some layers do not train, apart from statistics and states."""
         layers = self.module._flatten_layers()
         return any(layer.weights and not layer.trainable for layer in layers)
 
     def layers(self) -> list[tuple[str, Any]]:
-        """Return torch's modules, and the layers that Keras keeps elsewhere."""
         own = [(layer.name, layer) for layer in self.module._flatten_layers()]
         return [*self.module.named_modules(), *own]
 
     def named(self) -> list[tuple[str, Any]]:
-        """Return each layer with its name."""
         return [(layer.name, layer) for layer in self.module._flatten_layers()]
 
     def hold(self, layers: Iterable[Any]) -> None:
-        """Set layers and all parts inside them to neither train nor act as in training."""
         for layer in layers:
             hold.hold(layer)
 
     def hold_until(self, last: Any) -> None:
-        """Hold a layer and all layers that it depends on (see `hold`)."""
         self.hold(list(hold.before(self.module, last)))
 
     def release(self, layers: Iterable[Any], *, batch_norm: bool) -> None:
-        """Let layers and all parts inside them train again, BatchNorm only if asked."""
         hold.release(self.module, layers, batch_norm=batch_norm)
 
     def frozen(self, layers: Iterable[Any], *, batch_norm: bool) -> list[torch.Tensor]:
-        """Return the values of the variables that `release` lets train, in Keras' order."""
         result = hold.frozen(self.module, layers, batch_norm=batch_norm)
         return [variable._value for variable in result]
 
     def watch(self, look: Look, watches: ExitStack) -> None:
-        """Call `look` after each layer's call, without hooks: Keras layers run no torch hooks."""
         for layer in self.module._flatten_layers(include_self=False):
             watches.enter_context(_watching(layer, look))
 
     def tables(self) -> Iterator[tuple[str, Any, int]]:
-        """Yield name, layer and number of rows of each of Keras' embeddings."""
         for layer in modules_of(self.module):
             kind = next((k for k in type(layer).__mro__ if k.__name__ == "Embedding"), None)
             if kind is not None and kind.__module__.startswith("keras."):
                 yield layer.name, layer, layer.input_dim
 
     def first_layer(self) -> str:
-        """Return the first layer with weights, in words. Inner modules have no useful names."""
         for layer in self.module._flatten_layers(include_self=False):
             if layer.weights:
                 shape = tuple(layer.weights[0].shape)
@@ -208,7 +180,6 @@ class KerasModel(TorchModel):
         return f"{self.module.name} without weights"
 
     def structure(self) -> str:
-        """Return a description of the first layer with weights."""
         try:
             return str(self.module.to_json())
         except Exception:
@@ -216,7 +187,6 @@ class KerasModel(TorchModel):
             return " ".join([type(self.module).__qualname__, *kinds])
 
     def lines(self, parts: Iterable[Any] | None = None) -> dict[str, str]:
-        """Return the class, configuration and user code of each layer, in Keras' order."""
         return layer_lines(self.module, parts)
 
 
@@ -302,7 +272,6 @@ def own_method(model: Any, verb: str) -> str:
 
 
 def is_overridden(model: Any, name: str) -> bool:
-    """Return whether the user's class overrides one of Keras' methods."""
     return not getattr(type(model), name).__module__.startswith("keras.")
 
 

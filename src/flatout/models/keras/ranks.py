@@ -97,7 +97,6 @@ def over_all(variables: Sequence[Any], world: World) -> Iterator[None]:
 
 @torch.no_grad()
 def put_back(variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
-    """Restore the variables' values."""
     for variable, value in zip(variables, values, strict=True):
         variable.value.copy_(value)
 

@@ -12,19 +12,16 @@ from flatout.models.keras.layers import modules_of
 
 
 def weight_of(layer: Any) -> torch.Tensor:
-    """Return the parameter that holds the rows of an embedding."""
     value: torch.Tensor = layer._embeddings._value
     return value
 
 
 def set_rows(layer: Any, rows: int) -> None:
-    """Set an embedding's number of rows after its parameter has changed."""
     layer.input_dim = rows
     set_shape(layer._embeddings)
 
 
 def set_shape(variable: Any) -> None:
-    """Set a variable's shape after its value has changed."""
     variable._shape = tuple(variable._value.shape)
 
 
