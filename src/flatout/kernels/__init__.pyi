@@ -36,13 +36,13 @@ from flatout.kernels.missing_extension import INSTALL as INSTALL
 from flatout.kernels.missing_extension import MissingExtension as MissingExtension
 from flatout.kernels.resize import resize_linear as resize_linear
 from flatout.kernels.stacks import stacks_of as stacks_of
-from flatout.kernels.table import LowerBits as LowerBits
-from flatout.kernels.table import Table as Table
-from flatout.kernels.table import halves as halves
-from flatout.kernels.table import joined as joined
 from flatout.kernels.table_rows import Change as Change
 from flatout.kernels.table_rows import Groups as Groups
 from flatout.kernels.table_rows import GroupsByRank as GroupsByRank
+from flatout.kernels.table_rows import LowerBits as LowerBits
 from flatout.kernels.table_rows import Step as Step
 from flatout.kernels.table_rows import Steps as Steps
+from flatout.kernels.table_rows import Table as Table
+from flatout.kernels.table_rows import halves as halves
 from flatout.kernels.table_rows import in_float32 as in_float32
+from flatout.kernels.table_rows import joined as joined

@@ -12,6 +12,8 @@ from flatout.models.embeddings import has_hooks_of_others as has_hooks_of_others
 from flatout.models.embeddings import is_hooked as is_hooked
 from flatout.models.embeddings import look_at_ids as look_at_ids
 from flatout.models.embeddings import row_tables as row_tables
+from flatout.models.embeddings import set_table_rows as set_table_rows
+from flatout.models.embeddings import table_weight as table_weight
 from flatout.models.fp32_operators import keep_in_fp32 as keep_in_fp32
 from flatout.models.fp32_operators import may_be_slower_in_bf16 as may_be_slower_in_bf16
 from flatout.models.freezing import freeze as freeze
@@ -23,7 +25,7 @@ from flatout.models.frozen.cut import Cut as Cut
 from flatout.models.frozen.cut import autocast_now as autocast_now
 from flatout.models.frozen.find import Cuts as Cuts
 from flatout.models.frozen.find import find_cuts as find_cuts
-from flatout.models.frozen.near import is_near as is_near
+from flatout.models.frozen.recording import is_near as is_near
 from flatout.models.fused_norms import fused_norms_of as fused_norms_of
 from flatout.models.group_norm import guarding_group_norms as guarding_group_norms
 from flatout.models.group_norm import has_group_norms as has_group_norms
@@ -55,6 +57,7 @@ from flatout.models.keras.model import keras_values as keras_values
 from flatout.models.keras.model import own_method as own_method
 from flatout.models.keras.optimizer import KerasOptimizer as KerasOptimizer
 from flatout.models.keras.optimizer import keras_optimizers as keras_optimizers
+from flatout.models.keras.row_rule import KerasRule as KerasRule
 from flatout.models.keras.seeds import keras_seeds_moved as keras_seeds_moved
 from flatout.models.keras.slow_metrics import SlowMetrics as SlowMetrics
 from flatout.models.layout import FORMATS as FORMATS
@@ -76,13 +79,11 @@ from flatout.models.table_parameter import Reader as Reader
 from flatout.models.table_parameter import TableParameter as TableParameter
 from flatout.models.table_parameter import unwatch_table as unwatch_table
 from flatout.models.table_parameter import watch_table as watch_table
-from flatout.models.table_size import set_table_rows as set_table_rows
-from flatout.models.table_size import table_weight as table_weight
 from flatout.models.torch_compile import before_compiled as before_compiled
 from flatout.models.torch_compile import has_compiled as has_compiled
 from flatout.models.torch_compile import is_compiled as is_compiled
 from flatout.models.torch_compile import left_before_compiled as left_before_compiled
 from flatout.models.torch_compile import uncompiled as uncompiled
 from flatout.models.torch_model import TorchModel as TorchModel
+from flatout.models.torch_model import own_names as own_names
 from flatout.models.torch_model import uses_convolution as uses_convolution
-from flatout.models.weights import own_names as own_names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -10,13 +11,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flatout.data import arguments_words, code_digest, is_library
 from flatout.errors import ModelError
 from flatout.models import hold
 from flatout.models.rewrites import Rewrite, forward_as_written, rewrites_of
 from flatout.models.shards import is_shard, sharded_like, whole
-from flatout.models.weights import layers_of, own_names
 
 # A function that gets a layer's name and class, its inputs and its output.
 Look = Callable[[str, str, tuple[Any, ...], Any], None]
@@ -241,3 +242,41 @@ def _module_words(module: nn.Module) -> str:
         words += f" code {code_digest(module)[:8]}"
     fixed = [n for n, p in module.named_parameters(recurse=False) if not p.requires_grad]
     return f"{words}, not trained: {', '.join(fixed)}" if fixed else words
+
+
+# -- names without the levels that wrappers add ----------------------------------------------------
+
+
+def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return each module with its own name. A wrapper comes before its module, with that name."""
+    levels = _wrapped(model)
+    return [(_strip_levels(path, levels), module) for path, module in model.named_modules()]
+
+
+def own_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return each name of a parameter, buffer or module of `model` without the levels of wrappers.
+
+    If two names would become equal, because a wrapper has its own state, all names stay unchanged.
+    """
+    levels = _wrapped(model)
+    own = {name: _strip_levels(name, levels) for name in names}
+    return own if len(set(own.values())) == len(own) else {name: name for name in own}
+
+
+def _wrapped(model: nn.Module) -> set[str]:
+    # torch's compiler is imported only if something was compiled.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    compiled = (dynamo.OptimizedModule,) if dynamo is not None else ()
+    parameters: set[str] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, (DataParallel, DistributedDataParallel)):
+            parameters.add(f"{path}.module".lstrip("."))
+        elif isinstance(module, compiled):
+            parameters.add(f"{path}._orig_mod".lstrip("."))
+    return parameters
+
+
+def _strip_levels(name: str, levels: set[str]) -> str:
+    parts = name.split(".")
+    paths = (".".join(parts[: end + 1]) for end in range(len(parts)))
+    return ".".join(part for part, path in zip(parts, paths, strict=True) if path not in levels)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from flatout.devices import huge_pages
 from flatout.kernels import LowerBits, Step, in_float32
-from flatout.models import Reader, has_hooks_of_others
+from flatout.models import KerasRule, Reader, has_hooks_of_others
 from flatout.optim.by_row import ByRow
 
 State = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -27,58 +27,6 @@ _RULES: dict[type, str] = {
 _LOWER = "_lower_half"
 # Options that no kernel has, or under which a row's missed steps depend on more than its state.
 _OPTIONS = ("amsgrad", "maximize", "centered", "dampening", "differentiable", "capturable")
-
-
-class RowRule(Protocol):
-    """The rule by which an optimizer steps one table.
-
-    Attributes:
-        name: one of `table_rows.RULES`, or "" for an optimizer that steps rows itself.
-    """
-
-    name: str
-
-    @property
-    def epsilon(self) -> float:
-        """The constant that is added to the square root of the second moment."""
-        ...
-
-    @property
-    def decay(self) -> float | None:
-        """Weight decay that is added to gradients, or None if it is decoupled from them."""
-        ...
-
-    def shares(self, other: Any) -> bool:
-        """Return whether the steps of another table have the same numbers."""
-        ...
-
-    def state(self) -> State:
-        """Return the two state tensors of a `table_rows.Table`, made as by the optimizer."""
-        ...
-
-    def lower(self) -> LowerBits | None:
-        """Return the lower halves of a bfloat16 table and its state; None for a float32 table."""
-        ...
-
-    def count(self) -> int | None:
-        """Return the number of steps made, or None if the optimizer does not count them."""
-        ...
-
-    def step(self, count: int) -> Step:
-        """Return the numbers of step `count`, which begins at 1."""
-        ...
-
-    def count_step(self) -> None:
-        """Add one to the number of steps made."""
-        ...
-
-    def attach(self, reader: Reader) -> None:
-        """Keep the optimizer from stepping the table."""
-        ...
-
-    def detach(self) -> None:
-        """Let the optimizer step the table again."""
-        ...
 
 
 def why_all_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
@@ -105,15 +53,12 @@ def is_patched(optimizer: torch.optim.Optimizer) -> bool:
     return not getattr(own, "_wrapped_by_lr_sched", False) or wrapped is not type(optimizer).step
 
 
-def row_rule(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter
-) -> RowRule:
-    """Return the rule by which a torch optimizer steps a table (see `why_all_rows`)."""
-    return _TorchRule(optimizer, group, weight)
+class TorchRule:
+    """The rule by which a torch optimizer steps one table; `KerasRule` has the same methods.
 
-
-class _TorchRule:
-    """The rule of a torch optimizer."""
+    Attributes:
+        name: one of `table_rows.RULES`, or "" for an optimizer that steps rows itself.
+    """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter
@@ -129,18 +74,22 @@ class _TorchRule:
 
     @property
     def epsilon(self) -> float:
+        """The constant that is added to the square root of the second moment."""
         return float(self._group.get("eps", 0.0))
 
     @property
     def decay(self) -> float | None:
+        """Weight decay that is added to gradients, or None if it is decoupled from them."""
         decay = self._group.get("weight_decay")
         is_decoupled = self._group.get("decoupled_weight_decay", False)
         return None if is_decoupled or decay is None else float(decay)
 
     def shares(self, other: Any) -> bool:
-        return isinstance(other, _TorchRule) and other._group is self._group
+        """Return whether the steps of another table have the same numbers."""
+        return isinstance(other, TorchRule) and other._group is self._group
 
     def count(self) -> int | None:
+        """Return the number of steps made, or None if the optimizer does not count them."""
         state = self._optimizer.state[self._weight]
         return int(state["step"]) if "step" in state else None
 
@@ -150,10 +99,10 @@ class _TorchRule:
             state["step"] += 1
 
     def attach(self, reader: Reader) -> None:
-        """Do nothing: torch skips a parameter whose gradient is None."""
+        """Keep the optimizer from stepping the table: torch skips it if its gradient is None."""
 
     def detach(self) -> None:
-        """Leave the state as it is: the optimizer continues with it."""
+        """Let the optimizer step the table again: it continues with the state."""
 
     @property
     def _names(self) -> tuple[str | None, str | None]:
@@ -166,6 +115,7 @@ class _TorchRule:
         }[self.name]
 
     def lower(self) -> LowerBits | None:
+        """Return the lower halves of a bfloat16 table and its state; None for a float32 table."""
         if self._weight.dtype is torch.float32:
             return None
         state = self._optimizer.state[self._weight]
@@ -180,6 +130,7 @@ class _TorchRule:
         return LowerBits(half("weight"), first, second)
 
     def state(self) -> State:
+        """Return the two state tensors of a `table_rows.Table`, made as by the optimizer."""
         state, shape = self._optimizer.state[self._weight], self._weight.shape
         names, dtype = self._names, self._weight.dtype
         if self.name != "sgd":
@@ -196,6 +147,7 @@ class _TorchRule:
         return first, second
 
     def step(self, count: int) -> Step:
+        """Return the numbers of step `count`, which begins at 1."""
         group = self._group
         rate, decay = group["lr"], group["weight_decay"]
         if self.name == "adam":
@@ -218,3 +170,6 @@ class _TorchRule:
         return Step(
             rate, 1.0, momentum, in_float32(alpha), 1.0, decay, is_nesterov, second_rest=rest
         )
+
+
+RowRule: TypeAlias = TorchRule | KerasRule

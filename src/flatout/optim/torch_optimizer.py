@@ -13,7 +13,7 @@ from torch import nn
 
 from flatout.models import not_stepped
 from flatout.optim.late_group import add_late_group
-from flatout.optim.row_rules import RowRule, row_rule, why_all_rows
+from flatout.optim.row_rules import TorchRule, why_all_rows
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
@@ -117,8 +117,8 @@ class TorchOptimizer:
     def why_all_rows(self, group: Mapping[str, Any]) -> str:
         return why_all_rows(self.given, group)
 
-    def row_rule(self, group: dict[str, Any], weight: nn.Parameter) -> RowRule:
-        return row_rule(self.given, group, weight)
+    def row_rule(self, group: dict[str, Any], weight: nn.Parameter) -> TorchRule:
+        return TorchRule(self.given, group, weight)
 
     def clip_rows(self, weights: Sequence[torch.Tensor]) -> None:
         """Do nothing: no torch optimizer clips gradients by itself."""

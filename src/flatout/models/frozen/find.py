@@ -18,13 +18,13 @@ from flatout.models.adapter import adapter_of
 from flatout.models.frozen.calls import taking_part
 from flatout.models.frozen.cut import Cut
 from flatout.models.frozen.form import Form
-from flatout.models.frozen.near import is_near
 from flatout.models.frozen.places import Places
 from flatout.models.frozen.plan import plan_prefix, plan_rest
 from flatout.models.frozen.recording import (
     Event,
     ForwardRecording,
     OutputStructure,
+    is_near,
     is_same,
     nothing_random,
     tensors_of,

@@ -10,7 +10,7 @@ Keras' formulas differ from torch's (src/backend/torch/optimizers of Keras):
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,27 +31,19 @@ _SLOTS = {
 }
 
 
-class _Optimizer(Protocol):
-    """The parts of `KerasOptimizer` that a rule uses."""
-
-    keras: Any
-    by_rows: set[torch.Tensor]
-
-    def decays(self, weight: torch.Tensor) -> bool: ...
-
-    def slot(self, weight: torch.Tensor, name: str | None) -> Any: ...
-
-    def rate_of(self, group: dict[str, Any]) -> float: ...
-
-
 class KerasRule:
-    """The rule by which a Keras optimizer steps one table.
+    """The rule by which a Keras optimizer steps one table (see `TorchRule` in optim).
+
+    Args:
+        optimizer: a `KerasOptimizer`.
+        group: the table's parameter group.
+        weight: the table.
 
     Attributes:
         name: one of `flatout.kernels.table_rows.RULES`.
     """
 
-    def __init__(self, optimizer: _Optimizer, group: dict[str, Any], weight: nn.Parameter) -> None:
+    def __init__(self, optimizer: Any, group: dict[str, Any], weight: nn.Parameter) -> None:
         self._optimizer, self._group, self._weight = optimizer, group, weight
         self._keras = optimizer.keras
         self.name = ROW_RULES[type(self._keras).__name__]
@@ -70,7 +62,6 @@ class KerasRule:
         return None
 
     def shares(self, other: Any) -> bool:
-        """Return whether another table has the same parameter group and weight decay."""
         return (
             isinstance(other, KerasRule)
             and other._group is self._group
@@ -129,7 +120,6 @@ class KerasRule:
         self._optimizer.by_rows.add(self._weight)
 
     def detach(self) -> None:
-        """Let Keras step the table again."""
         self._reader = None
         self._unwatch()
         self._optimizer.by_rows.discard(self._weight)
