@@ -24,10 +24,7 @@ static int lane_of(PyObject *argument)
     return (int)lane;
 }
 
-PyDoc_STRVAR(switch_doc,
-"switch(lane, /)\n--\n\n"
-"The time since the last look goes to the lane that ran; returns that one.");
-
+/* Gives the time since the last change of lanes to the lane that ran, and returns that lane. */
 static PyObject *clock_switch(PyObject *object, PyObject *argument)
 {
     Clock *self = (Clock *)object;
@@ -38,10 +35,7 @@ static PyObject *clock_switch(PyObject *object, PyObject *argument)
     return PyLong_FromLong(before);
 }
 
-PyDoc_STRVAR(enter_doc,
-"enter(lane, /)\n--\n\n"
-"As `switch`, in the thread of the clock; in another one nothing happens and -1 is returned.");
-
+/* As `switch`, in the thread of the clock; in another thread does nothing and returns -1. */
 static PyObject *clock_enter(PyObject *object, PyObject *argument)
 {
     if (!is_own_thread((Clock *)object))
@@ -49,11 +43,8 @@ static PyObject *clock_enter(PyObject *object, PyObject *argument)
     return clock_switch(object, argument);
 }
 
-PyDoc_STRVAR(enter_model_doc,
-"enter_model()\n--\n\n"
-"A model is called. Returns the lane that runs; -1 in another thread, within a model, and while a\n"
-"batch is made, where nothing happens.");
-
+/* A model is called. Returns the lane that runs; -1 in another thread, within a model, and while a
+   batch is made, where it does nothing. */
 static PyObject *clock_enter_model(PyObject *object, PyObject *nothing)
 {
     Clock *self = (Clock *)object;
@@ -64,12 +55,9 @@ static PyObject *clock_enter_model(PyObject *object, PyObject *nothing)
     return PyLong_FromLong(self->current);
 }
 
-PyDoc_STRVAR(ask_doc,
-"ask()\n--\n\n"
-"A batch is asked for: the lanes are marked. Returns 1 where there is more to decide before they\n"
-"are: calls in evaluation are open, or no step has begun; -1 in another thread and while a batch\n"
-"is made, where nothing happens; else 0.");
-
+/* A batch is asked for: marks the lanes, and returns 0. Returns 1 without marking them if calls in
+   evaluation are open, or no step has begun, so that the caller decides first. Returns -1 in another
+   thread and while a batch is made, where it does nothing. */
 static PyObject *clock_ask(PyObject *object, PyObject *nothing)
 {
     Clock *self = (Clock *)object;
@@ -84,10 +72,7 @@ static PyObject *clock_ask(PyObject *object, PyObject *nothing)
     return PyLong_FromLong(0);
 }
 
-PyDoc_STRVAR(take_doc,
-"take()\n--\n\n"
-"The batch has come, and forward begins. Returns for how many nanoseconds it was waited for.");
-
+/* The batch has come, and forward begins. Returns the nanoseconds that it was waited for. */
 static PyObject *clock_take(PyObject *object, PyObject *nothing)
 {
     Clock *self = (Clock *)object;
@@ -96,10 +81,7 @@ static PyObject *clock_take(PyObject *object, PyObject *nothing)
     return PyLong_FromLongLong(self->last - self->asked);
 }
 
-PyDoc_STRVAR(mark_doc,
-"mark()\n--\n\n"
-"Where the lanes and the backward passes stand now is kept.");
-
+/* Keeps the present state of the lanes and the backward passes. */
 static PyObject *clock_mark(PyObject *object, PyObject *nothing)
 {
     (void)nothing;
@@ -107,10 +89,7 @@ static PyObject *clock_mark(PyObject *object, PyObject *nothing)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(unmark_doc,
-"unmark()\n--\n\n"
-"What was marked is forgotten.");
-
+/* Forgets the mark. */
 static PyObject *clock_unmark(PyObject *object, PyObject *nothing)
 {
     (void)nothing;
@@ -118,10 +97,7 @@ static PyObject *clock_unmark(PyObject *object, PyObject *nothing)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(leave_backward_doc,
-"leave_backward(lane, /)\n--\n\n"
-"As `switch`, and one more backward pass has ended.");
-
+/* As `switch`, and counts one more backward pass. */
 static PyObject *clock_leave_backward(PyObject *object, PyObject *argument)
 {
     PyObject *before = clock_switch(object, argument);
@@ -130,10 +106,7 @@ static PyObject *clock_leave_backward(PyObject *object, PyObject *argument)
     return before;
 }
 
-PyDoc_STRVAR(shift_doc,
-"shift(ns, before, after, /)\n--\n\n"
-"So much of the time of one lane was another's.");
-
+/* Moves nanoseconds from one lane to another. */
 static PyObject *clock_shift(PyObject *object, PyObject *args)
 {
     Clock *self = (Clock *)object;
@@ -151,11 +124,8 @@ static PyObject *clock_shift(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(lap_doc,
-"lap(merge, /)\n--\n\n"
-"A step has ended when last looked; with `merge` it is still the one that ended last. Nothing is\n"
-"marked any more. Returns whether that step, or its end, is due.");
-
+/* A step has ended at the last change of lanes; with `merge` it belongs to the step before. Forgets
+   the mark. Returns whether that step, or its end, is due. */
 static PyObject *clock_lap(PyObject *object, PyObject *argument)
 {
     int merge = PyObject_IsTrue(argument);
@@ -164,11 +134,8 @@ static PyObject *clock_lap(PyObject *object, PyObject *argument)
     return PyBool_FromLong(end_step((Clock *)object, merge));
 }
 
-PyDoc_STRVAR(leave_step_doc,
-"leave_step()\n--\n\n"
-"The host's time begins, and a step has ended: 1 where it is due, else 0. In another thread\n"
-"nothing happens, and -1 is returned.");
-
+/* A step has ended, and the host's time begins. Returns 1 if the step is due, else 0; -1 in another
+   thread, where it does nothing. */
 static PyObject *clock_leave_step(PyObject *object, PyObject *nothing)
 {
     Clock *self = (Clock *)object;
@@ -190,10 +157,7 @@ static PyObject *list_of(const long long *numbers, Py_ssize_t count)
     return list;
 }
 
-PyDoc_STRVAR(step_ns_doc,
-"step_ns(most=KEPT, /)\n--\n\n"
-"Durations of the latest steps, oldest first, without evaluation and saving.");
-
+/* Returns the durations of the latest steps, oldest first, without evaluation and saving. */
 static PyObject *clock_step_ns(PyObject *object, PyObject *args)
 {
     Clock *self = (Clock *)object;
@@ -349,18 +313,18 @@ static PyGetSetDef properties[] = {
 };
 
 static PyMethodDef methods[] = {
-    {"switch", clock_switch, METH_O, switch_doc},
-    {"enter", clock_enter, METH_O, enter_doc},
-    {"enter_model", clock_enter_model, METH_NOARGS, enter_model_doc},
-    {"leave_backward", clock_leave_backward, METH_O, leave_backward_doc},
-    {"shift", clock_shift, METH_VARARGS, shift_doc},
-    {"lap", clock_lap, METH_O, lap_doc},
-    {"leave_step", clock_leave_step, METH_NOARGS, leave_step_doc},
-    {"ask", clock_ask, METH_NOARGS, ask_doc},
-    {"take", clock_take, METH_NOARGS, take_doc},
-    {"mark", clock_mark, METH_NOARGS, mark_doc},
-    {"unmark", clock_unmark, METH_NOARGS, unmark_doc},
-    {"step_ns", clock_step_ns, METH_VARARGS, step_ns_doc},
+    {"switch", clock_switch, METH_O, NULL},
+    {"enter", clock_enter, METH_O, NULL},
+    {"enter_model", clock_enter_model, METH_NOARGS, NULL},
+    {"leave_backward", clock_leave_backward, METH_O, NULL},
+    {"shift", clock_shift, METH_VARARGS, NULL},
+    {"lap", clock_lap, METH_O, NULL},
+    {"leave_step", clock_leave_step, METH_NOARGS, NULL},
+    {"ask", clock_ask, METH_NOARGS, NULL},
+    {"take", clock_take, METH_NOARGS, NULL},
+    {"mark", clock_mark, METH_NOARGS, NULL},
+    {"unmark", clock_unmark, METH_NOARGS, NULL},
+    {"step_ns", clock_step_ns, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

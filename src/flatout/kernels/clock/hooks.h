@@ -139,12 +139,6 @@ static void hook_dealloc(PyObject *object)
     release(object);
 }
 
-static PyObject *backward_call(PyObject *, PyObject *const *, size_t, PyObject *);
-static PyObject *forward_call(PyObject *, PyObject *const *, size_t, PyObject *);
-static PyObject *batch_call(PyObject *, PyObject *const *, size_t, PyObject *);
-static PyObject *samples_call(PyObject *, PyObject *const *, size_t, PyObject *);
-static PyObject *fetch_call(PyObject *, PyObject *const *, size_t, PyObject *);
-
 /* What all of them begin with, once it is clear of what it had. */
 static void set_hook(Hook *self, PyObject *clock, PyObject *original, PyObject *otherwise,
                      vectorcallfunc call)
@@ -165,26 +159,6 @@ static int plain_init(PyObject *object, PyObject *args, PyObject *names, vectorc
     hook_clear(object);
     set_hook((Hook *)object, clock, original, otherwise, call);
     return 0;
-}
-
-static int backward_init(PyObject *object, PyObject *args, PyObject *names)
-{
-    return plain_init(object, args, names, backward_call);
-}
-
-static int batch_init(PyObject *object, PyObject *args, PyObject *names)
-{
-    return plain_init(object, args, names, batch_call);
-}
-
-static int samples_init(PyObject *object, PyObject *args, PyObject *names)
-{
-    return plain_init(object, args, names, samples_call);
-}
-
-static int fetch_init(PyObject *object, PyObject *args, PyObject *names)
-{
-    return plain_init(object, args, names, fetch_call);
 }
 
 /* Whether a call of torch.autograd.backward keeps its graph; -1 with an error set. */
@@ -224,6 +198,11 @@ static PyObject *backward_call(PyObject *object, PyObject *const *args, size_t f
     pass_to(clock, before == OPTIMIZER ? OPTIMIZER : AFTER);
     clock->backwards += 1;
     return result;
+}
+
+static int backward_init(PyObject *object, PyObject *args, PyObject *names)
+{
+    return plain_init(object, args, names, backward_call);
 }
 
 static PyObject *hook_renew(PyObject *object, PyObject *nothing)
@@ -301,6 +280,11 @@ static PyObject *batch_call(PyObject *object, PyObject *const *args, size_t flag
     return batch;
 }
 
+static int batch_init(PyObject *object, PyObject *args, PyObject *names)
+{
+    return plain_init(object, args, names, batch_call);
+}
+
 static PyObject *samples_call(PyObject *object, PyObject *const *args, size_t flagged,
                               PyObject *names)
 {
@@ -311,6 +295,11 @@ static PyObject *samples_call(PyObject *object, PyObject *const *args, size_t fl
     Py_XDECREF(seen);
     self->ran += !is_wanted;
     return PyObject_Vectorcall(is_wanted ? self->otherwise : self->original, args, flagged, names);
+}
+
+static int samples_init(PyObject *object, PyObject *args, PyObject *names)
+{
+    return plain_init(object, args, names, samples_call);
 }
 
 static PyObject *fetch_call(PyObject *object, PyObject *const *args, size_t flagged,
@@ -325,6 +314,11 @@ static PyObject *fetch_call(PyObject *object, PyObject *const *args, size_t flag
                     && is_own_thread(clock);
     self->ran += !is_wanted;
     return PyObject_Vectorcall(is_wanted ? self->otherwise : self->original, args, flagged, names);
+}
+
+static int fetch_init(PyObject *object, PyObject *args, PyObject *names)
+{
+    return plain_init(object, args, names, fetch_call);
 }
 
 static int forward_traverse(PyObject *object, visitproc visit, void *arg)
@@ -350,23 +344,6 @@ static void forward_dealloc(PyObject *object)
     PyObject_GC_UnTrack(object);
     forward_clear(object);
     release(object);
-}
-
-static int forward_init(PyObject *object, PyObject *args, PyObject *names)
-{
-    static char *known_names[] = {"clock", "original", "otherwise", "known", "is_grad_enabled",
-                                  NULL};
-    ForwardHook *self = (ForwardHook *)object;
-    PyObject *clock, *original, *otherwise, *known, *is_grad_enabled;
-    if (!PyArg_ParseTupleAndKeywords(args, names, "O!OOO!O:ForwardHook", known_names, clock_type,
-                                     &clock, &original, &otherwise, &PyDict_Type, &known,
-                                     &is_grad_enabled))
-        return -1;
-    forward_clear(object);
-    set_hook(&self->hook, clock, original, otherwise, forward_call);
-    self->known = Py_NewRef(known);
-    self->is_grad_enabled = Py_NewRef(is_grad_enabled);
-    return 0;
 }
 
 /* Makes the Called of a model the latest one, if it is known: 1, 0, or -1 with an error set. */
@@ -504,9 +481,22 @@ static PyObject *forward_call(PyObject *object, PyObject *const *args, size_t fl
     return result;
 }
 
-PyDoc_STRVAR(renew_doc,
-"renew()\n--\n\n"
-"Begins to count.");
+static int forward_init(PyObject *object, PyObject *args, PyObject *names)
+{
+    static char *known_names[] = {"clock", "original", "otherwise", "known", "is_grad_enabled",
+                                  NULL};
+    ForwardHook *self = (ForwardHook *)object;
+    PyObject *clock, *original, *otherwise, *known, *is_grad_enabled;
+    if (!PyArg_ParseTupleAndKeywords(args, names, "O!OOO!O:ForwardHook", known_names, clock_type,
+                                     &clock, &original, &otherwise, &PyDict_Type, &known,
+                                     &is_grad_enabled))
+        return -1;
+    forward_clear(object);
+    set_hook(&self->hook, clock, original, otherwise, forward_call);
+    self->known = Py_NewRef(known);
+    self->is_grad_enabled = Py_NewRef(is_grad_enabled);
+    return 0;
+}
 
 static PyObject *forward_renew(PyObject *object, PyObject *nothing)
 {
@@ -577,10 +567,7 @@ static int steps_init(PyObject *object, PyObject *args, PyObject *names)
     return 0;
 }
 
-PyDoc_STRVAR(steps_begin_doc,
-"begin(optimizer, args, kwargs, /)\n--\n\n"
-"An optimizer's step begins.");
-
+/* An optimizer's step begins. */
 static PyObject *steps_begin(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     StepHook *self = (StepHook *)object;
@@ -616,10 +603,7 @@ static int put_counts(StepHook *self)
     return failed ? -1 : 0;
 }
 
-PyDoc_STRVAR(steps_end_doc,
-"end(optimizer, args, kwargs, /)\n--\n\n"
-"It has stepped.");
-
+/* An optimizer's step has ended. */
 static PyObject *steps_end(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     StepHook *self = (StepHook *)object;
@@ -647,10 +631,7 @@ static PyObject *steps_end(PyObject *object, PyObject *const *args, Py_ssize_t c
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(steps_count_doc,
-"count()\n--\n\n"
-"The counts are up to date then.");
-
+/* Brings the counts up to date. */
 static PyObject *steps_count(PyObject *object, PyObject *nothing)
 {
     (void)nothing;
@@ -659,11 +640,8 @@ static PyObject *steps_count(PyObject *object, PyObject *nothing)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(steps_watch_doc,
-"watch(optimizer, counts, /)\n--\n\n"
-"Whose steps these are, as a weak reference, and where they are counted by their backward passes;\n"
-"None and {} where there is no sole optimizer.");
-
+/* Sets the optimizer whose steps these are, as a weak reference, and the dict that counts its steps by
+   their backward passes; None and {} if there is no sole optimizer. */
 static PyObject *steps_watch(PyObject *object, PyObject *args)
 {
     StepHook *self = (StepHook *)object;
@@ -744,11 +722,11 @@ static PyMemberDef called_members[] = {
 };
 
 static PyMethodDef steps_methods[] = {
-    {"begin", (PyCFunction)(void (*)(void))steps_begin, METH_FASTCALL, steps_begin_doc},
-    {"end", (PyCFunction)(void (*)(void))steps_end, METH_FASTCALL, steps_end_doc},
-    {"count", steps_count, METH_NOARGS, steps_count_doc},
-    {"watch", steps_watch, METH_VARARGS, steps_watch_doc},
-    {"renew", steps_renew, METH_NOARGS, renew_doc},
+    {"begin", (PyCFunction)(void (*)(void))steps_begin, METH_FASTCALL, NULL},
+    {"end", (PyCFunction)(void (*)(void))steps_end, METH_FASTCALL, NULL},
+    {"count", steps_count, METH_NOARGS, NULL},
+    {"watch", steps_watch, METH_VARARGS, NULL},
+    {"renew", steps_renew, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -764,12 +742,12 @@ static PyMemberDef loaded_members[] = {
 };
 
 static PyMethodDef hook_methods[] = {
-    {"renew", hook_renew, METH_NOARGS, renew_doc},
+    {"renew", hook_renew, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMethodDef forward_methods[] = {
-    {"renew", forward_renew, METH_NOARGS, renew_doc},
+    {"renew", forward_renew, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -778,22 +756,7 @@ static PyGetSetDef hook_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot backward_slots[] = {
-    {Py_tp_doc, "BackwardHook(clock, original, otherwise)\n--\n\nStands for a backward pass."},
-    {Py_tp_init, backward_init},
-    {Py_tp_new, PyType_GenericNew},
-    {Py_tp_traverse, hook_traverse},
-    {Py_tp_clear, hook_clear},
-    {Py_tp_dealloc, hook_dealloc},
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_methods, hook_methods},
-    {Py_tp_members, hook_members},
-    {Py_tp_getset, hook_properties},
-    {0, NULL},
-};
-
-/* Those of a plain hook that stands for a method. */
-#define SLOTS_OF_A_METHOD(init, doc)                                                               \
+#define SLOTS(init, doc)                                                                           \
     {                                                                                              \
         {Py_tp_doc, doc}, {Py_tp_init, init}, {Py_tp_new, PyType_GenericNew},                      \
             {Py_tp_traverse, hook_traverse}, {Py_tp_clear, hook_clear},                            \
@@ -802,17 +765,13 @@ static PyType_Slot backward_slots[] = {
             {Py_tp_members, hook_members}, {Py_tp_getset, hook_properties}, {0, NULL},             \
     }
 
-static PyType_Slot batch_slots[] = SLOTS_OF_A_METHOD(
-    batch_init, "BatchHook(clock, original, otherwise)\n--\n\n"
-                "Stands for the __next__ of a DataLoader's iterator.");
-
-static PyType_Slot samples_slots[] = SLOTS_OF_A_METHOD(
-    samples_init, "SamplesHook(clock, original, otherwise)\n--\n\n"
-                  "Stands for what says which samples its next batch is made of.");
-
-static PyType_Slot fetch_slots[] = SLOTS_OF_A_METHOD(
-    fetch_init, "FetchHook(clock, original, otherwise)\n--\n\n"
-                "Stands for what makes a batch in the process that steps.");
+static PyType_Slot backward_slots[] = SLOTS(backward_init, "Stands for torch.autograd.backward.");
+static PyType_Slot batch_slots[] =
+    SLOTS(batch_init, "Stands for the __next__ of a DataLoader's iterator.");
+static PyType_Slot samples_slots[] =
+    SLOTS(samples_init, "Stands for what says which samples its next batch is made of.");
+static PyType_Slot fetch_slots[] =
+    SLOTS(fetch_init, "Stands for what makes a batch in the process that steps.");
 
 static PyType_Slot forward_slots[] = {
     {Py_tp_doc, "ForwardHook(clock, original, otherwise, known, is_grad_enabled)\n--\n\n"
