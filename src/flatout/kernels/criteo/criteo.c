@@ -31,21 +31,16 @@ static int check_views(Criteo *job, const Py_buffer *views, int has_labels)
     job->text = views[TEXT].buf;
     job->bytes = views[TEXT].len;
     job->rows = views[STARTS].len / 8;
-    for (int which = STARTS; which < VIEWS; which++) {
-        int dims = which == INTEGERS || which == CATEGORIES ? 2 : 1;
-        if (which == LABELS && !has_labels)
-            continue;
-        if (views[which].ndim != dims)
-            return refuse(which, dims == 1 ? "one dimension" : "two dimensions");
-        if (views[which].shape[0] != job->rows)
-            return refuse(which, "as many rows as starts");
-    }
-    if (kind_of(&views[STARTS]) != INT64 || kind_of(&views[ENDS]) != INT64)
-        return refuse(STARTS, "native, aligned int64, as for ends");
-    if (kind_of(&views[AT]) != INT64)
-        return refuse(AT, "native, aligned int64");
-    if (!holds(&views[STATUS], "uint8"))
-        return refuse(STATUS, "uint8");
+    if (!is_row(&views[STARTS], NAMES[STARTS], "int64", -1) ||
+        !is_row(&views[ENDS], NAMES[ENDS], "int64", job->rows) ||
+        !is_row(&views[STATUS], NAMES[STATUS], "uint8", job->rows) ||
+        !is_row(&views[AT], NAMES[AT], "int64", job->rows) ||
+        (has_labels &&
+         !is_row(&views[LABELS], NAMES[LABELS], "float32, int32 or int64", job->rows)))
+        return 0;
+    for (int which = INTEGERS; which <= CATEGORIES; which++)
+        if (views[which].ndim != 2 || views[which].shape[0] != job->rows)
+            return refuse(which, "two dimensions, and as many rows as starts");
     job->starts = views[STARTS].buf;
     job->ends = views[ENDS].buf;
     job->status = views[STATUS].buf;
@@ -60,8 +55,6 @@ static int check_columns(Criteo *job, const Py_buffer *views, int has_labels)
                                .kind = kind_of(&views[LABELS])};
         if (!job->has_label)
             return refuse(LABELS, "None, because the rows have none");
-        if (job->labels.kind == NOTHING)
-            return refuse(LABELS, "native, aligned float32, int32 or int64");
     }
     job->integers.values = views[INTEGERS].buf;
     job->integers.width = views[INTEGERS].shape[1];

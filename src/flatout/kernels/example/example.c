@@ -59,13 +59,7 @@ static Py_buffer *hold_row(Held *held, PyObject *object, const char *name, Py_ss
                            const char *dtypes, int is_written, int64_t count)
 {
     Py_buffer *view = hold(held, object, name, number, dtypes, is_written);
-    if (view == NULL)
-        return NULL;
-    if (view->ndim == 1 && (count < 0 || view->shape[0] == count))
-        return view;
-    PyErr_Format(PyExc_ValueError, "%s: expected one dimension of %lld values", name,
-                 (long long)count);
-    return NULL;
+    return view != NULL && is_row(view, name, dtypes, count) ? view : NULL;
 }
 
 /* Offsets of `rows` rows in an array of `*room` values, which becomes the last offset. */

@@ -27,7 +27,7 @@ static int check_source(Gather *g)
         PyErr_SetString(PyExc_ValueError, "source has no rows: it has 0 dimensions");
         return 0;
     }
-    if (g->source.format != NULL && strchr(g->source.format, 'O') != NULL) {
+    if (has_objects(&g->source)) {
         PyErr_SetString(PyExc_ValueError, "source holds Python objects, which are not plain bytes");
         return 0;
     }
@@ -39,10 +39,8 @@ static int check_source(Gather *g)
 
 static int check_index(Gather *g)
 {
-    if (g->index.ndim != 1 || !holds(&g->index, "int64")) {
-        PyErr_SetString(PyExc_ValueError, "index: expected one dimension of native, aligned int64");
+    if (!is_row(&g->index, "index", "int64", -1))
         return 0;
-    }
     g->count = g->index.len / 8;
 
     const int64_t *index = g->index.buf;
@@ -59,7 +57,7 @@ static int check_index(Gather *g)
 static int check_out(Gather *g, Py_ssize_t bytes_out_per_byte)
 {
     Py_ssize_t row_out;
-    if (g->out.format != NULL && strchr(g->out.format, 'O') != NULL) {
+    if (has_objects(&g->out)) {
         PyErr_SetString(PyExc_ValueError, "out holds Python objects, which are not plain bytes");
         return 0;
     }
@@ -84,20 +82,12 @@ static int check_out(Gather *g, Py_ssize_t bytes_out_per_byte)
 static int acquire(Gather *g, PyObject *source, PyObject *index, PyObject *out,
                    Py_ssize_t bytes_out_per_byte)
 {
-    const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT;
     memset(g, 0, sizeof *g);
-    if (PyObject_GetBuffer(source, &g->source, flags) == 0 &&
-        PyObject_GetBuffer(index, &g->index, flags) == 0 &&
-        PyObject_GetBuffer(out, &g->out, flags | PyBUF_WRITABLE) == 0 && check_source(g) &&
-        check_index(g) && check_out(g, bytes_out_per_byte))
+    if (get_buffer(source, &g->source, "source", 0) && get_buffer(index, &g->index, "index", 0) &&
+        get_buffer(out, &g->out, "out", 1) && check_source(g) && check_index(g) &&
+        check_out(g, bytes_out_per_byte))
         return 1;
     let_go(g);
-    /* numpy says ValueError and the standard library BufferError for the same thing. */
-    if (PyErr_ExceptionMatches(PyExc_BufferError)) {
-        PyErr_Clear();
-        PyErr_SetString(PyExc_ValueError,
-                        "expected C-contiguous buffers, and a writable one for out");
-    }
     return 0;
 }
 

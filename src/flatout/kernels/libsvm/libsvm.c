@@ -13,12 +13,6 @@ enum { TEXT, STARTS, ENDS, OFFSETS, LABELS, QID, STATUS, AT, LENGTHS, IDS, VALUE
 static const char *const NAMES[VIEWS] = {"buffer", "starts", "ends",    "offsets", "labels", "qid",
                                          "status", "at",     "lengths", "ids",     "values", "out"};
 
-static int refuse(int which, const char *expected)
-{
-    PyErr_Format(PyExc_ValueError, "%s: expected %s", NAMES[which], expected);
-    return 0;
-}
-
 /* Take hold of what is given; NULL and None are not. */
 static int get_buffers(PyObject *const *given, Py_buffer *views)
 {
@@ -29,11 +23,6 @@ static int get_buffers(PyObject *const *given, Py_buffer *views)
             return 0;
     }
     return 1;
-}
-
-static int is_given(const Py_buffer *view)
-{
-    return view->obj != NULL;
 }
 
 static Kind kind_named(const char *name)
@@ -50,29 +39,9 @@ static Kind kind_of(const Py_buffer *view)
     return kind_named(dtype(view));
 }
 
-static int check_bytes(const Py_buffer *views, int which)
+static int is_good(const Py_buffer *views, int which, const char *dtypes, int64_t count)
 {
-    if (views[which].ndim == 1 && holds(&views[which], "uint8"))
-        return 1;
-    return refuse(which, "one dimension of uint8");
-}
-
-/* One dimension of `count` numbers of a kind; or of any number of them where it is -1. */
-static int check_numbers(const Py_buffer *views, int which, Kind kind, const char *words,
-                         int64_t count)
-{
-    const Py_buffer *view = &views[which];
-    if (view->ndim != 1 || kind_of(view) != kind) {
-        PyErr_Format(PyExc_ValueError, "%s: expected one dimension of native, aligned %s",
-                     NAMES[which], words);
-        return 0;
-    }
-    if (count >= 0 && view->shape[0] != count) {
-        PyErr_Format(PyExc_ValueError, "%s: expected %lld numbers, found %zd", NAMES[which],
-                     (long long)count, view->shape[0]);
-        return 0;
-    }
-    return 1;
+    return is_row(&views[which], NAMES[which], dtypes, count);
 }
 
 /* What all calls have. */
@@ -88,16 +57,13 @@ static int check_rows(Libsvm *job, const Py_buffer *views)
     job->status = views[STATUS].buf;
     job->at = views[AT].buf;
     job->rows = views[STARTS].ndim == 1 ? views[STARTS].shape[0] : 0;
-    if (!check_bytes(views, TEXT) || !check_numbers(views, STARTS, INT64, "int64", -1) ||
-        !check_numbers(views, ENDS, INT64, "int64", job->rows) ||
-        !check_numbers(views, AT, INT64, "int64", job->rows) || !check_bytes(views, STATUS) ||
-        (is_given(&views[QID]) && !check_numbers(views, QID, INT64, "int64", job->rows)))
-        return 0;
-    if (views[STATUS].shape[0] != job->rows)
-        return refuse(STATUS, "a byte for each row");
-    if (job->label_kind == NOTHING || job->label_kind == INT32)
-        return refuse(LABELS, "native, aligned float32, float64 or int64");
-    if (!check_numbers(views, LABELS, job->label_kind, "numbers", job->rows))
+    if (job->sink != SURVEY)
+        job->label_as = job->label_kind;
+    if (!is_good(views, TEXT, "uint8", -1) || !is_good(views, STARTS, "int64", -1) ||
+        !is_good(views, ENDS, "int64", job->rows) || !is_good(views, AT, "int64", job->rows) ||
+        !is_good(views, STATUS, "uint8", job->rows) ||
+        !is_good(views, LABELS, "float32, float64 or int64", job->rows) ||
+        (views[QID].obj != NULL && !is_good(views, QID, "int64", job->rows)))
         return 0;
     if (job->base < 0 || job->base > 1) {
         PyErr_Format(PyExc_ValueError, "base: expected 0 or 1, found %lld", (long long)job->base);
@@ -127,13 +93,56 @@ static int check_offsets(const Libsvm *job)
     return 1;
 }
 
-/* `is_plain`: as on a processor without AVX2. */
-static int64_t run(Libsvm *job, int is_plain)
+/* What the pairs of the rows are written to. */
+static int check_pairs(Libsvm *job, const Py_buffer *views)
 {
-    int64_t bad;
-    Py_BEGIN_ALLOW_THREADS
-    bad = libsvm_read(job, is_plain ? chunk_portable : fastest());
-    Py_END_ALLOW_THREADS
+    if (!is_good(views, OFFSETS, "int64", job->rows + 1) ||
+        !is_good(views, IDS, "int32 or int64", -1) ||
+        !is_good(views, VALUES, "float32 or float64", views[IDS].shape[0]))
+        return 0;
+    job->value_as = kind_of(&views[VALUES]);
+    job->id_kind = kind_of(&views[IDS]);
+    job->offsets = views[OFFSETS].buf;
+    job->items = views[IDS].shape[0];
+    job->ids = views[IDS].buf;
+    job->values = views[VALUES].buf;
+    if (job->id_kind == INT32 && job->limit > (int64_t)INT32_MAX + 1)
+        job->limit = (int64_t)INT32_MAX + 1;
+    return check_offsets(job);
+}
+
+static int check_vectors(Libsvm *job, const Py_buffer *views)
+{
+    const Py_buffer *out = &views[OUT];
+    job->out = out->buf;
+    if (out->ndim == 2 && holds(out, "float32") && out->shape[0] == job->rows &&
+        out->shape[1] == job->limit)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "out: expected native, aligned float32 of shape (%lld, %lld)",
+                 (long long)job->rows, (long long)job->limit);
+    return 0;
+}
+
+static int check_outputs(Libsvm *job, const Py_buffer *views)
+{
+    job->lengths = views[LENGTHS].buf;
+    return job->sink == PAIRS   ? check_pairs(job, views)
+           : job->sink == DENSE ? check_vectors(job, views)
+                                : is_good(views, LENGTHS, "int32", job->rows) &&
+                                      is_good(views, LABELS, "float64", job->rows);
+}
+
+/* How many rows are bad, or -1 with an exception set. `is_plain`: as on a processor without AVX2. */
+static long long read_all(Libsvm *job, PyObject *const *given, int is_plain)
+{
+    Py_buffer views[VIEWS] = {{0}};
+    long long bad = -1;
+    if (get_buffers(given, views) && check_rows(job, views) && check_outputs(job, views)) {
+        Py_BEGIN_ALLOW_THREADS
+        bad = libsvm_read(job, is_plain ? chunk_portable : fastest());
+        Py_END_ALLOW_THREADS
+    }
+    release(views, VIEWS);
     return bad;
 }
 
@@ -141,8 +150,7 @@ static int64_t run(Libsvm *job, int is_plain)
    largest index of the others. */
 static PyObject *survey(PyObject *module, PyObject *args)
 {
-    PyObject *given[VIEWS] = {NULL}, *answer = NULL;
-    Py_buffer views[VIEWS] = {{0}};
+    PyObject *given[VIEWS] = {NULL};
     long long base, limit, room;
     const char *label_as;
     int is_plain;
@@ -155,32 +163,20 @@ static PyObject *survey(PyObject *module, PyObject *args)
     job.label_as = kind_named(label_as);
     job.value_as = FLOAT32;
     job.room = room < INT32_MAX ? room : INT32_MAX;
-    if (!get_buffers(given, views) || !check_rows(&job, views) ||
-        !check_numbers(views, LENGTHS, INT32, "int32", job.rows))
-        goto done;
     if (job.label_as == NOTHING || job.label_as == INT32 || room < 0) {
         PyErr_SetString(PyExc_ValueError, "expected labels as float32, float64 or int64, and a "
                                           "width of 0 or more");
-        goto done;
+        return NULL;
     }
-    if (job.label_kind != FLOAT64) {
-        refuse(LABELS, "float64");
-        goto done;
-    }
-    job.lengths = views[LENGTHS].buf;
-    long long bad = run(&job, is_plain);
-    answer = Py_BuildValue("LLL", bad, (long long)job.low, (long long)job.high);
-done:
-    release(views, VIEWS);
-    return answer;
+    long long bad = read_all(&job, given, is_plain);
+    return bad < 0 ? NULL : Py_BuildValue("LLL", bad, (long long)job.low, (long long)job.high);
 }
 
 /* Read rows; the pairs of row i go to ids and values from offsets[i] on. Returns how many are
    bad. */
 static PyObject *parse(PyObject *module, PyObject *args)
 {
-    PyObject *given[VIEWS] = {NULL}, *answer = NULL;
-    Py_buffer views[VIEWS] = {{0}};
+    PyObject *given[VIEWS] = {NULL};
     long long base, limit;
     int is_plain;
     (void)module;
@@ -189,41 +185,14 @@ static PyObject *parse(PyObject *module, PyObject *args)
                           &given[STATUS], &given[AT], &base, &limit, &is_plain))
         return NULL;
     Libsvm job = {.sink = PAIRS, .base = base, .limit = limit};
-    if (!get_buffers(given, views) || !check_rows(&job, views) ||
-        !check_numbers(views, OFFSETS, INT64, "int64", job.rows + 1))
-        goto done;
-    job.label_as = job.label_kind;
-    job.value_as = kind_of(&views[VALUES]);
-    job.id_kind = kind_of(&views[IDS]);
-    if (job.id_kind != INT32 && job.id_kind != INT64) {
-        refuse(IDS, "native, aligned int32 or int64");
-        goto done;
-    }
-    if (job.value_as != FLOAT32 && job.value_as != FLOAT64) {
-        refuse(VALUES, "native, aligned float32 or float64");
-        goto done;
-    }
-    if (!check_numbers(views, IDS, job.id_kind, "numbers", -1) ||
-        !check_numbers(views, VALUES, job.value_as, "numbers", views[IDS].shape[0]))
-        goto done;
-    job.offsets = views[OFFSETS].buf;
-    job.items = views[IDS].shape[0];
-    job.ids = views[IDS].buf;
-    job.values = views[VALUES].buf;
-    if (job.id_kind == INT32 && job.limit > (int64_t)INT32_MAX + 1)
-        job.limit = (int64_t)INT32_MAX + 1;
-    if (check_offsets(&job))
-        answer = PyLong_FromLongLong(run(&job, is_plain));
-done:
-    release(views, VIEWS);
-    return answer;
+    long long bad = read_all(&job, given, is_plain);
+    return bad < 0 ? NULL : PyLong_FromLongLong(bad);
 }
 
 /* Read rows to vectors of `limit` float32 each. Returns how many are bad. */
 static PyObject *dense(PyObject *module, PyObject *args)
 {
-    PyObject *given[VIEWS] = {NULL}, *answer = NULL;
-    Py_buffer views[VIEWS] = {{0}};
+    PyObject *given[VIEWS] = {NULL};
     long long base, limit;
     int is_plain;
     (void)module;
@@ -232,21 +201,8 @@ static PyObject *dense(PyObject *module, PyObject *args)
                           &base, &limit, &is_plain))
         return NULL;
     Libsvm job = {.sink = DENSE, .base = base, .limit = limit, .value_as = FLOAT32};
-    if (!get_buffers(given, views) || !check_rows(&job, views))
-        goto done;
-    job.label_as = job.label_kind;
-    if (views[OUT].ndim != 2 || kind_of(&views[OUT]) != FLOAT32 ||
-        views[OUT].shape[0] != job.rows || views[OUT].shape[1] != job.limit) {
-        PyErr_Format(PyExc_ValueError,
-                     "out: expected native, aligned float32 of shape (%lld, %lld)",
-                     (long long)job.rows, (long long)job.limit);
-        goto done;
-    }
-    job.out = views[OUT].buf;
-    answer = PyLong_FromLongLong(run(&job, is_plain));
-done:
-    release(views, VIEWS);
-    return answer;
+    long long bad = read_all(&job, given, is_plain);
+    return bad < 0 ? NULL : PyLong_FromLongLong(bad);
 }
 
 static PyMethodDef methods[] = {

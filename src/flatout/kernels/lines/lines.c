@@ -10,18 +10,7 @@
 static int get_int64(PyObject *object, Py_buffer *view, const char *name, int64_t count,
                      int is_written)
 {
-    if (!get_buffer(object, view, name, is_written))
-        return 0;
-    if (view->ndim != 1 || !holds(view, "int64")) {
-        PyErr_Format(PyExc_ValueError, "%s: expected one dimension of native, aligned int64", name);
-        return 0;
-    }
-    if (count >= 0 && view->len / 8 != count) {
-        PyErr_Format(PyExc_ValueError, "%s: expected %lld numbers, found %zd", name,
-                     (long long)count, view->len / 8);
-        return 0;
-    }
-    return 1;
+    return get_buffer(object, view, name, is_written) && is_row(view, name, "int64", count);
 }
 
 static int get_bytes(PyObject *object, Py_buffer *view, const char *name, int dims,
@@ -184,7 +173,7 @@ static int get_column(Columns *columns, Py_ssize_t i, PyObject *item, int64_t ro
                           &width, &array) ||
         !get_buffer(array, view, "column", is_written))
         return 0;
-    if (view->format != NULL && strchr(view->format, 'O') != NULL) {
+    if (has_objects(view)) {
         PyErr_SetString(PyExc_ValueError, "a column holds Python objects, not plain bytes");
         return 0;
     }
@@ -317,8 +306,10 @@ done:
 
 static PyMethodDef methods[] = {
     {"index", index_, METH_VARARGS, NULL},
-    {"read", read_, METH_VARARGS, NULL},    {"split", split, METH_VARARGS, NULL},
-    {"join", join, METH_VARARGS, NULL},     {NULL, NULL, 0, NULL},
+    {"read", read_, METH_VARARGS, NULL},
+    {"split", split, METH_VARARGS, NULL},
+    {"join", join, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
 };
 
 MODULE(_lines, "Lines of a text, byte ranges of a file, and rows of bytes to and from columns.", methods)

@@ -54,4 +54,27 @@ static inline int holds(const Py_buffer *view, const char *wanted)
     return strcmp(dtype(view), wanted) == 0;
 }
 
+/* One dimension of `count` numbers, or of any number where it is -1, of a dtype that `dtypes` names;
+   else 0 with an exception set. */
+static inline int is_row(const Py_buffer *view, const char *name, const char *dtypes, int64_t count)
+{
+    const char *found = dtype(view);
+    if (view->ndim != 1 || *found == 0 || strstr(dtypes, found) == NULL) {
+        PyErr_Format(PyExc_ValueError, "%s: expected one dimension of native, aligned %s", name,
+                     dtypes);
+        return 0;
+    }
+    if (count >= 0 && view->shape[0] != count) {
+        PyErr_Format(PyExc_ValueError, "%s: expected %lld numbers, found %zd", name,
+                     (long long)count, view->shape[0]);
+        return 0;
+    }
+    return 1;
+}
+
+static inline int has_objects(const Py_buffer *view)
+{
+    return view->format != NULL && strchr(view->format, 'O') != NULL;
+}
+
 #endif
