@@ -16,7 +16,12 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 class Fault(IntEnum):
-    """The possible faults of a row, each with words for the expected and the found value."""
+    """The possible faults of a row, each with words for the expected and the found value.
+
+    A parser writes a number for each row to `status`, uint8: 0 for a good row, else one of these.
+    Then `at`, int64, gets the place of the fault in the buffer; places of good rows are not
+    written. All other outputs of a bad row become 0.
+    """
 
     words: str
 

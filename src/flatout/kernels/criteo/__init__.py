@@ -46,30 +46,19 @@ def parse(
     buckets: int = 0,
     has_label: bool = True,
 ) -> int:
-    """Parse the rows `buffer[starts[i]:ends[i]]`.
+    """Parse the rows `buffer[starts[i]:ends[i]]`, and return the number of bad rows (see `Fault`).
 
     A row is a label (an integer), then integers, then categories of 1 to 8 hexadecimal digits,
     separated by tabs. Integers and categories may be empty. An integer is a fault beyond the limits
     of its dtype, or of int64 for float32.
 
     Args:
-        buffer: C-contiguous memory with the buffer protocol: bytes, a memory map, an array.
-        starts: first byte of each row, int64 of shape (rows,).
-        ends: one after the last byte, at which a newline may be.
         labels: float32, int32 or int64 of shape (rows,) to write into; None drops them.
         integers: float32, int32 or int64 of shape (rows, integers in a row) to write into.
         categories: int32 or int64 of shape (rows, categories in a row) to write into. Without
             `buckets`, int32 gets the same 32 bits, so that 80000000 and more become negative.
-        status: uint8 of shape (rows,) to write into: 0 for a good row, else a `Bad`.
-        at: int64 of shape (rows,): the place in the buffer of a bad row's fault. Places of good
-            rows are not written. All other outputs of a bad row become 0.
-        missing_integer: the value of an empty integer; float32 also takes NaN.
         missing_category: the value of an empty category, written as it is: not modulo `buckets`.
         buckets: write the category modulo this; 0 writes it whole. int32 takes at most 2^31.
-        has_label: whether rows begin with a label.
-
-    Returns:
-        The number of bad rows.
 
     Raises:
         ValueError: an array has another dtype, shape or memory layout, arrays share memory, or a

@@ -198,23 +198,14 @@ def measure(
     at: Numbers,
     check: bool = True,
 ) -> int:
-    """Count the values of ragged features, and find bad records.
+    """Count the values of ragged features, and return the number of bad records (see `Fault`).
 
     Args:
-        buffer: as for `scan`.
-        starts: first byte of each record, int64 of shape (rows,).
-        ends: one after the last byte.
         spec: the features to count.
         lengths: int64 of shape (ragged features, rows) to write into: values in each row; for the
             kind "bytes", bytes of the one value. 0 if a feature is missing or the record bad.
-        status: uint8 of shape (rows,) to write into: 0 for a good record, else a `Bad`.
-        at: int64 of shape (rows,): the place in the buffer of a bad record's fault. Places of good
-            records are not written.
         check: whether to check length and both checksums of the frame around each record, which
             then must be in the buffer. False reads only the record.
-
-    Returns:
-        The number of bad records.
 
     Raises:
         ValueError: an array has another dtype, shape or memory layout, or arrays share memory.

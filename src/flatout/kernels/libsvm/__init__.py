@@ -62,10 +62,11 @@ def survey(
     width: int = 2**31 - 1,
     label_as: npt.DTypeLike = np.float64,
 ) -> tuple[int, int, int]:
-    """Read rows without keeping their pairs.
+    """Read rows without keeping their pairs; return the numbers of bad rows, and the index limits.
 
     A row is good here exactly if it is good for `parse` or `dense` with the same base, limit, room
-    and dtypes.
+    and dtypes. `lengths` gets the pairs of each row. The limits are the smallest and the largest
+    index of good rows.
     """
     outputs = (labels, qid, lengths, status, at)
     rules = (base, limit, width, np.dtype(label_as).name)
@@ -88,32 +89,24 @@ def parse(
     at: Numbers,
     qid: Numbers | None = None,
 ) -> int:
-    """Parse rows into indices and values.
+    """Parse rows into indices and values, and return the number of bad rows (see `Fault`).
 
     Row i is written to `ids[offsets[i]:offsets[i + 1]]`, and to the same part of `values`; the rest
     of this part becomes 0. So `np.arange(rows + 1) * width` pads rows to a width, and the running
     sum of the lengths makes compressed sparse rows. A row that does not fit is bad.
 
     Args:
-        buffer: as in `survey`.
-        starts: as in `survey`.
-        ends: as in `survey`.
         offsets: int64 of shape (rows + 1,), ascending.
         base: the smallest index, 0 or 1; it is subtracted from each.
         limit: number of indices from `base` on.
         labels: float32, float64 or int64 of shape (rows,), to write into. With int64, a label that
             is not an integer, or has a size of 2^53 or more, is bad.
         ids: int64 or int32 of shape (items,), to write into. With int32 the limit is at most 2^31.
-        values: float32 or float64 of shape (items,), to write into.
-        status: as in `survey`.
-        at: as in `survey`.
         qid: int64 of shape (rows,), to write into; -1 if a row has none. None drops them.
 
-    Returns:
-        The number of bad rows.
-
     Raises:
-        ValueError: as in `survey`; or `offsets` do not ascend within `ids`.
+        ValueError: an array has another dtype, shape or memory layout, or `offsets` do not ascend
+            within `ids`.
     """
     outputs = (labels, qid, ids, values, status, at)
     return int(_c.parse(buffer, starts, ends, offsets, *outputs, base, limit, _is_plain))
