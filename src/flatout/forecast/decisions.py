@@ -54,12 +54,10 @@ class Decision:
     number: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data."""
         return dict(vars(self))
 
 
 def decisions(forecast: Forecast) -> list[Decision]:
-    """Return all recommendations in order of decreasing importance."""
     decisions: list[Decision] = []
     for place, side in enumerate(forecast.sides, 1):
         of_side = [_path(side), *_hosts(side), *_held_back(side), *_servers(side), *_narrow(side)]

@@ -93,7 +93,6 @@ class Spreading:
 
     @classmethod
     def of(cls, draws: Floats, share: float) -> Spreading:
-        """Return the interval that holds a share of the draws."""
         tail = (1 - share) / 2
         low, middle, high = np.quantile(draws, (tail, 0.5, 1 - tail))
         return cls(float(low), float(middle), float(high))
@@ -144,7 +143,6 @@ class Point:
 
     @property
     def hosts(self) -> int:
-        """The number of hosts."""
         return self.shape.hosts
 
     def as_dict(self) -> dict[str, Any]:
@@ -189,7 +187,6 @@ class Side:
 
     @cached_property
     def draws(self) -> MachineDraws:
-        """Draws of the unknown values of the machines and the network."""
         measured, asked = self.measured, self.asked
         draws, _ = self._calibrated
         rng, count = np.random.default_rng(2), len(draws.seconds)
@@ -238,7 +235,6 @@ class Side:
         return free, words
 
     def shape(self, hosts: int, per_host: int | None = None) -> Shape:
-        """Return the ranks of this number of hosts, with the batch of each rank."""
         measured, asked = self.measured, self.asked
         per_host = per_host or asked.per_host or measured.per_host
         ranks = hosts * per_host
@@ -246,7 +242,6 @@ class Side:
         return Shape(hosts, per_host, batch)
 
     def rates(self, shape: Shape, job: Job | None = None) -> Floats:
-        """Return draws of the samples per second."""
         growth = shape.ranks / self.measured.most_ranks
         terms = step_terms(job or self.measured.job, shape, self.draws, growth=growth)
         return shape.samples / np.asarray(sum(terms.values()))
@@ -258,7 +253,6 @@ class Side:
 
     @cached_property
     def points(self) -> list[Point]:
-        """A point for each number of hosts."""
         points: list[Point] = []
         first = self.rates(self.shape(1))
         before, hosts_before = first, 1
@@ -297,7 +291,6 @@ class Side:
 
     @property
     def epochs(self) -> int | None:
-        """Number of epochs for which hours and costs are computed."""
         if self.asked.epochs is not None:
             return self.asked.epochs
         result = self.measured.first.job.get("epochs", "")

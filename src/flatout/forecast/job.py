@@ -53,7 +53,6 @@ class Spread:
 
     @property
     def is_measured(self) -> bool:
-        """True if the variation comes from measured steps."""
         return self._steps is not None
 
     def excess(self, ranks: int) -> float:
@@ -131,7 +130,6 @@ class Job:
 
     @property
     def bytes(self) -> float:
-        """The bytes of all gradients."""
         return sum(bucket.bytes for bucket in self.buckets)
 
 
@@ -158,12 +156,10 @@ class Shape:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks on all hosts together."""
         return self.hosts * self.per_host
 
     @property
     def samples(self) -> float:
-        """Number of samples in a step of all ranks together."""
         return self.ranks * self.batch * self.accumulated
 
 

@@ -47,7 +47,6 @@ _FEWEST, _MOST = 3, 40
 
 
 def main(sizes: Sequence[int], seconds: float) -> None:
-    """Join the job's ranks, measure, and print the network on the first rank."""
     world = join()
     result = probe(world, sizes, seconds)
     if world.is_first:
@@ -143,7 +142,6 @@ def _link(begins: bool, value: int, other: int, seconds: float) -> list[float]:
 
 
 def reductions(hosts: int, ranks: int) -> dict[str, Asked]:
-    """Return the reductions and compressions for these ranks by name."""
     result = {"all_reduce": Asked(reduction="all_reduce"), "ring": Asked(reduction="ring")}
     result["to_one"] = Asked(reduction="to_one")
     if hosts == 1:

@@ -81,22 +81,18 @@ class MeasuredRuns:
 
     @property
     def first(self) -> Profile:
-        """The run with the smallest number of ranks."""
         return self.profiles[0]
 
     @property
     def per_host(self) -> int:
-        """Number of ranks per host in the largest run."""
         return int(self.profiles[-1].world["ranks_per_node"])
 
     @property
     def most_ranks(self) -> int:
-        """Largest number of ranks whose steps were timed including communication."""
         return max(row.shape.ranks for row in self.rows if not row.shape.silent)
 
     @property
     def has_crossed(self) -> bool:
-        """True if steps over several hosts were timed."""
         return any(row.shape.hosts > 1 for row in self.rows)
 
 
@@ -163,14 +159,12 @@ def use_of(profile: Profile) -> tuple[float | None, str]:
 
 
 def lane_share(profile: Profile, *lanes: str) -> float:
-    """Return the share of the first rank's step that these lanes take."""
     ms = profile.ranks[0].lanes_ms
     whole = sum(ms.get(lane, 0.0) for lane in STEP_LANES)
     return sum(ms.get(lane, 0.0) for lane in lanes) / whole if whole else 0.0
 
 
 def input_wait(profile: Profile) -> float:
-    """Return the share of a step in which the device waits for input."""
     return lane_share(profile, "input")
 
 

@@ -54,7 +54,6 @@ class MachineDraws:
     corrections: tuple[tuple[int, float], ...] = ()
 
     def take(self, places: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> MachineDraws:
-        """Return the draws with these indices."""
         names = [item.name for item in fields(self) if item.name != "corrections"]
         return replace(self, **{name: getattr(self, name)[places] for name in names})
 
@@ -73,7 +72,6 @@ class MachineDraws:
         )
 
     def correction(self, ranks: int) -> float:
-        """Return the factor by which the model's time of a step is multiplied."""
         if not self.corrections:
             return 1.0
         timed, factors = np.log(np.array(self.corrections)).T

@@ -79,7 +79,6 @@ class KerasTimeline(Watches, Callback):  # type: ignore[misc]
         return self._optimizer.gradient_accumulation_steps or 1
 
     def _watch(self, it: Any, name: str, before: Callable[[], str], during: str) -> None:
-        """Report the begin and end of a method, on this object only."""
         if name in vars(it):
             return
         lanes = self._step_lanes

@@ -51,15 +51,7 @@ SOFTWARE = ("torch", "python", "libc")
 
 @dataclass(frozen=True)
 class BaselineRun:
-    """Steps of one run of a job.
-
-    Attributes:
-        step_ms: milliseconds of the latest steps in order, of the rank with the slowest median; the
-            first steps, which warm up, are left out.
-        lanes_ms: milliseconds per step by lane, the mean of all ranks that measured the lane.
-        ranks: number of ranks.
-        device: the device on which the ranks computed.
-    """
+    """Steps of one run of a job."""
 
     step_ms: list[float]
     lanes_ms: dict[str, float]

@@ -127,9 +127,6 @@ def write(changes: Changes, allow: Parity, console: Console) -> None:
     """Make the changes that save time, with a parity of at most `allow`, and report them.
 
     Changes of learning and changes for notes are never made.
-
-    Raises:
-        FlatoutError: a file has changed, or cannot be written; then no file has changed.
     """
     made, left = [], list(changes.left)
     for change in changes.made:

@@ -111,15 +111,7 @@ def lane_rows(lanes_of_ranks: Mapping[int, Mapping[str, float | None]]) -> list[
 
 @dataclass(frozen=True)
 class Line:
-    """A line to draw.
-
-    Attributes:
-        name: name of the figure that the line shows.
-        points: (x, y), in order of x.
-        run: index of the run, which decides the color.
-        is_dashed: True for a dashed line, which distinguishes a second figure of the same run.
-        is_stepped: True if each value is valid since the previous point.
-    """
+    """A line to draw."""
 
     name: str
     points: Points

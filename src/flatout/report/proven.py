@@ -31,14 +31,7 @@ _OTHERS: tuple[Outcome, ...] = ("left alone", "needs your OK", "not tried")
 
 @dataclass(frozen=True)
 class ProvenReport:
-    """The result of the trials, and the next commands.
-
-    Attributes:
-        seconds: seconds that the first look and the trials took.
-        what: the script and its arguments, as the user gave them.
-        recipe: the file with the prescribed settings; None if there is none.
-        budget_s: seconds that the trials were given.
-    """
+    """The result of the trials, and the next commands."""
 
     prescription: Prescription
     verdict: Verdict

@@ -51,11 +51,7 @@ def _is_free(path: Path) -> bool:
 
 
 def write(path: Path, prescription: Prescription, what: Sequence[str]) -> bool:
-    """Write the prescribed settings; return True if a Recipe can express any of them.
-
-    Raises:
-        FlatoutError: the file cannot be written.
-    """
+    """Write the prescribed settings; return True if a Recipe can express any of them."""
     recipe = as_recipe(prescription, what)
     if recipe is not None:
         dump(recipe, path, comment=COMMENT)

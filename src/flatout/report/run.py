@@ -77,16 +77,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class SeenRun:
-    """A run folder.
-
-    Attributes:
-        path: path of the folder, as given.
-        profile: profile of the run; None if it cannot be read.
-        history: content of the file that `History.save` wrote; empty if there is none.
-        log: lines of the log.
-        lives: jobs that ran in the folder, from the oldest to the newest.
-        problems: a line for each file that cannot be read.
-    """
+    """A run folder."""
 
     path: Path
     profile: Profile | None

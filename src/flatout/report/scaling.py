@@ -49,17 +49,7 @@ _FIGURES = ("val_accuracy", "accuracy", "val_loss", "loss")
 
 @dataclass(frozen=True)
 class ScalingRun:
-    """One run's figures, as `History.save` wrote them.
-
-    Attributes:
-        name: name of the file, or of its folder.
-        world_size: number of ranks that trained.
-        batch_size: number of samples per step, of all ranks together.
-        step_ms: mean milliseconds of a step, including the time between steps.
-        lanes: milliseconds per step by lane, one value per rank.
-        startup_s: seconds from the start of the process to the first step; None if unknown.
-        figures: figures of the last epoch.
-    """
+    """One run's figures, as `History.save` wrote them."""
 
     name: str
     world_size: int

@@ -34,23 +34,7 @@ from flatout.save.storage import Folder
 
 @dataclass(frozen=True)
 class Export:
-    """Report of an export.
-
-    Attributes:
-        source: path or URL of the file that the weights were read from.
-        target: path or URL of the written file.
-        tensors: number of exported tensors.
-        bytes: size of the written file in bytes.
-        stripped: prefixes that were removed from names, such as "_orig_mod." and "module."; for a
-            Keras file, the name of the outer model that held the real model as a layer.
-        left_out: names in the source that are not in the target.
-        which: for a run, "best" or "last": the weights that were exported.
-        kept: for a run whose best and last weights differ, one line about each.
-        key: for a file made by torch.save, the dotted keys that lead to the weights; "" if the file
-            is one dict of tensors.
-        other_keys: for a file made by torch.save, keys of sets of weights that were not exported.
-        sets: a line that names the exported set and all other sets; "" if the file has one set.
-    """
+    """Report of an export."""
 
     source: str
     target: str

@@ -46,14 +46,7 @@ _MOST = 1_000
 
 
 class KerasFile:
-    """A Keras file that was read without running anything in it.
-
-    Attributes:
-        wrapper: name of the outer model that held the real model as a layer; None without an
-            outer model.
-        left_out: "optimizer" if the file has an optimizer's state, which is not exported.
-        has_model: whether the file describes a model; else it holds weights alone.
-    """
+    """A Keras file that was read without running anything in it."""
 
     def __init__(self, source: str | os.PathLike[str]) -> None:
         folder, name = Folder(source).parent()

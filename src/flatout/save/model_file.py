@@ -178,12 +178,7 @@ def metadata_of(data: bytes, where: str) -> dict[str, str]:
 
 
 def check(data: bytes, where: str) -> bool:
-    """Raise `CheckpointError` if a byte of a file that Flatout wrote has changed.
-
-    Returns:
-        False for files that Flatout did not write: they have no checksums, and `decode` checks
-        their form.
-    """
+    """Raise `CheckpointError` if a byte of a file that Flatout wrote has changed."""
     header, end = _header(data, where)
     metadata = _metadata(header)
     if _SEAL not in metadata and _DIGESTS not in metadata:

@@ -48,7 +48,6 @@ class Bucket:
         self.ready_ns = 0
 
     def note_used(self) -> None:
-        """Note how this rank uses each parameter."""
         self.used = [_use_of(parameter) for parameter in self.parameters]
 
     def fill(self) -> None:
@@ -65,7 +64,6 @@ class Bucket:
             torch._foreach_copy_(views, gradients)
 
     def send(self, world: World, reduction: ThreadedReduction) -> None:
-        """Begin the sum."""
         self.fill()
         self.sending = world.begun(reduction.begin(self.whole), self.name)
 

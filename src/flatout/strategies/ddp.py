@@ -37,13 +37,7 @@ _ARE_SPARSE, _USED = 3, 4
 
 
 class _Summed:
-    """Sums the gradients of all ranks, for some of the job's optimizers.
-
-    Attributes:
-        sparse: the given tables, and tables for which a rank had a sparse gradient later.
-        steps: number of summed steps.
-        sparse_bytes: bytes of tables' rows that this rank has sent.
-    """
+    """Sums the gradients of all ranks, for some of the job's optimizers."""
 
     def __init__(
         self,

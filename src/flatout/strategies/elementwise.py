@@ -31,7 +31,6 @@ ELEMENTWISE = (
 
 
 def check_one_device(strategy: str, named: Mapping[str, nn.Parameter]) -> None:
-    """Refuse a model that has parameters on several devices of a rank."""
     places = {str(parameter.device): name for name, parameter in named.items()}
     if len(places) > 1:
         words = ", ".join(f"{name} is on {device}" for device, name in places.items())
@@ -61,7 +60,6 @@ def _after_accumulating(parameter: Any) -> Any:
 
 
 def check_elementwise(strategy: str, optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
-    """Refuse an optimizer that steps a part otherwise than within the whole."""
     if type(optimizer) not in ELEMENTWISE:
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ModelError(
@@ -73,7 +71,6 @@ def check_elementwise(strategy: str, optimizer: torch.optim.Optimizer, known: se
 
 
 def check_known(optimizer: torch.optim.Optimizer, known: set[Any]) -> None:
-    """Refuse an optimizer that trains other parameters than the model's."""
     if not known.issuperset(p for group in optimizer.param_groups for p in group["params"]):
         raise ModelError(
             f"{type(optimizer).__name__} trains parameters that are not the model's",

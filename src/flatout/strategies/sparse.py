@@ -70,7 +70,6 @@ def _sum_by_rows(
     own: Sequence[torch.Tensor | None],
     counts: Sequence[Sequence[int]],
 ) -> None:
-    """Set gradients to the sums over all ranks."""
     sizes = [sum(map(_bytes, tables, of_rank)) for of_rank in counts]
     message = torch.zeros(max(sizes), dtype=torch.uint8, device=tables[0].device)
     at = 0
@@ -138,7 +137,6 @@ def _set_own(
     ids: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
 ) -> None:
-    """Set a table's gradient to the sum over all ranks."""
     if all(count == _NONE for count in counts):
         table.grad = None
         return
@@ -168,7 +166,6 @@ def _set_gradients(
     messages: Sequence[torch.Tensor],
     counts: Sequence[Sequence[int]],
 ) -> None:
-    """Set the gradient of each table to the sum of its rows in all messages."""
     starts = [0] * len(counts)
     for place, table in enumerate(tables):
         parts = []

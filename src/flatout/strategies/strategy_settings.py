@@ -118,7 +118,6 @@ def check_settings(requested: Recipe) -> None:
 
 
 def _check_apart(requested: Recipe, count: int) -> None:
-    """Refuse separate server processes that the strategy does not use."""
     asked = requested.world
     if asked.strategy != "parameter_server":
         raise RecipeError(

@@ -21,13 +21,7 @@ _PAUSE_S = 1.0
 
 @dataclass(frozen=True)
 class Answer:
-    """A client's answer.
-
-    Attributes:
-        code: its exit code; None if it took too long, and was ended.
-        output: its stdout.
-        errors: its stderr.
-    """
+    """A client's answer."""
 
     code: int | None
     output: str
@@ -35,7 +29,6 @@ class Answer:
 
     @property
     def last_words(self) -> str:
-        """The last line that is not empty, without the client's name."""
         lines = [line for line in (self.errors or self.output).splitlines() if line.strip()]
         if not lines:
             return "it said nothing" if self.code is not None else "it took too long"
@@ -44,7 +37,6 @@ class Answer:
 
 
 def require(module: str, extra: str) -> Any:
-    """Return a module of an optional dependency."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -57,7 +49,6 @@ def require(module: str, extra: str) -> Any:
 
 
 def require_program(name: str, package: str) -> None:
-    """Refuse to continue without a client's program."""
     if shutil.which(name) is None:
         raise SubmitError(
             f"{name} is not installed here",
@@ -72,7 +63,6 @@ def ask(
     again: Callable[[Answer], bool] = lambda answer: answer.code is None,
     stdin: bytes = b"",
 ) -> Answer:
-    """Run a client and return its answer."""
     for left in reversed(range(tries)):
         answer = _once(command, stdin)
         if not left or not again(answer):
@@ -98,11 +88,7 @@ def _text(data: bytes | None) -> str:
 
 
 def merged(streams: Sequence[Iterator[str]]) -> Iterator[str]:
-    """Yield the lines of several streams as they come.
-
-    Raises:
-        SubmitError: a stream has raised it.
-    """
+    """Yield the lines of several streams as they come."""
     lines: queue.SimpleQueue[str | SubmitError | None] = queue.SimpleQueue()
 
     def read(stream: Iterator[str]) -> None:

@@ -29,13 +29,7 @@ _SECRET = (
 
 @dataclass(frozen=True)
 class CodeArchive:
-    """The files that travel.
-
-    Attributes:
-        files: sorted paths relative to the folder of the code, with slashes.
-        bytes: the size of all files.
-        left_out: other files that .gitignore does not name, each with the reason.
-    """
+    """The files that travel."""
 
     files: tuple[str, ...]
     bytes: int

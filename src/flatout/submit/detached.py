@@ -65,7 +65,6 @@ def read(name: str, follow: bool) -> str:
 
 
 def ask(name: str) -> str:
-    """Return a command of sh that prints a word and numbers for `state_of`."""
     lock, code, canceled, begun, left = (
         shlex.quote(f"{name}.{kind}")
         for kind in ("lock", "exit_code", "canceled", "begun", "remaining")
@@ -85,7 +84,6 @@ def ask(name: str) -> str:
 
 
 def stop(name: str) -> str:
-    """Return a command of sh that sends the stop signal to a running job."""
     lock, pid, canceled = (shlex.quote(f"{name}.{k}") for k in ("lock", "pid", "canceled"))
     return (
         f"touch {canceled}; while ! flock -n {lock} true; do "
@@ -94,7 +92,6 @@ def stop(name: str) -> str:
 
 
 def state_of(text: str) -> JobState:
-    """Return the state that the output of `ask` describes."""
     word, *pairs = text.split() or [""]
     fields = {
         name: int(n) for name, _, n in (pair.partition("=") for pair in pairs) if n.isdecimal()

@@ -28,7 +28,6 @@ def hosts_of(job: Job) -> list[str]:
 
 
 def problems_of(job: Job) -> list[str]:
-    """Return all that is wrong with the hosts of a job."""
     hosts = hosts_of(job)
     problems = [
         f"expected a host, found {problems!r}"
@@ -47,7 +46,6 @@ def problems_of(job: Job) -> list[str]:
 
 
 def address_of(host: str, config: str | None = None) -> str:
-    """Return the address of a host, whose name only the user's ssh may know."""
     if shutil.which("ssh") is not None:
         answer = ask(["ssh", *config_words(config), "-G", "--", host])
         for line in answer.output.splitlines():
@@ -57,5 +55,4 @@ def address_of(host: str, config: str | None = None) -> str:
 
 
 def config_words(path: str | None) -> list[str]:
-    """Return the option for ssh's configuration, if it is not the user's own."""
     return [] if path is None else ["-F", path]

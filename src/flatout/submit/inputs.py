@@ -58,11 +58,7 @@ class Input:
         return "://" in self.path
 
     def links(self, root: Path) -> list[tuple[str, str]]:
-        """Return paths to link into a copy of the code, each with its name there.
-
-        Raises:
-            SubmitError: the input is a pattern of too many files.
-        """
+        """Return paths to link into a copy of the code, each with its name there."""
         inside = os.path.relpath(self.path, root) if not self.is_url else ".."
         is_outside = os.path.isabs(self.given) or inside.startswith("..")
         if self.travels or is_outside:
@@ -77,12 +73,10 @@ class Input:
 
     @property
     def is_missing(self) -> bool:
-        """True if no node would find the input."""
         return not (self.is_url or self.is_seen or self.travels)
 
     @property
     def words(self) -> str:
-        """The input, and whether nodes see it, in words."""
         if self.is_url:
             return f"{self.given}: each node reads it itself"
         if self.travels:
@@ -103,12 +97,10 @@ class Mount:
 
     @property
     def is_network(self) -> bool:
-        """True if other machines can mount it, too."""
         return self.kind.removeprefix("fuse.") in _NETWORK
 
 
 def mount_of(path: str | os.PathLike[str], table: str | None = None) -> Mount:
-    """Return the file system of a path, which need not exist yet."""
     if table is None:
         table = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
     real = os.path.realpath(path)
@@ -132,7 +124,6 @@ def is_seen(path: str | os.PathLike[str], shared: Iterable[str] = ()) -> bool:
 def look_at(
     given: str, root: Path, code: CodeArchive | None = None, shared: Sequence[str] = ()
 ) -> Input:
-    """Return an input of a script with all that is known about it."""
     if "://" in given:
         return Input(given, given)
     path = os.path.normpath(root / given)

@@ -213,7 +213,6 @@ class Job:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that a cluster would refuse."""
     if len(name) > _LONGEST or _LABEL.fullmatch(name) is None:
         raise SubmitError(
             "expected a job's name of at most 63 small letters, digits and hyphens that begins "

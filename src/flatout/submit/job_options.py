@@ -199,7 +199,6 @@ def _environment(given: tuple[str, ...]) -> Mapping[str, str]:
 
 
 def pairs(given: tuple[str, ...], option: str) -> dict[str, str]:
-    """Return pairs of NAME=VALUE, with each name at most once."""
     result: dict[str, str] = {}
     for item in given:
         name, sign, value = item.partition("=")

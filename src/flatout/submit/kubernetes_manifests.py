@@ -55,7 +55,6 @@ class Volume:
     read_only: bool = False
 
     def holds(self, path: str) -> bool:
-        """Return whether a path is on this volume."""
         return path == self.path or path.startswith(f"{self.path.rstrip('/')}/")
 
 
@@ -77,7 +76,6 @@ def tell_key(manifest: Manifest, key: str) -> None:
 
 
 def yaml_of(documents: Sequence[Manifest]) -> str:
-    """Return documents as YAML for people: texts of several lines stay such."""
     yaml = require("yaml", EXTRA)
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc, name-defined]
@@ -96,7 +94,6 @@ def yaml_of(documents: Sequence[Manifest]) -> str:
 
 
 def volumes_of(text: str) -> list[Volume]:
-    """Return the volumes of `--option volumes=data:/data:ro,runs:/runs`."""
     volumes = []
     for part in filter(None, text.split(",")):
         claim, _, rest = part.partition(":")

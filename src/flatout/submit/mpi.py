@@ -104,7 +104,6 @@ TARGET = _Mpi()
 
 
 def script(job: Job) -> str:
-    """Return the script that starts mpirun."""
     lines = [
         "#!/bin/bash",
         f"# {job.name}: {job.size_words}. Written by Flatout {__version__}.",

@@ -61,12 +61,7 @@ _MOST_WORDS = 160
 
 
 class Ray:
-    """Sends jobs to a Ray cluster, on whose nodes Flatout is installed.
-
-    Args:
-        patience_s: seconds to wait for a connection, and for an answer.
-        ask_every_s: seconds between two questions about a job.
-    """
+    """Sends jobs to a Ray cluster, on whose nodes Flatout is installed."""
 
     name = "ray"
     takes_seeds = False

@@ -140,7 +140,6 @@ if __name__ == "__main__":
 
 
 def driver(job: Job, storage: str | None) -> str:
-    """Return the script for `python driver.py` on a node of the cluster."""
     resources: dict[str, int] = {"CPU": job.cpus}
     if job.gpus:
         resources["GPU"] = job.gpus

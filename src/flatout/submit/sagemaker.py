@@ -212,11 +212,7 @@ class _Cloud:
 
 
 class _Logs:
-    """Continues to read all streams of a job.
-
-    Attributes:
-        streams: for each stream, the position after the last read.
-    """
+    """Continues to read all streams of a job."""
 
     def __init__(self, cloud: _Cloud, job: str) -> None:
         self._client, self._cloud, self._job = cloud.client("logs"), cloud, job

@@ -62,7 +62,6 @@ class Channel:
 
     @property
     def as_request(self) -> Request:
-        """The channel as a part of the request."""
         split = "ShardedByS3Key" if self.by_host else "FullyReplicated"
         source = {"S3DataType": "S3Prefix", "S3Uri": self.uri, "S3DataDistributionType": split}
         made: Request = {"ChannelName": self.name, "DataSource": {"S3DataSource": source}}

@@ -70,7 +70,6 @@ def facts_of(job: Job, target: Target) -> dict[str, Any]:
 
 
 def facts_in(folder: Path) -> dict[str, Any]:
-    """Return the plain data of a job from its folder."""
     try:
         return dict(json.loads((folder / FACTS).read_text()))
     except (OSError, ValueError, TypeError) as error:

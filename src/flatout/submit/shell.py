@@ -30,7 +30,6 @@ SECRET = (
 
 
 def quoted(text: str, seed: str = "") -> str:
-    """Return a text as one word of bash, in one line."""
     if "\0" in text:
         raise SubmitError(f"an argument of a program cannot hold a NUL character; found {text!r}")
     if not seed or SEED not in text:
@@ -48,17 +47,14 @@ def _in_one_line(text: str) -> str:
 
 
 def comment(text: str) -> str:
-    """Return a text as a shell comment of one line."""
     return f"# {' '.join(printable(text).split())}"
 
 
 def words(command: Sequence[str], seed: str = "") -> list[str]:
-    """Return each word of a command, quoted."""
     return [quoted(item, seed) for item in command]
 
 
 def array(name: str, words: Sequence[str]) -> list[str]:
-    """Return lines of bash that put quoted words into an array."""
     lines, line = [f"{name}=("], "  "
     for word in words:
         if line.strip() and len(line) + len(word) > _WIDTH:
@@ -69,7 +65,6 @@ def array(name: str, words: Sequence[str]) -> list[str]:
 
 
 def exports(variables: Mapping[str, str]) -> list[str]:
-    """Return lines of bash that set environment variables."""
     if wrong := [name for name in variables if not VARIABLE.fullmatch(name)]:
         raise SubmitError(f"expected the name of a variable, found {wrong[0]!r}")
     return [f"export {name}={quoted(value)}" for name, value in variables.items()]
@@ -113,7 +108,6 @@ def unpacking(job: Job) -> list[str]:
 
 
 def limited(job: Job) -> list[str]:
-    """Return words before a command that stop it ahead of the time limit."""
     if job.time_s is None:
         return []
     ahead = job.time_s - job.stop_ahead_s

@@ -175,7 +175,6 @@ TARGET = _Slurm()
 
 
 def script(job: Job) -> str:
-    """Return the batch script of a job."""
     lines = [
         "#!/bin/bash",
         *_about(job),

@@ -158,7 +158,6 @@ def _command(job: Job) -> list[str]:
 
 
 def rendezvous_of(job: Job) -> str:
-    """Return the address on the first host where the nodes meet."""
     given = job.options.get("rendezvous")
     return given or f"{address_of(hosts_of(job)[0], job.options.get('config'))}:{_PORT}"
 

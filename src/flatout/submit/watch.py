@@ -28,13 +28,7 @@ _LEAST_S = 3.0
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job and its cluster's report of it.
-
-    Attributes:
-        entry: the job as it was sent.
-        state: None where the cluster could not be asked.
-        trouble: the reason for that.
-    """
+    """A job and its cluster's report of it."""
 
     entry: Entry
     state: JobState | None
@@ -72,7 +66,6 @@ class JobStatus:
         return (entry.id, entry.target, f"{state.state}{code}", ran, rest)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
         entry, state = self.entry, self.state
         data: dict[str, Any] = {
             "id": entry.id,

@@ -23,15 +23,7 @@ _OPEN = "auto"
 
 @dataclass(frozen=True)
 class Arrival:
-    """A node that has come to the rendezvous.
-
-    Attributes:
-        node: its number.
-        host: its name.
-        pid: the process id of its agent.
-        key: distinguishes it from another node with the same number.
-        facts: by name, values that must be the same on all nodes.
-    """
+    """A node that has come to the rendezvous."""
 
     node: int
     host: str
@@ -41,11 +33,9 @@ class Arrival:
 
     @classmethod
     def read(cls, words: str | bytes) -> Arrival:
-        """Parse the output of `words`."""
         return cls(**json.loads(words))
 
     def words(self) -> str:
-        """Return the arrival as a string for a store."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:

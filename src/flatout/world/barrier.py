@@ -103,10 +103,8 @@ def barrier_of(group: Group, timeout_s: float) -> Barrier | None:
 
 
 def gathered(group: Group, value: Any) -> list[Any]:
-    """Return the values of every rank of the group."""
     return messages.gather(value, len(group.ranks), group.channel)
 
 
 def opened(pid: int, fd: int, flags: int) -> int:
-    """Open a file that another process of this node has open."""
     return os.open(f"/proc/{pid}/fd/{fd}", flags | os.O_CLOEXEC)

@@ -44,7 +44,6 @@ class Speed:
 
     @property
     def mean(self) -> float:
-        """The mean of both measurements."""
         return (self.first + self.second) / 2
 
     @property

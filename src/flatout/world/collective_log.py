@@ -70,7 +70,6 @@ class CollectiveLog:
 
 
 def named(what: str, step: int) -> str:
-    """Return the description of a collective."""
     return f"{what}, step {step}" if step else what
 
 

@@ -48,7 +48,6 @@ def may_end(ranks: Collection[int]) -> None:
 
 
 def is_dropped(rank: int, patience_s: float) -> bool:
-    """Return True if the agent of another rank has dropped that rank."""
     until = monotonic() + patience_s * (rank in _said)
     while not (result := _is_any("dropped", [rank])) and monotonic() < until:
         sleep(_LOOK_EVERY_S)
@@ -56,7 +55,6 @@ def is_dropped(rank: int, patience_s: float) -> bool:
 
 
 def is_any_dropped() -> bool:
-    """Return True if an agent has dropped one of the ranks that may end."""
     return _is_any("dropped", _said)
 
 
@@ -80,12 +78,10 @@ def register_return(rank: int) -> str:
 
 
 def meeting() -> str:
-    """Return the name of the next meeting of all ranks."""
     return f"again-{_times}"
 
 
 def have_met() -> None:
-    """Note, on each rank, that all have met."""
     global _times
     _times += 1
     if place().rank == 0:
@@ -93,7 +89,6 @@ def have_met() -> None:
 
 
 def times() -> int:
-    """Return the number of times that ranks were taken back."""
     return _times
 
 
@@ -124,12 +119,10 @@ def drops(rank: int, agents: Any) -> bool:
 
 
 def times_of(agents: Any) -> int:
-    """Return, in an agent, the number of times that ranks were taken back."""
     return int(agents.add("times", 0))
 
 
 def store_of_agent(port: int, nodes: int, rounds: int) -> Any:
-    """Return the store, connected from an agent."""
     import torch.distributed as dist
 
     timeout = timedelta(seconds=_STORE_S)

@@ -40,7 +40,6 @@ class RankStatus:
         return next((what for call, what, _ in self.recent if call == number), None)
 
     def name(self, number: int) -> str:
-        """Return the purpose of the collective of this number, with the step."""
         return next(
             (named(what, step) for call, what, step in self.recent if call == number),
             f"collective {number}",
@@ -63,7 +62,6 @@ class Hang:
 
 
 def explain(number: int, rank: int, stands: Mapping[int, RankStatus], seconds: float) -> Hang:
-    """Explain which ranks keep a collective from ending."""
     name = stands[rank].name(number)
     waited = f"rank {rank} has waited {seconds:.0f} s in {name}"
     if number == APART:

@@ -26,14 +26,7 @@ _TOLD = 4  # integers of a rank's two boxes that say where they are now
 
 
 class _Box(NamedTuple):
-    """The file and the memory of a rank's box.
-
-    Attributes:
-        file: the rank's descriptor of the file.
-        memory: its memory, mapped here.
-        bytes: the same as uint8 of shape (bytes,).
-        address: the begin of the memory.
-    """
+    """The file and the memory of a rank's box."""
 
     file: int
     memory: mmap.mmap

@@ -87,7 +87,6 @@ def unpack(message: torch.Tensor, what: str = "") -> Any:
 
 
 def gather(value: Any, size: int, channel: Any = None, what: str = "") -> list[Any]:
-    """Return the values of all ranks of a channel, by rank in the channel."""
     import torch
     import torch.distributed as dist
 
@@ -152,7 +151,6 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def from_rank(value: Any, source: int, own: int, what: str = "") -> Any:
-    """Return one rank's value, on every rank."""
     import torch
     import torch.distributed as dist
 

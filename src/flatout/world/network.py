@@ -78,7 +78,6 @@ def reached_at(host: str) -> str:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on one address of this node."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=1024)
 

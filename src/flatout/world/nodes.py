@@ -156,7 +156,6 @@ def devices_here(device: str | None = None) -> tuple[int, str]:
 
 
 def has_gpus() -> bool:
-    """Return True if CUDA shows a GPU on this node."""
     from flatout.devices import inventory
 
     return bool(inventory().cuda)
@@ -257,7 +256,6 @@ def is_port(text: str) -> bool:
 
 
 def checked(found: Nodes) -> Nodes:
-    """Refuse numbers that make no sense."""
     if found.count < 1 or not 0 <= found.rank < found.count:
         raise WorldError(
             f"expected a node from 0 to {max(0, found.count - 1)}, found node {found.rank} of "

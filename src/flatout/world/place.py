@@ -106,7 +106,6 @@ def launched(environ: Mapping[str, str] | None = None) -> Place:
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without a cluster's variables about other nodes."""
     return {name: value for name, value in environ.items() if name not in _LAUNCHED}
 
 
@@ -318,7 +317,6 @@ def is_host(text: str) -> bool:
 
 
 def number_in(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return a variable of the environment as an integer."""
     if default is not None and not env.get(name):
         return default
     text = _text(env, name)

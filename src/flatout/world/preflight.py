@@ -40,13 +40,7 @@ _LAST_WORDS_S = 5.0
 
 
 class Preflight:
-    """The nodes' first meeting.
-
-    Attributes:
-        address: the address through which this node and the others communicate, once it is open.
-        store_port: the port of the store on loopback of this node, once it is open.
-        own: the facts about this node.
-    """
+    """The nodes' first meeting."""
 
     def __init__(
         self, nodes: Nodes, facts: Mapping[str, str], *, wait_s: float, answer_s: float
@@ -72,12 +66,10 @@ class Preflight:
 
     @property
     def where(self) -> str:
-        """The rendezvous, in words."""
         return f"{self.host}:{self.port}"
 
     @property
     def who(self) -> str:
-        """This node, in words."""
         return f"node {self.nodes.rank}, {self.own.host}"
 
     def open(self) -> tuple[Any, list[Arrival]]:
@@ -153,12 +145,10 @@ class Preflight:
             time.sleep(4 * _LOOK_EVERY_S)
 
     def close(self) -> None:
-        """Admit no more nodes."""
         if self._gate is not None:
             self._gate.close()
 
     def connect(self) -> Any:
-        """Return a new connection to the store."""
         return TCPStore(
             LOOPBACK,
             self.store_port,
@@ -263,7 +253,6 @@ class Waiting:
         self._next = time.monotonic() + _SAY_AFTER_S
 
     def say(self, line: str) -> None:
-        """Print a line, if it is time to."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _SAY_EVERY_S

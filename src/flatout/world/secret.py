@@ -38,7 +38,6 @@ def secret() -> bytes:
 
 
 def new_secret() -> str:
-    """Return a secret that cannot be guessed."""
     return token_hex(32)
 
 
@@ -82,7 +81,6 @@ def check_channel(rank: int, size: int, channel: Any = None) -> None:
 
 
 def prove(rank: int, gather: Callable[[Any], list[Any]]) -> None:
-    """Prove the secret to all peers, whose messages `gather` exchanges."""
     if not secret():
         return
     nonces = [str(item).encode() for item in gather(token_hex(_NONCE))]

@@ -22,12 +22,7 @@ OVER = "over"
 
 
 class Servers(NamedTuple):
-    """The servers of a job, as a rank knows them.
-
-    Attributes:
-        size: number of servers.
-        are_here: whether they share the ranks' node; else each has a node of its own.
-    """
+    """The servers of a job, as a rank knows them."""
 
     size: int
     are_here: bool
@@ -46,7 +41,6 @@ def number_of(here: Place) -> int | None:
 
 
 def become_rank(here: Place, env: MutableMapping[str, str]) -> None:
-    """Let the environment of a rank count only the ranks."""
     # A single number is the value that the launcher has set.
     count, are_here = int(env[SERVERS]), here.nodes == 1
     env["WORLD_SIZE"] = str(here.world_size - count)
@@ -57,14 +51,12 @@ def become_rank(here: Place, env: MutableMapping[str, str]) -> None:
 
 
 def become_server(here: Place, env: MutableMapping[str, str]) -> None:
-    """Let a server process reach ranks of its node by loopback."""
     if here.nodes == 1:
         for variable in INTERFACES:
             env.setdefault(variable, "lo")
 
 
 def open_store(timeout_s: float) -> Any:
-    """Open the store where servers and ranks meet, with a new connection."""
     import torch.distributed as dist
 
     there = connect(place(), timedelta(seconds=timeout_s))
@@ -74,7 +66,6 @@ def open_store(timeout_s: float) -> Any:
 def pair_of(
     store: Any, session: int, server: int, rank: int, *, is_rank: bool, timeout_s: float
 ) -> Pair:
-    """Return the channel between a server and a rank, which both call."""
     import torch.distributed as dist
 
     own = dist.PrefixStore(f"{session}-{server}-{rank}", store)  # type: ignore[attr-defined]

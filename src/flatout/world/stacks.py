@@ -58,7 +58,6 @@ class Process:
 
     @property
     def words(self) -> str:
-        """Describe the process."""
         return f"process {self.pid} on host {self.host}"
 
 
@@ -76,7 +75,6 @@ def this_process() -> Process:
 
 
 def own_stack() -> list[str]:
-    """Return the stack of this process' main thread as lines, outermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = [] if frame is None else list(traceback.extract_stack(frame))
     while frames and frames[0].filename.endswith(_LAUNCHING):
@@ -88,7 +86,6 @@ def own_stack() -> list[str]:
 
 
 def look_at(other: Process) -> tuple[str, list[str]]:
-    """Return the activity of a process of this machine that does not answer."""
     state, started = _seen(other.pid)
     if started != other.started:
         return "has ended", []

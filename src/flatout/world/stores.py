@@ -29,13 +29,7 @@ _READS = 5
 
 
 class OwnFiles(NamedTuple):
-    """Files in memory that the ranks of one node share.
-
-    Attributes:
-        port: the job's port, which distinguishes the job from one that is started within it.
-        store: path of torch's FileStore.
-        board: path of a `Board`.
-    """
+    """Files in memory that the ranks of one node share."""
 
     port: int
     store: str
@@ -89,7 +83,6 @@ def served(address: str, port: int, timeout: timedelta) -> Any:
 
 
 def connect(here: Place, timeout: timedelta) -> Any:
-    """Return a new connection to the store of this job."""
     import torch.distributed as dist
 
     files = files_of(here)
@@ -124,7 +117,6 @@ def _check_one_node(here: Place) -> None:
 
 
 def agent_keeps_it() -> bool:
-    """Return True if an agent keeps the store, also while ranks restart."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -135,7 +127,6 @@ class Board:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def write(self, rank: int, text: str) -> None:
-        """Replace the text of a rank. A text that is too long is dropped."""
         content = text.encode()
         if len(content) <= _ROOM - _HEAD:
             head = len(content).to_bytes(4, "little") + zlib.crc32(content).to_bytes(4, "little")

@@ -38,7 +38,6 @@ class Gate:
         _serve(listening, self._receive)
 
     def close(self) -> None:
-        """Accept no more connections."""
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
@@ -57,11 +56,7 @@ class Gate:
 
 
 class Tunnel:
-    """A port on loopback that represents the store of another node.
-
-    Attributes:
-        port: the port on loopback.
-    """
+    """A port on loopback that represents the store of another node."""
 
     def __init__(self, host: str, port: int) -> None:
         self._gate = host, port
@@ -75,7 +70,6 @@ class Tunnel:
 
 
 def entered(host: str, port: int) -> socket.socket:
-    """Return a connection through a gate."""
     gate = socket.create_connection((host, port), timeout=_HANDSHAKE_S)
     try:
         enter(gate)
@@ -86,7 +80,6 @@ def entered(host: str, port: int) -> socket.socket:
 
 
 def _serve(listening: socket.socket, receive: Callable[[socket.socket], None]) -> None:
-    """Handle each connection in its own thread, while this process lives."""
 
     def one(peer: socket.socket) -> None:
         # The other end finds the connection closed, and reports it.
@@ -111,7 +104,6 @@ def _serve(listening: socket.socket, receive: Callable[[socket.socket], None]) -
 
 
 def _carry(here: socket.socket, other: socket.socket) -> None:
-    """Pass on bytes from either side, until one side has ended."""
     with selectors.DefaultSelector() as ready:
         for source, target in ((here, other), (other, here)):
             source.settimeout(None)

@@ -78,7 +78,6 @@ class RankWatch:
         self._ranks = tuple(ranks)
 
     def start(self) -> None:
-        """Begin. If no store can be reached, nothing is watched."""
         with suppress(RuntimeError):
             self._store = _store_of(self._here, self._store_s)
             # Reported before anything can go wrong, because processes outside also read it.
@@ -116,7 +115,6 @@ class RankWatch:
         return ""
 
     def is_first_to_fail(self) -> bool:
-        """Return True if no other rank is known to have failed before."""
         with suppress(RuntimeError):
             if self._store is not None:
                 return int(self._store.add("failed", 1)) == 1

@@ -508,7 +508,6 @@ def join(device: str = "cpu", timeout_s: float = TIMEOUT_S, patience_s: float = 
 
 
 def is_first_to_fail() -> bool:
-    """Return True if no other rank is known to have failed before this one."""
     return _watch is None or _watch.is_first_to_fail()
 
 

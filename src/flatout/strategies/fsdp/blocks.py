@@ -26,7 +26,6 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def blocks_of(model: nn.Module, run: Callable[[], object] | None) -> list[nn.Module]:
-    """Return the modules that are gathered as blocks, inner ones first."""
     reads = _Reads(model)
     if run is not None:
         reads.watch(run)

@@ -160,7 +160,6 @@ class Fsdp(Strategy):
         return blocks_of(self._model, None) if block is None else [modules[n] for n in block]
 
     def _shard(self, blocks: Sequence[nn.Module]) -> dict[torch.Tensor, nn.Module]:
-        """Apply `fully_shard` to each block, and return the block of each shard."""
         channel = self._world.among(range(self._world.size))
         assert channel is not None
         device = next(self._model.parameters()).device
@@ -227,7 +226,6 @@ class Fsdp(Strategy):
         self._used.add(place)
 
     def _step_parts(self) -> None:
-        """Let optimizers step this rank's parts in place of the parameters."""
         parts: dict[Any, ParameterPart] = {part.own: part for part in self._parts}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:

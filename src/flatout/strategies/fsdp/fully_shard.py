@@ -38,7 +38,6 @@ class AllGatherOf(DefaultAllGather):
         self._world, self._what = world, what
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks' parts."""
         work = super().__call__(*args, **{**kwargs, "async_op": True})
         self._world.until(self._world.begun(work, self._what))
 
@@ -50,7 +49,6 @@ class ReduceScatterOf(DefaultReduceScatter):
         self._world, self._what = world, what
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Wait for the sum."""
         work = super().__call__(*args, **{**kwargs, "async_op": True})
         self._world.until(self._world.begun(work, self._what))
 
@@ -93,7 +91,6 @@ class SharedReduceScatter(DefaultReduceScatter):
     def __call__(  # type: ignore[override]
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any
     ) -> None:
-        """Sum this rank's part over all ranks."""
         with self._world.within(self._world.begun(None, self._what)):
             boxes = self._mailbox.meet()
         length = output_tensor.nbytes

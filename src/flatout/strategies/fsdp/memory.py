@@ -54,7 +54,6 @@ def expected_words(
     blocks: Sequence[int],
     shared: int = 0,
 ) -> str:
-    """Return a line about the memory that the first step will take."""
     known = sum(size for size in states if size is not None)
     optimizer = f"optimizer {size_words(known)}" if None not in states else "optimizer not known"
     # While one other block is in use, the next one is gathered. In backward both have gradients.
@@ -68,7 +67,6 @@ def expected_words(
 
 
 def taken_words(held: Held, rank: int, shared: int = 0) -> str:
-    """Return a line about the memory that the first step has taken."""
     return (
         f"fsdp: rank {rank} holds {size_words(sum(held))} = parameters "
         f"{size_words(held.parameters)} + gradients {size_words(held.gradients)} + optimizer "

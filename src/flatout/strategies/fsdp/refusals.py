@@ -15,7 +15,6 @@ _WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule)
 
 
 def check_layout(model: nn.Module) -> None:
-    """Refuse models that cannot be sharded."""
     if not calls_hooks(model):
         raise ModelError(
             "world.strategy=fsdp gathers weights around the calls of torch's modules, and a Keras "

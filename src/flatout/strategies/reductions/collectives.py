@@ -24,7 +24,6 @@ class AllReduce(Reduction):
         self.group = group
 
     def add_up(self, flat: Flat) -> None:
-        """Sum in one call, which returns when it is done."""
         dist.all_reduce(flat.values, group=self.group.channel)
 
     def begin(self, flat: Flat) -> Any:
@@ -39,7 +38,6 @@ class ToOne(Reduction):
         self.group = group
 
     def add_up(self, flat: Flat) -> None:
-        """Sum in two turns."""
         first, channel = self.group.ranks[0], self.group.channel
         dist.reduce(flat.values, first, group=channel)
         dist.broadcast(flat.values, first, group=channel)
@@ -56,7 +54,6 @@ class Hierarchical(Reduction):
         self.node, self.between, self.carries = node, between, carries
 
     def add_up(self, flat: Flat) -> None:
-        """Sum in three turns."""
         shared = len(self.node.ranks) > 1
         if shared:
             dist.reduce(flat.values, self.node.ranks[0], group=self.node.channel)

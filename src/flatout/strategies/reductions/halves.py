@@ -37,7 +37,6 @@ class Halves(Reduction):
         self._messages: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def add_up(self, flat: Flat) -> None:
-        """Sum in two turns."""
         if not len(flat.values):
             return
         ranks, own, channel = self.group

@@ -46,7 +46,6 @@ class PowerSgd(Reduction):
         self._saved: dict[str, Any] = {}
 
     def add_up(self, flat: Flat) -> None:
-        """Sum in three turns of thin matrices."""
         kept = self._kept_of(flat)
         # If nothing counts in this step, errors wait for the next.
         if self.weight == 0 or not kept.factors:

@@ -89,7 +89,6 @@ class Shared(Reduction):
 
 
 def add_in_order(pieces: list[torch.Tensor], into: torch.Tensor) -> None:
-    """Sum in the order of ranks, with only one rounding for short formats."""
     if pieces[0].itemsize >= 4:
         torch.add(pieces[0], pieces[1], out=into)
         for piece in pieces[2:]:

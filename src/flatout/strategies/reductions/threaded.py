@@ -31,7 +31,6 @@ class Pending:
         self._done: Any = None
 
     def run(self, stream: Any) -> bool:
-        """Run the work in the thread, and return whether it succeeded."""
         try:
             if stream is None:
                 self._run()
@@ -47,12 +46,10 @@ class Pending:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """End without a result."""
         self._error = error
         self._ended.set()
 
     def wait(self) -> None:
-        """Wait until the work is done."""
         self._ended.wait()
         if self._error is not None:
             raise self._error

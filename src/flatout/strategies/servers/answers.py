@@ -44,11 +44,6 @@ class Answers:
     """Answers to the requests that both kinds of servers get.
 
     The first rank calls methods whose names begin with `call_`, with plain data and tensors.
-
-    Args:
-        links: links to the workers.
-        shares: one share for each optimizer.
-        session: the description that the first rank has sent.
     """
 
     def __init__(
@@ -73,16 +68,13 @@ class Answers:
         return list(words[HEAD:rates]), [bool(item) for item in used]
 
     def call_weights(self, place: int, values: torch.Tensor) -> None:
-        """Set the weights."""
         self._shares[place].values.copy_(values)
 
     def call_take_states(self, place: int, states: list[Any]) -> None:
-        """Set the states of an optimizer."""
         with self._at_rest():
             self._shares[place].take_states(dict(states))
 
     def call_states(self, place: int, workers: list[int]) -> None:
-        """Send the states of an optimizer, a part to each of these workers."""
         with self._at_rest():
             states = list(self._shares[place].states().items())
         tell_parts([self._links[worker].pair for worker in workers], states)
@@ -102,7 +94,6 @@ class SynchronousAnswers(Answers):
 
     @torch.no_grad()
     def run(self) -> None:
-        """Answer until the first rank ends it."""
         first = self._links[0]
         while (words := first.words(patience_s=_BETWEEN_S))[0] != END:
             kind, place, factor = int(words[0]), int(words[1]), words[2]
@@ -217,7 +208,6 @@ class AsynchronousAnswers(Answers):
         self._server = makes(self._shares, len(self._links), own, self._timeout_s)
 
     def run(self) -> None:
-        """Answer until all workers have ended."""
         dropped.come_to(self._session["times"])
         # Daemon threads, because a failed rank must be able to end while threads wait for other
         # ranks.
@@ -282,7 +272,6 @@ class AsynchronousAnswers(Answers):
         )
 
     def call_begin(self, workers: list[int], clock: int) -> None:
-        """Let these workers continue from step `clock`."""
         self._server.begin(workers, clock)
 
     def call_open(self, steps: int, may_end: list[int]) -> None:
@@ -291,7 +280,6 @@ class AsynchronousAnswers(Answers):
         dropped.may_end(may_end)
 
     def call_living(self) -> list[int]:
-        """Return the workers that were not dropped."""
         return self._server.living()
 
     def call_untaken(self) -> int:
@@ -299,9 +287,7 @@ class AsynchronousAnswers(Answers):
         return self._server.epoch.untaken()
 
     def call_stale(self) -> list[Any]:
-        """Return for each worker the number of its gradients by age in steps."""
         return [[[*pair] for pair in item.items()] for item in self._server.stale]
 
     def call_late(self) -> list[int]:
-        """Return for each worker the number of its dropped gradients."""
         return self._server.late if isinstance(self._server, SpareServer) else []

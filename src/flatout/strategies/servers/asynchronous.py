@@ -82,7 +82,6 @@ class AsynchronousServers(ParameterServer):
         return self._met
 
     def _serve(self) -> None:
-        """Send the present weights to the servers, and wait for them."""
         self._is_serving = True
         self._send_weights()
         self._world.wait("all servers are there")
@@ -286,7 +285,6 @@ class AsynchronousServers(ParameterServer):
 
 
 def dropped_words(lost: Sequence[int], untaken: int, parts: int) -> str:
-    """Return a line about workers that were killed."""
     who = "rank" if len(lost) == 1 else "ranks"
     words = f"{who} {', '.join(map(str, lost))} killed: the others go on"
     if not untaken:

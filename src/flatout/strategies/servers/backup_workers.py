@@ -46,11 +46,7 @@ class _Step:
 
 
 class SpareServer(Server):
-    """Steps with the mean gradient of all workers but the slowest.
-
-    Attributes:
-        late: for each worker, the number of its dropped gradients.
-    """
+    """Steps with the mean gradient of all workers but the slowest."""
 
     def __init__(self, shares: Sequence[Share], workers: int, spare: int, timeout_s: float) -> None:
         super().__init__(shares, workers, None, timeout_s)

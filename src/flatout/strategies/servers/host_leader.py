@@ -18,11 +18,7 @@ _AT_ONCE = 1 << 20
 
 
 class Tower:
-    """The ranks of this host.
-
-    Attributes:
-        is_leader: whether this rank communicates with the servers.
-    """
+    """The ranks of this host."""
 
     def __init__(self, world: World, mailbox: Mailbox | None, *, is_leader: bool) -> None:
         self._world, self._mailbox, self.is_leader = world, mailbox, is_leader
@@ -35,14 +31,12 @@ class Tower:
                 add_in_order(list(box), part)
 
     def share(self, parts: Sequence[torch.Tensor], what: str) -> None:
-        """Set tensors to those of the leader."""
         boxes = self._met(parts, what)
         if not self.is_leader:
             for box, part in zip(boxes[0], parts, strict=True):
                 part.copy_(box)
 
     def hand_out(self, parts: Sequence[torch.Tensor], count: int, what: str) -> list[torch.Tensor]:
-        """Return the leader's bytes on every rank of the host."""
         lengths = torch.tensor([len(part) for part in parts] or [0] * count)
         self.share([lengths], what)
         result = list(parts) if self.is_leader else []

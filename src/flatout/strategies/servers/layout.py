@@ -68,7 +68,6 @@ class Layout:
         return result
 
     def range(self, server: int) -> slice:
-        """Return a server's range in memory that holds the ranges of all servers."""
         return slice(self._bounds[server], self._bounds[server + 1])
 
     def piece(self, number: int, server: int) -> slice:
@@ -76,12 +75,10 @@ class Layout:
         return self._pieces[number][server]
 
     def lengths(self, server: int) -> list[int]:
-        """Return the number of values of each parameter that a server has."""
         pieces = [self.piece(number, server) for number in range(len(self.parameters))]
         return [piece.stop - piece.start for piece in pieces]
 
     def weights(self, server: int) -> torch.Tensor:
-        """Return a copy of a server's pieces of the parameters, end to end."""
         each = [numbers_of(p)[self.piece(n, server)] for n, p in enumerate(self.parameters)]
         return torch.cat(each)
 
@@ -118,17 +115,14 @@ def layout_of(optimizer: torch.optim.Optimizer, servers: int) -> Layout:
 
 
 def place_of(optimizer: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Return the index of an optimizer among those of the job."""
     return next(place for place, item in enumerate(optimizers) if item is optimizer)
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values in memory order."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor's numbers fill its memory without gaps."""
     return tensor.is_contiguous() or any(
         tensor.dim() == dims and tensor.is_contiguous(memory_format=order)
         for dims, order in ((4, torch.channels_last), (5, torch.channels_last_3d))
@@ -147,7 +141,6 @@ def part_of_state(value: Any, whole: torch.Tensor, piece: slice) -> Any:
 def whole_state(
     whole: torch.Tensor, pieces: Sequence[tuple[slice, dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Return a parameter's whole state, joined from the servers' pieces."""
     result: dict[str, Any] = {}
     for piece, state in pieces:
         for name, value in state.items():
@@ -198,7 +191,6 @@ def chunk_of(length: int) -> int:
 
 
 def chunks_of(length: int) -> list[slice]:
-    """Return the even chunks of a share."""
     count = -(-length // chunk_of(length))
     bounds = [length * n // count for n in range(count + 1)] if count else [0]
     return [slice(start, stop) for start, stop in pairwise(bounds)]

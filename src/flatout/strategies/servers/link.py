@@ -35,12 +35,7 @@ They are the kind, the optimizer's index, and up to four numbers.
 
 
 class Link:
-    """One end of a connection between a worker and a server.
-
-    Attributes:
-        up: memory for gradients on their way to the server.
-        down: memory for weights on their way back.
-    """
+    """One end of a connection between a worker and a server."""
 
     def __init__(
         self, pair: Pair, *, same_node: bool, words: int, length: int, dtype: torch.dtype
@@ -52,17 +47,14 @@ class Link:
         self.up, self.down = both[:length], both[length:]
 
     def send(self, words: torch.Tensor, data: torch.Tensor | None = None) -> None:
-        """Send words, and a part of `up` or `down`."""
         self.pair.send(words).wait()
         if data is not None and len(data) and not self.is_shared:
             self.pair.send(data).wait()
 
     def send_last(self, words: torch.Tensor, patience_s: float) -> None:
-        """Send words to a server that may not listen any more."""
         self.pair.send(words).wait(timedelta(seconds=patience_s))
 
     def words(self, count: int | None = None, patience_s: float | None = None) -> list[float]:
-        """Receive words, by default the words of one message."""
         words = torch.zeros(self._words if count is None else count, dtype=torch.float64)
         work = self.pair.receive(words)
         work.wait(*([] if patience_s is None else [timedelta(seconds=patience_s)]))
@@ -70,21 +62,13 @@ class Link:
         return result
 
     def data(self, into: torch.Tensor) -> None:
-        """Receive the data after words into a part of `up` or `down`."""
         if len(into) and not self.is_shared:
             self.pair.receive(into).wait()
 
     def message(
         self, kind: int, place: int = 0, numbers: list[float] | None = None, *more: float
     ) -> torch.Tensor:
-        """Return the words of a message.
-
-        Args:
-            kind: the request.
-            place: index of the optimizer among those of the job.
-            numbers: up to four numbers, which depend on the kind.
-            more: the rates of parameter groups, and which parameters are used.
-        """
+        """Return the words of a message."""
         words = torch.zeros(self._words, dtype=torch.float64)
         head = [kind, place, *(numbers or [])]
         words[: len(head)] = torch.tensor(head, dtype=torch.float64)
@@ -97,7 +81,6 @@ class Link:
         self.pair.tell([name, *arguments])
 
     def end_call(self) -> Any:
-        """Return the result of the call that was begun."""
         return self.pair.hear()
 
 
@@ -129,7 +112,6 @@ def _offer(file: int) -> list[int]:
 
 @contextmanager
 def answering(who: str) -> Iterator[None]:
-    """Name the server in the error if it fails in the block."""
     try:
         yield
     except RuntimeError as error:

@@ -41,21 +41,7 @@ _END_S = 5.0
 
 
 class ParameterServer(Strategy):
-    """Lets servers step the weights; a subclass decides when they do.
-
-    Args:
-        world: the world of this rank.
-        model: the model of this rank; the same on all ranks at the begin.
-        optimizers: the optimizers of the model.
-        count: number of ranks, from the first on, that are servers too. Servers that are processes
-            of their own are found automatically.
-        say: prints a line about the shares.
-
-    Raises:
-        ModelError: servers cannot step a part of the model or the optimizers; the message names an
-            alternative.
-        WorldError: there are more servers than ranks.
-    """
+    """Lets servers step the weights; a subclass decides when they do."""
 
     def __init__(
         self,
@@ -83,7 +69,6 @@ class ParameterServer(Strategy):
         self._speaking = Lock()
 
     def begin(self) -> None:
-        """Distribute the weights, and find the servers."""
         self._layouts = [layout_of(optimizer, self._count) for optimizer in self._optimizers]
         self._open_links()
         for place, optimizer in enumerate(self._optimizers):
@@ -99,7 +84,6 @@ class ParameterServer(Strategy):
         raise NotImplementedError
 
     def _policy(self) -> dict[str, Any]:
-        """Return the information for servers about when they step."""
         raise NotImplementedError
 
     def _store(self) -> Any:
@@ -183,7 +167,6 @@ class ParameterServer(Strategy):
         return [self._call(server, name, *arguments) for server in each]
 
     def _send_weights(self) -> None:
-        """Set the servers' weights to those of the first rank."""
         for place, layout in enumerate(self._layouts):
             for server in range(len(self._links_of_first)):
                 self._call(server, "weights", place, layout.weights(server).cpu())
@@ -229,7 +212,6 @@ class ParameterServer(Strategy):
         return {**optimizer.state_dict(), "state": dict(whole)}
 
     def _workers(self) -> list[int]:
-        """Return the servers' numbers for the ranks that have links."""
         return [*range(len(self._speakers))]
 
     def _receive_states(self, links: Sequence[Link], group: Group | None) -> list[torch.Tensor]:
@@ -294,7 +276,6 @@ class ParameterServer(Strategy):
 
 
 def share_words(layouts: Sequence[Layout], servers: int) -> str:
-    """Return a line about the share of each server."""
     each = [0] * servers
     for layout in layouts:
         size = layout.parameters[0].element_size()

@@ -72,15 +72,7 @@ def _announced(store: Any, session: int, stopped: Sequence[int]) -> tuple[int, f
 def serve_in_thread(
     store: Any, session: int, number: int, are_here: Sequence[bool], timeout_s: float
 ) -> Thread:
-    """Serve the ranks of one fit in a thread of this rank.
-
-    Args:
-        store: the store through which the server and the ranks meet, with a connection of its own.
-        session: the number of the fit.
-        number: the number of the server.
-        are_here: whether each rank shares this node.
-        timeout_s: maximum seconds that a rank may take to come.
-    """
+    """Serve the ranks of one fit in a thread of this rank."""
 
     def run() -> None:
         with suppress(RuntimeError):  # a rank has ended; other ranks report it

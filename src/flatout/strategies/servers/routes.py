@@ -43,14 +43,12 @@ class Route(NamedTuple):
             self.up.copy_(self.up_here)
 
     def take(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Copy the arrived weights into the parameters' values."""
         if self.down_here is not self.down:
             self.down_here.copy_(self.down)
         torch._foreach_copy_([parameters[n][cut] for n, cut in self.cuts], self.downs)
 
 
 def route_of(layout: Layout, server: int, up: torch.Tensor, down: torch.Tensor) -> Route:
-    """Return the route to a server."""
     device = layout.parameters[0].device
     # Data move to and from a GPU in one piece.
     up_here, down_here = up.to(device), down.to(device)
@@ -70,6 +68,5 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def length_of(layout: Layout, server: int) -> int:
-    """Return the number of values that a server has."""
     own = layout.range(server)
     return int(own.stop - own.start)

@@ -61,7 +61,6 @@ class Runs:
         self._changes = 0
 
     def step(self, used: list[bool], gradient: torch.Tensor) -> None:
-        """Step the parts that have a gradient."""
         self._prepare(used)
         for run in self._runs:
             for piece, place in zip(run.pieces, run.places, strict=True):
@@ -69,7 +68,6 @@ class Runs:
         self._optimizer.step()
 
     def pieces(self, used: list[bool]) -> list[tuple[slice, nn.Parameter]]:
-        """Return the pieces that a step changes, in the order of the share."""
         self._prepare(used)
         result = [each for run in self._runs for each in zip(run.places, run.pieces, strict=True)]
         for _, piece in result:
@@ -77,7 +75,6 @@ class Runs:
         return result
 
     def step_piece(self, piece: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Step one of these pieces alone."""
         piece.grad = gradient
         self._optimizer.step()
         piece.grad = None
@@ -91,7 +88,6 @@ class Runs:
             self._join()
 
     def split(self) -> None:
-        """Give each part its own state again, until the next step."""
         state = self._optimizer.state
         for run in self._runs:
             for piece in run.pieces:

@@ -18,12 +18,7 @@ from flatout.strategies.servers.share import Push, Share
 
 
 class Server:
-    """Takes the workers' gradients, one after the other.
-
-    Attributes:
-        stale: for each worker, the number of its gradients by age in steps.
-        epoch: assigns parts of the batches of an epoch.
-    """
+    """Takes the workers' gradients, one after the other."""
 
     def __init__(
         self, shares: Sequence[Share], workers: int, staleness: int | None, timeout_s: float
@@ -71,7 +66,6 @@ class Server:
         return bound is None or self._clocks[worker] - min(self._clocks.values()) <= bound
 
     def begin(self, workers: Collection[int], clock: int) -> None:
-        """Let these workers continue from step `clock`."""
         with self._changed:
             self._living, self._is_over = set(workers), False
             self._clocks = dict.fromkeys(workers, clock)
@@ -90,7 +84,6 @@ class Server:
             self._meet_if_all_rest()
 
     def living(self) -> list[int]:
-        """Numbers of the workers that were not dropped."""
         with self._changed:
             return sorted(self._living)
 
@@ -101,7 +94,6 @@ class Server:
             self._changed.notify_all()
 
     def rest(self, worker: int, patience_s: float) -> list[int]:
-        """Note that a worker has no step left, and wait for all remaining workers."""
         self.leave(worker)
         with self._changed:
             before = self._meetings
@@ -118,13 +110,11 @@ class Server:
             self._changed.notify_all()
 
     def pull(self, worker: int, place: int, into: torch.Tensor) -> None:
-        """Copy the weights for a worker while no worker steps."""
         with self._changed:
             self.shares[place].read(worker, into)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Keep workers from stepping in the block."""
         with self._changed:
             yield
 
@@ -134,9 +124,6 @@ class EpochParts:
 
     A slow worker thus takes fewer parts, and no worker waits for another one's share of the epoch.
     If a worker ends, other workers get the parts that it has claimed and not used.
-
-    Attributes:
-        parts: number of parts of each batch.
     """
 
     def __init__(self, parts: int) -> None:
@@ -149,7 +136,6 @@ class EpochParts:
         self._lock = Lock()
 
     def open(self, steps: int) -> None:
-        """Allow claims of the parts of `steps` steps."""
         with self._lock:
             self._next, self._last = 0, steps * self.parts
             self._held.clear()
@@ -175,7 +161,6 @@ class EpochParts:
                 held.popleft()
 
     def give_back(self, worker: int) -> None:
-        """Return the unused parts of a worker that has ended, for other workers."""
         with self._lock:
             self._back.extend(self._held.pop(worker, ()))
 

@@ -45,13 +45,7 @@ class Push(NamedTuple):
 
 
 class Share:
-    """The share of an optimizer's parameters that a server holds in CPU memory.
-
-    Attributes:
-        values: the weights of the share, in one piece of memory.
-        parameters: the number of parameters.
-        version: the number of steps; steps in pieces are not counted.
-    """
+    """The share of an optimizer's parameters that a server holds in CPU memory."""
 
     def __init__(
         self,
@@ -77,7 +71,6 @@ class Share:
         self._seen: dict[int, int] = {}
 
     def take_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Set the states of its parts, by the number of the parameter."""
         self._runs.split()
         for number, state in states.items():
             self._optimizer.state[self._parts[number]] = dict(state)
@@ -110,7 +103,6 @@ class Share:
         return result
 
     def step_piece(self, piece: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Step one of these pieces."""
         began = perf_counter()
         self._runs.step_piece(piece, gradient)
         self._update_ms[-1] += (perf_counter() - began) * 1e3
@@ -125,11 +117,9 @@ class Share:
             _set_rates(group, next(each), next(each))
 
     def is_current(self, worker: int) -> bool:
-        """Return True if a worker has read the present weights."""
         return self._seen.get(worker, 0) == self.version
 
     def read(self, worker: int, into: torch.Tensor) -> None:
-        """Copy the weights for a worker."""
         into.copy_(self.values)
         self._seen[worker] = self.version
 
@@ -152,13 +142,7 @@ def describe(optimizer: torch.optim.Optimizer, layout: Layout, server: int) -> d
 
 
 def share_of(described: Mapping[str, Any], dtype: torch.dtype, most: int | None = None) -> Share:
-    """Return the share of a description by `describe`, with zeros for weights.
-
-    Args:
-        described: the description of the optimizer.
-        dtype: dtype of the weights.
-        most: maximum number of values that are stepped as one tensor; None for the default.
-    """
+    """Return the share of a description by `describe`, with zeros for weights."""
     kind = _KINDS[described["kind"]]
     share = Share(kind, described["groups"], described["lengths"], dtype, most)
     share.take_states(dict(described["states"]))

@@ -22,14 +22,7 @@ Stage = tuple[int, int]
 
 
 class Chain:
-    """The calls of a model's forward, in order.
-
-    Attributes:
-        model: the model.
-        graph: the graph of the whole forward.
-        inputs: the arguments of the forward, in order.
-        calls: the calls of layers and functions.
-    """
+    """The calls of a model's forward, in order."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -113,7 +106,6 @@ class Chain:
         return [value for value in made if self._last.get(value, -1) >= cut]
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
-        """Yield each weight with the first and the last call that reads it."""
         spans: dict[int, tuple[str, int, int]] = {}
         for place, call in enumerate(self.calls):
             for name, tensor in self.weights_read(call):
@@ -135,7 +127,6 @@ class Chain:
                     yield str(node.target), tensor
 
     def between(self, value: fx.Node, by: fx.Node) -> range:
-        """Return the cuts between the call that made a value and a later call."""
         return range(self._place.get(value, -1) + 1, self._place[by] + 1)
 
     # -- stages --------------------------------------------------------------------------------

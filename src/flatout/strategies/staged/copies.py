@@ -51,7 +51,6 @@ class Copies:
 
     @property
     def is_last_stage(self) -> bool:
-        """True if this rank computes losses."""
         return self.stage == self.stages - 1
 
     @property
@@ -60,11 +59,9 @@ class Copies:
         return f" in {self.stages} x {self.count} copies" if self.count > 1 else ""
 
     def last_rank(self, copy: int) -> int:
-        """Return the rank of the World that has a copy's last stage."""
         return (copy + 1) * self.stages - 1
 
     def ranks_of(self, stage: int) -> range:
-        """Return the ranks of the World that have a stage, one for each copy."""
         return range(stage, self.stages * self.count, self.stages)
 
     def shares(self, rows: int) -> list[tuple[int, int]]:
@@ -130,7 +127,6 @@ class Copies:
                 _write(flat / self.count, result)
 
     def close(self) -> None:
-        """End the reduction."""
         self._buckets.clear()
         if self._reduction is not None:
             self._reduction.close()
@@ -149,7 +145,6 @@ def _write(flat: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
 
 
 def micro_batches(asked: int, stages: int, rows: int, least: int = 1) -> int:
-    """Return the number of micro-batches for a copy's rows of a batch."""
     return max(1, min(asked or _FOR_EACH_STAGE * stages, rows // least))
 
 

@@ -49,12 +49,7 @@ class Cut(NamedTuple):
 
 
 def measure(chain: Chain, inputs: Sequence[torch.Tensor]) -> LayerTimes:
-    """Time each call of a forward, with its backward. Gradients of weights are discarded.
-
-    Args:
-        chain: the forward.
-        inputs: a micro-batch.
-    """
+    """Time each call of a forward, with its backward. Gradients of weights are discarded."""
     timed = _Timed(chain)
     timed.run(*inputs)
     return LayerTimes([timed.spent[call] for call in chain.calls], timed.sizes, timed.torn)

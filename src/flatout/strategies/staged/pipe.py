@@ -33,11 +33,7 @@ Within = Callable[[], AbstractContextManager[Any]]
 
 
 class Failed(BaseException):
-    """Raised when the rank's own code fails within a schedule, which catches other errors.
-
-    Attributes:
-        error: the original error.
-    """
+    """Raised when the rank's own code fails within a schedule, which catches other errors."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -45,14 +41,7 @@ class Failed(BaseException):
 
 
 class Clock:
-    """A clock of the time that a rank computes within a schedule.
-
-    Args:
-        world: the world of this rank.
-
-    Attributes:
-        forward, backward: nanoseconds so far.
-    """
+    """A clock of the time that a rank computes within a schedule."""
 
     def __init__(self, world: World) -> None:
         self._log = world.collectives
@@ -117,7 +106,6 @@ class OwnStage(PipelineStage):
                 _make_room(infos, self._gives[chunk])
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Return the operations that send outputs to the next stage."""
         sent, expected = self.fwd_cache[fwd_chunk_id][0], self._gives[fwd_chunk_id]
         for value, shape in zip(sent, expected, strict=True):
             if (tuple(value.shape), value.dtype) != shape[:2]:
@@ -125,7 +113,6 @@ class OwnStage(PipelineStage):
         return list(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Return the operations that send gradients to the stage before."""
         result = self.bwd_cache.get(bwd_chunk_id)
         if result is not None and not self.is_first:
             self.bwd_cache[bwd_chunk_id] = tuple(
@@ -135,7 +122,6 @@ class OwnStage(PipelineStage):
         return list(super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a micro-batch."""
         with self._clock.computing("forward"), self._within(), no_fast_attention():
             result = self.submod(*args, **kwargs)
             return tuple(value.contiguous() for value in result)
@@ -143,7 +129,6 @@ class OwnStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Run the backward of a micro-batch, if any part of it trains."""
         given = bwd_kwargs["stage_output"]
         outputs = given if isinstance(given, tuple) else (given,)
         if not any(value.requires_grad for value in outputs):
@@ -196,7 +181,6 @@ class ScheduleRun:
             return self._loss(output, int(number))
 
     def __call__(self, inputs: Sequence[torch.Tensor], loss: Loss | None, what: str) -> Any:
-        """Run the schedule, and return an evaluation's output on the last rank."""
         self._loss = loss
         args = tuple(inputs) if self._stage.is_first else ()
         target = torch.arange(self._count) if self._stage.is_last and self._trains else None

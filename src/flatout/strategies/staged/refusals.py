@@ -20,7 +20,6 @@ _DDP = "train with world.strategy=ddp"
 
 
 def check_stage_count(stages: int, ranks: int) -> None:
-    """Refuse numbers of stages that do not divide the ranks into whole copies."""
     if stages == 0 or (stages > 1 and ranks % stages == 0):
         return
     may = [number for number in range(2, ranks + 1) if ranks % number == 0]
@@ -39,7 +38,6 @@ def check_stage_count(stages: int, ranks: int) -> None:
 def check_stages(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, per_micro_batch: bool
 ) -> None:
-    """Refuse models and optimizers that cannot be cut into stages."""
     if not calls_hooks(model):
         raise ModelError(
             "world.strategy=staged cuts the forward of torch modules, and this is Keras'", do=_DDP

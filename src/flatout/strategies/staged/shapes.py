@@ -29,7 +29,6 @@ class Shape(NamedTuple):
     requires_grad: bool
 
     def like(self, device: str) -> torch.Tensor:
-        """Return an uninitialized tensor of this form."""
         made = torch.empty(self.size, dtype=self.dtype, device=device)
         return made.requires_grad_(self.requires_grad)
 

@@ -54,13 +54,7 @@ Compute = Callable[[Batch], Any]
 
 
 class StagedOptions(NamedTuple):
-    """The settings of the strategy.
-
-    Attributes:
-        stages: number of stages; 0 for one stage on each rank.
-        schedule: "gpipe" or "1f1b".
-        per_micro_batch: whether layers may compute statistics over a micro-batch.
-    """
+    """The settings of the strategy."""
 
     stages: int
     schedule: str
@@ -76,11 +70,7 @@ class _Taken(BaseException):
 
 
 class Staged(Strategy):
-    """Distributes the layers of a model over the ranks.
-
-    Attributes:
-        shares: for each stage, its share of the whole time; set by `begin`.
-    """
+    """Distributes the layers of a model over the ranks."""
 
     meets_in_compute = takes_whole_batches = True
 
@@ -436,7 +426,6 @@ class Staged(Strategy):
     # -- around a step -----------------------------------------------------------------------
 
     def before_step(self, turn: int, parameters: Tensors) -> None:
-        """Begin a step."""
         self._turn = turn
         if parameters is not self._seen:
             check_laid_out("world.strategy=staged", parameters, self._owner_of.keys())
@@ -477,12 +466,10 @@ class Staged(Strategy):
         return result if kept else torch.empty(0, dtype=result.dtype)
 
     def check_alike(self, model: nn.Module, world: World, when: str) -> None:
-        """Compare the copies of each stage."""
         if self._copies.count > 1:
             check_replicas(model, world, when, every=self._copies.stages)
 
     def state_of(self, optimizer: torch.optim.Optimizer, *, kept: bool) -> dict[str, Any]:
-        """Return an optimizer's whole state. All ranks call this."""
         order, states, groups, numbers = self._order_of(optimizer), {}, [], count()
         own = optimizer.state_dict()
         for group, parameters in zip(own["param_groups"], order, strict=True):
@@ -499,7 +486,6 @@ class Staged(Strategy):
         return {**own, "state": states, "param_groups": groups}
 
     def part_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of an optimizer's whole state that this rank loads."""
         groups, mine = [], set()
         order = self._order_of(optimizer)
         for group, parameters in zip(state["param_groups"], order, strict=True):
