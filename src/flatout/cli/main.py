@@ -22,7 +22,6 @@ from flatout.cli.jobs import cancel, jobs, logs
 from flatout.cli.report import report
 from flatout.cli.run import run
 from flatout.cli.runs import runs
-from flatout.cli.scaling import scaling
 from flatout.cli.submit import submit
 from flatout.cli.top import top
 from flatout.console import folded, say_as_is
@@ -46,7 +45,6 @@ app.command()(report)
 app.command()(runs)
 app.command()(export)
 app.command()(devices)
-app.command()(scaling)
 app.command()(forecast)
 app.add_typer(submit, name="submit")
 app.command()(jobs)
