@@ -1,1 +1,1 @@
-"""The commands: a file each. They parse, call the rooms below, and print."""
+"""The commands. They parse, call the rooms below, and print."""

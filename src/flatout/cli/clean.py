@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from flatout.cli.common import agrees, console, print_json
 from flatout.console import printable
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def clean(
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove it without asking.")] = False,
+    yes: Annotated[bool, Option("--yes", "-y", help="Remove it without asking.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object; removes only with --yes.")
+        bool, Option("--json", help="Print one JSON object; removes only with --yes.")
     ] = False,
 ) -> None:
     """List what lies in Flatout's cache folder, and remove it when you agree.

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from flatout.console import printable
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from flatout.terminal import Console
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 Texts = list[str] | None
 """The values of an option that can be given several times."""
 

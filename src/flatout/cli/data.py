@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from flatout.cli.common import Texts, console, print_json
 from flatout.console import printable
@@ -56,47 +57,42 @@ class OnError(StrEnum):
 
 
 Paths = Annotated[
-    list[str], typer.Argument(metavar="PATHS...", help="Files, quoted patterns, folders or URLs.")
+    list[str], Argument(metavar="PATHS...", help="Files, quoted patterns, folders or URLs.")
 ]
 Format = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="libsvm, tfrecord, criteo, csv, parquet, arrow, images, rows, idx, npy, npz or hdf5. "
         "Default: by the names, or else the first bytes."
     ),
 ]
 # Options of tables, which are arguments of flatout.data.csv, parquet and arrow.
 _OF_TABLES: dict[str, Any] = {
-    "target": Annotated[
-        Texts, typer.Option("--target", metavar="COLUMN", help="Column to predict.")
-    ],
-    "unused": Annotated[Texts, typer.Option("--unused", metavar="COLUMN", help="Leave it out.")],
+    "target": Annotated[Texts, Option("--target", metavar="COLUMN", help="Column to predict.")],
+    "unused": Annotated[Texts, Option("--unused", metavar="COLUMN", help="Leave it out.")],
     "categories": Annotated[
-        Texts,
-        typer.Option("--category", metavar="COLUMN", help="Number its texts, whatever they are."),
+        Texts, Option("--category", metavar="COLUMN", help="Number its texts, whatever they are.")
     ],
     "dates": Annotated[
-        Texts,
-        typer.Option("--date", metavar="COLUMN[=FORMAT]", help="Dates, such as day=%d.%m.%Y."),
+        Texts, Option("--date", metavar="COLUMN[=FORMAT]", help="Dates, such as day=%d.%m.%Y.")
     ],
     "default": Annotated[
-        Texts,
-        typer.Option("--default", metavar="[COLUMN=]NUMBER", help="What a missing value becomes."),
+        Texts, Option("--default", metavar="[COLUMN=]NUMBER", help="What a missing value becomes.")
     ],
     "missing": Annotated[
-        Texts, typer.Option("--missing", metavar="TEXT", help="Stands for a missing value in CSV.")
+        Texts, Option("--missing", metavar="TEXT", help="Stands for a missing value in CSV.")
     ],
-    "delimiter": Annotated[str | None, typer.Option(help="Of CSV, between fields.")],
-    "decimal": Annotated[str | None, typer.Option(help="Of CSV, such as ','.")],
-    "encoding": Annotated[str | None, typer.Option(help="Of CSV, such as cp1252.")],
+    "delimiter": Annotated[str | None, Option(help="Of CSV, between fields.")],
+    "decimal": Annotated[str | None, Option(help="Of CSV, such as ','.")],
+    "encoding": Annotated[str | None, Option(help="Of CSV, such as cp1252.")],
     "header": Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="yes|no|NAMES", help="Of CSV: names come first, or are these: age,city,price."
         ),
     ],
     "stack": Annotated[
-        bool | None, typer.Option("--stack", help="Put a table's numbers into one input.")
+        bool | None, Option("--stack", help="Put a table's numbers into one input.")
     ],
 }
 
@@ -156,7 +152,7 @@ def _defaults(given: Sequence[str]) -> float | dict[str, float] | None:
     return named or None
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, progress to stderr.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object, progress to stderr.")]
 
 
 @data.command()
@@ -165,14 +161,14 @@ def inspect(
     paths: Paths,
     format: Format = None,
     schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the schema to this TOML file.")
+        Path | None, Option(metavar="FILE", help="Write the schema to this TOML file.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a schema file that was edited.")
+        bool, Option("--overwrite", help="Replace a schema file that was edited.")
     ] = False,
     against: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="Another day: which ids of PATHS it does not have. Several times for more files.",
         ),
@@ -226,44 +222,36 @@ def _show(report: Report, schema: Path | None, as_json: bool) -> None:
 def convert(
     source: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="SOURCE... TARGET",
             help="Files, quoted patterns, folders or URLs; and at last what to write: "
             "out/train.tfrecord, out/train.parquet or out/train.rows.",
         ),
     ],
-    to: Annotated[Target | None, typer.Option(help="Default: by the target's name.")] = None,
+    to: Annotated[Target | None, Option(help="Default: by the target's name.")] = None,
     format: Format = None,
     schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of the source, as inspect writes it.")
+        Path | None, Option(metavar="FILE", help="Of the source, as inspect writes it.")
     ] = None,
     shuffle: Annotated[
-        int | None, typer.Option(metavar="SEED", help="Write the rows in a drawn order.")
+        int | None, Option(metavar="SEED", help="Write the rows in a drawn order.")
     ] = None,
     shards: Annotated[
-        int | None, typer.Option(min=1, help="How many files. Default: of about 128 MiB.")
+        int | None, Option(min=1, help="How many files. Default: of about 128 MiB.")
     ] = None,
-    rows_per_shard: Annotated[
-        int | None, typer.Option(min=1, help="The most rows in a file.")
-    ] = None,
-    shard_bytes: Annotated[
-        int | None, typer.Option(min=1, help="About how large files become.")
-    ] = None,
+    rows_per_shard: Annotated[int | None, Option(min=1, help="The most rows in a file.")] = None,
+    shard_bytes: Annotated[int | None, Option(min=1, help="About how large files become.")] = None,
     balance: Annotated[
         Balance | None,
-        typer.Option(
-            help="class: equally many rows of each class; spread: all rows, each class evenly."
-        ),
+        Option(help="class: equally many rows of each class; spread: all rows, each class evenly."),
     ] = None,
     sampling: Annotated[
-        Sampling, typer.Option(help="Of --balance class: repeat rare rows, or leave others out.")
+        Sampling, Option(help="Of --balance class: repeat rare rows, or leave others out.")
     ] = Sampling.over,
-    on_error: Annotated[OnError, typer.Option(help="What becomes of bad rows.")] = OnError.fail,
-    max_errors: Annotated[
-        int, typer.Option(min=0, help="With --on-error skip, the most to skip.")
-    ] = 100,
+    on_error: Annotated[OnError, Option(help="What becomes of bad rows.")] = OnError.fail,
+    max_errors: Annotated[int, Option(min=0, help="With --on-error skip, the most to skip.")] = 100,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what other settings or data have made.")
+        bool, Option("--overwrite", help="Replace what other settings or data have made.")
     ] = False,
     options: Any = None,
     as_json: AsJson = False,
@@ -303,13 +291,11 @@ def convert(
 def bench(
     paths: Paths,
     format: Format = None,
-    schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="As inspect writes it.")
-    ] = None,
+    schema: Annotated[Path | None, Option(metavar="FILE", help="As inspect writes it.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Default: 4096, or less for small data.")
+        int | None, Option(min=1, help="Default: 4096, or less for small data.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.05, help="For each number of threads.")] = 2.0,
+    seconds: Annotated[float, Option(min=0.05, help="For each number of threads.")] = 2.0,
     as_json: AsJson = False,
 ) -> None:
     """Measure the pipeline on files, with one thread and with all."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from flatout.console import say_as_is
 from flatout.words import rounded
@@ -27,24 +28,22 @@ _PLAIN_S = 35.0
 def demo(
     data: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="DIR",
             help="A folder of IDX files, such as MNIST or Fashion-MNIST, gzip or not. "
             "Default: scikit-learn's handwritten digits.",
         ),
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Default: 5 with --data, otherwise 20.")
+        int | None, Option(min=1, help="Default: 5 with --data, otherwise 20.")
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Where the model and the log go. Default: runs/demo-<time>."
-        ),
+        Option(metavar="DIR", help="Where the model and the log go. Default: runs/demo-<time>."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Decides the first weights and the order.")] = 0,
+    seed: Annotated[int, Option(help="Decides the first weights and the order.")] = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, all the rest to stderr.")
+        bool, Option("--json", help="Print one JSON object, all the rest to stderr.")
     ] = False,
 ) -> None:
     """Train a small ConvNet on real images, as a plain loop and with Flatout, and compare."""

@@ -1,4 +1,4 @@
-"""`flatout doctor`: what is wrong with this machine, or what holds a script back."""
+"""`flatout doctor` and `devices`: what this machine has, what is wrong, what slows a script."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from flatout.cli.common import AsJson, console, grid, print_json
 
@@ -20,108 +21,102 @@ def doctor(
     context: typer.Context,
     script: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help="A Python file, a module after -m, or torchrun with its arguments. Without one, "
             "the machine is checked."
         ),
     ] = None,
     args: Annotated[
-        list[str] | None, typer.Argument(help="The script's own, passed on as they are.")
+        list[str] | None, Argument(help="The script's own, passed on as they are.")
     ] = None,
     is_module: Annotated[
-        bool, typer.Option("-m", help="The script is a module or package, as in python -m.")
+        bool, Option("-m", help="The script is a module or package, as in python -m.")
     ] = False,
     seconds: Annotated[
-        float, typer.Option(min=1.0, help="How long its steps are watched, from the first one.")
+        float, Option(min=1.0, help="How long its steps are watched, from the first one.")
     ] = 20.0,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="How many steps are watched at most.")
-    ] = None,
+    steps: Annotated[int | None, Option(min=1, help="How many steps are watched at most.")] = None,
     in_place: Annotated[
         bool,
-        typer.Option(
-            "--in-place", help="Watch it where it is: what it writes and sends then is real."
-        ),
+        Option("--in-place", help="Watch it where it is: what it writes and sends then is real."),
     ] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Prove cures in trials without asking.")
+        bool, Option("--yes", "-y", help="Prove cures in trials without asking.")
     ] = False,
-    no_trials: Annotated[bool, typer.Option("--no-trials", help="Watch only.")] = False,
+    no_trials: Annotated[bool, Option("--no-trials", help="Watch only.")] = False,
     search: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--search", help="Look for the best Recipe: try settings, too, that no check found."
         ),
     ] = False,
     verify_full: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--verify-full",
             help="Then run the script to its end, as it is and with what was proven, and compare "
             "the final losses.",
         ),
     ] = False,
-    seeds: Annotated[
-        int, typer.Option(min=2, max=10, help="How many times --verify-full does so.")
-    ] = 3,
+    seeds: Annotated[int, Option(min=2, max=10, help="How many times --verify-full does so.")] = 3,
     target_loss: Annotated[
         float | None,
-        typer.Option(
+        Option(
             help="With --verify-full: a loss; says how long each takes to it. [default: "
             "the lowest that both reach]"
         ),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="TIME", help="For all trials, such as 90s or 2m. [default: 2m; 10m to search]"
         ),
     ] = None,
     allow: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="exact|tolerant|redrawn",
             help="What a cure may do to the result: keep its bits, round otherwise, draw random "
             "numbers again. [default: tolerant; exact for --fix]",
         ),
     ] = None,
     diff: Annotated[
-        bool, typer.Option("--diff", help="Show cures as changes of your code, for patch -p1.")
+        bool, Option("--diff", help="Show cures as changes of your code, for patch -p1.")
     ] = False,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Make those in your code that --allow allows.")
+        bool, Option("--fix", help="Make those in your code that --allow allows.")
     ] = False,
     recipe: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="Where to write the Recipe of what was proven. [default: flatout.toml]",
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Write it also over a file of your own.")
+        bool, Option("--force", help="Write it also over a file of your own.")
     ] = False,
     verbose: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--verbose",
             help="Show the script's output, on standard error, and all that was found in full.",
         ),
     ] = False,
     as_json: AsJson = False,
     page: Annotated[
-        Path | None, typer.Option("--page", help="Write what was found as one HTML file.")
+        Path | None, Option("--page", help="Write what was found as one HTML file.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write the steps for ui.perfetto.dev.")
+        Path | None, Option("--trace", help="Write the steps for ui.perfetto.dev.")
     ] = None,
     ci: Annotated[
         Path | None,
-        typer.Option("--ci", help="Compare with this baseline: 3 for a new danger, or slower."),
+        Option("--ci", help="Compare with this baseline: 3 for a new danger, or slower."),
     ] = None,
     write_baseline: Annotated[
         Path | None,
-        typer.Option("--write-baseline", help="Keep what was found, for --ci to compare with."),
+        Option("--write-baseline", help="Keep what was found, for --ci to compare with."),
     ] = None,
 ) -> None:
     """Check this machine and environment; or watch a script: what holds it back, what endangers it.
@@ -172,6 +167,17 @@ def doctor(
         fix=Parity.from_name(allow or "exact") if fix else None,
     )
     raise typer.Exit(diagnose(asked))
+
+
+def devices(as_json: AsJson = False) -> None:
+    """Show what this machine has for training."""
+    from flatout.devices import inventory, rows
+
+    result = inventory()
+    if as_json:
+        print_json(result.as_dict())
+        return
+    console().print(grid(rows(result)))
 
 
 def _check_script(script: str) -> None:

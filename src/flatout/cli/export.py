@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from flatout.cli.common import AsJson, print_json
 from flatout.console import printable
@@ -13,46 +14,46 @@ from flatout.console import printable
 def export(
     checkpoint: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="A run, a checkpoint, .safetensors, a .pt, .pth, .bin or .ckpt of torch.save, or "
             "Keras' .keras, .h5 or .weights.h5."
         ),
     ],
     target: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help="A name in .safetensors or .pt2 (of Keras .keras or .weights.h5), or a folder. "
             "Default: beside the checkpoint."
         ),
     ] = None,
     key: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Of a file of torch.save: which set of weights: state_dict_ema, generator, a.b."
         ),
     ] = None,
     prefix: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Keep only names that begin so, without it. Default: take off wrappers' prefixes."
         ),
     ] = None,
     best: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--best", help="Of a run: the best weights. Default where something tells the best."
         ),
     ] = False,
     last: Annotated[
-        bool, typer.Option("--last", help="Of a run: the weights of the last checkpoint.")
+        bool, Option("--last", help="Of a run: the weights of the last checkpoint.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the target.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="For .pt2: package.module:callable that returns the module.")
+        str | None, Option(help="For .pt2: package.module:callable that returns the module.")
     ] = None,
     inputs: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--input", help="For .pt2: shape of an input, 1x28x28 or 1x128:int64; once for each."
         ),
     ] = None,

@@ -6,6 +6,7 @@ import re
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from flatout.cli.common import AsJson, Texts, console, print_json
 from flatout.errors import FlatoutError
@@ -15,64 +16,59 @@ _HOSTS = "1, or 1..16 for 1, 2, 4, 8 and 16, or 1,2,3."
 
 def forecast(
     runs: Annotated[
-        Texts, typer.Argument(metavar="RUN...", help="Run folders of one job; other machines too.")
+        Texts, Argument(metavar="RUN...", help="Run folders of one job; other machines too.")
     ] = None,
-    hosts: Annotated[str, typer.Option(metavar="N", help=f"How many hosts: {_HOSTS}")] = "1",
+    hosts: Annotated[str, Option(metavar="N", help=f"How many hosts: {_HOSTS}")] = "1",
     devices_per_host: Annotated[
-        int | None, typer.Option(metavar="K", min=1, help="Ranks on each host; as in the run.")
+        int | None, Option(metavar="K", min=1, help="Ranks on each host; as in the run.")
     ] = None,
     network: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="RATE|FILE",
             help="Line rate of a host, such as 10Gb, or a file of what was measured.",
         ),
     ] = None,
     rtt: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Round trip between hosts, such as 0.2ms.")
+        str | None, Option(metavar="TIME", help="Round trip between hosts, such as 0.2ms.")
     ] = None,
     storage: Annotated[
         str | None,
-        typer.Option(
-            metavar="RATE", help="What all hosts together can read, such as 100MB per second."
-        ),
+        Option(metavar="RATE", help="What all hosts together can read, such as 100MB per second."),
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Of how many; as in the run.")
+        int | None, Option(metavar="N", min=1, help="Of how many; as in the run.")
     ] = None,
     price: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAME=PRICE,...|FILE",
             help="Of a host per hour, one for each kind of machine, in the order of the runs.",
         ),
     ] = None,
-    currency: Annotated[str | None, typer.Option(metavar="USD", help="Of the prices.")] = None,
+    currency: Annotated[str | None, Option(metavar="USD", help="Of the prices.")] = None,
     deadline: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Find the cheapest within it.")
+        str | None, Option(metavar="TIME", help="Find the cheapest within it.")
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(metavar="MONEY", help="Find the fastest for it.")
+        float | None, Option(metavar="MONEY", help="Find the fastest for it.")
     ] = None,
     efficiency: Annotated[
         float,
-        typer.Option(
-            min=0.0, max=1.0, help="What a further host must give, of what the first does."
-        ),
+        Option(min=0.0, max=1.0, help="What a further host must give, of what the first does."),
     ] = 0.7,
     keep_rank_batch: Annotated[
-        bool,
-        typer.Option("--keep-rank-batch", help="Each rank keeps its batch; that changes learning."),
+        bool, Option("--keep-rank-batch", help="Each rank keeps its batch; that changes learning.")
     ] = False,
     settings: Annotated[
         Texts,
-        typer.Option(
+        Option(
             "--set", metavar="world.KEY=VALUE", help="Another strategy, reduction or compression."
         ),
     ] = None,
     measure: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="HOSTS|here",
             help="Measure the network instead, for two minutes: between these hosts, over ssh "
             "(host1,host2, or a file with one in each line), or between ranks of this one. With "
@@ -80,14 +76,12 @@ def forecast(
         ),
     ] = None,
     measure_time: Annotated[
-        str, typer.Option(metavar="TIME", help="How long --measure takes, about.")
+        str, Option(metavar="TIME", help="How long --measure takes, about.")
     ] = "2min",
-    out: Annotated[str, typer.Option(metavar="FILE", help="What --measure writes.")] = (
-        "network.json"
-    ),
+    out: Annotated[str, Option(metavar="FILE", help="What --measure writes.")] = ("network.json"),
     options: Annotated[
         Texts,
-        typer.Option(
+        Option(
             "--option",
             metavar="NAME=VALUE",
             help="For --measure, as of flatout submit ssh: bin, config, folder, rendezvous.",

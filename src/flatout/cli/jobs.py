@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from flatout.cli.common import AsJson, print_json
 from flatout.console import colorless, folded, printable
 
 _HEADS = ("job", "target", "state", "ran", "name and nodes")
-Which = Annotated[str, typer.Argument(metavar="JOB", help="Its id, or its name.")]
+Which = Annotated[str, Argument(metavar="JOB", help="Its id, or its name.")]
 
 
 def jobs(
     which: Annotated[
-        str | None, typer.Argument(metavar="[JOB]", help="One of them: its id or name.")
+        str | None, Argument(metavar="[JOB]", help="One of them: its id or name.")
     ] = None,
     all: Annotated[
-        bool, typer.Option("--all", help="Also those that ended more than a week ago.")
+        bool, Option("--all", help="Also those that ended more than a week ago.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -57,7 +58,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 def logs(
     which: Which,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")
+        bool, Option("--follow", "-f", help="Go on until the job has ended.")
     ] = False,
 ) -> None:
     """Print what a job has printed. With -f the exit code is the job's."""
@@ -78,7 +79,7 @@ def logs(
 
 
 def cancel(
-    which: Annotated[list[str], typer.Argument(metavar="JOB...", help="Their ids, or names.")],
+    which: Annotated[list[str], Argument(metavar="JOB...", help="Their ids, or names.")],
 ) -> None:
     """Stop jobs. Where they can they write a last checkpoint; they do not start again."""
     from flatout.submit import Ledger, target_of

@@ -8,22 +8,19 @@ from io import TextIOWrapper
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from flatout import __version__
 from flatout.cli.clean import clean
 from flatout.cli.data import data
 from flatout.cli.demo import demo
-from flatout.cli.devices import devices
-from flatout.cli.doctor import doctor
-from flatout.cli.explain import explain
+from flatout.cli.doctor import devices, doctor
 from flatout.cli.export import export
 from flatout.cli.forecast import forecast
 from flatout.cli.jobs import cancel, jobs, logs
-from flatout.cli.report import report
 from flatout.cli.run import run
-from flatout.cli.runs import runs
+from flatout.cli.runs import explain, report, runs, top
 from flatout.cli.submit import submit
-from flatout.cli.top import top
 from flatout.console import folded, say_as_is
 from flatout.errors import FlatoutError
 from flatout.measure import require_proc
@@ -63,10 +60,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _flatout(
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     require_proc()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from flatout.cli.common import Texts
 from flatout.console import say, say_as_is
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="A Python file, or a module after -m.")],
-    args: Annotated[Texts, typer.Argument(help="The script's own, passed on as they are.")] = None,
+    script: Annotated[str, Argument(help="A Python file, or a module after -m.")],
+    args: Annotated[Texts, Argument(help="The script's own, passed on as they are.")] = None,
     is_module: Annotated[
-        bool, typer.Option("-m", help="The script is a module or package, as in python -m.")
+        bool, Option("-m", help="The script is a module or package, as in python -m.")
     ] = False,
-    recipe: Annotated[Path | None, typer.Option(metavar="FILE", help="A Recipe to run by.")] = None,
+    recipe: Annotated[Path | None, Option(metavar="FILE", help="A Recipe to run by.")] = None,
     settings: Annotated[
         Texts,
-        typer.Option(
+        Option(
             "--set",
             metavar="KEY=VALUE",
             help="A field of the Recipe, such as process.threads=2. Can be given several times.",
@@ -39,7 +40,7 @@ def run(
     ] = None,
     devices: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--devices",
             "--nproc-per-node",
             metavar="N|auto",
@@ -48,14 +49,12 @@ def run(
         ),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", "--nnodes", min=1, help="How many nodes.")
+        int | None, Option("--nodes", "--nnodes", min=1, help="How many nodes.")
     ] = None,
-    node_rank: Annotated[
-        int | None, typer.Option(min=0, help="Which node this is, from 0.")
-    ] = None,
+    node_rank: Annotated[int | None, Option(min=0, help="Which node this is, from 0.")] = None,
     rendezvous: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--rendezvous",
             "--rdzv-endpoint",
             metavar="HOST:PORT",
@@ -64,7 +63,7 @@ def run(
     ] = None,
     servers: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--servers",
             min=1,
             help="Parameter servers that compute nothing, for world.strategy=parameter_server: on "
@@ -73,27 +72,27 @@ def run(
     ] = None,
     checkpoints: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="FOLDER",
             help="Run folder of a Trainer that names none. It goes on from what lies there.",
         ),
     ] = None,
     profile_batches: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--profile-batches",
             help="When a Trainer with a run folder has trained, measure steps on parts of its "
             "batch, and ranks beside each other, for its Profile: flatout forecast reads it.",
         ),
     ] = False,
     restarts: Annotated[
-        int, typer.Option(min=0, help="How often ranks start again after one of them was killed.")
+        int, Option(min=0, help="How often ranks start again after one of them was killed.")
     ] = 3,
     wait: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="How long nodes wait for one another.")
+        int, Option(min=1, metavar="SECONDS", help="How long nodes wait for one another.")
     ] = 900,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be run, and run nothing.")
+        bool, Option("--dry-run", help="Print what would be run, and run nothing.")
     ] = False,
 ) -> None:
     """Run a script by a Recipe, as python would.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from flatout.cli.common import Texts, agrees, print_json
 from flatout.console import folded, printable, say_as_is
@@ -27,19 +28,16 @@ submit = typer.Typer(
 def _command(target: str) -> Callable[..., None]:
     def to_target(
         script: Annotated[
-            str,
-            typer.Argument(help="A Python file, a module after -m, or: flatout data convert ..."),
+            str, Argument(help="A Python file, a module after -m, or: flatout data convert ...")
         ],
-        args: Annotated[
-            Texts, typer.Argument(help="The script's own, passed on as they are.")
-        ] = None,
+        args: Annotated[Texts, Argument(help="The script's own, passed on as they are.")] = None,
         is_module: Annotated[
-            bool, typer.Option("-m", help="The script is a module, as in python -m.")
+            bool, Option("-m", help="The script is a module, as in python -m.")
         ] = False,
-        nodes: Annotated[int, typer.Option("--nodes", "--nnodes", min=1, help="How many.")] = 1,
+        nodes: Annotated[int, Option("--nodes", "--nnodes", min=1, help="How many.")] = 1,
         devices: Annotated[
             str,
-            typer.Option(
+            Option(
                 "--devices",
                 "--nproc-per-node",
                 metavar="N|auto",
@@ -48,7 +46,7 @@ def _command(target: str) -> Callable[..., None]:
         ] = "1",
         servers: Annotated[
             int | None,
-            typer.Option(
+            Option(
                 "--servers",
                 min=1,
                 help="Parameter servers that compute nothing, as in flatout run: on one node "
@@ -57,7 +55,7 @@ def _command(target: str) -> Callable[..., None]:
         ] = None,
         threads: Annotated[
             int | None,
-            typer.Option(
+            Option(
                 min=1,
                 help="CPUs of each rank, or with --devices auto of each node. Default: as the "
                 "Recipe has measured, or else each rank's share of the CPUs here.",
@@ -65,86 +63,70 @@ def _command(target: str) -> Callable[..., None]:
         ] = None,
         gpus: Annotated[
             int | None,
-            typer.Option(
+            Option(
                 min=0,
                 help="On each node. Default: one for each rank, where the Recipe or this machine "
                 "has any.",
             ),
         ] = None,
         time: Annotated[
-            str | None, typer.Option(help="The most it may take: 2h, 1h30m, 1:30:00.")
+            str | None, Option(help="The most it may take: 2h, 1h30m, 1:30:00.")
         ] = None,
         stop_ahead: Annotated[
-            str, typer.Option(help="How long before that the stop signal comes.")
+            str, Option(help="How long before that the stop signal comes.")
         ] = "120s",
         checkpoints: Annotated[
             str | None,
-            typer.Option(
+            Option(
                 metavar="FOLDER",
                 help="Run folder that all nodes see. A job that starts again goes on from it.",
             ),
         ] = None,
-        recipe: Annotated[
-            str | None, typer.Option(metavar="FILE", help="A Recipe to run by.")
-        ] = None,
+        recipe: Annotated[str | None, Option(metavar="FILE", help="A Recipe to run by.")] = None,
         settings: Annotated[
-            Texts,
-            typer.Option("--set", metavar="KEY=VALUE", help="A field of the Recipe; repeatable."),
+            Texts, Option("--set", metavar="KEY=VALUE", help="A field of the Recipe; repeatable.")
         ] = None,
         inputs: Annotated[
             Texts,
-            typer.Option(
-                "--input", metavar="PATH", help="What the script reads, besides its arguments."
-            ),
+            Option("--input", metavar="PATH", help="What the script reads, besides its arguments."),
         ] = None,
         look: Annotated[
             bool,
-            typer.Option(
+            Option(
                 "--look",
                 help="Run the script here for some seconds, contained, to see what it reads.",
             ),
         ] = False,
         shared: Annotated[
-            Texts,
-            typer.Option(metavar="PATH", help="All nodes see it, on whichever disk it lies here."),
+            Texts, Option(metavar="PATH", help="All nodes see it, on whichever disk it lies here.")
         ] = None,
         seeds: Annotated[
             str | None,
-            typer.Option(
-                metavar="1,2,5-9", help="Run once for each; {seed} in the arguments is it."
-            ),
+            Option(metavar="1,2,5-9", help="Run once for each; {seed} in the arguments is it."),
         ] = None,
         retries: Annotated[
-            int, typer.Option(min=0, help="How often it starts again after it was killed.")
+            int, Option(min=0, help="How often it starts again after it was killed.")
         ] = 3,
         price: Annotated[
             float | None,
-            typer.Option(
-                help="Of a node for an hour: flatout jobs shows the cost so far and to come."
-            ),
+            Option(help="Of a node for an hour: flatout jobs shows the cost so far and to come."),
         ] = None,
-        currency: Annotated[str | None, typer.Option(metavar="USD", help="Of --price.")] = None,
+        currency: Annotated[str | None, Option(metavar="USD", help="Of --price.")] = None,
         environment: Annotated[
-            Texts, typer.Option("--env", metavar="NAME=VALUE", help="For the script; repeatable.")
+            Texts, Option("--env", metavar="NAME=VALUE", help="For the script; repeatable.")
         ] = None,
         options: Annotated[
             Texts,
-            typer.Option(
-                "--option", metavar="NAME=VALUE", help="Of the target, such as partition=cpu."
-            ),
+            Option("--option", metavar="NAME=VALUE", help="Of the target, such as partition=cpu."),
         ] = None,
-        name: Annotated[
-            str | None, typer.Option(help="Of the job. Default: script and time.")
-        ] = None,
-        folder: Annotated[
-            str, typer.Option(help="In which each job has its own folder.")
-        ] = "submit",
+        name: Annotated[str | None, Option(help="Of the job. Default: script and time.")] = None,
+        folder: Annotated[str, Option(help="In which each job has its own folder.")] = "submit",
         dry_run: Annotated[
-            bool, typer.Option("--dry-run", help="Print all that would be sent; write nothing.")
+            bool, Option("--dry-run", help="Print all that would be sent; write nothing.")
         ] = False,
-        yes: Annotated[bool, typer.Option("--yes", "-y", help="Send it without asking.")] = False,
+        yes: Annotated[bool, Option("--yes", "-y", help="Send it without asking.")] = False,
         as_json: Annotated[
-            bool, typer.Option("--json", help="Print one JSON object; sends only with --yes.")
+            bool, Option("--json", help="Print one JSON object; sends only with --yes.")
         ] = False,
     ) -> None:
         from flatout.submit import JobOptions, inputs_seen, ranks_of, seeds_of
