@@ -68,7 +68,6 @@ class GpuMeter:
 
     Args:
         uuid: from CUDA or NVML, such as "GPU-5f3c...".
-        module: as for `gpu_use`.
     """
 
     def __init__(self, uuid: str, module: Any = None) -> None:

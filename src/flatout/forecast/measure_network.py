@@ -103,7 +103,6 @@ def measure_hosts(
 
     Args:
         hosts: "host1,host2", or a file with one host in each line.
-        sizes, say, seconds: arguments of `measure_here` with the same names.
         ranks_per_host: number of ranks on each host.
         options: texts NAME=VALUE, as for `flatout submit ssh --option`.
 

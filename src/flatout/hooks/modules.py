@@ -18,7 +18,6 @@ class ModuleCalls:
     Wrapping the calls of all modules costs a third of a microsecond for each submodule and call.
 
     Args:
-        torch: the module.
         kind, around: as for `wrap`.
         hooked: called with each Hook.
 

@@ -64,9 +64,6 @@ def unnumbered(handle: Any) -> Any:
     """Give a hook in torch one of Flatout's own negative numbers, and return the handle.
 
     So a later hook of the script gets the same number as without Flatout.
-
-    Args:
-        handle: returned by torch for the latest hook.
     """
     counter = sys.modules["torch.utils.hooks"].RemovableHandle
     if counter.next_id == handle.id + 1:

@@ -67,9 +67,7 @@ class DeviceLanes:
     """Writes the rows of a Timeline by the device's times. For one thread.
 
     Args:
-        timeline: the steps.
         new_event: creates an event that is timed.
-        stream: returns the stream in which steps are queued.
     """
 
     def __init__(
@@ -128,18 +126,7 @@ class DeviceLanes:
         host: int,
         samples: int,
     ) -> None:
-        """Record the times of a queued step, in ns by the host's clock.
-
-        Args:
-            start: begin of the step, on `perf_counter_ns`' clock.
-            input: time of fetching its batch.
-            copy: time of bringing the batch to the device.
-            others: time of waiting for other ranks in between.
-            frozen: time of computing layers whose results are kept.
-            queueing: time from the first mark to the last.
-            host: time after the last mark.
-            samples: number of samples, of all ranks.
-        """
+        """Record the times of a queued step, in ns by the host's clock."""
         if not self._marks:
             self.begin()
         if len(self._marks) == 1:
@@ -152,11 +139,7 @@ class DeviceLanes:
         self.settle()
 
     def settle(self, *, wait: bool = False) -> None:
-        """Write the rows of steps that have passed.
-
-        Args:
-            wait: whether to wait for all steps.
-        """
+        """Write the rows of steps that have passed; with `wait`, those of all steps."""
         try:
             while self._queued and (wait or self._queued[0].last.query()):
                 if wait:
@@ -206,12 +189,7 @@ def _ns(begin: Event, end: Event) -> int:
 
 
 def cuda_lanes(timeline: Timeline, device: Any) -> DeviceLanes:
-    """Return the lanes of a CUDA device.
-
-    Args:
-        timeline: the steps.
-        device: a `torch.device`.
-    """
+    """Return the lanes of a CUDA device."""
     import torch
 
     return DeviceLanes(

@@ -56,7 +56,6 @@ class Live:
         due: time on `perf_counter_ns`' clock; call `write` at the end of the first step after it.
 
     Args:
-        timeline: the steps.
         rank: number of this process.
         world_size: number of ranks that train together.
         job: the same text in all ranks of a job, and in no other job of this machine. None derives

@@ -31,12 +31,7 @@ _GPU = 4
 
 
 def known_rates(device: str, threads: int) -> dict[str, Any] | None:
-    """Return the rates of an earlier measurement, or None if there is none or its file is damaged.
-
-    Args:
-        device: "cpu" or "cuda".
-        threads: number of torch's threads in one operator.
-    """
+    """Return the rates of an earlier measurement; None without one, or if its file is damaged."""
     try:
         data = json.loads(kept_text(_KIND, _name(device, threads)) or "")
         return data if isinstance(data, dict) and "spread" in data else None
@@ -48,7 +43,6 @@ def machine_rates(device: str = "cpu", threads: int | None = None) -> dict[str, 
     """Return the best rates of this machine, measured at the first call.
 
     Args:
-        device: "cpu" or "cuda".
         threads: number of torch's threads in one operator; None for the present number.
 
     Returns:

@@ -110,7 +110,6 @@ def possible_savings(
     """Return the possible saving of each option, by field, without options unknown to the model.
 
     Args:
-        counts, rates: as for `bound`.
         options: fields of the Recipe, and the values that may be faster.
     """
     result = {}

@@ -40,10 +40,6 @@ def median_of(steps: Sequence[float], *, seed: int = 0) -> Interval:
 
     Args:
         steps: durations in order, any unit; at least one, all above 0.
-        seed: seed of the resampling.
-
-    Returns:
-        The median, and the percentile interval of the block bootstrap (see the module).
     """
     values = np.asarray(steps, dtype=np.float64)
     generator = np.random.default_rng(seed)
@@ -63,10 +59,6 @@ def ratio_of_medians(
         kept: durations in order of each kept run, any unit; for several runs the geometric mean of
             their medians counts.
         new: durations in order of the new run, same unit.
-        seed: seed of the resampling.
-
-    Returns:
-        The ratio, and the percentile interval of the block bootstrap (see the module).
     """
     generator = np.random.default_rng(seed)
     runs = [np.asarray(run, dtype=np.float64) for run in kept]
@@ -118,9 +110,6 @@ def block_length(values: npt.ArrayLike) -> int:
     The rule of Politis and White (2004), corrected in 2009, for blocks that wrap around. It is
     applied to the series of whether a value is above the median. Returns 1 if values are not
     correlated.
-
-    Args:
-        values: in order, of shape (count,).
     """
     series = np.asarray(values, dtype=np.float64)
     count = len(series)

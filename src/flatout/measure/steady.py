@@ -52,8 +52,6 @@ def grows_steadily(places: Sequence[float], values: Sequence[float], noise: floa
     """Return whether values grow from each place to the next, apart from jumps between levels.
 
     Args:
-        places: the place of each measurement, in order.
-        values: the measured values.
         noise: the least variance of a single value.
     """
     count = len(values)

@@ -141,8 +141,6 @@ def run_trial(
             than this number of seconds after the start. The first always runs.
         floor: a floor known in advance; the larger of it and the trial's own counts.
         precision: largest distance between the ends of the interval of a clear answer: 0.05 is 5%.
-        seed: seed of the resampling.
-        clock: returns seconds.
 
     Raises:
         FlatoutError: a block's time is not a positive number, or the numbers of pairs make no
@@ -193,9 +191,6 @@ def quadruples(
     the result.
 
     Args:
-        a: stands for configuration A.
-        b: stands for configuration B.
-        max_pairs, min_pairs, deadline_s, floor, precision, seed, clock: as for `run_trial`.
         enough: called after each quadruple, from the first on; True ends the trial.
 
     Raises:
@@ -241,11 +236,6 @@ def bootstrap_ratio(a: npt.ArrayLike, b: npt.ArrayLike, *, seed: int = 0) -> Int
 
     For restarts of processes, with one value for each process. Both sides are resampled
     independently.
-
-    Args:
-        a: float times of shape (restarts of A,), any unit.
-        b: float times of shape (restarts of B,).
-        seed: seed of the resampling.
 
     Raises:
         FlatoutError: there are no times, or a time is not a positive number.

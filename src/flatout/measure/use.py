@@ -132,11 +132,7 @@ def _machine_s() -> tuple[float, float]:
 
 
 def mean_use(points: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
-    """Return a job's use by column: the mean over time, and of memory the largest.
-
-    Args:
-        points: by column, as a Profile keeps them; unknown columns are left out.
-    """
+    """Return a job's use by column: the mean over time, and of memory the largest."""
     ends = [item or 0.0 for item in points.get("seconds", ())]
     spans = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
     result = {}

@@ -93,11 +93,7 @@ def from_file() -> Recipe | ResolvedRecipe | None:
 
 
 def from_set() -> list[str]:
-    """Return the settings that `flatout run --set` gave, in order.
-
-    Raises:
-        RecipeError: the variable does not contain a JSON list of strings.
-    """
+    """Return the settings that `flatout run --set` gave, in order."""
     text = os.environ.get(SET_VARIABLE)
     if not text:
         return []

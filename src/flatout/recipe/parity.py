@@ -23,21 +23,13 @@ class Parity(IntEnum):
 
     @classmethod
     def from_name(cls, name: str) -> Parity:
-        """Return the parity of a name such as `tolerant`, as in `allow="tolerant"`.
-
-        Raises:
-            RecipeError: the name is none of exact, tolerant, redrawn, learning.
-        """
+        """Return the parity of a name such as `tolerant`, as in `allow="tolerant"`."""
         names = {parity.name.lower(): parity for parity in cls}
         return _looked_up(name, names)
 
     @classmethod
     def from_words(cls, words: str) -> Parity:
-        """Return the parity whose `words` these are.
-
-        Raises:
-            RecipeError: the words are none of the four.
-        """
+        """Return the parity whose `words` these are."""
         return _looked_up(words, {parity.words: parity for parity in cls})
 
 

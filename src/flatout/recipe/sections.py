@@ -43,12 +43,6 @@ def split(field: str) -> tuple[str, str]:
 def of_change(field: str, before: Value, after: Value, facts: ModelFacts) -> Parity:
     """Return the effect of changing one field on the result of training this model.
 
-    Args:
-        field: dotted name, as in "compute.precision".
-        before: the concrete value to compare with.
-        after: the concrete value to judge.
-        facts: known facts of the model and its input.
-
     Raises:
         RecipeError: no field has this name.
     """

@@ -21,9 +21,6 @@ _PAGE = "report.html"
 class Report:
     """A report of one run, or of several compared with the first.
 
-    Args:
-        runs: run folders.
-
     Raises:
         FlatoutError: a folder is missing or no run's, or one run is named twice.
     """

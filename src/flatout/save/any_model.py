@@ -25,7 +25,6 @@ def save_model_file(
 
     Args:
         path: path or fsspec URL with a suffix that the model's framework uses.
-        model: a torch or Keras model.
         metadata: texts to store in the file, by names that start with "flatout.".
         weights: the model's full weights, by name, where they are joined from several ranks. None
             means the weights in `model`.
@@ -50,7 +49,6 @@ def load_model_file(
 
     Args:
         path: path or fsspec URL with a suffix that the model's framework uses.
-        model: a torch or Keras model.
         prepare: is called with the file's texts, before the weights are compared with the model.
         say: is called with a line for the user if the file holds several sets of weights.
 

@@ -36,9 +36,7 @@ def save_ids(
     """Write the ids of a model, and return the path of the file of ids.
 
     Args:
-        path: path or URL of the model file.
         header: JSON values that describe the ids, by name.
-        tensors: int64 tensors of the ids, by name.
 
     Raises:
         CheckpointError: the file cannot be written.

@@ -27,11 +27,7 @@ _LARGEST = 64 << 20
 
 
 def check_ending(path: str | os.PathLike[str], kind: TorchModel | type[TorchModel]) -> None:
-    """Check that the suffix of a file name is one that models of this kind use.
-
-    Raises:
-        CheckpointError: the name has another suffix.
-    """
+    """Check that the suffix of a file name is one that models of this kind use."""
     name = os.fspath(path)
     if not name.endswith(kind.endings):
         raise CheckpointError(kind.saved_as, where=name, do="choose one of these endings")

@@ -226,9 +226,6 @@ class Ddp(Strategy):
     """Sums the gradients of all ranks, so that all ranks make the same step.
 
     Args:
-        world: the world of this rank.
-        model: the model of this rank.
-        reduction: the way in which gradients are summed.
         shards: the tables of which each rank steps only its own rows, or None.
     """
 

@@ -37,18 +37,11 @@ class LocalSgd(Strategy):
     """Lets ranks step independently, and makes them equal every few steps.
 
     Args:
-        world: the world of this rank.
-        model: the model of this rank.
-        optimizers: the optimizers of the model, the same on every rank.
-        reduction: the way in which changes are summed.
         every: number of steps between meetings.
         outer: whether the mean change is a gradient for an outer optimizer.
 
     Attributes:
         since: steps since the last meeting.
-
-    Raises:
-        ModelError: an optimizer is Keras'.
     """
 
     steps_apart = True
@@ -180,12 +173,7 @@ class LocalSgd(Strategy):
 
 
 def bytes_per_average(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Return the bytes that a rank sends when all weights are averaged.
-
-    Args:
-        model: the model.
-        optimizers: the optimizers of the model, with their present states.
-    """
+    """Return the bytes that a rank sends when all weights are averaged."""
     sent = [*_messages(_trained(optimizers)), *_messages(_kept_beside(model, optimizers))]
     return sum(dtype.itemsize * _length_of(parts) for dtype, parts in sent)
 

@@ -19,13 +19,7 @@ _WHAT = "buffers of the model's own"
 
 
 class OwnBuffers:
-    """Finder of buffers that differ between ranks; it averages them after each step.
-
-    Args:
-        model: of this rank.
-        world: of this rank.
-        say: gets a line for each buffer that differs.
-    """
+    """Finder of buffers that differ between ranks; it averages them after each step."""
 
     def __init__(self, model: nn.Module, world: World, say: Callable[[str], None]) -> None:
         self._model, self._world, self._say = model, world, say
@@ -34,9 +28,6 @@ class OwnBuffers:
     @torch.no_grad()
     def after_step(self, samples: float) -> None:
         """Set these buffers to the mean over the samples of all ranks. All ranks call this.
-
-        Args:
-            samples: number of samples in this rank's part of the step.
 
         Raises:
             ModelError: in the first step, a buffer differs between ranks and has no mean.

@@ -18,9 +18,6 @@ def check_replicas(model: nn.Module, world: World, when: str, *, every: int = 1)
     For a Keras model these are its weights, statistics and the states of its seed generators.
 
     Args:
-        model: the model of this rank.
-        world: the world of this rank.
-        when: a time for the message, such as "at the start".
         every: distance of ranks with the same tensors; 1 if all ranks have the same.
 
     Raises:

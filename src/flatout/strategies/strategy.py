@@ -169,7 +169,6 @@ class Strategy:
         """Return all tensors that are saved of a model, by name, whole. All ranks call this.
 
         Args:
-            model: the model of this rank.
             kept: whether this rank needs them; if not, tensors may be empty.
         """
         return weights_of(model)

@@ -72,11 +72,7 @@ _FITS = {("fsdp", "world.reduction"): "shared"}
 
 
 def check_settings(requested: Recipe) -> None:
-    """Refuse settings that were asked for by name and do not work with the strategy.
-
-    Raises:
-        RecipeError: naming one of them.
-    """
+    """Refuse settings that were asked for by name and do not work with the strategy."""
     strategy = requested.world.strategy
     there = servers.apart()
     if there is not None:

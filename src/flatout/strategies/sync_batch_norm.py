@@ -29,10 +29,6 @@ class SyncBatchNorm:
 
     Modules, parameters and the keys of the state dict stay the same.
 
-    Args:
-        model: the model of this rank; the same on all ranks.
-        world: the world of this rank.
-
     Attributes:
         ranks: the ranks that train together.
         world: the ranks whose parts make the present batch.

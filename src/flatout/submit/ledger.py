@@ -95,11 +95,7 @@ class Ledger:
         return list(entries.values())
 
     def find(self, which: str) -> Entry:
-        """Return the newest job of this id, name or key.
-
-        Raises:
-            SubmitError: there is none.
-        """
+        """Return the newest job of this id, name or key."""
         entries = self.entries()
         of_array = which.partition("_")[0]
         for entry in reversed(entries):

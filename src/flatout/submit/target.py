@@ -71,9 +71,7 @@ class Artifact:
     """A file of a job's folder, which a person can read before anything is sent.
 
     Args:
-        name: the file's name.
         text: its content. Odd bytes of paths and arguments are surrogates, as in `os.fsdecode`.
-        mode: its rights.
     """
 
     name: str
@@ -166,11 +164,7 @@ class Target(Protocol):
 
 
 def target_of(name: str) -> Target:
-    """Return the target of a name.
-
-    Raises:
-        SubmitError: there is none.
-    """
+    """Return the target of a name."""
     if name not in TARGETS:
         raise SubmitError(f"expected one of {', '.join(TARGETS)}; found {name!r}")
     made: Target = import_module(f"flatout.submit.{name}").TARGET

@@ -48,8 +48,6 @@ def facts_here(
     """Return the facts about the command that this node is about to run.
 
     Args:
-        script: a path, or the name of a module.
-        is_module: whether `script` is the name of a module.
         ranks: number of ranks on this node; None if the first node decides.
         recipe: the fields that are asked for by name.
     """

@@ -34,7 +34,6 @@ class Barrier:
     Args:
         to: by rank, the pipes that this rank writes.
         of: by rank, the pipes that this rank reads.
-        timeout_s: maximum seconds to wait for another rank.
     """
 
     def __init__(self, to: dict[int, FileIO], of: dict[int, FileIO], timeout_s: float) -> None:

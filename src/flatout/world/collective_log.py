@@ -59,11 +59,7 @@ class CollectiveLog:
         self.recent.clear()
 
     def begin(self, what: str) -> int:
-        """Count the next collective, and return its number.
-
-        Args:
-            what: its purpose; by default the calling line.
-        """
+        """Count the next collective, and return its number."""
         self.begun += 1
         self.recent.append((self.begun, what or _calling_line(), self.step))
         return self.begun

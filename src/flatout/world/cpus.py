@@ -14,8 +14,6 @@ def own_cpus(cpus: Sequence[int], rank: int, ranks: int) -> list[int]:
 
     Args:
         cpus: the CPUs of the node, in order, so that neighbors share caches.
-        rank: number of the rank on this node, from 0.
-        ranks: number of ranks on this node.
     """
     if ranks > len(cpus):
         return [cpus[rank % len(cpus)]]

@@ -90,9 +90,6 @@ def run_ranks(
     """Meet the other nodes, then run a command as the ranks of this one until all have ended.
 
     Args:
-        command: as for `launch`.
-        rendezvous: the meeting of the nodes.
-        restarts: as for `launch`.
         logs: destination of the ranks' output; None for that of this process.
 
     Raises:

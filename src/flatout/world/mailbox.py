@@ -35,12 +35,7 @@ class _Box(NamedTuple):
 
 
 class Mailbox:
-    """The boxes of one rank.
-
-    Args:
-        group: ranks of one node, which all create theirs at the same time.
-        meet: their barrier.
-    """
+    """The boxes of one rank."""
 
     def __init__(self, group: Group, meet: Barrier) -> None:
         self._own, self._meet, self._turn = group.own, meet, 0

@@ -99,11 +99,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def source_address(host: str, port: int) -> str:
-    """Return the own address from which packets to a host leave. Sends nothing.
-
-    Raises:
-        OSError: there is no route.
-    """
+    """Return the own address from which packets to a host leave. Sends nothing."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)

@@ -84,13 +84,6 @@ def asked_for(
 ) -> Nodes:
     """Return the nodes that a command asks for, completed by a cluster's variables.
 
-    Args:
-        ranks: number of ranks on each node that computes.
-        count: number of nodes.
-        rank: number of this node.
-        rendezvous: the address where the nodes meet.
-        servers: number of servers that compute nothing.
-
     Raises:
         WorldError: the numbers make no sense, or there are fewer devices than ranks.
     """
@@ -119,7 +112,6 @@ def check_devices(ranks: int, device: str | None = None) -> None:
     """Refuse more ranks than devices: ranks that share a device are slower than fewer ranks.
 
     Args:
-        ranks: number of ranks on this node.
         device: the requested world.device; None for that of `flatout run`. For the CPU, or one GPU
             by number that ranks share, CPUs count.
 
@@ -275,11 +267,7 @@ def checked(found: Nodes) -> Nodes:
 
 
 def check_servers(found: Nodes) -> None:
-    """Refuse servers that leave too few ranks.
-
-    Raises:
-        WorldError: the message has the possible numbers.
-    """
+    """Refuse servers that leave too few ranks."""
     servers, ranks = found.servers, found.computing * (found.ranks or 1)
     if found.computing < 1:
         raise WorldError(
@@ -304,10 +292,6 @@ def check_servers_set(servers: int, settings: Sequence[str]) -> None:
     """Refuse `--servers` with settings that contradict it, before anything starts.
 
     If the settings name no strategy, the script may.
-
-    Args:
-        servers: number of servers that compute nothing.
-        settings: the values of `--set`.
 
     Raises:
         RecipeError: a setting contradicts `--servers`, or is not valid.

@@ -17,7 +17,6 @@ class Pair:
     """One end of a channel between two processes, which receives in order of sending.
 
     Args:
-        channel: torch's process group of two.
         own: number of this process, 0 or 1, independent of its rank in the channel.
     """
 

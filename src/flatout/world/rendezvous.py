@@ -53,8 +53,6 @@ class Rendezvous(RendezvousHandler):
     the user gave.
 
     Args:
-        nodes: the number of this node, and the address of the meeting.
-        facts: values by name that must be the same on all nodes.
         wait_s: the most seconds that nodes wait for one another.
         silent_s: the most seconds that a node may be silent before the job ends.
         last_words_s: seconds that the first node stays, so that other nodes receive the reason of
@@ -158,11 +156,7 @@ class Rendezvous(RendezvousHandler):
         return (result.round, result.here) == (self.rounds, self.nodes.count)
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of other nodes that want all ranks to start again.
-
-        Raises:
-            WorldError: the job is over on another node, or one is silent.
-        """
+        """Return the number of other nodes that want all ranks to start again."""
         if self.nodes.count == 1:
             return 0
         self._look()
@@ -172,9 +166,6 @@ class Rendezvous(RendezvousHandler):
     def finished(self) -> bool:
         """Report that this node's ranks have ended well, and return whether those of all nodes
         have.
-
-        Raises:
-            WorldError: the job is over on another node, or one is silent.
         """
         if self.nodes.count == 1:
             return True

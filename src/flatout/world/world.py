@@ -47,7 +47,6 @@ class LostRank(WorldError, SystemExit):
     """Raised if another rank has ended, or does not answer. This rank exits with its own code.
 
     Args:
-        what: a description of the event.
         is_told: whether the other rank has been named already, so that this one prints nothing.
     """
 
@@ -119,7 +118,6 @@ class World:
 
         Args:
             tensor: a tensor of the same shape and dtype on every rank.
-            what: the purpose of the sum.
             later: whether to return at once, with an object for `until`.
         """
         if self.size == 1:
@@ -136,7 +134,6 @@ class World:
 
         Args:
             work: an object with `wait()`.
-            what: the purpose of the work.
         """
         return PendingCollective(work, self.collectives.begin(what))
 
@@ -190,7 +187,6 @@ class World:
         Args:
             value: plain data, numpy arrays and tensors, as `flatout.values.tree.flatten` takes
                 them.
-            what: the purpose.
 
         Raises:
             WorldError: the value contains another type.
@@ -207,7 +203,6 @@ class World:
 
         Args:
             tensor: contiguous, of the same shape and dtype on every rank, on the device for sums.
-            what: the purpose.
             by_message: whether to use messages even if ranks share memory.
         """
         if self.size == 1:
@@ -238,7 +233,6 @@ class World:
         Args:
             note: the numbers, of the same length on every rank.
             parts: the tensors by rank, on the CPU, contiguous; including those for this rank.
-            what: the purpose.
             lengths: for each rank, the bytes that it sends to this one, if all ranks know theirs.
                 Then notes may be missing, and the result has none.
 
@@ -268,10 +262,6 @@ class World:
     def from_first(self, value: Any, what: str = "") -> Any:
         """Return rank 0's value on every rank. Values of other ranks are ignored.
 
-        Args:
-            value: plain data, as for `gather`.
-            what: the purpose.
-
         Raises:
             WorldError: on rank 0, the value contains another type.
         """
@@ -281,9 +271,7 @@ class World:
         """Return one rank's value on every rank. Values of other ranks are ignored.
 
         Args:
-            value: plain data, as for `gather`.
             source: the rank whose value counts.
-            what: the purpose.
 
         Raises:
             WorldError: on that rank, the value contains another type.
@@ -299,7 +287,6 @@ class World:
         Args:
             tensor: contiguous, of the same shape and dtype on every rank, on the device for sums.
             source: the rank whose tensor counts.
-            what: the purpose.
         """
         if self.size == 1:
             return
@@ -313,7 +300,6 @@ class World:
 
         Args:
             do: a function that only rank 0 calls; its result is a value as for `gather`.
-            what: the purpose.
         """
         result = failed = None
         try:

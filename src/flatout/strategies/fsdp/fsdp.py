@@ -68,11 +68,8 @@ class Fsdp(Strategy):
     """Shards a model, its gradients and its optimizers' states over the ranks.
 
     Args:
-        world: the world of this rank.
         model: the model of this rank, the same on all ranks. Until `begin` it stays as it is.
-        optimizers: the optimizers of the model.
         run: a forward and loss of a few samples that all ranks can call, or None.
-        say: prints a line about memory.
         shares: whether ranks of one node may send through shared memory.
         exact: whether gradients are summed in the order of torch's own library.
 

@@ -19,11 +19,6 @@ from flatout.world import Group, World, barrier_of
 def check_reduction(asked: Asked, world: World, say: Callable[[str], None]) -> None:
     """Warn before training of choices that make no sense.
 
-    Args:
-        asked: the Recipe's section.
-        world: the world of this rank.
-        say: prints a line for the user.
-
     Raises:
         WorldError: a compression that does not work with the reduction or the strategy.
     """
@@ -66,9 +61,6 @@ def reduction_of(
     """Return the reduction that the Recipe asks for. All ranks call this at the same time.
 
     Args:
-        asked: the Recipe's section.
-        world: a world of several ranks.
-        device: the device of the gradients.
         exact: for `auto`, sum in the library's own order.
     """
     whole = world.among(range(world.size))

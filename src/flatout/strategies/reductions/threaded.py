@@ -58,12 +58,7 @@ class Pending:
 
 
 class ThreadedReduction:
-    """Runs a reduction in a thread; the library's own all-reduce needs none.
-
-    Args:
-        reduction: the reduction.
-        device: the device of the gradients.
-    """
+    """Runs a reduction in a thread; the library's own all-reduce needs none."""
 
     def __init__(self, reduction: Reduction, device: torch.device) -> None:
         self.reduction, self.device = reduction, device
@@ -107,12 +102,7 @@ class ThreadedReduction:
         self.reduction.load_state_dicts(states)
 
     def weigh(self, waiting: Any, weight: torch.Tensor) -> None:
-        """Set the weight of the step once it is known.
-
-        Args:
-            waiting: the running sum over all ranks.
-            weight: one number, which becomes that sum.
-        """
+        """Set the weight of the step once it is known."""
 
         def take() -> None:
             waiting.wait()

@@ -38,7 +38,6 @@ class AsynchronousServers(ParameterServer):
     """Sends this rank's gradients to the servers and continues with the weights of their answer.
 
     Args:
-        given: the arguments of a ParameterServer.
         staleness: maximum number of steps that a worker may be ahead of the slowest worker; None
             sets no bound.
         spare: number of workers for which no step waits; 0 if each gradient is a step of its own.

@@ -36,7 +36,6 @@ class SynchronousServers(ParameterServer):
     """Sends this rank's gradients to the servers and takes the weights that they send back.
 
     Args:
-        given: the arguments of a ParameterServer.
         clip: largest norm of all gradients, and largest element, or None.
 
     Raises:
