@@ -232,7 +232,7 @@ class ResolvedRecipe(_Sections):
         )
 
     def on_this_machine(self, fingerprint: Mapping[str, Any]) -> tuple[bool, list[str]]:
-        """Return whether a fingerprint is of this Recipe's machine, and each difference in words."""
+        """Return whether a fingerprint is of this machine, and each difference in words."""
         there, here = dict(_leaves(self.machine)), dict(_leaves(_plain_machine(fingerprint)))
         differences = [
             f"{name}: {as_toml(there[name]) if name in there else 'absent'} where it was measured, "
