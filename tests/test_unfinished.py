@@ -62,7 +62,7 @@ KILLED = """
 import os, signal, sys
 import numpy as np
 import flatout
-from flatout.data.execution import row_folder
+from flatout.data.stores import row_folder
 
 def dies(*given, **named):
     os.kill(os.getpid(), signal.SIGKILL)

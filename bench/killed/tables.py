@@ -13,7 +13,7 @@ import numpy as np
 
 import flatout
 from flatout.cli.main import main as command
-from flatout.data.batch import named_tensors
+from flatout.data.batches.batch import named_tensors
 from killed.processes import Tell
 from killed.series import forked
 

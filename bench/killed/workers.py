@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 
 import flatout
-from flatout.data.batch import named_tensors
+from flatout.data.batches.batch import named_tensors
 from flatout.errors import DataError
 from killed.leftovers import leftovers
 from killed.processes import Child, Lost, Tell, strays, until

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 import flatout
 from flatout.cli.main import app
 from flatout.data.conversion.convert import convert
-from flatout.data.progress import progress
-from flatout.data.schema import as_schema
+from flatout.data.conversion.progress import progress
+from flatout.data.reading.schema import as_schema
 from flatout.errors import DataError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from flatout.data.block import Block, Ragged, offsets_of
-from flatout.data.schema import Column, Schema
+from flatout.data.reading.block import Block, Ragged, offsets_of
+from flatout.data.reading.schema import Column, Schema
 
 COLUMNS = (
     Column(name="x", dtype="float32", shape=(3,)),
@@ -54,7 +54,7 @@ class MadeUp:
 
 def same(a, b):
     """Whether two batches hold the same, in all that they hold."""
-    from flatout.data.batch import named_tensors
+    from flatout.data.batches.batch import named_tensors
 
     ours, theirs = ([*named_tensors("", tuple(batch[:4]))] for batch in (a, b))
     return len(ours) == len(theirs) and all(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.data.buffers import Buffers
+from flatout.data.reading.buffers import Buffers
 from flatout.kernels import example
 from plain_recipe import PLAIN
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data.batch import named_tensors
+from flatout.data.batches.batch import named_tensors
 from flatout.data.order import order
-from flatout.data.sources.arrays import Arrays, array_source, arrays
+from flatout.data.sources.arrays.arrays import Arrays, array_source, arrays
 from flatout.errors import DataError
 
 

@@ -6,11 +6,11 @@ import torch
 from data_made_up import same
 
 import flatout
-from flatout.data.buffers import Buffers
-from flatout.data.draws import Draws
+from flatout.data.augmentation.draws import Draws
+from flatout.data.augmentation.resized_crop import ResizedCrop
 from flatout.data.execution.samples import Costs
 from flatout.data.execution.varying import variant, variants
-from flatout.data.resized_crop import ResizedCrop
+from flatout.data.reading.buffers import Buffers
 from flatout.errors import DataError
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data.batch import Batch, Features, KeptFeatures, map_tensors, named_tensors
+from flatout.data.batches.batch import Batch, Features, KeptFeatures, map_tensors, named_tensors
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import torch
 from data_made_up import same
 
 import flatout
-from flatout.data.normalization import Normalization
+from flatout.data.batches.normalization import Normalization
 from flatout.errors import DataError
 
 CLASSES = 4

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from data_made_up import MadeUp, same
 
-from flatout.data.execution.row_folder import Filling, RowFolder
-from flatout.data.execution.row_store import layout_of
 from flatout.data.pipeline import Pipeline
+from flatout.data.stores.row_folder import Filling, RowFolder
+from flatout.data.stores.row_store import layout_of
 from flatout.errors import DataError
 
 
@@ -122,7 +122,7 @@ def test_auto_goes_to_the_disk_where_memory_is_small(tmp_path):
 
 
 def filled_block(rows=40):
-    from flatout.data.buffers import Buffers
+    from flatout.data.reading.buffers import Buffers
 
     return MadeUp(rows).take(np.arange(rows), Buffers())
 
@@ -137,7 +137,7 @@ def test_a_folder_is_whole_or_absent(tmp_path):
     folder = RowFolder(tmp_path / "rows")
     folder.verify()
     assert folder.meta["schema"] == "text"
-    from flatout.data.buffers import Buffers
+    from flatout.data.reading.buffers import Buffers
 
     taken = folder.take(np.array([39, 0, 3]), Buffers())
     assert taken.columns["x"][:, 0].tolist() == [39, 0, 3]

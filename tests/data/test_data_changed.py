@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.data.changed import Changes
+from flatout.data.reading.changed import Changes
 from plain_recipe import PLAIN
 
 pa = pytest.importorskip("pyarrow")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import flatout
-from flatout.data.schema import Column, Schema
+from flatout.data.reading.schema import Column, Schema
 from flatout.errors import DataError
 
 NODES, LOCAL, ROWS = 2, 2, 103

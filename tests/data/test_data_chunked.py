@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data.block import Block, Ragged, offsets_of
-from flatout.data.buffers import Buffers
-from flatout.data.chunked import ChunkedRows
-from flatout.data.schema import Column, Schema
+from flatout.data.reading.block import Block, Ragged, offsets_of
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.chunked import ChunkedRows
+from flatout.data.reading.schema import Column, Schema
 from flatout.errors import DataError
 
 _SCHEMA = Schema(

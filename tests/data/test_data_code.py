@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from flatout.data.execution.code import arguments_of, code_digest
+from flatout.data.digests.code import arguments_of, code_digest
 
 
 def made(source: str, name: str = "f"):

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from sklearn.datasets import dump_svmlight_file
 
 import flatout
-from flatout.data.block import Block, Ragged, offsets_of
-from flatout.data.buffers import Buffers
 from flatout.data.conversion import convert as verb
 from flatout.data.conversion.convert import convert
 from flatout.data.conversion.job import balanced
 from flatout.data.mixture import mix
 from flatout.data.order import order
 from flatout.data.pipeline import Pipeline
-from flatout.data.schema import Column, Schema
-from flatout.data.sources.rows import rows
+from flatout.data.reading.block import Block, Ragged, offsets_of
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.schema import Column, Schema
+from flatout.data.sources.records.rows import rows
 from flatout.errors import DataError
 from flatout.kernels.example import crc32c
 
@@ -75,7 +75,7 @@ class Held:
         self.rows = len(first.offsets) - 1 if isinstance(first, Ragged) else len(first)
 
     def take(self, numbers, buffers):
-        from flatout.data.block import take_values
+        from flatout.data.reading.block import take_values
 
         columns = {name: take_values(values, numbers) for name, values in self.columns.items()}
         return Block(columns, numbers)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.data.execution.digests import NoDigest, function_name
+from flatout.data.digests.digests import NoDigest, function_name
 from flatout.errors import DataError
 
 X = np.arange(40, dtype=np.float32)

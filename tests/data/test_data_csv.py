@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flatout.data
-from flatout.data.buffers import Buffers
-from flatout.data.error_policy import ErrorPolicy
-from flatout.data.files import find
-from flatout.data.sources import csv_split
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.error_policy import ErrorPolicy
+from flatout.data.reading.files import find
+from flatout.data.sources.csv import csv_split
 from flatout.errors import DataError
 
 pytest.importorskip("pyarrow")
 
-from flatout.data.indexed import IndexedRows, Reading
-from flatout.data.sources.arrow_schema import ColumnOptions
-from flatout.data.sources.csv_rows import csv_rows
+from flatout.data.reading.indexed import IndexedRows, Reading
+from flatout.data.sources.arrow.arrow_schema import ColumnOptions
+from flatout.data.sources.csv.csv_rows import csv_rows
 
 
 def _write(path, text):
@@ -438,7 +438,7 @@ def test_rows_like_the_header_stay_wherever_pieces_of_the_file_begin(tmp_path, m
     assert _rows(path).rows == 300
     for piece in (100, 3):
         rows = partial(IndexedRows, budget=0, reading=Reading(piece=piece))
-        monkeypatch.setattr("flatout.data.sources.csv_rows.IndexedRows", rows)
+        monkeypatch.setattr("flatout.data.sources.csv.csv_rows.IndexedRows", rows)
         monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / f"pieces of {piece}"))
         assert _rows(path).rows == 300
 

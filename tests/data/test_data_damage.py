@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import flatout
-from flatout.data.execution import row_folder
-from flatout.data.execution.row_folder import Filling, RowFolder
-from flatout.data.execution.row_store import layout_of
+from flatout.data.stores import row_folder
+from flatout.data.stores.row_folder import Filling, RowFolder
+from flatout.data.stores.row_store import layout_of
 from flatout.errors import DataError
 from flatout.kernels import example
 
@@ -88,11 +88,11 @@ def test_a_conversion_notices_a_change_in_the_middle(tmp_path):
 
 
 def test_a_file_that_is_rewritten_in_place_is_noticed_at_once(tmp_path):
-    from flatout.data.buffers import Buffers
-    from flatout.data.error_policy import ErrorPolicy
-    from flatout.data.files import find
-    from flatout.data.indexed import IndexedRows
-    from flatout.data.sources.libsvm import LibsvmDecoder
+    from flatout.data.reading.buffers import Buffers
+    from flatout.data.reading.error_policy import ErrorPolicy
+    from flatout.data.reading.files import find
+    from flatout.data.reading.indexed import IndexedRows
+    from flatout.data.sources.records.libsvm import LibsvmDecoder
 
     source = text(tmp_path / "rows.svm")
     decoder = LibsvmDecoder(flatout.data.libsvm(source).schema)
@@ -111,11 +111,11 @@ def test_more_files_than_may_be_open(tmp_path):
     script = """
 import resource, sys
 import numpy as np
-from flatout.data.error_policy import ErrorPolicy
-from flatout.data.files import find
-from flatout.data.indexed import IndexedRows
-from flatout.data.buffers import Buffers
-from flatout.data.sources.libsvm import LibsvmDecoder
+from flatout.data.reading.error_policy import ErrorPolicy
+from flatout.data.reading.files import find
+from flatout.data.reading.indexed import IndexedRows
+from flatout.data.reading.buffers import Buffers
+from flatout.data.sources.records.libsvm import LibsvmDecoder
 import flatout
 schema = flatout.data.libsvm(sys.argv[1] + "/000.svm").schema
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

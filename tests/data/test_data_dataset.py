@@ -19,11 +19,11 @@ from torch.utils.data import (
 )
 from torch.utils.data import TensorDataset as Tensors
 
-from flatout.data.batch import named_tensors
+from flatout.data.batches.batch import named_tensors
 from flatout.data.randomness import random_state, set_random_state
 from flatout.data.source import as_source
-from flatout.data.sources.arrays import ArraySource
-from flatout.data.sources.dataset import dataset, from_loader
+from flatout.data.sources.arrays.arrays import ArraySource
+from flatout.data.sources.datasets.dataset import dataset, from_loader
 from flatout.errors import DataError
 
 

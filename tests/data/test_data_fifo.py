@@ -14,9 +14,9 @@ from data_recordio import write_recordio
 
 import flatout
 from flatout.data import Pipeline
-from flatout.data.buffers import Buffers
-from flatout.data.schema import Column, Schema
-from flatout.data.sources.fifo import FifoStream
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.schema import Column, Schema
+from flatout.data.sources.pipes.fifo import FifoStream
 from flatout.errors import DataError
 from flatout.kernels import example
 

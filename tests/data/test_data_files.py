@@ -11,8 +11,8 @@ import zstandard
 
 import flatout
 from flatout.cache_folder import MARK, cache_folder, kind_folder
-from flatout.data import files
-from flatout.data.sources.libsvm import libsvm
+from flatout.data.reading import files
+from flatout.data.sources.records.libsvm import libsvm
 from flatout.errors import DataError
 
 CONTENT = b"1 1:0.5\n0 2:1\n" * 1000

@@ -4,10 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.data.block import Block, Ragged, join, offsets_of, rows_of, take
-from flatout.data.buffers import Buffers
-from flatout.data.form import Leaf, columns_of, form_of
-from flatout.data.schema import Column, Schema
+from flatout.data.batches.form import Leaf, columns_of, form_of
+from flatout.data.reading.block import Block, Ragged, join, offsets_of, rows_of, take
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.schema import Column, Schema
 from flatout.errors import DataError
 
 

@@ -10,8 +10,8 @@ from data_made_up import MadeUp, same
 import flatout
 import idx_files
 from flatout.data.conversion.convert import convert
-from flatout.data.formats import FORMATS, format_of, guess, open_files
 from flatout.data.pipeline import Pipeline
+from flatout.data.sources.formats import FORMATS, format_of, guess, open_files
 from flatout.errors import DataError
 
 CRITEO = "\t".join(["1", *["", "-2"] + ["7"] * 11, *["68fd1e64"] * 25, ""]) + "\n"

@@ -6,7 +6,7 @@ import socket
 import pytest
 import torch
 
-from flatout.data.execution import handing
+from flatout.data.workers import handing
 
 
 @pytest.fixture

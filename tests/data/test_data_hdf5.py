@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import flatout.data
-from flatout.data.buffers import Buffers
-from flatout.data.files import find
-from flatout.data.sources import hdf5
-from flatout.data.sources.hdf5 import HDF5Rows
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.files import find
+from flatout.data.sources.arrays import hdf5
+from flatout.data.sources.arrays.hdf5 import HDF5Rows
 from flatout.errors import DataError
 
 h5py = pytest.importorskip("h5py")

@@ -10,7 +10,7 @@ import torch
 from flatout import data
 from flatout.data import IdMap, Ids
 from flatout.data.ids import counting
-from flatout.data.schema import Column, Schema
+from flatout.data.reading.schema import Column, Schema
 from flatout.errors import DataError
 from flatout.kernels.ids import IdNumbers, hash_ids
 from flatout.save import save_ids

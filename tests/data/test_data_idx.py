@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from flatout.data.source import as_source
-from flatout.data.sources.idx import idx, idx_split, read
+from flatout.data.sources.arrays.idx import idx, idx_split, read
 from flatout.errors import DataError
 from idx_files import write
 

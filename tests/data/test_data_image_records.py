@@ -7,13 +7,13 @@ import pytest
 import torch
 from data_photographs import encoded, exif, photo, write
 
-from flatout.data.block import Block, is_channels_last, join, offsets_of, take_values
-from flatout.data.buffers import Buffers
 from flatout.data.conversion.convert import convert
-from flatout.data.error_policy import ErrorPolicy
-from flatout.data.indexed import IndexedRows
-from flatout.data.sources import image_header, image_records
-from flatout.data.sources.images import images
+from flatout.data.reading.block import Block, is_channels_last, join, offsets_of, take_values
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.error_policy import ErrorPolicy
+from flatout.data.reading.indexed import IndexedRows
+from flatout.data.sources.images import image_header, image_records
+from flatout.data.sources.images.images import images
 from flatout.errors import DataError
 from flatout.kernels import example
 
@@ -363,7 +363,7 @@ def test_rows_of_a_block_stay_channels_last():
 
 
 def test_a_row_cache_keeps_channels_last(pets, tmp_path):
-    from flatout.data.sources.rows import rows as row_cache
+    from flatout.data.sources.records.rows import rows as row_cache
 
     source = images(pets, size=32)
     done = convert(source, tmp_path / "pets.rows", progress=False)

@@ -19,10 +19,10 @@ from data_photographs import encoded, exif, photo, psnr, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data.buffers import Buffers
-from flatout.data.schema import Schema
-from flatout.data.sources import image_decode
-from flatout.data.sources.images import images
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.schema import Schema
+from flatout.data.sources.images import image_decode
+from flatout.data.sources.images.images import images
 from flatout.errors import DataError
 
 Image = pytest.importorskip("PIL.Image")
@@ -710,7 +710,7 @@ def test_another_process_reads_the_same(pets, tmp_path):
     (tmp_path / "source").write_bytes(pickle.dumps(source))
     script = (
         "import pickle, sys, numpy as np\n"
-        "from flatout.data.buffers import Buffers\n"
+        "from flatout.data.reading.buffers import Buffers\n"
         "source = pickle.load(open(sys.argv[1], 'rb'))\n"
         "np.save(sys.argv[2], source.take(np.arange(5), Buffers()).columns['image'])\n"
     )

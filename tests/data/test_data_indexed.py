@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from data_made_up import same
 
-from flatout.data import indexed
-from flatout.data.buffers import Buffers
-from flatout.data.error_policy import ErrorPolicy
-from flatout.data.files import find
-from flatout.data.indexed import IndexedRows
 from flatout.data.pipeline import Pipeline
-from flatout.data.sources.criteo import CriteoDecoder, criteo_schema
+from flatout.data.reading import indexed
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.error_policy import ErrorPolicy
+from flatout.data.reading.files import find
+from flatout.data.reading.indexed import IndexedRows
+from flatout.data.sources.records.criteo import CriteoDecoder, criteo_schema
 from flatout.errors import DataError
 
 

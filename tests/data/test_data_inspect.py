@@ -12,12 +12,12 @@ from sklearn.datasets import dump_svmlight_file
 
 import flatout
 import idx_files
-from flatout.data.block import Block, Ragged, offsets_of
 from flatout.data.conversion.convert import convert
 from flatout.data.inspection.column_counts import ColumnCounts, count, percentiles
 from flatout.data.inspection.inspect import inspect
 from flatout.data.pipeline import Pipeline
-from flatout.data.schema import as_schema
+from flatout.data.reading.block import Block, Ragged, offsets_of
+from flatout.data.reading.schema import as_schema
 from flatout.errors import DataError
 
 

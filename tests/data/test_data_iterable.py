@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data.randomness import random_state, set_random_state
-from flatout.data.sources.iterable import iterable
+from flatout.data.sources.datasets.iterable import iterable
 from flatout.errors import DataError
 
 

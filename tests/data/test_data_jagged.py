@@ -12,10 +12,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader
 
 import flatout
-from flatout.data.batch import Batch, map_tensors, named_tensors
-from flatout.data.jagged_batch import samples_of_items
+from flatout.data.batches.batch import Batch, map_tensors, named_tensors
+from flatout.data.batches.jagged_batch import samples_of_items
+from flatout.data.batches.tensors import as_batch
 from flatout.data.ranked import ranked
-from flatout.data.tensors import as_batch
 from flatout.errors import DataError
 
 IDS = torch.tensor([7, 1, 4, 4, 0, 9, 2])  # of four samples: two, none, four, one

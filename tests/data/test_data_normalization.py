@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flatout
-from flatout.data.normalization import Normalization
+from flatout.data.batches.normalization import Normalization
 from flatout.errors import DataError
 from flatout.kernels import gather_rows
 

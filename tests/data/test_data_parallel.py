@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from flatout.data.execution.parallel import Ahead, Tuner
+from flatout.data.workers.parallel import Ahead, Tuner
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flatout.data
-from flatout.data.block import Ragged
-from flatout.data.buffers import Buffers
-from flatout.data.chunked import ChunkedRows
-from flatout.data.files import find
+from flatout.data.reading.block import Ragged
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.chunked import ChunkedRows
+from flatout.data.reading.files import find
 from flatout.errors import DataError
 
 pa = pytest.importorskip("pyarrow")
 import pyarrow.feather as feather  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
-from flatout.data.sources.arrow_schema import ColumnOptions  # noqa: E402
-from flatout.data.sources.table_chunks import ArrowFile, ParquetFile, table_chunks  # noqa: E402
+from flatout.data.sources.arrow.arrow_schema import ColumnOptions  # noqa: E402
+from flatout.data.sources.arrow.table_chunks import ArrowFile, ParquetFile, table_chunks  # noqa: E402
 
 _KINDS = ["parquet", "arrow"]
 

@@ -8,9 +8,9 @@ import torch
 from data_made_up import MadeUp
 
 import flatout.data as data
-from flatout.data.batch import named_tensors
-from flatout.data.block import join
+from flatout.data.batches.batch import named_tensors
 from flatout.data.pipeline import Pipeline
+from flatout.data.reading.block import join
 
 ROWS = 46
 

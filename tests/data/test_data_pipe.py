@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.data.pipe import CAPACITY, Pipe
+from flatout.data.sources.pipes.pipe import CAPACITY, Pipe
 from flatout.errors import DataError
 
 # For what must come; a test that meets it fails.
@@ -219,7 +219,7 @@ def test_a_folder_of_the_same_name_does_not_hide_them(tmp_path, start):
 
 READER = """
 import sys
-from flatout.data.pipe import Pipe
+from flatout.data.sources.pipes.pipe import Pipe
 from flatout.errors import DataError
 pipe = Pipe(sys.argv[1], timeout_s=100)
 try:
@@ -281,7 +281,7 @@ def test_the_lock_is_given_back_at_the_end_of_the_stream(fifo, start):
 
 STANDARD_INPUT = """
 import sys
-from flatout.data.pipe import Pipe
+from flatout.data.sources.pipes.pipe import Pipe
 from flatout.errors import DataError
 for turn in range(2):
     pipe = Pipe("-", turn, timeout_s=100)

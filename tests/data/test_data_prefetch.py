@@ -5,8 +5,8 @@ import pytest
 import torch
 from data_made_up import MadeUp, same
 
-from flatout.data.execution.prefetch import prefetch
 from flatout.data.pipeline import Pipeline
+from flatout.data.workers.prefetch import prefetch
 
 
 def batches(count=6):

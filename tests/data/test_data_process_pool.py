@@ -13,9 +13,9 @@ import pytest
 import torch
 from data_made_up import MadeUp, same
 
-from flatout.data.execution.process_pool import ProcessPool, refusal
 from flatout.data.pipeline import Pipeline
-from flatout.data.waiting import WaitStopped, waits_end_when
+from flatout.data.workers.process_pool import ProcessPool, refusal
+from flatout.data.workers.waiting import WaitStopped, waits_end_when
 from flatout.errors import DataError
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.data.execution.reach import bound_to_training, own_generator, shared_by_fork
+from flatout.data.digests.reach import bound_to_training, own_generator, shared_by_fork
 
 MODEL = nn.Linear(2, 2)
 RNG = np.random.default_rng(0)

@@ -10,10 +10,10 @@ import torch
 from test_data_dataset import Squares, same
 from torch.utils.data import DataLoader
 
-from flatout.data.execution.read_ahead import EpochReader, read_ahead
 from flatout.data.randomness import random_state, same_state
-from flatout.data.sources.dataset import dataset, from_loader
-from flatout.data.sources.iterable import IterableSource, iterable
+from flatout.data.sources.datasets.dataset import dataset, from_loader
+from flatout.data.sources.datasets.iterable import IterableSource, iterable
+from flatout.data.workers.read_ahead import EpochReader, read_ahead
 from flatout.errors import DataError
 
 STEPS = 20

@@ -6,12 +6,12 @@ from data_recordio import write_recordio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data.block import Ragged
-from flatout.data.buffers import Buffers
-from flatout.data.decoder import Encoded
-from flatout.data.error_policy import ErrorPolicy
-from flatout.data.recordio_protobuf import RecordioDecoder, read_record
-from flatout.data.schema import Schema
+from flatout.data.reading.block import Ragged
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.decoder import Encoded
+from flatout.data.reading.error_policy import ErrorPolicy
+from flatout.data.reading.schema import Schema
+from flatout.data.sources.pipes.recordio_protobuf import RecordioDecoder, read_record
 from flatout.errors import DataError
 
 descriptor_pb2 = pytest.importorskip("google.protobuf.descriptor_pb2")

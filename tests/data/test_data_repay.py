@@ -9,9 +9,9 @@ from test_data_process_pool import slow
 from torch import nn
 
 import flatout
-from flatout.data.execution.process_pool import ProcessPool
-from flatout.data.execution.repay import Repay
 from flatout.data.pipeline import Pipeline
+from flatout.data.workers.process_pool import ProcessPool
+from flatout.data.workers.repay import Repay
 
 
 class Clock:

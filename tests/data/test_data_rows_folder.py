@@ -9,13 +9,13 @@ from data_made_up import MadeUp, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flatout.data import checksums
-from flatout.data.buffers import Buffers
-from flatout.data.checksums import Checksums, sealed
 from flatout.data.conversion.convert import convert
 from flatout.data.pipeline import Pipeline
-from flatout.data.schema import Schema
-from flatout.data.sources.rows import FolderRows, rows
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.schema import Schema
+from flatout.data.sources.records.rows import FolderRows, rows
+from flatout.data.stores import checksums
+from flatout.data.stores.checksums import Checksums, sealed
 from flatout.errors import DataError
 from flatout.kernels import example
 
@@ -94,7 +94,7 @@ def test_other_roles(folder):
 
 
 def _sum(opened, numbers):
-    from flatout.data.buffers import Buffers
+    from flatout.data.reading.buffers import Buffers
 
     return float(opened.take(numbers, Buffers()).columns["x"].sum())
 

@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from flatout.data.formats import schema_format
-from flatout.data.schema import Column, Schema, as_schema
+from flatout.data.reading.schema import Column, Schema, as_schema
+from flatout.data.sources.formats import schema_format
 from flatout.errors import DataError
 
 CLICKS = Schema(

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flatout.data.source import as_source
-from flatout.data.sources.arrays import Arrays, ArraySource, array_source
-from flatout.data.sources.iterable import IterableSource
-from flatout.data.sources.tuned_dataset import TunedDatasetSource
+from flatout.data.sources.arrays.arrays import Arrays, ArraySource, array_source
+from flatout.data.sources.datasets.iterable import IterableSource
+from flatout.data.sources.datasets.tuned_dataset import TunedDatasetSource
 from flatout.errors import DataError
 
 X = torch.arange(12.0).view(6, 2)

@@ -14,7 +14,7 @@ from flatout.data.pipeline import Pipeline
 from flatout.errors import DataError
 
 pa = pytest.importorskip("pyarrow")
-from flatout.data.sources.table import TableRows  # noqa: E402
+from flatout.data.sources.arrow.table import TableRows  # noqa: E402
 
 COLUMNS = {"city": ["Ulm", "Bonn", "Ulm"], "size": [1.5, 2.5, 3.5], "y": [0, 1, 0]}
 

@@ -12,7 +12,7 @@ import torch
 import flatout.data
 from flatout.data.conversion.convert import convert
 from flatout.data.inspection.inspect import inspect
-from flatout.data.schema import as_schema
+from flatout.data.reading.schema import as_schema
 from flatout.errors import DataError
 
 pytest.importorskip("pyarrow")

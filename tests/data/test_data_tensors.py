@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.data.batch import Batch
-from flatout.data.tensors import as_batch, as_tensor, as_tensors, parts_of
+from flatout.data.batches.batch import Batch
+from flatout.data.batches.tensors import as_batch, as_tensor, as_tensors, parts_of
 from flatout.errors import DataError
 
 

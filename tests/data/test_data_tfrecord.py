@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import flatout
-from flatout.data.error_policy import ErrorPolicy
-from flatout.data.sources.tfrecord_schema import infer_schema
+from flatout.data.reading.error_policy import ErrorPolicy
+from flatout.data.sources.records.tfrecord_schema import infer_schema
 from flatout.errors import DataError
 from flatout.kernels import example
 

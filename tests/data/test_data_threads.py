@@ -6,10 +6,10 @@ import torch
 
 import flatout
 from flatout import console
-from flatout.data.execution import process_pool, worker
-from flatout.data.execution.parallel import Ahead, Tuner
-from flatout.data.execution.prefetch import prefetch
-from flatout.data.threads import Pool
+from flatout.data.reading.threads import Pool
+from flatout.data.workers import process_pool, worker
+from flatout.data.workers.parallel import Ahead, Tuner
+from flatout.data.workers.prefetch import prefetch
 from flatout.errors import DataError
 
 

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from flatout.data.execution.batch_sampler import batches_of
 from flatout.data.randomness import random_state, same_state
-from flatout.data.sources.dataset_source import DatasetSource
-from flatout.data.sources.tuned_dataset import TunedDatasetSource
+from flatout.data.sources.datasets.dataset_source import DatasetSource
+from flatout.data.sources.datasets.tuned_dataset import TunedDatasetSource
 from flatout.errors import DataError
 
 USE_S, MAKE_S = 0.02, 0.01

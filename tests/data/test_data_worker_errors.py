@@ -15,7 +15,7 @@ import torch
 
 import flatout
 from flatout.data import WaitStopped, waits_end_when
-from flatout.data.sources.worker_errors import named_faults
+from flatout.data.sources.datasets.worker_errors import named_faults
 from flatout.errors import DataError
 from flatout.train.signals import Interrupted
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flatout.data.execution.worker_tuner import WorkerTuner
+from flatout.data.workers.worker_tuner import WorkerTuner
 
 
 class Job:

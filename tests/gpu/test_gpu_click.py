@@ -14,7 +14,7 @@ from torch import nn
 
 import flatout
 from flatout.data import Ids
-from flatout.data.schema import Column, Schema
+from flatout.data.reading.schema import Column, Schema
 from flatout.errors import DataError, ModelError, NumbersError
 
 pytestmark = [

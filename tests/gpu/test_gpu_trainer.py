@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import flatout
-from flatout.data.execution.prefetch import prefetch
 from flatout.data.order import order
+from flatout.data.workers.prefetch import prefetch
 from flatout.errors import NumbersError
 from flatout.measure import finish_device, machine_rates
 from flatout.recipe import Compute, Recipe, Save, World

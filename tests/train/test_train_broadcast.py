@@ -5,7 +5,7 @@ from torch import nn
 from train_jobs import figures, quiet
 
 import flatout
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.errors import DataError, ModelError
 from flatout.train.compute import ModelCompute
 from flatout.train.losses.losses import as_loss

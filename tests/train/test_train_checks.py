@@ -9,7 +9,7 @@ from torch import nn
 
 import flatout
 import forked
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.errors import DataError, ModelError
 from flatout.train.checks import check_first_batch, check_labels, check_targets, describe
 from flatout.train.compute import ModelCompute

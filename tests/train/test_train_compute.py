@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.errors import DataError
 from flatout.train.compute import ModelCompute, call
 from flatout.train.losses.losses import as_loss

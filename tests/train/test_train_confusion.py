@@ -11,7 +11,7 @@ from sklearn.metrics import confusion_matrix, recall_score
 from train_jobs import CLASSES, data, network
 
 import flatout
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.errors import FlatoutError, ModelError
 from flatout.train.losses.confusion import ConfusionCount, precision_of, table
 

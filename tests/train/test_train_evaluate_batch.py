@@ -8,7 +8,7 @@ from train_jobs import CLASSES, quiet
 
 import flatout
 from flatout.data import Arrays, as_source
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.train.evaluate_batch import EvaluateBatch, bytes_of_sample, rebatched
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,8 +11,8 @@ from train_jobs import figures, quiet, same
 
 import flatout
 from flatout.data.execution import samples
-from flatout.data.files import stamp_of, stamps_of
-from flatout.data.sources import image_folders
+from flatout.data.reading.files import stamp_of, stamps_of
+from flatout.data.sources.images import image_folders
 from flatout.models import Cut, find_cuts
 from flatout.recipe import Recipe
 from flatout.train.parts.features import features

@@ -15,7 +15,7 @@ from train_frozen import fitted, frozen, images, watched_cuts, written
 from train_jobs import figures, quiet, same
 
 import flatout
-from flatout.data.sources.image_rows import ImageRows
+from flatout.data.sources.images.image_rows import ImageRows
 from flatout.errors import DataError
 from flatout.models import Contents, find_cuts
 from flatout.recipe import Recipe

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.errors import NumbersError
 from flatout.train.compute import ModelCompute
 from flatout.train.guard import (

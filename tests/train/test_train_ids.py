@@ -14,7 +14,7 @@ from train_jobs import same
 
 import flatout
 from flatout.data import Ids
-from flatout.data.schema import Column
+from flatout.data.reading.schema import Column
 from flatout.errors import CheckpointError, DataError
 from flatout.recipe import Recipe, Save
 from flatout.save.export import export

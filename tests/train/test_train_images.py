@@ -14,7 +14,7 @@ from torch import nn
 from train_jobs import quiet, same
 
 import flatout
-from flatout.data.normalization import Normalization
+from flatout.data.batches.normalization import Normalization
 from flatout.errors import DataError, NumbersError
 from flatout.recipe import Compute, Memory, Process, Recipe
 from flatout.save.export import export

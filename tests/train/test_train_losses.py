@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.errors import ModelError
 from flatout.train.losses.losses import as_loss, in_shape_of
 

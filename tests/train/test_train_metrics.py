@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import f1_score, roc_auc_score
 
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.errors import ModelError
 from flatout.train.losses.metrics import accuracy, as_metrics
 from flatout.values.tree import flatten, unflatten

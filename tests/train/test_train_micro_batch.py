@@ -12,7 +12,7 @@ from torch import nn
 from train_jobs import ALWAYS_TUNED, close, data, figures, trainer
 
 import flatout
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.errors import OutOfMemory
 from flatout.recipe import Memory, Recipe
 from flatout.train import micro_batch
@@ -167,7 +167,7 @@ MODELS = {
 MEASURE = """
     import torch, torch.nn.functional as F
     from torch import nn
-    from flatout.data.batch import Batch
+    from flatout.data.batches.batch import Batch
     from flatout.train import micro_batch
 
     torch.set_num_threads(1)

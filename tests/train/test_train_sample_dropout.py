@@ -8,7 +8,7 @@ from torch import nn
 from train_jobs import CLASSES, FEATURES, close, convnet, data, figures, images, quiet, same
 
 import flatout
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.errors import DataError, ModelError, NumbersError, RecipeError
 from flatout.recipe import Compute, ModelFacts, Parity, Recipe, of_change
 from flatout.strategies import Ddp, ThreadedReduction

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.errors import OutOfMemory
 from flatout.train.compute import ModelCompute
 from flatout.train.losses.losses import as_loss
@@ -499,7 +499,7 @@ def test_memory_that_really_runs_out_on_a_cpu():
     script = """
         import resource, torch
         from torch import nn
-        from flatout.data.batch import Batch
+        from flatout.data.batches.batch import Batch
         from flatout.train.compute import ModelCompute
         from flatout.train.losses.losses import as_loss
         from flatout.train.settings import Switch

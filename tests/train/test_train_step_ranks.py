@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.errors import OutOfMemory
 from flatout.strategies import Ddp, ThreadedReduction
 from flatout.strategies.reductions.collectives import AllReduce

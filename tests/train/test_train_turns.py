@@ -7,7 +7,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from train_jobs import quiet, same, same_state
 
 import flatout
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.data.order import order
 from flatout.errors import CheckpointError, FlatoutError, ModelError, NumbersError
 from flatout.recipe import Compute, Memory, Recipe

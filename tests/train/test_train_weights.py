@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from train_jobs import CLASSES, close, data, network, plain_fit, same, trainer
 
 import flatout
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.data.order import order
 from flatout.errors import DataError, ModelError
 from flatout.recipe import Memory, Recipe

@@ -11,7 +11,7 @@ from torch import nn
 
 import flatout
 from flatout.data import Ids
-from flatout.data.schema import Column, Schema
+from flatout.data.reading.schema import Column, Schema
 from flatout.recipe import Recipe, Save
 
 PLACES = 4

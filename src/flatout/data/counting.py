@@ -9,8 +9,8 @@ import numpy.typing as npt
 from flatout.data.execution.samples import told_targets
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
-from flatout.data.sources.arrays import ArraySource
-from flatout.data.sources.dataset_source import DatasetSource
+from flatout.data.sources.arrays.arrays import ArraySource
+from flatout.data.sources.datasets.dataset_source import DatasetSource
 from flatout.errors import DataError
 
 

@@ -8,16 +8,16 @@ from functools import partial
 
 import numpy as np
 
-from flatout.data.block import Numbers
-from flatout.data.classes import listed, unlike_meaning
+from flatout.data.batches.normalization import Normalization
 from flatout.data.execution.batch_sampler import Order
 from flatout.data.execution.samples import Joined
+from flatout.data.ids.classes import listed, unlike_meaning
 from flatout.data.ids.lookup import Lookup
-from flatout.data.normalization import Normalization
 from flatout.data.order import order as drawn
-from flatout.data.origins import Gather, alone
 from flatout.data.pipeline import Pipeline
 from flatout.data.planner import FirstSamples, build_rows
+from flatout.data.reading.block import Numbers
+from flatout.data.reading.origins import Gather, alone
 from flatout.data.stages import Normalize, Options
 from flatout.errors import DataError
 

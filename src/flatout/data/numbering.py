@@ -5,7 +5,7 @@ from __future__ import annotations
 from flatout.data.execution.featured import Numbered
 from flatout.data.pipeline import Pipeline
 from flatout.data.source import Source
-from flatout.data.sources.arrays import ArraySamples, ArraySource
+from flatout.data.sources.arrays.arrays import ArraySamples, ArraySource
 
 
 def numbered(source: Source) -> Numbered | str:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeGuard
 
-from flatout.data.batch import Batch
-from flatout.data.origins import is_stream
+from flatout.data.batches.batch import Batch
 from flatout.data.pipeline import Pipeline
+from flatout.data.reading.origins import is_stream
 from flatout.data.source import Source
 from flatout.data.stages import Shard, passes, samples_times
 from flatout.errors import DataError

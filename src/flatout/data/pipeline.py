@@ -13,22 +13,21 @@ import numpy.typing as npt
 import torch
 
 from flatout.console import say_as_is
-from flatout.data.batch import Batch
-from flatout.data.buffers import Buffers
-from flatout.data.classes import COLUMNS, Renumbered, classes_of, listed, meanings_of
+from flatout.data.batches.batch import Batch
+from flatout.data.batches.normalization import Normalization
 from flatout.data.execution.batch_sampler import last_batch
 from flatout.data.execution.claims import Claims
 from flatout.data.execution.featured import FeatureRows, Numbered
-from flatout.data.execution.prefetch import prefetch
 from flatout.data.execution.program import Program
 from flatout.data.execution.samples import Costs
 from flatout.data.explanation import Explanation
+from flatout.data.ids.classes import COLUMNS, Renumbered, classes_of, listed, meanings_of
 from flatout.data.ids.counting import IdCounts, count_ids
 from flatout.data.ids.lookup import Lookup, looked_up
-from flatout.data.normalization import Normalization
-from flatout.data.origins import Gather, alone, is_rows, is_stream
 from flatout.data.planner import Built, BuiltStream, build, check, of_rank
-from flatout.data.schema import Column, Schema
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.origins import Gather, alone, is_rows, is_stream
+from flatout.data.reading.schema import Column, Schema
 from flatout.data.stages import Batch as BatchStage
 from flatout.data.stages import (
     Blended,
@@ -45,6 +44,7 @@ from flatout.data.stages import (
     only,
     passes,
 )
+from flatout.data.workers.prefetch import prefetch
 from flatout.devices import check_count
 from flatout.errors import DataError
 

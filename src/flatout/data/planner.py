@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.block import Numbers, Ragged
-from flatout.data.buffers import Buffers
-from flatout.data.chunked import ChunkedRows
+from flatout.data.batches.form import Leaf
+from flatout.data.digests.digests import digest_of
 from flatout.data.execution.batch_sampler import (
     DEFAULT_BATCH_SIZE,
     BatchSampler,
@@ -29,19 +28,19 @@ from flatout.data.execution.batch_sampler import (
     padding_share,
 )
 from flatout.data.execution.cache import Cached
-from flatout.data.execution.digests import digest_of
 from flatout.data.execution.featured import Numbered
 from flatout.data.execution.labels import targets_of
-from flatout.data.execution.parallel import Tuner
 from flatout.data.execution.program import Functions, Maker, Program
 from flatout.data.execution.replaced_files import files_of
 from flatout.data.execution.row_names import named_slots
 from flatout.data.execution.samples import Costs, Decoded, Samples, name_of
 from flatout.data.execution.stream_program import StreamProgram, StreamRows
 from flatout.data.execution.varying import endless, variant, variants
-from flatout.data.form import Leaf
-from flatout.data.origins import Stream, is_rows, is_stream
 from flatout.data.randomness import random_state, same_state, set_random_state
+from flatout.data.reading.block import Numbers, Ragged
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.chunked import ChunkedRows
+from flatout.data.reading.origins import Stream, is_rows, is_stream
 from flatout.data.stages import (
     Balance,
     Batch,
@@ -56,6 +55,7 @@ from flatout.data.stages import (
     samples_times,
     times_of,
 )
+from flatout.data.workers.parallel import Tuner
 from flatout.errors import DataError
 from flatout.measure import usable_cpus
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, Literal, TypeAlias
 
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.data.execution.claims import Claims
 from flatout.data.execution.featured import FeatureRows
 from flatout.data.pipeline import Pipeline

@@ -10,15 +10,15 @@ from typing import Any, Literal, Protocol
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
+from flatout.data.batches.tensors import are_arrays, is_array, parts_of
+from flatout.data.digests.digests import without_plain_values
 from flatout.data.execution.batch_sampler import DEFAULT_BATCH_SIZE, last_batch
-from flatout.data.execution.digests import without_plain_values
-from flatout.data.execution.worker_tuner import Workers, WorkerTrial
 from flatout.data.pipeline import Pipeline
-from flatout.data.sources.arrays import Arrays, array_source
-from flatout.data.sources.dataset import dataset, from_loader
-from flatout.data.sources.iterable import iterable
-from flatout.data.tensors import are_arrays, is_array, parts_of
+from flatout.data.sources.arrays.arrays import Arrays, array_source
+from flatout.data.sources.datasets.dataset import dataset, from_loader
+from flatout.data.sources.datasets.iterable import iterable
+from flatout.data.workers.worker_tuner import Workers, WorkerTrial
 from flatout.errors import DataError
 
 

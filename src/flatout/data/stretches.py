@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from flatout.data.batch import Batch
+from flatout.data.batches.batch import Batch
 from flatout.data.execution.batch_sampler import check_start, check_steps
 from flatout.data.source import Source
 from flatout.errors import DataError

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from flatout.data import formats
 from flatout.data.conversion.converted import Converted, ShardSizes, To
 from flatout.data.conversion.job import Conversion, job_of
 from flatout.data.conversion.passes import pieces_of
+from flatout.data.conversion.progress import progress as showing
 from flatout.data.conversion.shards import (
     CountedFile,
     Encoded,
@@ -24,14 +24,14 @@ from flatout.data.conversion.shards import (
     write_shards,
 )
 from flatout.data.conversion.stream import write_stream
-from flatout.data.error_policy import ErrorPolicy, OnError
-from flatout.data.execution.row_store import layout_of
-from flatout.data.files import Paths
-from flatout.data.origins import is_stream
 from flatout.data.pipeline import Pipeline
-from flatout.data.progress import progress as showing
-from flatout.data.schema import Given
-from flatout.data.sources.image_bytes import ImageBytes
+from flatout.data.reading.error_policy import ErrorPolicy, OnError
+from flatout.data.reading.files import Paths
+from flatout.data.reading.origins import is_stream
+from flatout.data.reading.schema import Given
+from flatout.data.sources import formats
+from flatout.data.sources.images.image_bytes import ImageBytes
+from flatout.data.stores.row_store import layout_of
 from flatout.errors import DataError
 from flatout.words import size_words
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from flatout.data.conversion.shards import Manifest, ShardFiles
-from flatout.data.execution.row_folder import read_meta
+from flatout.data.stores.row_folder import read_meta
 from flatout.errors import DataError
 from flatout.words import size_words
 

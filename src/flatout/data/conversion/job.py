@@ -10,19 +10,19 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.block import Block, Numbers, Ragged, Values, offsets_of
-from flatout.data.buffers import Buffers
+from flatout.data.batches.form import Form, Leaf
 from flatout.data.conversion.passes import Piece, made
 from flatout.data.execution.labels import labels_of
 from flatout.data.execution.samples import Costs, Samples
-from flatout.data.form import Form, Leaf
 from flatout.data.mixture import Mixture
 from flatout.data.order import batch_seed
-from flatout.data.origins import is_rows
 from flatout.data.pipeline import Pipeline
 from flatout.data.planner import build_rows
 from flatout.data.randomness import seeded
-from flatout.data.schema import Column, Schema
+from flatout.data.reading.block import Block, Numbers, Ragged, Values, offsets_of
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.origins import is_rows
+from flatout.data.reading.schema import Column, Schema
 from flatout.data.stages import Cache, Options, Shuffle, only
 from flatout.errors import DataError
 

@@ -7,11 +7,11 @@ from contextlib import closing
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
-from flatout.data.block import Block, Numbers
-from flatout.data.buffers import Buffers
-from flatout.data.execution.parallel import Ahead, Tuner
-from flatout.data.execution.row_store import row_bytes
 from flatout.data.execution.samples import Costs, Samples
+from flatout.data.reading.block import Block, Numbers
+from flatout.data.reading.buffers import Buffers
+from flatout.data.stores.row_store import row_bytes
+from flatout.data.workers.parallel import Ahead, Tuner
 from flatout.measure import usable_cpus
 
 T = TypeVar("T")

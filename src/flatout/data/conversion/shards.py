@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeAlias
 
 from flatout.atomic_file import atomic_write
-from flatout.data.block import Block
 from flatout.data.conversion.passes import Piece
-from flatout.data.schema import Schema
+from flatout.data.reading.block import Block
+from flatout.data.reading.schema import Schema
 from flatout.errors import DataError
 from flatout.kernels import crc32c
 from flatout.words import size_words
@@ -56,7 +56,7 @@ class Writer(Protocol):
     """A format of shards.
 
     Attributes:
-        kind: the format's name, as in `flatout.data.formats.FORMATS`.
+        kind: the format's name, as in `flatout.data.sources.formats.FORMATS`.
         suffix: suffix of the shards' names.
         piece_bytes: decoded bytes to encode at once.
         schema: schema that reads the shards.

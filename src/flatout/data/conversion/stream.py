@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from flatout.data.block import Block, take
-from flatout.data.buffers import Buffers
 from flatout.data.conversion.converted import SHARD_BYTES, Converted, ShardSizes
+from flatout.data.conversion.progress import progress as showing
 from flatout.data.conversion.shards import (
     CountedFile,
     Manifest,
@@ -20,10 +19,11 @@ from flatout.data.conversion.shards import (
     disk,
     open_shard,
 )
-from flatout.data.origins import Stream, is_stream
 from flatout.data.pipeline import Pipeline
-from flatout.data.progress import progress as showing
-from flatout.data.schema import Schema
+from flatout.data.reading.block import Block, take
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.origins import Stream, is_stream
+from flatout.data.reading.schema import Schema
 from flatout.errors import DataError
 
 

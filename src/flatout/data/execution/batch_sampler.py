@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from flatout.data.block import Numbers
 from flatout.data.order import order
+from flatout.data.reading.block import Numbers
 from flatout.devices import check_count
 from flatout.errors import DataError
 

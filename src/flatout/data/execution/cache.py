@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from flatout import unfinished
 from flatout.cache_folder import cache_folder, kind_folder
-from flatout.data.block import Block, Numbers, Ragged, Values, as_ragged, join, take
-from flatout.data.buffers import Buffers
-from flatout.data.execution.digests import digest_of
-from flatout.data.execution.row_folder import Filling, RowFolder
-from flatout.data.execution.row_store import MemoryArena, RowStore, layout_of, row_bytes
+from flatout.data.batches.form import Form
+from flatout.data.digests.digests import digest_of
 from flatout.data.execution.samples import Costs, IsWanted, LentRows, Samples, first_good
 from flatout.data.execution.turns import Turns
-from flatout.data.form import Form
+from flatout.data.reading.block import Block, Numbers, Ragged, Values, as_ragged, join, take
+from flatout.data.reading.buffers import Buffers
+from flatout.data.stores.row_folder import Filling, RowFolder
+from flatout.data.stores.row_store import MemoryArena, RowStore, layout_of, row_bytes
 from flatout.errors import DataError
 from flatout.measure import available_bytes
 from flatout.words import size_words

@@ -11,14 +11,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from flatout.data.batch import Batch, Features, KeptFeatures, map_tensors, named_tensors
-from flatout.data.block import Numbers
+from flatout.data.batches.batch import Batch, Features, KeptFeatures, map_tensors, named_tensors
+from flatout.data.batches.form import Form
 from flatout.data.execution.replaced_files import ReplacedFiles, WatchedFiles
 from flatout.data.execution.row_names import NamedSlots
 from flatout.data.execution.turns import Turns, turns_at
 from flatout.data.features.store import FeatureStore
-from flatout.data.files import File
-from flatout.data.form import Form
+from flatout.data.reading.block import Numbers
+from flatout.data.reading.files import File
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.block import Numbers, rows_between
-from flatout.data.buffers import Buffers
+from flatout.data.batches.form import Leaf
 from flatout.data.execution.samples import Costs, Samples, first_good, known_targets
-from flatout.data.form import Leaf
+from flatout.data.reading.block import Numbers, rows_between
+from flatout.data.reading.buffers import Buffers
 from flatout.errors import DataError
 
 # Samples that are made together.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
-from flatout.data.block import Numbers
 from flatout.data.execution.batch_sampler import BatchSampler
+from flatout.data.reading.block import Numbers
 from flatout.measure import available_bytes, usable_cpus
 
 # Minimum number of rows for which the next order is made ahead; fewer rows take under 0.5 ms.

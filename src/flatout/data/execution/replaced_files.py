@@ -8,12 +8,12 @@ from time import monotonic
 
 import numpy as np
 
-from flatout.data.block import Numbers
 from flatout.data.execution.augmented import Augmented
 from flatout.data.execution.row_names import NamedSlots
 from flatout.data.execution.samples import Decoded, Joined, Mapped, Samples
 from flatout.data.features.store import FeatureStore
-from flatout.data.files import File, stamp_of
+from flatout.data.reading.block import Numbers
+from flatout.data.reading.files import File, stamp_of
 from flatout.errors import DataError
 
 # Maximum number of replaced files that one message names.

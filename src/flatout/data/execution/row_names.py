@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.block import Numbers
+from flatout.data.digests.digests import NoDigest, digest_of, function_name
 from flatout.data.execution.augmented import Augmented
 from flatout.data.execution.cache import Cached
-from flatout.data.execution.digests import NoDigest, digest_of, function_name
 from flatout.data.execution.samples import Decoded, Mapped, Samples
 from flatout.data.features.row_log import Names
+from flatout.data.reading.block import Numbers
 
 
 class NamedSlots(NamedTuple):

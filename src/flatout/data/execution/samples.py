@@ -12,7 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Subset
 
-from flatout.data.block import (
+from flatout.data.batches.form import Form, Unlike, columns_of, form_of
+from flatout.data.digests.digests import NoDigest, digest_of, function_digest, function_name
+from flatout.data.execution.turns import Turns, places_left, turns_at, turns_left
+from flatout.data.randomness import random_state, same_state, set_random_state
+from flatout.data.reading.block import (
     Block,
     Numbers,
     Ragged,
@@ -23,13 +27,9 @@ from flatout.data.block import (
     rows_between,
     take,
 )
-from flatout.data.buffers import Buffers
-from flatout.data.execution.digests import NoDigest, digest_of, function_digest, function_name
-from flatout.data.execution.turns import Turns, places_left, turns_at, turns_left
-from flatout.data.files import stamps_of
-from flatout.data.form import Form, Unlike, columns_of, form_of
-from flatout.data.origins import Rows
-from flatout.data.randomness import random_state, same_state, set_random_state
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.files import stamps_of
+from flatout.data.reading.origins import Rows
 from flatout.errors import DataError, FlatoutError
 
 # Maximum number of rows that one call makes during the search for a readable row.

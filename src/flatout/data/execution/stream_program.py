@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter_ns as clock
 
-from flatout.data.batch import Batch
-from flatout.data.block import Block, cut
-from flatout.data.buffers import Buffers
-from flatout.data.execution.parallel import Ahead, Tuner
+from flatout.data.batches.batch import Batch
+from flatout.data.batches.form import Form, form_of
 from flatout.data.execution.program import Functions
 from flatout.data.execution.samples import Costs, Samples
-from flatout.data.form import Form, form_of
-from flatout.data.origins import Stream
+from flatout.data.reading.block import Block, cut
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.origins import Stream
+from flatout.data.workers.parallel import Ahead, Tuner
 from flatout.errors import DataError
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.block import Numbers
+from flatout.data.reading.block import Numbers
 
 Turns: TypeAlias = int | Numbers
 """The epoch's index, or one int64 for each row, of shape (rows,), that differs between a row's

@@ -6,12 +6,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from flatout.data.block import Block, Numbers, Ragged
-from flatout.data.buffers import Buffers
 from flatout.data.execution.augmented import Augmented
 from flatout.data.execution.samples import Costs, Fetched, Joined, Mapped, Samples
 from flatout.data.execution.turns import Turns
 from flatout.data.randomness import random_state, same_state, set_random_state
+from flatout.data.reading.block import Block, Numbers, Ragged
+from flatout.data.reading.buffers import Buffers
 
 Changed: TypeAlias = Mapped | Augmented
 

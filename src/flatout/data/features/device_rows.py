@@ -9,9 +9,9 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from flatout.data.block import Numbers
 from flatout.data.features.room import device_room
 from flatout.data.features.row_log import RowPart
+from flatout.data.reading.block import Numbers
 
 # _UNKNOWN: rows for which there is memory if the number of rows is not known. _MORE: fraction of
 # additional rows if it is known, such as for validation samples.

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from flatout.data.block import Numbers
-from flatout.data.buffers import Buffers
 from flatout.data.features.files import remove_rows
 from flatout.data.features.kept_rows import KeptRows, Opened, Where, opened
 from flatout.data.features.row_log import RowPart
+from flatout.data.reading.block import Numbers
+from flatout.data.reading.buffers import Buffers
 
 
 class NamedStore(KeptRows):

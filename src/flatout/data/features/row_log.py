@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flatout.data.block import Numbers
-from flatout.data.buffers import Buffers
+from flatout.data.reading.block import Numbers
+from flatout.data.reading.buffers import Buffers
 from flatout.kernels import crc32c, crc32c_blocks, lines
 from flatout.measure import available_bytes
 

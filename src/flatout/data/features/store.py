@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flatout.data.block import Numbers
-from flatout.data.buffers import Buffers
 from flatout.data.features.kept_rows import KeptRows, Opened, Where, opened
 from flatout.data.features.row_log import Names, RowPart
+from flatout.data.reading.block import Numbers
+from flatout.data.reading.buffers import Buffers
 
 # Maximum number of damaged rows that one message names.
 _NAMED = 3

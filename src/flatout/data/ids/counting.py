@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from flatout.data.block import Numbers, Ragged
-from flatout.data.buffers import Buffers
 from flatout.data.execution.samples import Costs, Samples
 from flatout.data.ids.id_map import FieldPlaces, places_of, width_of
-from flatout.data.schema import Column
-from flatout.data.threads import Pool
+from flatout.data.reading.block import Numbers, Ragged
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.schema import Column
+from flatout.data.reading.threads import Pool
 from flatout.errors import DataError
 from flatout.kernels import IdNumbers, Items
 from flatout.measure import available_bytes, usable_cpus

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flatout.data.block import Numbers
-from flatout.data.execution.digests import digest_of
-from flatout.data.schema import Column, Ids
+from flatout.data.digests.digests import digest_of
+from flatout.data.reading.block import Numbers
+from flatout.data.reading.schema import Column, Ids
 from flatout.errors import DataError
 from flatout.kernels import IdNumbers, Items, hash_ids
 from flatout.words import counted

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.block import Block, Numbers, Ragged, Values
-from flatout.data.buffers import Buffers
-from flatout.data.execution.digests import digest_of
-from flatout.data.origins import Chunks, Rows, Stream, is_chunks, is_rows
-from flatout.data.schema import Schema
+from flatout.data.digests.digests import digest_of
+from flatout.data.reading.block import Block, Numbers, Ragged, Values
+from flatout.data.reading.buffers import Buffers
+from flatout.data.reading.origins import Chunks, Rows, Stream, is_chunks, is_rows
+from flatout.data.reading.schema import Schema
 from flatout.errors import DataError
 
 
@@ -94,7 +94,7 @@ class _Lookup:
 
 
 class RowsLookup(_Lookup):
-    """Rows by index. Follows `flatout.data.origins.Rows`."""
+    """Rows by index. Follows `flatout.data.reading.origins.Rows`."""
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         """Return these rows, in this order."""
@@ -116,7 +116,7 @@ class RowsLookup(_Lookup):
 
 
 class ChunksLookup(_Lookup):
-    """Rows in chunks. Follows `flatout.data.origins.Chunks`."""
+    """Rows in chunks. Follows `flatout.data.reading.origins.Chunks`."""
 
     def read(self, chunk: int, buffers: Buffers) -> Block:
         """Return one chunk."""
@@ -128,7 +128,7 @@ class ChunksLookup(_Lookup):
 
 
 class StreamLookup(_Lookup):
-    """Rows in sequence. Follows `flatout.data.origins.Stream`."""
+    """Rows in sequence. Follows `flatout.data.reading.origins.Stream`."""
 
     def blocks(self, epoch: int, buffers: Buffers) -> Iterator[Block]:
         """Yield the rows of an epoch."""

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.block import Block, Ragged, Values
-from flatout.data.execution.row_store import row_bytes
+from flatout.data.reading.block import Block, Ragged, Values
+from flatout.data.stores.row_store import row_bytes
 
 # Maximum number of different labels that are taken for classes.
 _MOST_CLASSES = 10_000

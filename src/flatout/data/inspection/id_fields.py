@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from flatout.data.block import Block, Numbers, Ragged
-from flatout.data.schema import Column
+from flatout.data.reading.block import Block, Numbers, Ragged
+from flatout.data.reading.schema import Column
 from flatout.kernels import IdNumbers, Items
 from flatout.measure import available_bytes
 from flatout.words import rounded

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from flatout.data.error_policy import ErrorPolicy, OnError
-from flatout.data.files import Paths
 from flatout.data.pipeline import Pipeline
-from flatout.data.sources.image_bytes import ImageBytes
+from flatout.data.reading.error_policy import ErrorPolicy, OnError
+from flatout.data.reading.files import Paths
+from flatout.data.sources.images.image_bytes import ImageBytes
 
 # Height and width to which images of several sizes are resized, if the user names none.
 USUAL_SIZE = 224

@@ -11,22 +11,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flatout.data.block import Block
+from flatout.data.batches.form import Leaf
 from flatout.data.conversion.job import Conversion, job_of
 from flatout.data.conversion.passes import pieces_of
-from flatout.data.error_policy import ErrorPolicy
-from flatout.data.files import File, Paths, find
-from flatout.data.form import Leaf
-from flatout.data.formats import NO_LIMIT, SKIPPING, guess, open_files
+from flatout.data.conversion.progress import progress as showing
 from flatout.data.inspection.column_counts import ColumnCounts, Counted, count, percentiles
 from flatout.data.inspection.id_fields import IdFields
 from flatout.data.inspection.image_report import open_found, size_note
 from flatout.data.inspection.inspected import ColumnFacts, Report
 from flatout.data.order import order
 from flatout.data.pipeline import Pipeline
-from flatout.data.progress import progress as showing
-from flatout.data.schema import Column, Schema
-from flatout.data.sources.image_bytes import ImageBytes
+from flatout.data.reading.block import Block
+from flatout.data.reading.error_policy import ErrorPolicy
+from flatout.data.reading.files import File, Paths, find
+from flatout.data.reading.schema import Column, Schema
+from flatout.data.sources.formats import NO_LIMIT, SKIPPING, guess, open_files
+from flatout.data.sources.images.image_bytes import ImageBytes
 from flatout.errors import DataError
 from flatout.words import size_words
 

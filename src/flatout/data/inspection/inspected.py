@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.data.inspection.id_fields import HASH, FieldFacts
-from flatout.data.schema import Schema
+from flatout.data.reading.schema import Schema
 from flatout.errors import DataError, as_data_error
 from flatout.words import counted, rounded, size_words
 

@@ -8,12 +8,12 @@ from itertools import count
 from typing import Any
 
 from flatout.cache_folder import cache_folder
-from flatout.data.files import Paths
-from flatout.data.formats import NO_LIMIT, SKIPPING, guess, open_files, schema_format
 from flatout.data.inspection.image_report import open_images_of_any_size
-from flatout.data.origins import is_chunks
 from flatout.data.pipeline import Pipeline
-from flatout.data.schema import Given
+from flatout.data.reading.files import Paths
+from flatout.data.reading.origins import is_chunks
+from flatout.data.reading.schema import Given
+from flatout.data.sources.formats import NO_LIMIT, SKIPPING, guess, open_files, schema_format
 from flatout.errors import DataError
 from flatout.measure import usable_cpus
 from flatout.words import rounded

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from flatout.data.augmentation import Augmentation, Flip
-from flatout.data.block import Block
-from flatout.data.buffers import Buffers
+from flatout.data.augmentation.augmentation import Augmentation, Flip
+from flatout.data.augmentation.resized_crop import ResizedCrop, size_of
 from flatout.data.execution.augmented import Augmented
 from flatout.data.execution.samples import Costs
-from flatout.data.resized_crop import ResizedCrop, size_of
+from flatout.data.reading.block import Block
+from flatout.data.reading.buffers import Buffers
 from flatout.data.stages.batch import Batch
 from flatout.data.stages.filter import Filter
 from flatout.data.stages.stage import P, Plan, Stage, Writable, only

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from flatout.data.block import Numbers
 from flatout.data.execution.batch_sampler import Last, Order, check_batch_size
 from flatout.data.execution.samples import name_of
 from flatout.data.order import order as drawn
-from flatout.data.origins import Stream, is_rows
+from flatout.data.reading.block import Numbers
+from flatout.data.reading.origins import Stream, is_rows
 from flatout.data.stages.stage import P, Plan, Stage, Writable
 from flatout.errors import DataError
 

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from flatout.data.buffers import Buffers
-from flatout.data.classes import classes_of
+from flatout.data.augmentation.blend import Blend, Kind
 from flatout.data.execution.batch_sampler import whole_number
-from flatout.data.execution.blend import Blend, Kind
 from flatout.data.execution.samples import Costs, sample_rng
+from flatout.data.ids.classes import classes_of
+from flatout.data.reading.buffers import Buffers
 from flatout.data.stages.batch import Batch
 from flatout.data.stages.map import Map
 from flatout.data.stages.stage import P, Plan, Stage, Writable, only

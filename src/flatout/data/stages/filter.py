@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from flatout.data.block import Block, take
-from flatout.data.buffers import Buffers
 from flatout.data.execution.samples import Costs, Samples, name_of
+from flatout.data.reading.block import Block, take
+from flatout.data.reading.buffers import Buffers
 from flatout.data.stages.batch import Batch
 from flatout.data.stages.stage import Function, P, Plan, Stage, Writable, only
 from flatout.errors import DataError

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.data.block import Block
 from flatout.data.execution.samples import Mapped
+from flatout.data.reading.block import Block
 from flatout.data.stages.stage import Function, P, Plan, Writable
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flatout.data.normalization import Normalization
+from flatout.data.batches.normalization import Normalization
 from flatout.data.stages.stage import Function, P, Stage, Writable, only
 from flatout.errors import DataError
 

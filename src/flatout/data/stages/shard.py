@@ -8,9 +8,9 @@ from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 
-from flatout.data.block import Numbers
 from flatout.data.execution.batch_sampler import BatchSampler, whole_number
-from flatout.data.origins import Stream
+from flatout.data.reading.block import Numbers
+from flatout.data.reading.origins import Stream
 from flatout.data.stages.batch import Batch
 from flatout.data.stages.repeat import passes, samples_times
 from flatout.data.stages.stage import P, Plan, Stage, Writable, only

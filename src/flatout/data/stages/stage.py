@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import numpy.typing as npt
 
-from flatout.data.block import Block, Numbers
+from flatout.data.augmentation.blend import Blend
+from flatout.data.digests.digests import function_digest
 from flatout.data.execution.batch_sampler import BatchSampler, Order
-from flatout.data.execution.blend import Blend
 from flatout.data.execution.cache import Cached
-from flatout.data.execution.digests import function_digest
 from flatout.data.execution.samples import Samples, name_of
-from flatout.data.origins import Stream
+from flatout.data.reading.block import Block, Numbers
+from flatout.data.reading.origins import Stream
 from flatout.errors import DataError
 
 P = TypeVar("P")

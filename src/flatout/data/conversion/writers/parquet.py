@@ -9,9 +9,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from flatout.data.block import Block, Ragged, Values
 from flatout.data.conversion.shards import CountedFile
-from flatout.data.schema import Column, Schema
+from flatout.data.reading.block import Block, Ragged, Values
+from flatout.data.reading.schema import Column, Schema
 
 
 class ParquetWriter:

@@ -14,13 +14,13 @@ import numpy as np
 
 from flatout import unfinished
 from flatout.atomic_file import flush_folder
-from flatout.data.block import Block
 from flatout.data.conversion.passes import Piece
 from flatout.data.conversion.shards import Tell, differences
-from flatout.data.execution.digests import digest_of
-from flatout.data.execution.row_folder import Filling, RowFolder, read_meta
-from flatout.data.execution.row_store import Layout
-from flatout.data.schema import Schema
+from flatout.data.digests.digests import digest_of
+from flatout.data.reading.block import Block
+from flatout.data.reading.schema import Schema
+from flatout.data.stores.row_folder import Filling, RowFolder, read_meta
+from flatout.data.stores.row_store import Layout
 from flatout.errors import DataError
 
 # Decoded bytes of a piece of rows.

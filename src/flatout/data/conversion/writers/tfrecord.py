@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from flatout.data.block import Block, Ragged, Values
 from flatout.data.conversion.shards import CountedFile
-from flatout.data.schema import Column, Schema
+from flatout.data.reading.block import Block, Ragged, Values
+from flatout.data.reading.schema import Column, Schema
 from flatout.errors import DataError
 from flatout.kernels import example
 

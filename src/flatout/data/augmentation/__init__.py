@@ -1,0 +1,1 @@
+"""Random changes of images, and blends of the samples of a batch."""

@@ -1,0 +1,1 @@
+"""Batches of tensors, made from blocks of rows, samples, or output of loaders."""

@@ -1,0 +1,1 @@
+"""Digests of data and of a user's code, and the objects that the code uses."""

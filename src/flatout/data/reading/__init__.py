@@ -1,0 +1,1 @@
+"""Decoded rows of files: their schema, blocks of columns, and access by row index."""

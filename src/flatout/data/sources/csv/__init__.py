@@ -1,0 +1,1 @@
+"""Files of comma-separated values, and other text with delimiters."""

@@ -1,0 +1,1 @@
+"""A user's Dataset, DataLoader or iterable."""

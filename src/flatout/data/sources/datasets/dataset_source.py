@@ -1,0 +1,169 @@
+"""Batches of a map-style torch Dataset, in Flatout's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from flatout.data.batches.batch import Batch
+from flatout.data.batches.tensors import as_batch
+from flatout.data.execution.batch_sampler import BatchSampler, check_workers
+from flatout.data.order import batch_seed
+from flatout.data.sources.datasets.dataset_fetch import DatasetBatchSampler, Draw, Fetch
+from flatout.data.sources.datasets.iterable import name_digest
+from flatout.data.sources.datasets.worker_errors import named_faults
+from flatout.errors import DataError
+
+
+class DatasetSource:
+    """Batches of a map-style torch Dataset.
+
+    The samples of each batch depend on (seed, epoch), not on the number of workers. So do random
+    augmentations that draw from torch's, Python's or numpy's global generators. These are seeded
+    from (seed, epoch, step) while a batch is made, and restored afterwards in the main process.
+    This does not hold for augmentations with their own generator.
+
+    Attributes:
+        dataset: the user's Dataset.
+        plan: batch sampler that splits the data into batches.
+    """
+
+    seekable = True
+    counted = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: BatchSampler,
+        *,
+        workers: int = 0,
+        pin_memory: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.plan = plan
+        self.batch_size: int | None = plan.batch_size
+        self.steps: int | None = plan.steps
+        self.samples: int | None = plan.used
+        self.workers = check_workers(workers)
+        self.fetch = Fetch(dataset, collate or default_collate)
+        self._pin = pin_memory and torch.accelerator.is_available()
+        # whether earlier batches were jagged; None before the first batch
+        self._is_jagged: bool | None = None
+        # The user's objects that are called, which `peek` does not change.
+        self.own_parts = [dataset, collate]
+        self._loader = self._new_loader()
+
+    def _new_loader(self) -> DataLoader[Any]:
+        return self.loader(self.workers, persistent_workers=self.workers > 0)
+
+    def loader(
+        self, workers: int, *, kind: type[DataLoader[Any]] = DataLoader, **options: Any
+    ) -> DataLoader[Any]:
+        """Return a DataLoader that makes the batches of its batch sampler."""
+        return kind(
+            self.fetch,
+            batch_sampler=DatasetBatchSampler(),
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            pin_memory=self._pin,
+            # Without its own generator, a DataLoader draws from the generator that dropout uses.
+            generator=torch.Generator(),
+            **options,
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits over the dataset's code and length: reading samples may take long."""
+        return name_digest(self.dataset, len(self.dataset), self.fetch.collate)
+
+    def describe(self) -> str:
+        """Return one line for the user."""
+        kind = type(self.dataset).__name__
+        return f"{self.plan.samples:,} samples of {kind}, {self.plan.describe()}, {self.readers()}"
+
+    def readers(self) -> str:
+        """Return how samples are read, in words."""
+        return f"read by {self.workers} worker(s)" if self.workers else "read by the main process"
+
+    def labels_range(self) -> tuple[int, int] | None:
+        """Return None: the targets are not in memory."""
+        return None
+
+    def peek(self, count: int) -> list[Batch]:
+        """Return the first batches of epoch 0, which epoch 0 then still contains."""
+        return list(islice(self.batches(0), count))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty dict: (epoch, step) is the whole state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: there is no state."""
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch from `start_step` on. Only one pass may run at a time.
+
+        Raises:
+            DataError: the epoch has no such step; a sample cannot be read (its number is named), or
+                samples do not form a batch.
+        """
+        self.plan.first(start_step)
+        return self._read(epoch, start_step)
+
+    def _read(self, epoch: int, start_step: int) -> Iterator[Batch]:
+        try:
+            yield from self.made(self._loader, epoch, start_step)
+        except Exception:
+            # End the workers now. The error's traceback may keep this source in a reference cycle,
+            # and workers that only the garbage collector ends take seconds to end.
+            self._loader = self._new_loader()
+            raise
+
+    def made(
+        self, loader: DataLoader[Any], epoch: int, start_step: int, *, seeded: bool = True
+    ) -> Generator[Batch, None, None]:
+        """Yield the batches of an epoch as a loader makes them.
+
+        Args:
+            loader: DataLoader that `self.loader` returned.
+            epoch: index of the epoch, from 0.
+            start_step: number of the first batch.
+            seeded: whether the global generators are seeded for each batch.
+        """
+        plan, first = self.plan, self.plan.first(start_step)
+        if first >= plan.used:
+            return
+        wanted = self.numbers(epoch, start_step)
+        loader.batch_sampler.coming = (  # type: ignore[union-attr]
+            Draw(batch_seed(plan.seed, epoch, step) if seeded else None, numbers.tolist())
+            for step, numbers in enumerate(wanted, start_step)
+        )
+        made = zip(named_faults(loader), wanted, strict=True)
+        for step, (value, numbers) in enumerate(made, start_step):
+            yield self._checked(value, numbers, f"epoch {epoch}, step {step}")
+
+    def _checked(self, value: Any, indices: Tensor, where: str) -> Batch:
+        if isinstance(value, DataError):
+            raise value
+        batch = as_batch(value, where, is_jagged=self._is_jagged)
+        self._is_jagged = self._is_jagged or batch.is_jagged
+        # A collate function may leave samples out; then the numbers of the other samples are not
+        # known.
+        return batch._replace(indices=indices if batch.size == len(indices) else None)
+
+    def numbers(self, epoch: int, start_step: int) -> tuple[Tensor, ...]:
+        """Return the samples of each batch of an epoch from `start_step` on; int64."""
+        plan = self.plan
+        order = torch.from_numpy(plan.order(epoch))
+        return torch.split(order[plan.first(start_step) : plan.used], plan.batch_size)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

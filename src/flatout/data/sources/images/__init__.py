@@ -1,0 +1,1 @@
+"""Folders and records of images."""

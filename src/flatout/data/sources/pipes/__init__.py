@@ -1,0 +1,1 @@
+"""Pipes, from which rows come in sequence, once."""

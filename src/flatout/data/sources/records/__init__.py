@@ -1,0 +1,1 @@
+"""Files of records: TFRecord, Criteo, LibSVM, and folders of rows."""

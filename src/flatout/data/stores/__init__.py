@@ -1,0 +1,1 @@
+"""Decoded rows that are stored, in memory or in a folder."""
