@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from functools import wraps
-from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from flatout.cli.common import Texts, console, print_json
+from flatout.cli.common import Texts, console, option, print_json, with_options
 from flatout.console import printable
 
 if TYPE_CHECKING:
@@ -59,76 +58,49 @@ class OnError(StrEnum):
 Paths = Annotated[
     list[str], Argument(metavar="PATHS...", help="Files, quoted patterns, folders or URLs.")
 ]
-Format = Annotated[
-    str | None,
-    Option(
-        help="libsvm, tfrecord, criteo, csv, parquet, arrow, images, rows, idx, npy, npz or hdf5. "
-        "Default: by the names, or else the first bytes."
-    ),
-]
-# Options of tables, which are arguments of flatout.data.csv, parquet and arrow.
-_OF_TABLES: dict[str, Any] = {
-    "target": Annotated[Texts, Option("--target", metavar="COLUMN", help="Column to predict.")],
-    "unused": Annotated[Texts, Option("--unused", metavar="COLUMN", help="Leave it out.")],
-    "categories": Annotated[
-        Texts, Option("--category", metavar="COLUMN", help="Number its texts, whatever they are.")
-    ],
-    "dates": Annotated[
-        Texts, Option("--date", metavar="COLUMN[=FORMAT]", help="Dates, such as day=%d.%m.%Y.")
-    ],
-    "default": Annotated[
-        Texts, Option("--default", metavar="[COLUMN=]NUMBER", help="What a missing value becomes.")
-    ],
-    "missing": Annotated[
-        Texts, Option("--missing", metavar="TEXT", help="Stands for a missing value in CSV.")
-    ],
-    "delimiter": Annotated[str | None, Option(help="Of CSV, between fields.")],
-    "decimal": Annotated[str | None, Option(help="Of CSV, such as ','.")],
-    "encoding": Annotated[str | None, Option(help="Of CSV, such as cp1252.")],
-    "header": Annotated[
-        str | None,
-        Option(
-            metavar="yes|no|NAMES", help="Of CSV: names come first, or are these: age,city,price."
-        ),
-    ],
-    "stack": Annotated[
-        bool | None, Option("--stack", help="Put a table's numbers into one input.")
-    ],
-}
+_FORMATS = (
+    "libsvm, tfrecord, criteo, csv, parquet, arrow, images, rows, idx, npy, npz or hdf5. "
+    "Default: by the names, or else the first bytes."
+)
+Format = Annotated[str | None, Option(help=_FORMATS)]
 
 
-def _of_tables(command: Callable[..., None]) -> Callable[..., None]:
-    @wraps(command)
-    def with_options(**given: Any) -> None:
-        options = {name: given.pop(name) for name in _OF_TABLES}
-        command(**given, options=_options(**options))
+@dataclass(frozen=True)
+class TableOptions:
+    """Options of tables, which are arguments of flatout.data.csv, parquet and arrow."""
 
-    own = signature(command, eval_str=True).parameters
-    of_tables = [
-        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
-        for name, annotation in _OF_TABLES.items()
-    ]
-    parameters = [
-        each for p in own.values() for each in (of_tables if p.name == "options" else [p])
-    ]
-    with_options.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {each.name: each.annotation for each in parameters}
-    del with_options.__wrapped__
-    return with_options
+    target: Texts = option(None, "Column to predict.", metavar="COLUMN")
+    unused: Texts = option(None, "Leave it out.", metavar="COLUMN")
+    categories: Texts = option(
+        None, "Number its texts, whatever they are.", "--category", metavar="COLUMN"
+    )
+    dates: Texts = option(None, "Dates, such as day=%d.%m.%Y.", "--date", metavar="COLUMN[=FORMAT]")
+    default: Texts = option(None, "What a missing value becomes.", metavar="[COLUMN=]NUMBER")
+    missing: Texts = option(None, "Stands for a missing value in CSV.", metavar="TEXT")
+    delimiter: str | None = option(None, "Of CSV, between fields.")
+    decimal: str | None = option(None, "Of CSV, such as ','.")
+    encoding: str | None = option(None, "Of CSV, such as cp1252.")
+    header: str | None = option(
+        None, "Of CSV: names come first, or are these: age,city,price.", metavar="yes|no|NAMES"
+    )
+    stack: bool | None = option(None, "Put a table's numbers into one input.")
 
-
-def _options(**given: Any) -> dict[str, Any]:
-    headers = {"yes": True, "no": False}
-    target, header = given["target"], given["header"]
-    given |= {
-        "target": target[0] if target and len(target) == 1 else target,
-        "dates": dict(_pair(text, "ISO 8601") for text in given["dates"] or ()),
-        "default": _defaults(given["default"] or ()),
-        "delimiter": "\t" if given["delimiter"] == "\\t" else given["delimiter"],
-        "header": None if header is None else headers.get(header, header.split(",")),
-    }
-    return {name: value for name, value in given.items() if value not in (None, [], {}, False)
-            or (name, value) == ("header", False)}  # fmt: skip
+    def given(self) -> dict[str, Any]:
+        """Return the arguments that differ from their defaults."""
+        given, headers = dict(vars(self)), {"yes": True, "no": False}
+        given |= {
+            "target": self.target[0] if self.target and len(self.target) == 1 else self.target,
+            "dates": dict(_pair(text, "ISO 8601") for text in self.dates or ()),
+            "default": _defaults(self.default or ()),
+            "delimiter": "\t" if self.delimiter == "\\t" else self.delimiter,
+        }
+        if self.header is not None:
+            given["header"] = headers.get(self.header, self.header.split(","))
+        return {
+            name: value
+            for name, value in given.items()
+            if value not in (None, [], {}, False) or (name, value) == ("header", False)
+        }
 
 
 def _pair(text: str, otherwise: str) -> tuple[str, str]:
@@ -156,7 +128,7 @@ AsJson = Annotated[bool, Option("--json", help="Print one JSON object, progress 
 
 
 @data.command()
-@_of_tables
+@with_options
 def inspect(
     paths: Paths,
     format: Format = None,
@@ -173,14 +145,15 @@ def inspect(
             help="Another day: which ids of PATHS it does not have. Several times for more files.",
         ),
     ] = None,
-    options: Any = None,
+    *,
+    tables: TableOptions,
     as_json: AsJson = False,
 ) -> None:
     """Say what is in files: rows, classes, ids, bad rows and a schema."""
     from flatout.data import inspect as look
     from flatout.errors import DataError
 
-    report = look(paths, format, against=against or None, **options)
+    report = look(paths, format, against=against or None, **tables.given())
     refused: DataError | None = None
     if schema is not None:
         try:
@@ -217,8 +190,30 @@ def _show(report: Report, schema: Path | None, as_json: bool) -> None:
             out.print(note, soft_wrap=whole)
 
 
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Options of `flatout data convert`."""
+
+    to: Target | None = option(None, "Default: by the target's name.")
+    format: str | None = option(None, _FORMATS)
+    schema: Path | None = option(None, "Of the source, as inspect writes it.", metavar="FILE")
+    shuffle: int | None = option(None, "Write the rows in a drawn order.", metavar="SEED")
+    shards: int | None = option(None, "How many files. Default: of about 128 MiB.", min=1)
+    rows_per_shard: int | None = option(None, "The most rows in a file.", min=1)
+    shard_bytes: int | None = option(None, "About how large files become.", min=1)
+    balance: Balance | None = option(
+        None, "class: equally many rows of each class; spread: all rows, each class evenly."
+    )
+    sampling: Sampling = option(
+        Sampling.over, "Of --balance class: repeat rare rows, or leave others out."
+    )
+    on_error: OnError = option(OnError.fail, "What becomes of bad rows.")
+    max_errors: int = option(100, "With --on-error skip, the most to skip.", min=0)
+    overwrite: bool = option(False, "Replace what other settings or data have made.")
+
+
 @data.command()
-@_of_tables
+@with_options
 def convert(
     source: Annotated[
         list[str],
@@ -228,32 +223,9 @@ def convert(
             "out/train.tfrecord, out/train.parquet or out/train.rows.",
         ),
     ],
-    to: Annotated[Target | None, Option(help="Default: by the target's name.")] = None,
-    format: Format = None,
-    schema: Annotated[
-        Path | None, Option(metavar="FILE", help="Of the source, as inspect writes it.")
-    ] = None,
-    shuffle: Annotated[
-        int | None, Option(metavar="SEED", help="Write the rows in a drawn order.")
-    ] = None,
-    shards: Annotated[
-        int | None, Option(min=1, help="How many files. Default: of about 128 MiB.")
-    ] = None,
-    rows_per_shard: Annotated[int | None, Option(min=1, help="The most rows in a file.")] = None,
-    shard_bytes: Annotated[int | None, Option(min=1, help="About how large files become.")] = None,
-    balance: Annotated[
-        Balance | None,
-        Option(help="class: equally many rows of each class; spread: all rows, each class evenly."),
-    ] = None,
-    sampling: Annotated[
-        Sampling, Option(help="Of --balance class: repeat rare rows, or leave others out.")
-    ] = Sampling.over,
-    on_error: Annotated[OnError, Option(help="What becomes of bad rows.")] = OnError.fail,
-    max_errors: Annotated[int, Option(min=0, help="With --on-error skip, the most to skip.")] = 100,
-    overwrite: Annotated[
-        bool, Option("--overwrite", help="Replace what other settings or data have made.")
-    ] = False,
-    options: Any = None,
+    *,
+    options: ConvertOptions,
+    tables: TableOptions,
     as_json: AsJson = False,
 ) -> None:
     """Write files in another format. A run that was stopped goes on where it was.
@@ -267,19 +239,19 @@ def convert(
     done = write(
         source[:-1],
         source[-1],
-        to=None if to is None else to.value,
-        format=format,
-        schema=schema,
-        shuffle=shuffle,
-        shards=shards,
-        rows_per_shard=rows_per_shard,
-        shard_bytes=shard_bytes,
-        balance=None if balance is None else balance.value,
-        sampling=sampling.value,
-        on_error=on_error.value,
-        max_errors=max_errors,
-        overwrite=overwrite,
-        options=options,
+        to=None if options.to is None else options.to.value,
+        format=options.format,
+        schema=options.schema,
+        shuffle=options.shuffle,
+        shards=options.shards,
+        rows_per_shard=options.rows_per_shard,
+        shard_bytes=options.shard_bytes,
+        balance=None if options.balance is None else options.balance.value,
+        sampling=options.sampling.value,
+        on_error=options.on_error.value,
+        max_errors=options.max_errors,
+        overwrite=options.overwrite,
+        options=tables.given(),
     )
     if as_json:
         print_json(done.as_dict())

@@ -5,18 +5,71 @@ from __future__ import annotations
 import math
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
-from flatout.cli.common import AsJson, console, grid, print_json
+from flatout.cli.common import AsJson, console, grid, option, print_json, with_options
 
 # Maximum number of files in a script's folder that are searched for the names of its options.
 _FILES = 100
 
 
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Options of `flatout doctor`."""
+
+    is_module: bool = option(False, "The script is a module or package, as in python -m.", "-m")
+    seconds: float = option(20.0, "How long its steps are watched, from the first one.", min=1.0)
+    steps: int | None = option(None, "How many steps are watched at most.", min=1)
+    in_place: bool = option(False, "Watch it where it is: what it writes and sends then is real.")
+    yes: bool = option(False, "Prove cures in trials without asking.", "--yes", "-y")
+    no_trials: bool = option(False, "Watch only.")
+    search: bool = option(
+        False, "Look for the best Recipe: try settings, too, that no check found."
+    )
+    verify_full: bool = option(
+        False,
+        "Then run the script to its end, as it is and with what was proven, and compare "
+        "the final losses.",
+    )
+    seeds: int = option(3, "How many times --verify-full does so.", min=2, max=10)
+    target_loss: float | None = option(
+        None,
+        "With --verify-full: a loss; says how long each takes to it. [default: "
+        "the lowest that both reach]",
+    )
+    budget: str | None = option(
+        None, "For all trials, such as 90s or 2m. [default: 2m; 10m to search]", metavar="TIME"
+    )
+    allow: str | None = option(
+        None,
+        "What a cure may do to the result: keep its bits, round otherwise, draw random "
+        "numbers again. [default: tolerant; exact for --fix]",
+        metavar="exact|tolerant|redrawn",
+    )
+    diff: bool = option(False, "Show cures as changes of your code, for patch -p1.")
+    fix: bool = option(False, "Make those in your code that --allow allows.")
+    recipe: Path | None = option(
+        None,
+        "Where to write the Recipe of what was proven. [default: flatout.toml]",
+        metavar="FILE",
+    )
+    force: bool = option(False, "Write it also over a file of your own.")
+    verbose: bool = option(
+        False, "Show the script's output, on standard error, and all that was found in full."
+    )
+    as_json: bool = option(False, "Print one JSON object.", "--json")
+    page: Path | None = option(None, "Write what was found as one HTML file.")
+    trace: Path | None = option(None, "Write the steps for ui.perfetto.dev.")
+    ci: Path | None = option(None, "Compare with this baseline: 3 for a new danger, or slower.")
+    write_baseline: Path | None = option(None, "Keep what was found, for --ci to compare with.")
+
+
+@with_options
 def doctor(
     context: typer.Context,
     script: Annotated[
@@ -29,95 +82,8 @@ def doctor(
     args: Annotated[
         list[str] | None, Argument(help="The script's own, passed on as they are.")
     ] = None,
-    is_module: Annotated[
-        bool, Option("-m", help="The script is a module or package, as in python -m.")
-    ] = False,
-    seconds: Annotated[
-        float, Option(min=1.0, help="How long its steps are watched, from the first one.")
-    ] = 20.0,
-    steps: Annotated[int | None, Option(min=1, help="How many steps are watched at most.")] = None,
-    in_place: Annotated[
-        bool,
-        Option("--in-place", help="Watch it where it is: what it writes and sends then is real."),
-    ] = False,
-    yes: Annotated[
-        bool, Option("--yes", "-y", help="Prove cures in trials without asking.")
-    ] = False,
-    no_trials: Annotated[bool, Option("--no-trials", help="Watch only.")] = False,
-    search: Annotated[
-        bool,
-        Option(
-            "--search", help="Look for the best Recipe: try settings, too, that no check found."
-        ),
-    ] = False,
-    verify_full: Annotated[
-        bool,
-        Option(
-            "--verify-full",
-            help="Then run the script to its end, as it is and with what was proven, and compare "
-            "the final losses.",
-        ),
-    ] = False,
-    seeds: Annotated[int, Option(min=2, max=10, help="How many times --verify-full does so.")] = 3,
-    target_loss: Annotated[
-        float | None,
-        Option(
-            help="With --verify-full: a loss; says how long each takes to it. [default: "
-            "the lowest that both reach]"
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        Option(
-            metavar="TIME", help="For all trials, such as 90s or 2m. [default: 2m; 10m to search]"
-        ),
-    ] = None,
-    allow: Annotated[
-        str | None,
-        Option(
-            metavar="exact|tolerant|redrawn",
-            help="What a cure may do to the result: keep its bits, round otherwise, draw random "
-            "numbers again. [default: tolerant; exact for --fix]",
-        ),
-    ] = None,
-    diff: Annotated[
-        bool, Option("--diff", help="Show cures as changes of your code, for patch -p1.")
-    ] = False,
-    fix: Annotated[
-        bool, Option("--fix", help="Make those in your code that --allow allows.")
-    ] = False,
-    recipe: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="Where to write the Recipe of what was proven. [default: flatout.toml]",
-        ),
-    ] = None,
-    force: Annotated[
-        bool, Option("--force", help="Write it also over a file of your own.")
-    ] = False,
-    verbose: Annotated[
-        bool,
-        Option(
-            "--verbose",
-            help="Show the script's output, on standard error, and all that was found in full.",
-        ),
-    ] = False,
-    as_json: AsJson = False,
-    page: Annotated[
-        Path | None, Option("--page", help="Write what was found as one HTML file.")
-    ] = None,
-    trace: Annotated[
-        Path | None, Option("--trace", help="Write the steps for ui.perfetto.dev.")
-    ] = None,
-    ci: Annotated[
-        Path | None,
-        Option("--ci", help="Compare with this baseline: 3 for a new danger, or slower."),
-    ] = None,
-    write_baseline: Annotated[
-        Path | None,
-        Option("--write-baseline", help="Keep what was found, for --ci to compare with."),
-    ] = None,
+    *,
+    options: DoctorOptions,
 ) -> None:
     """Check this machine and environment; or watch a script: what holds it back, what endangers it.
 
@@ -127,44 +93,53 @@ def doctor(
     found.
     """
     if script is None:
-        if is_module:
+        if options.is_module:
             raise typer.BadParameter("-m needs the name of a module")
-        _check_machine(as_json)
+        _check_machine(options.as_json)
         return
-    if not is_module:
+    if not options.is_module:
         _check_script(script)
-    if yes and no_trials:
+    if options.yes and options.no_trials:
         raise typer.BadParameter("--yes asks for trials, --no-trials for none: give one of them")
-    if target_loss is not None and not (verify_full and math.isfinite(target_loss)):
+    if options.target_loss is not None and not (
+        options.verify_full and math.isfinite(options.target_loss)
+    ):
         raise typer.BadParameter("--target-loss needs --verify-full and a number to reach")
-    if allow not in (None, "exact", "tolerant", "redrawn"):
-        raise typer.BadParameter(f"--allow: expected exact, tolerant or redrawn; found {allow!r}")
-    if as_json and (diff or fix):
+    if options.allow not in (None, "exact", "tolerant", "redrawn"):
+        raise typer.BadParameter(
+            f"--allow: expected exact, tolerant or redrawn; found {options.allow!r}"
+        )
+    if options.as_json and (options.diff or options.fix):
         raise typer.BadParameter("--json has the changes in it already: leave --diff or --fix away")
-    budget_s = _seconds(budget or ("10m" if search else "2m"))
+    budget_s = _seconds(options.budget or ("10m" if options.search else "2m"))
     from flatout.recipe import Parity
     from flatout.report import Asked, Baseline, Files, diagnose, recipe_file
 
-    what = [*(["-m"] if is_module else []), script, *(args or [])]
+    what = [*(["-m"] if options.is_module else []), script, *(args or [])]
     _set_keras_backend(what)
     _tell_misplaced(context, what, args or [])
     asked = Asked(
         what=what,
-        recipe=recipe_file.place(recipe, force=force),
-        seconds=seconds,
-        steps=steps,
-        verbose=verbose,
-        in_place=in_place,
-        proves=True if yes else False if no_trials else None,
+        recipe=recipe_file.place(options.recipe, force=options.force),
+        seconds=options.seconds,
+        steps=options.steps,
+        verbose=options.verbose,
+        in_place=options.in_place,
+        proves=True if options.yes else False if options.no_trials else None,
         budget_s=budget_s,
-        allow=Parity.from_name(allow or "tolerant"),
-        searches=search,
-        seeds=seeds if verify_full else 0,
-        target=target_loss,
-        as_json=as_json,
-        files=Files(page, trace, None if ci is None else Baseline.read(ci), write_baseline),
-        diff=diff,
-        fix=Parity.from_name(allow or "exact") if fix else None,
+        allow=Parity.from_name(options.allow or "tolerant"),
+        searches=options.search,
+        seeds=options.seeds if options.verify_full else 0,
+        target=options.target_loss,
+        as_json=options.as_json,
+        files=Files(
+            options.page,
+            options.trace,
+            None if options.ci is None else Baseline.read(options.ci),
+            options.write_baseline,
+        ),
+        diff=options.diff,
+        fix=Parity.from_name(options.allow or "exact") if options.fix else None,
     )
     raise typer.Exit(diagnose(asked))
 

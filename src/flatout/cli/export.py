@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
-from flatout.cli.common import AsJson, print_json
+from flatout.cli.common import AsJson, option, print_json, with_options
 from flatout.console import printable
 
 
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of `flatout export`."""
+
+    key: str | None = option(
+        None, "Of a file of torch.save: which set of weights: state_dict_ema, generator, a.b."
+    )
+    prefix: str | None = option(
+        None, "Keep only names that begin so, without it. Default: take off wrappers' prefixes."
+    )
+    best: bool = option(
+        False, "Of a run: the best weights. Default where something tells the best."
+    )
+    last: bool = option(False, "Of a run: the weights of the last checkpoint.")
+    overwrite: bool = option(False, "Replace the target.")
+    model: str | None = option(None, "For .pt2: package.module:callable that returns the module.")
+    inputs: list[str] | None = option(
+        None, "For .pt2: shape of an input, 1x28x28 or 1x128:int64; once for each.", "--input"
+    )
+
+
+@with_options
 def export(
     checkpoint: Annotated[
         str,
@@ -26,57 +49,30 @@ def export(
             "Default: beside the checkpoint."
         ),
     ] = None,
-    key: Annotated[
-        str | None,
-        Option(
-            help="Of a file of torch.save: which set of weights: state_dict_ema, generator, a.b."
-        ),
-    ] = None,
-    prefix: Annotated[
-        str | None,
-        Option(
-            help="Keep only names that begin so, without it. Default: take off wrappers' prefixes."
-        ),
-    ] = None,
-    best: Annotated[
-        bool,
-        Option(
-            "--best", help="Of a run: the best weights. Default where something tells the best."
-        ),
-    ] = False,
-    last: Annotated[
-        bool, Option("--last", help="Of a run: the weights of the last checkpoint.")
-    ] = False,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the target.")] = False,
-    model: Annotated[
-        str | None, Option(help="For .pt2: package.module:callable that returns the module.")
-    ] = None,
-    inputs: Annotated[
-        list[str] | None,
-        Option(
-            "--input", help="For .pt2: shape of an input, 1x28x28 or 1x128:int64; once for each."
-        ),
-    ] = None,
+    *,
+    options: ExportOptions,
     as_json: AsJson = False,
 ) -> None:
     """Write the weights of a checkpoint under the module's own names."""
-    if best and last:
+    if options.best and options.last:
         raise typer.BadParameter("--best and --last are one or the other")
-    which: Literal["best", "last"] | None = "best" if best else "last" if last else None
+    which: Literal["best", "last"] | None = (
+        "best" if options.best else "last" if options.last else None
+    )
     if target is not None and target.endswith(".pt2"):
-        if model is None or not inputs:
+        if options.model is None or not options.inputs:
             raise typer.BadParameter("a .pt2 target needs --model and --input")
         from flatout.save import export_program_of
 
         program = export_program_of(
             checkpoint,
             target,
-            model,
-            inputs,
+            options.model,
+            options.inputs,
             which=which,
-            key=key,
-            prefix=prefix,
-            overwrite=overwrite,
+            key=options.key,
+            prefix=options.prefix,
+            overwrite=options.overwrite,
         )
         if as_json:
             print_json(program.as_dict())
@@ -85,12 +81,17 @@ def export(
         typer.echo(printable(f"read back and compared with the model: {program.parity}"))
         typer.echo(printable(f"load it: torch.export.load({program.target!r}).module()"))
         return
-    if model is not None or inputs:
+    if options.model is not None or options.inputs:
         raise typer.BadParameter("--model and --input are for a .pt2 target")
     from flatout.save.export import export as export_weights
 
     done = export_weights(
-        checkpoint, target, which=which, key=key, prefix=prefix, overwrite=overwrite
+        checkpoint,
+        target,
+        which=which,
+        key=options.key,
+        prefix=options.prefix,
+        overwrite=options.overwrite,
     )
     if as_json:
         print_json(done.as_dict())

@@ -3,90 +3,75 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
-from flatout.cli.common import AsJson, Texts, console, print_json
+from flatout.cli.common import AsJson, Texts, console, option, print_json, with_options
 from flatout.errors import FlatoutError
 
 _HOSTS = "1, or 1..16 for 1, 2, 4, 8 and 16, or 1,2,3."
 
 
+@dataclass(frozen=True)
+class Options:
+    """Options of `flatout forecast`."""
+
+    hosts: str = option("1", f"How many hosts: {_HOSTS}", metavar="N")
+    devices_per_host: int | None = option(
+        None, "Ranks on each host; as in the run.", metavar="K", min=1
+    )
+    network: str | None = option(
+        None,
+        "Line rate of a host, such as 10Gb, or a file of what was measured.",
+        metavar="RATE|FILE",
+    )
+    rtt: str | None = option(None, "Round trip between hosts, such as 0.2ms.", metavar="TIME")
+    storage: str | None = option(
+        None, "What all hosts together can read, such as 100MB per second.", metavar="RATE"
+    )
+    epochs: int | None = option(None, "Of how many; as in the run.", metavar="N", min=1)
+    price: str | None = option(
+        None,
+        "Of a host per hour, one for each kind of machine, in the order of the runs.",
+        metavar="NAME=PRICE,...|FILE",
+    )
+    currency: str | None = option(None, "Of the prices.", metavar="USD")
+    deadline: str | None = option(None, "Find the cheapest within it.", metavar="TIME")
+    budget: float | None = option(None, "Find the fastest for it.", metavar="MONEY")
+    efficiency: float = option(
+        0.7, "What a further host must give, of what the first does.", min=0.0, max=1.0
+    )
+    keep_rank_batch: bool = option(False, "Each rank keeps its batch; that changes learning.")
+    settings: Texts = option(
+        None, "Another strategy, reduction or compression.", "--set", metavar="world.KEY=VALUE"
+    )
+    measure: str | None = option(
+        None,
+        "Measure the network instead, for two minutes: between these hosts, over ssh "
+        "(host1,host2, or a file with one in each line), or between ranks of this one. With "
+        "a RUN at the sizes that it adds up.",
+        metavar="HOSTS|here",
+    )
+    measure_time: str = option("2min", "How long --measure takes, about.", metavar="TIME")
+    out: str = option("network.json", "What --measure writes.", metavar="FILE")
+    options: Texts = option(
+        None,
+        "For --measure, as of flatout submit ssh: bin, config, folder, rendezvous.",
+        "--option",
+        metavar="NAME=VALUE",
+    )
+
+
+@with_options
 def forecast(
     runs: Annotated[
         Texts, Argument(metavar="RUN...", help="Run folders of one job; other machines too.")
     ] = None,
-    hosts: Annotated[str, Option(metavar="N", help=f"How many hosts: {_HOSTS}")] = "1",
-    devices_per_host: Annotated[
-        int | None, Option(metavar="K", min=1, help="Ranks on each host; as in the run.")
-    ] = None,
-    network: Annotated[
-        str | None,
-        Option(
-            metavar="RATE|FILE",
-            help="Line rate of a host, such as 10Gb, or a file of what was measured.",
-        ),
-    ] = None,
-    rtt: Annotated[
-        str | None, Option(metavar="TIME", help="Round trip between hosts, such as 0.2ms.")
-    ] = None,
-    storage: Annotated[
-        str | None,
-        Option(metavar="RATE", help="What all hosts together can read, such as 100MB per second."),
-    ] = None,
-    epochs: Annotated[
-        int | None, Option(metavar="N", min=1, help="Of how many; as in the run.")
-    ] = None,
-    price: Annotated[
-        str | None,
-        Option(
-            metavar="NAME=PRICE,...|FILE",
-            help="Of a host per hour, one for each kind of machine, in the order of the runs.",
-        ),
-    ] = None,
-    currency: Annotated[str | None, Option(metavar="USD", help="Of the prices.")] = None,
-    deadline: Annotated[
-        str | None, Option(metavar="TIME", help="Find the cheapest within it.")
-    ] = None,
-    budget: Annotated[
-        float | None, Option(metavar="MONEY", help="Find the fastest for it.")
-    ] = None,
-    efficiency: Annotated[
-        float,
-        Option(min=0.0, max=1.0, help="What a further host must give, of what the first does."),
-    ] = 0.7,
-    keep_rank_batch: Annotated[
-        bool, Option("--keep-rank-batch", help="Each rank keeps its batch; that changes learning.")
-    ] = False,
-    settings: Annotated[
-        Texts,
-        Option(
-            "--set", metavar="world.KEY=VALUE", help="Another strategy, reduction or compression."
-        ),
-    ] = None,
-    measure: Annotated[
-        str | None,
-        Option(
-            metavar="HOSTS|here",
-            help="Measure the network instead, for two minutes: between these hosts, over ssh "
-            "(host1,host2, or a file with one in each line), or between ranks of this one. With "
-            "a RUN at the sizes that it adds up.",
-        ),
-    ] = None,
-    measure_time: Annotated[
-        str, Option(metavar="TIME", help="How long --measure takes, about.")
-    ] = "2min",
-    out: Annotated[str, Option(metavar="FILE", help="What --measure writes.")] = ("network.json"),
-    options: Annotated[
-        Texts,
-        Option(
-            "--option",
-            metavar="NAME=VALUE",
-            help="For --measure, as of flatout submit ssh: bin, config, folder, rendezvous.",
-        ),
-    ] = None,
+    *,
+    options: Options,
     as_json: AsJson = False,
 ) -> None:
     """Say what more hosts would give a job, with intervals, from what its runs measured."""
@@ -101,24 +86,31 @@ def forecast(
         parse_settings,
     )
 
-    if measure is not None:
-        _measure(measure, runs or [], parse_seconds(measure_time), devices_per_host, out, options)
+    if options.measure is not None:
+        _measure(
+            options.measure,
+            runs or [],
+            parse_seconds(options.measure_time),
+            options.devices_per_host,
+            options.out,
+            options.options,
+        )
         return
     if not runs:
         raise typer.BadParameter("name the folder of a run, or hosts with --measure")
     asked = ForecastOptions(
-        hosts=_counts(hosts),
-        per_host=devices_per_host,
-        network=None if network is None else parse_network(network),
-        rtt=None if rtt is None else parse_seconds(rtt),
-        epochs=epochs,
-        prices=None if price is None else Prices.parse(price, currency),
-        deadline=None if deadline is None else parse_seconds(deadline),
-        budget=budget,
-        efficiency=efficiency,
-        keeps_rank_batch=keep_rank_batch,
-        storage=None if storage is None else parse_rate(storage),
-        settings=parse_settings(settings or []),
+        hosts=_counts(options.hosts),
+        per_host=options.devices_per_host,
+        network=None if options.network is None else parse_network(options.network),
+        rtt=None if options.rtt is None else parse_seconds(options.rtt),
+        epochs=options.epochs,
+        prices=None if options.price is None else Prices.parse(options.price, options.currency),
+        deadline=None if options.deadline is None else parse_seconds(options.deadline),
+        budget=options.budget,
+        efficiency=options.efficiency,
+        keeps_rank_batch=options.keep_rank_batch,
+        storage=None if options.storage is None else parse_rate(options.storage),
+        settings=parse_settings(options.settings or []),
     )
     shown = Shown(Forecast.of(runs, asked))
     if as_json:

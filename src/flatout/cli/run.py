@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
-from flatout.cli.common import Texts
+from flatout.cli.common import Texts, option, with_options
 from flatout.console import say, say_as_is
 from flatout.script_source import file_of, keras_backend, read
 
@@ -23,77 +23,62 @@ if TYPE_CHECKING:
     from flatout.world import Nodes
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of `flatout run`."""
+
+    is_module: bool = option(False, "The script is a module or package, as in python -m.", "-m")
+    recipe: Path | None = option(None, "A Recipe to run by.", metavar="FILE")
+    settings: Texts = option(
+        None,
+        "A field of the Recipe, such as process.threads=2. Can be given several times.",
+        "--set",
+        metavar="KEY=VALUE",
+    )
+    devices: str | None = option(
+        None,
+        "Ranks on this node: one for each GPU, or parts of the CPU; auto measures how "
+        "many are fastest, on the first node. Default: what the cluster says, or 1.",
+        "--devices",
+        "--nproc-per-node",
+        metavar="N|auto",
+    )
+    nodes: int | None = option(None, "How many nodes.", "--nodes", "--nnodes", min=1)
+    node_rank: int | None = option(None, "Which node this is, from 0.", min=0)
+    rendezvous: str | None = option(
+        None,
+        "Where the nodes meet: a free port on the first of them.",
+        "--rendezvous",
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+    )
+    servers: int | None = option(
+        None,
+        "Parameter servers that compute nothing, for world.strategy=parameter_server: on "
+        "one node beside its ranks, of several one on each of the last nodes.",
+        min=1,
+    )
+    checkpoints: str | None = option(
+        None,
+        "Run folder of a Trainer that names none. It goes on from what lies there.",
+        metavar="FOLDER",
+    )
+    profile_batches: bool = option(
+        False,
+        "When a Trainer with a run folder has trained, measure steps on parts of its "
+        "batch, and ranks beside each other, for its Profile: flatout forecast reads it.",
+    )
+    restarts: int = option(3, "How often ranks start again after one of them was killed.", min=0)
+    wait: int = option(900, "How long nodes wait for one another.", min=1, metavar="SECONDS")
+    dry_run: bool = option(False, "Print what would be run, and run nothing.")
+
+
+@with_options
 def run(
     script: Annotated[str, Argument(help="A Python file, or a module after -m.")],
     args: Annotated[Texts, Argument(help="The script's own, passed on as they are.")] = None,
-    is_module: Annotated[
-        bool, Option("-m", help="The script is a module or package, as in python -m.")
-    ] = False,
-    recipe: Annotated[Path | None, Option(metavar="FILE", help="A Recipe to run by.")] = None,
-    settings: Annotated[
-        Texts,
-        Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="A field of the Recipe, such as process.threads=2. Can be given several times.",
-        ),
-    ] = None,
-    devices: Annotated[
-        str | None,
-        Option(
-            "--devices",
-            "--nproc-per-node",
-            metavar="N|auto",
-            help="Ranks on this node: one for each GPU, or parts of the CPU; auto measures how "
-            "many are fastest, on the first node. Default: what the cluster says, or 1.",
-        ),
-    ] = None,
-    nodes: Annotated[
-        int | None, Option("--nodes", "--nnodes", min=1, help="How many nodes.")
-    ] = None,
-    node_rank: Annotated[int | None, Option(min=0, help="Which node this is, from 0.")] = None,
-    rendezvous: Annotated[
-        str | None,
-        Option(
-            "--rendezvous",
-            "--rdzv-endpoint",
-            metavar="HOST:PORT",
-            help="Where the nodes meet: a free port on the first of them.",
-        ),
-    ] = None,
-    servers: Annotated[
-        int | None,
-        Option(
-            "--servers",
-            min=1,
-            help="Parameter servers that compute nothing, for world.strategy=parameter_server: on "
-            "one node beside its ranks, of several one on each of the last nodes.",
-        ),
-    ] = None,
-    checkpoints: Annotated[
-        str | None,
-        Option(
-            metavar="FOLDER",
-            help="Run folder of a Trainer that names none. It goes on from what lies there.",
-        ),
-    ] = None,
-    profile_batches: Annotated[
-        bool,
-        Option(
-            "--profile-batches",
-            help="When a Trainer with a run folder has trained, measure steps on parts of its "
-            "batch, and ranks beside each other, for its Profile: flatout forecast reads it.",
-        ),
-    ] = False,
-    restarts: Annotated[
-        int, Option(min=0, help="How often ranks start again after one of them was killed.")
-    ] = 3,
-    wait: Annotated[
-        int, Option(min=1, metavar="SECONDS", help="How long nodes wait for one another.")
-    ] = 900,
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Print what would be run, and run nothing.")
-    ] = False,
+    *,
+    options: RunOptions,
 ) -> None:
     """Run a script by a Recipe, as python would.
 
@@ -103,19 +88,22 @@ def run(
     """
     from flatout.world import SERVERS, asked_for
 
-    is_auto, ranks = devices == "auto", _count(devices)
-    if not is_module and not os.path.exists(script):
+    is_auto, ranks = options.devices == "auto", _count(options.devices)
+    if not options.is_module and not os.path.exists(script):
         raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
-    file = file_of(script, is_module=is_module)
+    file = file_of(script, is_module=options.is_module)
     variables = {"FLATOUT_RUN": "1"} | keras_backend(file)
-    if checkpoints is not None:
-        is_url = "://" in checkpoints
-        variables["FLATOUT_CHECKPOINTS"] = checkpoints if is_url else os.path.abspath(checkpoints)
-    if profile_batches:
+    if options.checkpoints is not None:
+        is_url = "://" in options.checkpoints
+        variables["FLATOUT_CHECKPOINTS"] = (
+            options.checkpoints if is_url else os.path.abspath(options.checkpoints)
+        )
+    if options.profile_batches:
         variables["FLATOUT_PROFILE_BATCHES"] = "1"
-    if recipe is not None:
-        variables["FLATOUT_RECIPE"] = os.path.abspath(recipe)
-    given = [recipe is not None, bool(settings), bool(servers)]
+    if options.recipe is not None:
+        variables["FLATOUT_RECIPE"] = os.path.abspath(options.recipe)
+    settings, servers = options.settings, options.servers
+    given = [options.recipe is not None, bool(settings), bool(servers)]
     os.environ.pop(SERVERS, None)
     if servers:
         settings = _with_servers(settings or [], servers, is_auto)
@@ -123,19 +111,19 @@ def run(
     if settings:
         variables["FLATOUT_SET"] = _after_inherited(settings)
     os.environ.update(variables)
-    where = asked_for(ranks, nodes, node_rank, rendezvous, servers or 0)
-    what = [*(["-m"] if is_module else []), script, *(args or [])]
+    where = asked_for(ranks, options.nodes, options.node_rank, options.rendezvous, servers or 0)
+    what = [*(["-m"] if options.is_module else []), script, *(args or [])]
     if is_auto and where.rank == 0:
-        ranks = _measured(what, file, dry_run)
-        where = asked_for(ranks, nodes, node_rank, rendezvous)
+        ranks = _measured(what, file, options.dry_run)
+        where = asked_for(ranks, options.nodes, options.node_rank, options.rendezvous)
     elif is_auto:
         where = replace(where, ranks=None, is_open=True)
     starts = "flatout.strategies.start" if servers else "flatout.world.start"
     through = ["-m", starts] if where.is_world else []
-    job = _Job(where, script, is_module, restarts, wait)
+    job = _Job(where, script, options.is_module, options.restarts, options.wait)
     # Without a Recipe the script starts at once and as it is: no setting is a default unmeasured.
     if not (os.environ.get("FLATOUT_RECIPE") or os.environ.get("FLATOUT_SET")):
-        _start([sys.executable, *through, *what], variables, (), dry_run, job)
+        _start([sys.executable, *through, *what], variables, (), options.dry_run, job)
         return
     from flatout.devices import environment, set_affinity
 
@@ -148,10 +136,10 @@ def run(
     cures = {} if servers or _trains_with_flatout(file) else _cures(asked)
     if cures:
         through = ["-m", "flatout.cures.start", *(["--rank"] if where.is_world else [])]
-    variables |= _say_applied(asked, cures, given, dry_run)
+    variables |= _say_applied(asked, cures, given, options.dry_run)
     job = replace(job, timeout=asked.world.timeout, recipe=_asked_anywhere())
     start = [sys.executable, *through, *what]
-    _start(start, variables | environment(asked), cpus, dry_run, job)
+    _start(start, variables | environment(asked), cpus, options.dry_run, job)
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
-from flatout.cli.common import Texts, agrees, print_json
+from flatout.cli.common import Texts, agrees, option, print_json, with_options
 from flatout.console import folded, printable, say_as_is
 from flatout.words import counted
 
@@ -25,143 +25,104 @@ submit = typer.Typer(
 )
 
 
+@dataclass(frozen=True)
+class SubmitOptions:
+    """Options of `flatout submit`."""
+
+    is_module: bool = option(False, "The script is a module, as in python -m.", "-m")
+    nodes: int = option(1, "How many.", "--nodes", "--nnodes", min=1)
+    devices: str = option(
+        "1",
+        "Ranks on each node; auto lets the first node measure how many are fastest.",
+        "--devices",
+        "--nproc-per-node",
+        metavar="N|auto",
+    )
+    servers: int | None = option(
+        None,
+        "Parameter servers that compute nothing, as in flatout run: on one node "
+        "beside its ranks, of several one on each of the last.",
+        min=1,
+    )
+    threads: int | None = option(
+        None,
+        "CPUs of each rank, or with --devices auto of each node. Default: as the "
+        "Recipe has measured, or else each rank's share of the CPUs here.",
+        min=1,
+    )
+    gpus: int | None = option(
+        None,
+        "On each node. Default: one for each rank, where the Recipe or this machine has any.",
+        min=0,
+    )
+    time: str | None = option(None, "The most it may take: 2h, 1h30m, 1:30:00.")
+    stop_ahead: str = option("120s", "How long before that the stop signal comes.")
+    checkpoint: str | None = option(
+        None,
+        "Run folder that all nodes see. A job that starts again goes on from it.",
+        "--checkpoints",
+        metavar="FOLDER",
+    )
+    recipe: str | None = option(None, "A Recipe to run by.", metavar="FILE")
+    settings: Texts = option(
+        None, "A field of the Recipe; repeatable.", "--set", metavar="KEY=VALUE"
+    )
+    inputs: Texts = option(
+        None, "What the script reads, besides its arguments.", "--input", metavar="PATH"
+    )
+    look: bool = option(
+        False, "Run the script here for some seconds, contained, to see what it reads."
+    )
+    shared: Texts = option(
+        None, "All nodes see it, on whichever disk it lies here.", metavar="PATH"
+    )
+    seeds: str | None = option(
+        None, "Run once for each; {seed} in the arguments is it.", metavar="1,2,5-9"
+    )
+    retries: int = option(3, "How often it starts again after it was killed.", min=0)
+    price: float | None = option(
+        None, "Of a node for an hour: flatout jobs shows the cost so far and to come."
+    )
+    currency: str | None = option(None, "Of --price.", metavar="USD")
+    environment: Texts = option(None, "For the script; repeatable.", "--env", metavar="NAME=VALUE")
+    options: Texts = option(
+        None, "Of the target, such as partition=cpu.", "--option", metavar="NAME=VALUE"
+    )
+    name: str | None = option(None, "Of the job. Default: script and time.")
+    folder: str = option("submit", "In which each job has its own folder.")
+    dry_run: bool = option(False, "Print all that would be sent; write nothing.")
+    yes: bool = option(False, "Send it without asking.", "--yes", "-y")
+    as_json: bool = option(False, "Print one JSON object; sends only with --yes.", "--json")
+
+
 def _command(target: str) -> Callable[..., None]:
+    @with_options
     def to_target(
         script: Annotated[
             str, Argument(help="A Python file, a module after -m, or: flatout data convert ...")
         ],
         args: Annotated[Texts, Argument(help="The script's own, passed on as they are.")] = None,
-        is_module: Annotated[
-            bool, Option("-m", help="The script is a module, as in python -m.")
-        ] = False,
-        nodes: Annotated[int, Option("--nodes", "--nnodes", min=1, help="How many.")] = 1,
-        devices: Annotated[
-            str,
-            Option(
-                "--devices",
-                "--nproc-per-node",
-                metavar="N|auto",
-                help="Ranks on each node; auto lets the first node measure how many are fastest.",
-            ),
-        ] = "1",
-        servers: Annotated[
-            int | None,
-            Option(
-                "--servers",
-                min=1,
-                help="Parameter servers that compute nothing, as in flatout run: on one node "
-                "beside its ranks, of several one on each of the last.",
-            ),
-        ] = None,
-        threads: Annotated[
-            int | None,
-            Option(
-                min=1,
-                help="CPUs of each rank, or with --devices auto of each node. Default: as the "
-                "Recipe has measured, or else each rank's share of the CPUs here.",
-            ),
-        ] = None,
-        gpus: Annotated[
-            int | None,
-            Option(
-                min=0,
-                help="On each node. Default: one for each rank, where the Recipe or this machine "
-                "has any.",
-            ),
-        ] = None,
-        time: Annotated[
-            str | None, Option(help="The most it may take: 2h, 1h30m, 1:30:00.")
-        ] = None,
-        stop_ahead: Annotated[
-            str, Option(help="How long before that the stop signal comes.")
-        ] = "120s",
-        checkpoints: Annotated[
-            str | None,
-            Option(
-                metavar="FOLDER",
-                help="Run folder that all nodes see. A job that starts again goes on from it.",
-            ),
-        ] = None,
-        recipe: Annotated[str | None, Option(metavar="FILE", help="A Recipe to run by.")] = None,
-        settings: Annotated[
-            Texts, Option("--set", metavar="KEY=VALUE", help="A field of the Recipe; repeatable.")
-        ] = None,
-        inputs: Annotated[
-            Texts,
-            Option("--input", metavar="PATH", help="What the script reads, besides its arguments."),
-        ] = None,
-        look: Annotated[
-            bool,
-            Option(
-                "--look",
-                help="Run the script here for some seconds, contained, to see what it reads.",
-            ),
-        ] = False,
-        shared: Annotated[
-            Texts, Option(metavar="PATH", help="All nodes see it, on whichever disk it lies here.")
-        ] = None,
-        seeds: Annotated[
-            str | None,
-            Option(metavar="1,2,5-9", help="Run once for each; {seed} in the arguments is it."),
-        ] = None,
-        retries: Annotated[
-            int, Option(min=0, help="How often it starts again after it was killed.")
-        ] = 3,
-        price: Annotated[
-            float | None,
-            Option(help="Of a node for an hour: flatout jobs shows the cost so far and to come."),
-        ] = None,
-        currency: Annotated[str | None, Option(metavar="USD", help="Of --price.")] = None,
-        environment: Annotated[
-            Texts, Option("--env", metavar="NAME=VALUE", help="For the script; repeatable.")
-        ] = None,
-        options: Annotated[
-            Texts,
-            Option("--option", metavar="NAME=VALUE", help="Of the target, such as partition=cpu."),
-        ] = None,
-        name: Annotated[str | None, Option(help="Of the job. Default: script and time.")] = None,
-        folder: Annotated[str, Option(help="In which each job has its own folder.")] = "submit",
-        dry_run: Annotated[
-            bool, Option("--dry-run", help="Print all that would be sent; write nothing.")
-        ] = False,
-        yes: Annotated[bool, Option("--yes", "-y", help="Send it without asking.")] = False,
-        as_json: Annotated[
-            bool, Option("--json", help="Print one JSON object; sends only with --yes.")
-        ] = False,
+        *,
+        options: SubmitOptions,
     ) -> None:
         from flatout.submit import JobOptions, inputs_seen, ranks_of, seeds_of
 
-        asked = JobOptions(
-            script=script,
-            is_module=is_module,
-            arguments=tuple(args or ()),
-            nodes=nodes,
-            devices=ranks_of(devices),
-            servers=servers or 0,
-            threads=threads,
-            gpus=gpus,
-            time=time,
-            stop_ahead=stop_ahead,
-            name=name,
-            folder=folder,
-            recipe=recipe,
-            settings=tuple(settings or ()),
-            inputs=tuple(inputs or ()),
-            shared=tuple(shared or ()),
-            checkpoint=checkpoints,
-            seeds=() if seeds is None else seeds_of(seeds),
-            retries=retries,
-            price=price,
-            currency=currency,
-            environment=tuple(environment or ()),
-            options=tuple(options or ()),
-        )
-        if look:
+        known = {field.name for field in fields(JobOptions)}
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in vars(options).items()
+            if name in known and value is not None
+        }
+        given["devices"] = ranks_of(options.devices)
+        if options.seeds is not None:
+            given["seeds"] = seeds_of(options.seeds)
+        asked = JobOptions(script, arguments=tuple(args or ()), **given)
+        if options.look:
             result = inputs_seen(asked, Path.cwd())
-            if not as_json:
+            if not options.as_json:
                 _say(f"looked: it reads {', '.join(result) or 'nothing but code'}")
             asked = replace(asked, inputs=(*asked.inputs, *result))
-        _submit(target, asked, dry_run=dry_run, yes=yes, as_json=as_json)
+        _submit(target, asked, dry_run=options.dry_run, yes=options.yes, as_json=options.as_json)
 
     return to_target
 
