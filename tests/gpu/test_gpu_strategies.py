@@ -185,7 +185,7 @@ NCCL = """
 import torch
 import torch.distributed as dist
 import flatout
-from flatout.strategies.reductions import ThreadedReduction, Flat
+from flatout.strategies.reductions import Flat
 from flatout.strategies.reductions.collectives import AllReduce
 from flatout.strategies.reductions.halves import Halves
 from flatout.strategies.reductions.collectives import Hierarchical
@@ -209,7 +209,7 @@ kinds = [
     (Hierarchical(group, AllReduce(group), carries=False), 0),
 ]
 for reduction, rounding in kinds:
-    beside = ThreadedReduction(reduction, device)
+    beside = reduction.started(device)
     flat = beside.memory(0, len(values), torch.float32)
     if on_gpu:
         torch.cuda._sleep(200_000_000)  # what is to be added up is still being computed

@@ -11,7 +11,7 @@ import flatout
 from flatout.data.batches.batch import Batch
 from flatout.errors import DataError, ModelError, NumbersError, RecipeError
 from flatout.recipe import Compute, ModelFacts, Parity, Recipe, of_change
-from flatout.strategies import Ddp, ThreadedReduction
+from flatout.strategies import Ddp
 from flatout.strategies.reductions.collectives import AllReduce
 from flatout.train.loop import Loop
 from flatout.train.sample_dropout import sample_dropout
@@ -252,7 +252,7 @@ def test_on_several_ranks_a_batch_of_ones_own_has_to_tell_its_place():
     loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
     two = World(Place(0, 2, 0, 2))  # asked for nothing: the step is refused before
     loop.stepper.meet(two)
-    reduction = ThreadedReduction(AllReduce(None), torch.device("cpu"))
+    reduction = AllReduce(None).started(torch.device("cpu"))
     loop.stepper.train_with(two, 8.0, Ddp(two, model, reduction))
     with pytest.raises(DataError, match="the places of these samples in the batch of all ranks"):
         loop.step(lambda batch: model(batch.inputs).sum(), Batch(data()[0], None, None, None, 150))

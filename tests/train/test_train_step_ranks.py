@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from flatout.data.batches.batch import Batch
 from flatout.errors import OutOfMemory
-from flatout.strategies import Ddp, ThreadedReduction
+from flatout.strategies import Ddp
 from flatout.strategies.reductions.collectives import AllReduce
 from flatout.train.compute import ModelCompute
 from flatout.train.losses.losses import as_loss
@@ -92,7 +92,7 @@ def data(size=10):
 def step(model, world, given, steps=1, **options):
     stepper = Stepper(Switch(model, torch.optim.SGD(model.parameters(), lr=1.0), CPU), **options)
     stepper.meet(world)
-    strategy = Ddp(world, model, ThreadedReduction(Named(world), CPU))
+    strategy = Ddp(world, model, Named(world).started(CPU))
     stepper.train_with(world, given.size, strategy)
     compute = ModelCompute(model, as_loss("cross_entropy"), (), unweighted=False)
     try:

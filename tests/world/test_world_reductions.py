@@ -54,7 +54,7 @@ JOB = '''
 
     import flatout
     from flatout.recipe import World as Asked
-    from flatout.strategies.reductions import ThreadedReduction, Flat, reduction_of
+    from flatout.strategies.reductions import Flat, reduction_of
     from flatout.world import World, join
     from test_world_reductions import (
         DTYPES, KINDS, LENGTHS, SCALES, SHAPES, STEPS, TRAINED, WEIGHTS, gradient, numbers
@@ -78,7 +78,7 @@ JOB = '''
     cpu = torch.device("cpu")
     found = {}
     for kind in KINDS:
-        beside = ThreadedReduction(made(kind), cpu)
+        beside = made(kind).started(cpu)
         broken = torch.ones(50)
         broken[7] = float("nan") if rank == 0 else 1
         broken[9] = float("inf") if rank == size - 1 else 1

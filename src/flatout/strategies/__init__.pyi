@@ -8,7 +8,6 @@ from flatout.strategies.rank_rng import rank_rng as rank_rng
 from flatout.strategies.reductions import Flat as Flat
 from flatout.strategies.reductions import Reduction as Reduction
 from flatout.strategies.reductions import Shared as Shared
-from flatout.strategies.reductions import ThreadedReduction as ThreadedReduction
 from flatout.strategies.reductions import check_reduction as check_reduction
 from flatout.strategies.reductions import reduction_of as reduction_of
 from flatout.strategies.replicas import check_replicas as check_replicas

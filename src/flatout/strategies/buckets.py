@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flatout.strategies.reductions import Flat, ThreadedReduction
+from flatout.strategies.reductions import Flat, Reduction
 from flatout.world import PendingCollective, World
 
 # _FIRST_BYTES, _BUCKET_BYTES: bytes of the first and of later buckets, as in torch's
@@ -23,7 +23,7 @@ class Bucket:
         number: int,
         parameters: Sequence[torch.Tensor],
         name: str,
-        reduction: ThreadedReduction,
+        reduction: Reduction,
         more: int = 0,
     ) -> None:
         self.parameters = list(parameters)
@@ -63,7 +63,7 @@ class Bucket:
         if views:
             torch._foreach_copy_(views, gradients)
 
-    def send(self, world: World, reduction: ThreadedReduction) -> None:
+    def send(self, world: World, reduction: Reduction) -> None:
         self.fill()
         self.sending = world.begun(reduction.begin(self.whole), self.name)
 

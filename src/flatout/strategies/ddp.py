@@ -24,7 +24,7 @@ from torch import nn
 
 from flatout.optim import RowShards
 from flatout.strategies.buckets import DENSE, SPARSE, Bucket, bucket_groups
-from flatout.strategies.reductions import ThreadedReduction
+from flatout.strategies.reductions import Reduction
 from flatout.strategies.sparse import sparse_weights, sum_own_rows, sum_rows
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
@@ -43,7 +43,7 @@ class _Summed:
         self,
         world: World,
         parameters: Sequence[torch.Tensor],
-        reduction: ThreadedReduction,
+        reduction: Reduction,
         *,
         sparse: Collection[torch.Tensor] = (),
         turn: int = 1,
@@ -233,7 +233,7 @@ class Ddp(Strategy):
         self,
         world: World,
         model: nn.Module,
-        reduction: ThreadedReduction,
+        reduction: Reduction,
         shards: RowShards | None = None,
     ) -> None:
         super().__init__()
@@ -302,8 +302,6 @@ class Ddp(Strategy):
         self.reduction.close()
 
 
-def _has_room_for_numbers(
-    groups: Sequence[Sequence[torch.Tensor]], reduction: ThreadedReduction
-) -> bool:
+def _has_room_for_numbers(groups: Sequence[Sequence[torch.Tensor]], reduction: Reduction) -> bool:
     kinds = {parameter.dtype for group in groups for parameter in group}
     return bool(groups) and reduction.is_exact and kinds in ({torch.float32}, {torch.float64})

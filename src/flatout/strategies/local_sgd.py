@@ -21,7 +21,7 @@ from torch import nn
 from flatout.errors import ModelError
 from flatout.models import weights_of
 from flatout.optim import optimizer_adapter
-from flatout.strategies.reductions import Flat, ThreadedReduction
+from flatout.strategies.reductions import Flat, Reduction
 from flatout.strategies.strategy import Strategy, Sums, Tensors
 from flatout.world import World
 
@@ -51,7 +51,7 @@ class LocalSgd(Strategy):
         world: World,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        reduction: ThreadedReduction,
+        reduction: Reduction,
         *,
         every: int,
         outer: bool = False,

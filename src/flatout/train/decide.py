@@ -36,7 +36,6 @@ from flatout.strategies import (
     Shared,
     Strategy,
     SynchronousServers,
-    ThreadedReduction,
     reduction_of,
 )
 from flatout.train import device_data, named_rows
@@ -344,7 +343,7 @@ def _strategy(
     if asked.strategy == "parameter_server":
         return _served(loop, resolved), resolved
     adds_up, resolved = _reduction(loop, resolved)
-    reduction = ThreadedReduction(adds_up, loop.device)
+    reduction = adds_up.started(loop.device)
     if asked.strategy == "local_sgd":
         local = LocalSgd(
             world,

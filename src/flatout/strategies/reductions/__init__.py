@@ -7,13 +7,11 @@ from flatout.strategies.reductions.choose import (
 )
 from flatout.strategies.reductions.reduction import Flat, Reduction
 from flatout.strategies.reductions.shared import Shared
-from flatout.strategies.reductions.threaded import ThreadedReduction
 
 __all__ = [
     "Flat",
     "Reduction",
     "Shared",
-    "ThreadedReduction",
     "check_reduction",
     "reduction_among",
     "reduction_of",

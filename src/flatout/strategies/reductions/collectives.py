@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,11 @@ class AllReduce(Reduction):
 
     def __init__(self, group: Group) -> None:
         self.group = group
+
+    def started(self, device: torch.device) -> Self:
+        """Note the device; the library has its own threads."""
+        self.device = device
+        return self
 
     def add_up(self, flat: Flat) -> None:
         dist.all_reduce(flat.values, group=self.group.channel)

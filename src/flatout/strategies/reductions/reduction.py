@@ -1,11 +1,17 @@
-"""The interface of a reduction."""
+"""The interface of a reduction.
+
+A reduction is written as sequential code. A thread runs its sums while backward continues, in the
+order in which they are begun, which is the same on all ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
+
+from flatout.strategies.reductions.work_thread import WorkThread
 
 
 class Flat(NamedTuple):
@@ -42,12 +48,39 @@ class Reduction:
     is_exact = False
     carries = False
     weight = 1.0
+    device = torch.device("cpu")
+    _thread: WorkThread | None = None
+
+    def started(self, device: torch.device) -> Self:
+        """Start the thread for sums of gradients on a device, and return the reduction."""
+        self.device, self._thread = device, WorkThread(device)
+        return self
 
     def memory(
-        self, number: int, length: int, dtype: torch.dtype, device: torch.device
+        self, number: int, length: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> torch.Tensor:
         """Return zeros in one dimension, for a bucket's gradients; no sum may be running."""
-        return torch.zeros(length, dtype=dtype, device=device)
+        return torch.zeros(length, dtype=dtype, device=device or self.device)
+
+    def begin(self, flat: Flat) -> Any:
+        """Begin a sum in the background, and return an object to `wait()` for."""
+        assert self._thread is not None
+        return self._thread.begin(lambda: self.add_up(flat))
+
+    def weigh(self, waiting: Any, weight: torch.Tensor) -> None:
+        """Set the weight of the step to the value of `weight`, once its sum over ranks is known."""
+
+        def take() -> None:
+            waiting.wait()
+            self.weight = float(weight)
+
+        assert self._thread is not None
+        self._thread.begin(take)
+
+    def close(self) -> None:
+        """End the thread after the work that was begun."""
+        if self._thread is not None:
+            self._thread.close()
 
     def add_up(self, flat: Flat) -> None:
         """Set `flat.values` to the sum, and return when it is done."""

@@ -51,7 +51,7 @@ class Shared(Reduction):
         self._laid: dict[int, _BucketPlace] = {}
 
     def memory(
-        self, number: int, length: int, dtype: torch.dtype, device: torch.device
+        self, number: int, length: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> torch.Tensor:
         """Return zeros in a file without a name, which the other ranks map too."""
         ranks, own, size = len(self.group.ranks), self.group.own, length * dtype.itemsize

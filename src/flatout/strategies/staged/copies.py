@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flatout.strategies.buckets import Bucket, bucket_groups
-from flatout.strategies.reductions import ThreadedReduction, reduction_among
+from flatout.strategies.reductions import Reduction, reduction_among
 from flatout.strategies.strategy import Tensors
 from flatout.world import Group, World
 
@@ -45,7 +45,7 @@ class Copies:
         self.pipeline: Group = pipeline
         # The ranks that have this stage, one for each copy.
         self._peers = world.among(*map(self.ranks_of, range(stages))) if self.count > 1 else None
-        self._reduction: ThreadedReduction | None = None
+        self._reduction: Reduction | None = None
         # By turn of the job's optimizers.
         self._buckets: dict[int, tuple[list[torch.Tensor], list[Bucket]]] = {}
 
@@ -98,11 +98,11 @@ class Copies:
         self._buckets[turn] = parameters, buckets
         return buckets
 
-    def _beside(self) -> ThreadedReduction:
+    def _beside(self) -> Reduction:
         if self._reduction is None:
             assert self._peers is not None
             result = reduction_among(self._peers, self._world)
-            self._reduction = ThreadedReduction(result, torch.device("cpu"))
+            self._reduction = result.started(torch.device("cpu"))
         return self._reduction
 
     @torch.no_grad()

@@ -1,20 +1,13 @@
-"""Reductions in parallel with the step: a thread runs them in order while backward continues.
-
-A reduction may thus be written as sequential code, and all ranks run theirs in the order in which
-they were begun.
-"""
+"""A thread that reduces gradients in parallel with the step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
 import torch
-
-from flatout.strategies.reductions.collectives import AllReduce
-from flatout.strategies.reductions.reduction import Flat, Reduction
 
 
 class Pending:
@@ -57,14 +50,12 @@ class Pending:
             torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
-class ThreadedReduction:
-    """Runs a reduction in a thread; the library's own all-reduce needs none."""
+class WorkThread:
+    """A thread that does work on a device's tensors in the order in which it was begun."""
 
-    def __init__(self, reduction: Reduction, device: torch.device) -> None:
-        self.reduction, self.device = reduction, device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._queue: SimpleQueue[Pending | None] = SimpleQueue()
-        if isinstance(reduction, AllReduce):
-            return
         ready = Event()
         # A daemon thread, because a failed rank must be able to end while threads wait for other
         # ranks.
@@ -77,47 +68,9 @@ class ThreadedReduction:
         # The thread has set its own number of threads, and with it that of later threads.
         torch.set_num_threads(threads)
 
-    @property
-    def carries(self) -> bool:
-        """True if a part of the gradients is kept for later steps."""
-        return self.reduction.carries
-
-    @property
-    def is_exact(self) -> bool:
-        """True if other numbers may travel with the gradients."""
-        return self.reduction.is_exact
-
-    def memory(
-        self, number: int, length: int, dtype: torch.dtype, device: torch.device | None = None
-    ) -> torch.Tensor:
-        """Return zeros for a bucket's gradients, on their device or, for None, the usual device."""
-        return self.reduction.memory(number, length, dtype, device or self.device)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that this rank keeps for later steps. Call this between steps."""
-        return self.reduction.state_dict()
-
-    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load the states of all ranks, by rank."""
-        self.reduction.load_state_dicts(states)
-
-    def weigh(self, waiting: Any, weight: torch.Tensor) -> None:
-        """Set the weight of the step once it is known."""
-
-        def take() -> None:
-            waiting.wait()
-            self.reduction.weight = float(weight)
-
-        self._begin(take)
-
-    def begin(self, flat: Flat) -> Any:
-        """Begin a sum in the background, and return an object to `wait()` for."""
-        if isinstance(self.reduction, AllReduce):
-            return self.reduction.begin(flat)
-        return self._begin(lambda: self.reduction.add_up(flat))
-
-    def _begin(self, run: Callable[[], None]) -> Pending:
-        pending = Pending(run, self.device)
+    def begin(self, run: Callable[[], None]) -> Pending:
+        """Let the thread call a function, and return an object to `wait()` for."""
+        pending = Pending(run, self._device)
         self._queue.put(pending)
         return pending
 
