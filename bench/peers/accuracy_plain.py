@@ -9,7 +9,7 @@ from stamps import Stamps, report
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from flatout.data.order import order
+from flatout.data.randomness import order
 
 
 def main() -> None:

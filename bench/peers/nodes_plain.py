@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from flatout.data.order import order
+from flatout.data.randomness import order
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import flatout
 from combinations.calls import count
 from combinations.models import CLASSES, WIDTH
-from flatout.data.order import order
+from flatout.data.randomness import order
 
 EPOCHS, HELD_OUT, SEED = 4, 21, 1
 CLASS_WEIGHT = {0: 1.0, 1: 2.0, 2: 0.5}

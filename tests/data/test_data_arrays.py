@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data.batches.batch import named_tensors
-from flatout.data.order import order
+from flatout.data.randomness import order
 from flatout.data.sources.arrays.arrays import Arrays, array_source, arrays
 from flatout.errors import DataError
 

@@ -19,8 +19,8 @@ from flatout.data.conversion import convert as verb
 from flatout.data.conversion.convert import convert
 from flatout.data.conversion.job import balanced
 from flatout.data.mixture import mix
-from flatout.data.order import order
 from flatout.data.pipeline import Pipeline
+from flatout.data.randomness import order
 from flatout.data.reading.block import Block, Ragged, offsets_of
 from flatout.data.reading.buffers import Buffers
 from flatout.data.reading.schema import Column, Schema

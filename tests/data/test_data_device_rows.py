@@ -8,7 +8,7 @@ import torch
 
 from flatout.data.features import device_rows
 from flatout.data.features.device_rows import features_give_way
-from flatout.data.features.later import DeferredWriter
+from flatout.data.features.kept_rows import DeferredWriter
 from flatout.data.features.row_log import RowLog, RowPart
 from flatout.data.features.store import FeatureStore
 

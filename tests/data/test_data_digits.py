@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from flatout.data.source import as_source
-from flatout.data.sources.arrays.digits import digits
+from flatout.data.sources.arrays.public import digits
 
 
 def test_real_handwriting_enlarged():

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 import flatout
-from flatout.data.sources.fetch import _HOMES, fetch
+from flatout.data.sources.arrays.public import _HOMES, fetch
 from flatout.errors import DataError
 
 BODIES = {"a.gz": b"first" * 100_000, "b.gz": b"second"}
@@ -157,7 +157,7 @@ def test_a_full_disk(server, tmp_path):
     """In its own process, whose files may hold 100,000 bytes."""
     program = (
         "import resource, signal, sys\n"
-        "from flatout.data.sources.fetch import fetch\n"
+        "from flatout.data.sources.arrays.public import fetch\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         f"fetch('mine', {str(tmp_path / 'data')!r}, url={server.url!r}, files={FILES!r})\n"

@@ -8,8 +8,7 @@ from data_recordio import write_recordio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.data.reading.decoder import Split
-from flatout.data.reading.text import split_lines
+from flatout.data.reading.decoder import Split, split_lines
 from flatout.data.sources.pipes.framing import pieces, rows_within, split_recordio
 from flatout.data.sources.pipes.pipe import Pipe
 from flatout.errors import DataError

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data.order import batch_seed, order
+from flatout.data.randomness import batch_seed, order
 
 _SEEDS = st.integers(-(2**70), 2**70)
 _EPOCHS = st.integers(0, 2**40)

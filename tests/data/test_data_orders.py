@@ -3,16 +3,15 @@
 import numpy as np
 import pytest
 
-from flatout.data.execution import orders
-from flatout.data.execution.batch_sampler import BatchSampler
-from flatout.data.execution.orders import Orders
+from flatout.data.execution import batch_sampler
+from flatout.data.execution.batch_sampler import BatchSampler, Orders
 from flatout.data.stages.shuffle import shuffled
 
 
 @pytest.fixture
 def made(monkeypatch):
     """Epochs in the order in which someone asked for their order."""
-    monkeypatch.setattr(orders, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(batch_sampler, "usable_cpus", lambda: 2)
     asked = []
 
     def order(epoch):
@@ -41,7 +40,7 @@ def test_another_epoch_than_the_expected_one_has_its_own(made):
 
 
 def test_an_error_comes_where_the_order_is_wanted(monkeypatch):
-    monkeypatch.setattr(orders, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(batch_sampler, "usable_cpus", lambda: 2)
 
     def broken(epoch):
         raise MemoryError(f"epoch {epoch}")
@@ -54,13 +53,13 @@ def test_an_error_comes_where_the_order_is_wanted(monkeypatch):
 
 def test_what_costs_nothing_or_too_much_is_not_made_ahead(monkeypatch, made):
     ahead, asked, _ = made
-    monkeypatch.setattr(orders, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(batch_sampler, "available_bytes", lambda: 1000)
     ahead.prepare(1)
-    monkeypatch.setattr(orders, "available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(batch_sampler, "available_bytes", lambda: 1 << 40)
     Orders(BatchSampler(100, 8, lambda epoch: asked.append(epoch)), many=101).prepare(1)
-    monkeypatch.setattr(orders, "usable_cpus", lambda: 1)
+    monkeypatch.setattr(batch_sampler, "usable_cpus", lambda: 1)
     ahead.prepare(1)
-    monkeypatch.setattr(orders, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(batch_sampler, "usable_cpus", lambda: 2)
     numbers = np.arange(100)
     given = Orders(BatchSampler(100, 8, lambda epoch: numbers, shuffle=False), many=10)
     given.prepare(1)

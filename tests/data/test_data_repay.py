@@ -10,8 +10,7 @@ from torch import nn
 
 import flatout
 from flatout.data.pipeline import Pipeline
-from flatout.data.workers.process_pool import ProcessPool
-from flatout.data.workers.repay import Repay
+from flatout.data.workers.process_pool import ProcessPool, Repay
 
 
 class Clock:

@@ -5,7 +5,7 @@ import pytest
 
 import flatout
 from flatout.data.reading.error_policy import ErrorPolicy
-from flatout.data.sources.records.tfrecord_schema import infer_schema
+from flatout.data.sources.records.tfrecord import infer_schema
 from flatout.errors import DataError
 from flatout.kernels import example
 

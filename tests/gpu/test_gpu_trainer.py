@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import flatout
-from flatout.data.order import order
+from flatout.data.randomness import order
 from flatout.data.workers.prefetch import prefetch
 from flatout.errors import NumbersError
 from flatout.measure import finish_device, machine_rates

@@ -130,7 +130,7 @@ def test_sample_weights_weigh():
     optimizer = torch.optim.Adam(theirs.parameters(), lr=1e-2)
     each = nn.CrossEntropyLoss(reduction="none")
     for epoch in range(2):
-        at_epoch = torch.from_numpy(flatout.data.order.order(SAMPLES, 0, epoch))
+        at_epoch = torch.from_numpy(flatout.data.randomness.order(SAMPLES, 0, epoch))
         for start in range(0, SAMPLES, 32):
             at = at_epoch[start : start + 32]
             optimizer.zero_grad()

@@ -7,7 +7,7 @@ from torch import nn
 from train_jobs import data, network, same, saving, trainer
 
 import flatout
-from flatout.data.order import order
+from flatout.data.randomness import order
 from flatout.errors import CheckpointError, ModelError
 from flatout.train.callbacks import BestCheckpoint
 

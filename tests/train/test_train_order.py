@@ -6,7 +6,7 @@ from torch.utils.data import Dataset
 from train_jobs import data, network, trainer
 
 import flatout
-from flatout.data.order import order
+from flatout.data.randomness import order
 from flatout.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,7 +10,7 @@ from torch import nn
 from train_jobs import data, network, plain_fit, quiet, same, trainer
 
 import flatout
-from flatout.data.order import order
+from flatout.data.randomness import order
 from flatout.errors import CheckpointError, FlatoutError, NumbersError
 from flatout.recipe import Compute, Memory, Recipe
 from flatout.train.part import Chain, Part

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from train_jobs import FEATURES, close, data, trainer
 
-from flatout.data.order import order
+from flatout.data.randomness import order
 from flatout.errors import CheckpointError, DataError, ModelError
 from flatout.recipe import Memory, Recipe
 

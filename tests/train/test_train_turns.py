@@ -8,7 +8,7 @@ from train_jobs import quiet, same, same_state
 
 import flatout
 from flatout.data.batches.batch import Batch
-from flatout.data.order import order
+from flatout.data.randomness import order
 from flatout.errors import CheckpointError, FlatoutError, ModelError, NumbersError
 from flatout.recipe import Compute, Memory, Recipe
 

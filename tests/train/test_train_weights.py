@@ -10,7 +10,7 @@ from train_jobs import CLASSES, close, data, network, plain_fit, same, trainer
 
 import flatout
 from flatout.data.batches.batch import Batch
-from flatout.data.order import order
+from flatout.data.randomness import order
 from flatout.errors import DataError, ModelError
 from flatout.recipe import Memory, Recipe
 from flatout.train.losses.class_weight import ClassWeight

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import flatout
-from flatout.data.order import order
+from flatout.data.randomness import order
 from flatout.recipe import Recipe, Save
 from flatout.train.terms import Terms
 

@@ -13,9 +13,9 @@ from flatout.data.execution.batch_sampler import Order
 from flatout.data.execution.samples import Joined
 from flatout.data.ids.classes import listed, unlike_meaning
 from flatout.data.ids.lookup import Lookup
-from flatout.data.order import order as drawn
 from flatout.data.pipeline import Pipeline
 from flatout.data.planner import FirstSamples, build_rows
+from flatout.data.randomness import order as drawn
 from flatout.data.reading.block import Numbers
 from flatout.data.reading.origins import Gather, alone
 from flatout.data.stages import Normalize, Options

@@ -15,10 +15,9 @@ from flatout.data.conversion.passes import Piece, made
 from flatout.data.execution.labels import labels_of
 from flatout.data.execution.samples import Costs, Samples
 from flatout.data.mixture import Mixture
-from flatout.data.order import batch_seed
 from flatout.data.pipeline import Pipeline
 from flatout.data.planner import build_rows
-from flatout.data.randomness import seeded
+from flatout.data.randomness import batch_seed, seeded
 from flatout.data.reading.block import Block, Numbers, Ragged, Values, offsets_of
 from flatout.data.reading.buffers import Buffers
 from flatout.data.reading.origins import is_rows

@@ -15,10 +15,9 @@ import torch
 from flatout.data.augmentation.blend import Blend
 from flatout.data.batches.batch import Batch
 from flatout.data.batches.tensors import as_batch
-from flatout.data.execution.batch_sampler import BatchSampler
+from flatout.data.execution.batch_sampler import BatchSampler, Orders
 from flatout.data.execution.claims import Claims, NoneLeft, cuts_of
 from flatout.data.execution.featured import FeatureRows
-from flatout.data.execution.orders import Orders
 from flatout.data.execution.samples import (
     Costs,
     Samples,
@@ -29,13 +28,11 @@ from flatout.data.execution.samples import (
     takes_rng,
 )
 from flatout.data.execution.turns import Turns, turns_at, turns_left, turns_of
-from flatout.data.order import batch_seed
-from flatout.data.randomness import seeded
+from flatout.data.randomness import batch_seed, seeded
 from flatout.data.reading.block import Block, Numbers, rows_between, take
 from flatout.data.reading.buffers import Buffers
 from flatout.data.workers.parallel import Ahead, Tuner
-from flatout.data.workers.process_pool import ProcessPool, refusal
-from flatout.data.workers.repay import Repay
+from flatout.data.workers.process_pool import ProcessPool, Repay, refusal
 from flatout.data.workers.worker import WorkerDied
 from flatout.errors import DataError, FlatoutError
 from flatout.words import rounded

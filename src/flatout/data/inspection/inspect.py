@@ -19,8 +19,8 @@ from flatout.data.inspection.column_counts import ColumnCounts, Counted, count, 
 from flatout.data.inspection.id_fields import IdFields
 from flatout.data.inspection.image_report import open_found, size_note
 from flatout.data.inspection.inspected import ColumnFacts, Report
-from flatout.data.order import order
 from flatout.data.pipeline import Pipeline
+from flatout.data.randomness import order
 from flatout.data.reading.block import Block
 from flatout.data.reading.error_policy import ErrorPolicy
 from flatout.data.reading.files import File, Paths, find

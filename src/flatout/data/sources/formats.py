@@ -16,7 +16,7 @@ from flatout.data.pipeline import Pipeline
 from flatout.data.reading.error_policy import OnError
 from flatout.data.reading.files import File, Paths, find
 from flatout.data.reading.schema import Given, Schema, read_toml
-from flatout.data.sources.records.tfrecord_schema import TARGETS
+from flatout.data.sources.records.tfrecord import TARGETS
 from flatout.errors import DataError, as_data_error
 from flatout.kernels import masked_crc32c
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flatout.data.execution.batch_sampler import Order, whole_number
 from flatout.data.execution.labels import labels_of
 from flatout.data.ids.classes import classes_of
-from flatout.data.order import order as drawn
+from flatout.data.randomness import order as drawn
 from flatout.data.reading.block import Numbers
 from flatout.data.stages.shard import Shard
 from flatout.data.stages.stage import P, Plan, Stage, Writable

@@ -10,7 +10,7 @@ import numpy as np
 
 from flatout.data.execution.batch_sampler import Last, Order, check_batch_size
 from flatout.data.execution.samples import name_of
-from flatout.data.order import order as drawn
+from flatout.data.randomness import order as drawn
 from flatout.data.reading.block import Numbers
 from flatout.data.reading.origins import Stream, is_rows
 from flatout.data.stages.stage import P, Plan, Stage, Writable

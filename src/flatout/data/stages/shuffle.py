@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from flatout.data.execution.batch_sampler import Order
-from flatout.data.order import order as drawn
+from flatout.data.randomness import order as drawn
 from flatout.data.reading.block import Block, Numbers, cut, join, take
 from flatout.data.reading.origins import Stream
 from flatout.data.stages.stage import P, Plan, Stage, Writable

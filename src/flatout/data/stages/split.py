@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.data.execution.labels import labels_of
-from flatout.data.order import order
+from flatout.data.randomness import order
 from flatout.data.reading.block import Numbers
 from flatout.data.stages.stage import P, Plan, Stage, Writable
 from flatout.errors import DataError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
+from functools import cached_property
 from itertools import islice
 from types import FunctionType
 from typing import Any, Literal
@@ -20,16 +21,58 @@ from flatout.data.execution.batch_sampler import (
     check_batch_size,
     check_workers,
 )
-from flatout.data.order import batch_seed
+from flatout.data.execution.samples import Fetched
+from flatout.data.pipeline import Pipeline
+from flatout.data.planner import FirstSamples
+from flatout.data.randomness import batch_seed
 from flatout.data.sources.datasets.dataset_source import DatasetSource
 from flatout.data.sources.datasets.iterable import IterableSource, length_of, name_digest
 from flatout.data.sources.datasets.tuned_dataset import OTHER_VALUES, SILENT_S, TunedDatasetSource
 from flatout.data.sources.datasets.whole_batches import same_batch
 from flatout.data.sources.datasets.worker_errors import named_faults
+from flatout.data.stages import Options
 from flatout.data.workers.read_ahead import EpochReader
 from flatout.data.workers.worker_tuner import Workers
 from flatout.errors import DataError
 from flatout.measure import usable_cpus
+
+
+class DatasetRows:
+    """Samples of a Dataset by index. Their structure is known once a sample was made."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.rows = len(dataset)
+
+    @cached_property
+    def digest(self) -> str:
+        return name_digest(self.dataset, self.rows)
+
+    def begin(self, options: Options, say: Callable[[str], None]) -> FirstSamples:
+        return FirstSamples(Fetched(self.dataset, self.digest))
+
+    def describe(self) -> str:
+        return f"{self.rows:,} samples of {type(self.dataset).__name__}"
+
+
+def torch_dataset(dataset: Any) -> Pipeline:
+    """Return samples of a Dataset: x, (x, y) or (x, y, weight), as tensors, arrays or numbers.
+
+    `Trainer.fit` and `as_source` also take a map-style Dataset directly; use this to apply stages.
+    A Dataset that draws from the global generators, as augmentations do, runs in the thread that
+    iterates.
+
+    Raises:
+        DataError: the Dataset has no samples, or no length.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"expected a Dataset with __getitem__, found {type(dataset).__name__}",
+            do="pass an IterableDataset to fit as it is, or in a DataLoader",
+        )
+    if len(dataset) == 0:
+        raise DataError("the dataset is empty: expected at least 1 sample, found 0")
+    return Pipeline(DatasetRows(dataset))
 
 
 def dataset(

@@ -21,8 +21,7 @@ from flatout.data.reading.indexed import IndexedRows
 from flatout.data.reading.schema import Column, Schema, as_schema
 from flatout.data.sources.images.image_files import HEADER, Content
 from flatout.data.sources.images.image_header import Damaged, header_of
-from flatout.data.sources.records.tfrecord import TfrecordDecoder
-from flatout.data.sources.records.tfrecord_schema import FeatureKind, features_of
+from flatout.data.sources.records.tfrecord import FeatureKind, TfrecordDecoder, features_of
 from flatout.errors import DataError
 
 # Bytes of records that are surveyed together.

@@ -7,13 +7,20 @@ from typing import Any
 from flatout.data.pipeline import Pipeline
 from flatout.data.reading.block import Block, Values
 from flatout.data.reading.buffers import Buffers
-from flatout.data.reading.changed import Changes
-from flatout.data.reading.changed_fields import fields_by_row, note_rounded_fields
-from flatout.data.reading.decoder import Bytes, Encoded, Errors, Lengths, Split, Survey, good_rows
+from flatout.data.reading.changed import Changes, fields_by_row, note_rounded_fields
+from flatout.data.reading.decoder import (
+    Bytes,
+    Encoded,
+    Errors,
+    Lengths,
+    Split,
+    Survey,
+    good_rows,
+    split_lines,
+)
 from flatout.data.reading.error_policy import ErrorPolicy, OnError
 from flatout.data.reading.files import Paths
 from flatout.data.reading.schema import Column, Given, Schema, as_schema
-from flatout.data.reading.text import split_lines
 from flatout.errors import DataError
 from flatout.kernels import criteo as kernel
 

@@ -10,13 +10,11 @@ import numpy as np
 from flatout.data.pipeline import Pipeline
 from flatout.data.reading.block import Block, Numbers, Ragged, Values, offsets_of
 from flatout.data.reading.buffers import Buffers
-from flatout.data.reading.changed import Changes
-from flatout.data.reading.changed_fields import fields_by_row, note_rounded_fields
-from flatout.data.reading.decoder import Bytes, Encoded, Errors, Lengths, Split, Survey
+from flatout.data.reading.changed import Changes, fields_by_row, note_rounded_fields
+from flatout.data.reading.decoder import Bytes, Encoded, Errors, Lengths, Split, Survey, split_lines
 from flatout.data.reading.error_policy import ErrorPolicy, OnError
 from flatout.data.reading.files import Paths
 from flatout.data.reading.schema import Column, Given, Schema, as_schema
-from flatout.data.reading.text import split_lines
 from flatout.errors import DataError
 from flatout.kernels import libsvm as kernel
 
