@@ -95,7 +95,6 @@ class Built:
 
     @property
     def runs(self) -> list[str]:
-        """Names of the stages that run, in their order."""
         return self.plan.runs
 
     @property
@@ -113,7 +112,6 @@ class Built:
 
     @property
     def chosen(self) -> int | None:
-        """Number of chosen rows; None if all rows are chosen."""
         rows = len(self.plan.numbers)
         return rows if rows < self.plan.samples.rows else None
 
@@ -185,7 +183,6 @@ class Built:
         return values if isinstance(values, np.ndarray) else None
 
     def padding(self, epoch: int) -> float | None:
-        """Return the fraction of padding among the batches' values."""
         lengths = self.plan.origin.lengths() if is_rows(self.plan.origin) else None
         if lengths is None:
             return None
@@ -281,7 +278,6 @@ class BuiltStream:
 def build(
     origin: Any, stages: Sequence[Stage], options: Options, say: Callable[[str], None]
 ) -> Built | BuiltStream:
-    """Build the program of these stages."""
     if is_stream(origin):
         return BuiltStream(origin, stages, options, say)
     return build_rows(origin, stages, options, say)
@@ -290,7 +286,6 @@ def build(
 def build_rows(
     origin: Any, stages: Sequence[Stage], options: Options, say: Callable[[str], None]
 ) -> Built:
-    """Build the program of these stages over rows by index."""
     begun = _begun(origin, options, say)
     chosen = _plan(origin, begun.samples, stages, options, say)
     for stage in stages:
@@ -334,7 +329,6 @@ def of_rank(built: Built, rank: int, world_size: int) -> Built | None:
 
 
 def check(stages: Sequence[Stage]) -> None:
-    """Refuse stages that make no sense together."""
     for kind in {type(stage): None for stage in stages if stage.once}:
         if sum(type(stage) is kind for stage in stages) > 1:
             raise DataError(

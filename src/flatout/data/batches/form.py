@@ -73,7 +73,6 @@ class Form(NamedTuple):
 
 
 def form_of(schema: Schema) -> Form:
-    """Return inputs, targets and weights by the roles of a schema's columns."""
     inputs = _of_role(schema, "input")
     if inputs is None:
         names = ", ".join(column.name for column in schema.columns)

@@ -25,7 +25,6 @@ NO_ROWS = "the inputs have no row for each sample"
 
 
 def is_surely_jagged(inputs: Any, size: int) -> bool:
-    """Return whether inputs of `size` samples certainly lack a row for each sample."""
     if holds_object(inputs):
         return True
     tensors = [tensor for tensor in tensors_in(inputs) if tensor.dim()]

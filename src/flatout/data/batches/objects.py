@@ -35,7 +35,6 @@ def tensors_of_object(value: Any) -> dict[str, Any] | None:
 
 
 def mapped_object(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a copy of an object that holds tensors, with `function` applied to each tensor."""
     if isinstance(value, PackedSequence):
         order, back = (
             None if part is None else function(part)

@@ -105,7 +105,6 @@ def parts_of(value: Any, where: str | None = None) -> tuple[Any, Any, Any]:
 
 
 def as_batch(value: Any, where: str, *, is_jagged: bool | None = None) -> Batch:
-    """Return a Batch from a value of a loader or an iterable."""
     if isinstance(value, Batch):
         return value
     # A PackedSequence is also a tuple.
@@ -236,7 +235,6 @@ def count_rows(
 
 
 def _advice_for_flattened(inputs: Tensor, name: str, rows: int) -> str | None:
-    """Return the advice for targets that have one row for each step of each sequence."""
     if inputs.ndim < 2 or rows != inputs.shape[0] * inputs.shape[1]:
         return None
     first, second = inputs.shape[:2]

@@ -49,7 +49,6 @@ def pieces_of(sizes: Sequence[int], probe: Block, piece_bytes: int) -> list[Piec
 def made(
     samples: Samples, numbers: Numbers, pieces: Sequence[Piece], use: Callable[[Block], T]
 ) -> Generator[T, None, None]:
-    """Yield the result of `use` for the rows of each piece, in the order of the pieces."""
     buffers = Buffers()
 
     def one(at: int) -> T:

@@ -71,9 +71,7 @@ class Writer(Protocol):
         """Encode rows for a sink. Several threads may call at once."""
         ...
 
-    def open(self, out: CountedFile) -> Sink:
-        """Open a shard."""
-        ...
+    def open(self, out: CountedFile) -> Sink: ...
 
 
 class Shard(NamedTuple):
@@ -93,8 +91,6 @@ class Shard(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Encoded rows for a sink, and their number."""
-
     rows: int
     data: Any
 
@@ -307,7 +303,6 @@ def _refusal(
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the differences between settings, in words."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if len(names) > 1 and "order" in names:
         # `order` follows from the other settings, and its text is not for the user
@@ -355,7 +350,6 @@ def write_shards(
     tell: Tell,
     notes: Callable[[], list[str]],
 ) -> None:
-    """Write the shards that are missing in the manifest, and add each to the manifest."""
     done = {shard.file: shard for shard in manifest.shards}
     missing = [piece for piece in pieces if place.shard(piece.part) not in done]
     written = sum(shard.rows for shard in manifest.shards)

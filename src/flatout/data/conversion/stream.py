@@ -36,7 +36,6 @@ def write_stream(
     progress: bool,
     began: float,
 ) -> Converted:
-    """Write the rows of a stream; each finished shard gets its name and a manifest entry."""
     stream = pipeline.origin
     assert is_stream(stream)
     if pipeline.stages:

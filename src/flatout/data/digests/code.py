@@ -178,7 +178,6 @@ def _class_words(kind: type, seen: frozenset[int]) -> Iterator[str]:
 
 
 def names_in(code: CodeType) -> Any:
-    """Return global and attribute names that a function and its inner functions read."""
     names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

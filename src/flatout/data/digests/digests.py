@@ -68,7 +68,6 @@ def function_name(function: Any) -> str:
 
 
 def tensors_name(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return 16 hex digits over all bytes of some tensors."""
     digest = hashlib.blake2b()
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -183,7 +182,6 @@ def _kind(value: Any) -> str:
 
 
 def code_words(code: Any) -> str:
-    """Return a code object's instructions, names and constants as text."""
     if code is None:
         return ""
     inner = [_constant_words(constant) for constant in code.co_consts]

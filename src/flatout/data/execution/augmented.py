@@ -137,7 +137,6 @@ class Augmented:
         return name in _columns(self.inner.form.inputs) and _are_pixels(values)
 
     def apply(self, block: Block, epoch: Turns) -> Block:
-        """Return the rows of a block, with their images changed."""
         return self._apply(LentRows(block, {}, np.arange(len(block))), epoch, Buffers())
 
     def _apply(self, lent: LentRows, epoch: Turns, buffers: Buffers) -> Block:
@@ -194,12 +193,10 @@ def _columns(tree: Tree) -> list[str]:
 
 
 def is_image(values: Values) -> bool:
-    """Return whether rows are images: three dimensions, or two of uint8 (gray images)."""
     return _ndim(values) == 4 or (_ndim(values) == 3 and values.dtype == np.uint8)  # type: ignore[union-attr]
 
 
 def as_pixels(values: npt.NDArray[Any]) -> Pixels:
-    """Return images as a contiguous array of shape (rows, height, width, channels)."""
     return np.ascontiguousarray(_seen_as_pixels(values))
 
 

@@ -34,7 +34,6 @@ class Orders:
         self._made: tuple[int, Numbers] | None = None
 
     def of(self, epoch: int) -> Numbers:
-        """Return the rows of an epoch, in their order."""
         if self._thread is not None:
             self._thread.join()
         made, self._thread, self._made = self._made, None, None
@@ -204,7 +203,6 @@ def batches_of(
     drop_last: bool,
     clip_batch: bool = False,
 ) -> BatchSampler:
-    """Return batches of all of `samples` samples."""
     if samples < 1:
         raise DataError("the data is empty: expected at least 1 sample, found 0")
     if batch_size is None:
@@ -228,30 +226,25 @@ def last_batch(samples: int, batch_size: int, drop_last: bool) -> int:
 
 
 def check_batch_size(batch_size: int) -> int:
-    """Refuse a batch size that is no positive int."""
     return whole_number("batch_size", batch_size, 1)
 
 
 def check_workers(workers: int) -> int:
-    """Refuse a number of workers below 0, or larger than any job on this host can use."""
     check_count("input.workers", whole_number("workers", workers, 0))
     return workers
 
 
 def check_steps(steps: int) -> int:
-    """Refuse a number of steps that is no positive int."""
     return whole_number("steps", steps, 1)
 
 
 def whole_number(name: str, value: int, least: int) -> int:
-    """Refuse a value that is no int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise DataError(f"{name}: expected an int of at least {least}, found {value!r}")
     return value
 
 
 def check_start(start_step: int, steps: int | None) -> None:
-    """Refuse a first step before the start or after the end of an epoch."""
     if start_step < 0 or (steps is not None and start_step > steps):
         raise DataError(
             f"an epoch has no step {start_step:,} to start from: it has "

@@ -151,7 +151,6 @@ class Cached:
 
     @property
     def filled(self) -> float:
-        """Fraction of the samples that are stored so far."""
         return 1 - self._missing / max(1, len(self._numbers))
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:

@@ -102,5 +102,4 @@ class Claims:
 
 
 def cuts_of(cut: BatchSampler, parts: int) -> list[BatchSampler]:
-    """Return the batches of each part of an epoch."""
     return [replace(cut, rank=part, world_size=parts) for part in range(parts)]

@@ -141,8 +141,6 @@ class Costs:
 
 
 class Decoded:
-    """The decoded rows of a format."""
-
     draws = False
 
     def __init__(self, source: Rows) -> None:
@@ -223,11 +221,9 @@ class Made:
             set_random_state(before)
 
     def make(self, numbers: Numbers, buffers: Buffers, epoch: Turns, costs: Costs) -> Block:
-        """Return these samples."""
         raise NotImplementedError
 
     def where(self, number: int) -> str:
-        """Return the location of a row in the data."""
         raise NotImplementedError
 
     def _block(self, made: list[Any], numbers: Numbers) -> Block:
@@ -252,8 +248,6 @@ class Made:
 
 
 class Fetched(Made):
-    """The samples of a torch Dataset."""
-
     random = True
 
     def __init__(self, dataset: Any, digest: str) -> None:
@@ -335,7 +329,6 @@ class Mapped(Made):
         return made
 
     def apply(self, block: Block, epoch: Turns) -> Block:
-        """Return the function's results for the rows of a block."""
         form = self.inner.form
         made = [self._call(form.sample(block, row), block, row, epoch) for row in range(len(block))]
         return self._block(made, block.numbers)

@@ -17,8 +17,6 @@ from flatout.errors import DataError
 
 
 class StreamProgram:
-    """Batches of a stream, in the order of its rows, or shuffled within a window."""
-
     def __init__(
         self,
         stream: Stream,
@@ -92,8 +90,6 @@ class StreamProgram:
 
 
 class StreamRows:
-    """The decoded rows, to which functions of samples are applied."""
-
     random = False
     name = "decode"
 

@@ -18,7 +18,6 @@ KIND = "features"
 
 
 def disk_files(name: str) -> Files:
-    """Open the files of a store in the cache folder, or create them."""
     folder = kind_folder(KIND) / name
     folder.mkdir(mode=0o700, exist_ok=True)
     log = _opened(folder / "filled.log")
@@ -30,7 +29,6 @@ def disk_files(name: str) -> Files:
 
 
 def has_rows(name: str) -> bool:
-    """Return whether the cache folder has a store of this name with rows."""
     with suppress(OSError):
         return (kind_folder(KIND) / name / "filled.log").stat().st_size > 0
     return False

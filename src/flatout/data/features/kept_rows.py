@@ -140,12 +140,10 @@ class KeptRows:
 
     @property
     def kept(self) -> int:
-        """Number of stored rows."""
         raise NotImplementedError
 
     @property
     def bytes(self) -> int:
-        """Bytes of the stored rows."""
         return self.kept * self._log.stride
 
     def lie_on(
@@ -248,7 +246,6 @@ class KeptRows:
             self._on_device.release()
 
     def wait(self) -> None:
-        """Wait until all rows are written."""
         self._later.wait()
 
     def flush(self) -> None:
@@ -258,7 +255,6 @@ class KeptRows:
             self._log.flush()
 
     def close(self) -> None:
-        """Close the files; tensors that were returned stay valid."""
         self.wait()
         self._log.close()
 
@@ -270,7 +266,6 @@ def opened(
     budget: int | None = None,
     expected: int | None = None,
 ) -> Opened:
-    """Open the rows that `key` names, with rows that were stored earlier."""
     stride = RowLog.stride_of(row)
     form = repr([VERSION, key, *map(tuple, row)])
     name = hashlib.sha256(form.encode()).hexdigest()[:16]

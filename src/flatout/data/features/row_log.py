@@ -101,7 +101,6 @@ class RowLog:
 
     @staticmethod
     def stride_of(parts: Sequence[RowPart]) -> int:
-        """Return the bytes of a row of these parts."""
         return max(_ALIGNED, sum(-(-part.width // _ALIGNED) * _ALIGNED for part in parts))
 
     def __len__(self) -> int:
@@ -113,12 +112,10 @@ class RowLog:
 
     @property
     def is_open(self) -> bool:
-        """Whether the files are open."""
         return self._close.alive
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether the files are on disk, and not in memory."""
         return self._files.on_disk
 
     def kept(self) -> Numbers:
@@ -138,7 +135,6 @@ class RowLog:
             return known + np.flatnonzero(~self._bad[known : self._count])
 
     def names(self, places: Numbers) -> Names:
-        """Return the names of these rows."""
         with self._lock:
             names: Names = self._records["name"][places]
             return names

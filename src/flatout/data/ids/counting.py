@@ -23,15 +23,12 @@ _ROWS = 8192
 
 
 class IdCounts:
-    """Number of times that each id of a column occurs."""
-
     def __init__(self, column: Column) -> None:
         self.column = column
         self.places: FieldPlaces = places_of(column.ids, width_of(column))
         self.numbers = IdNumbers()
 
     def add(self, values: Any) -> None:
-        """Count the ids of some rows."""
         ids = np.ascontiguousarray(values.values if isinstance(values, Ragged) else values)
         if len(self.places.fields) == 1:
             ids = ids.reshape(-1)
@@ -48,7 +45,6 @@ class IdCounts:
             )
 
     def merge(self, items: Items) -> None:
-        """Add counts of other rows."""
         for number in np.unique(items.fields):
             own = items.fields == number
             ids = np.ascontiguousarray(items.ids[own])
@@ -61,7 +57,6 @@ class IdCounts:
 
 
 def count_ids(samples: Samples, numbers: Numbers, counts: Mapping[str, IdCounts]) -> None:
-    """Count the ids of some rows."""
     numbers = np.sort(numbers)
     parts = [numbers[at : at + _ROWS] for at in range(0, len(numbers), _ROWS)]
     threads, buffers, costs = usable_cpus(), Buffers(), Costs()

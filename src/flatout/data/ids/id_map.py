@@ -54,7 +54,6 @@ def width_of(column: Column) -> int:
 
 
 def places_of(ladder: Sequence[Ids], width: int) -> FieldPlaces:
-    """Return the fields of a column whose rows have `width` positions."""
     fields = np.zeros(width, np.int64)
     entries: list[int] = []
     for number, item in enumerate(ladder):

@@ -20,9 +20,7 @@ class Lookup(Protocol):
     """Returns the row of each id. `IdMap` implements it."""
 
     @property
-    def column(self) -> str:
-        """Name of the column."""
-        ...
+    def column(self) -> str: ...
 
     @property
     def digest(self) -> str:
@@ -97,21 +95,17 @@ class RowsLookup(_Lookup):
     """Rows by index. Follows `flatout.data.reading.origins.Rows`."""
 
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
-        """Return these rows, in this order."""
         return self._looked_up(self.inner.take(numbers, buffers), buffers)
 
     def targets(self) -> npt.NDArray[Any] | None:
-        """Return the targets of the rows, which ids do not change."""
         result: npt.NDArray[Any] | None = self.inner.targets()
         return result
 
     def lengths(self) -> Numbers | None:
-        """Return the lengths of the rows, which ids do not change."""
         result: Numbers | None = self.inner.lengths()
         return result
 
     def where(self, number: int) -> str:
-        """Return the location of a row in the data."""
         return str(self.inner.where(number))
 
 
@@ -119,11 +113,9 @@ class ChunksLookup(_Lookup):
     """Rows in chunks. Follows `flatout.data.reading.origins.Chunks`."""
 
     def read(self, chunk: int, buffers: Buffers) -> Block:
-        """Return one chunk."""
         return self._looked_up(self.inner.read(chunk, buffers), buffers)
 
     def where(self, number: int) -> str:
-        """Return the location of a row in the data."""
         return str(self.inner.where(number))
 
 
@@ -131,7 +123,6 @@ class StreamLookup(_Lookup):
     """Rows in sequence. Follows `flatout.data.reading.origins.Stream`."""
 
     def blocks(self, epoch: int, buffers: Buffers) -> Iterator[Block]:
-        """Yield the rows of an epoch."""
         for block in self.inner.blocks(epoch, buffers):
             yield self._looked_up(block, buffers)
 

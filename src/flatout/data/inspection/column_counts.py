@@ -52,8 +52,6 @@ class Labels(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """Facts about one block."""
-
     rows: int
     bytes: float
     columns: dict[str, ColumnRange]
@@ -150,7 +148,6 @@ class ColumnCounts:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the targets, if they are numbers and no classes."""
         return (
             None
             if self.classes is not None or not self._labeled
@@ -159,7 +156,6 @@ class ColumnCounts:
 
     @property
     def classes(self) -> dict[int, int] | None:
-        """Number of rows of each class; None if a target is no whole number."""
         if not self.labels or any(label != int(label) for label in _finite(self.labels)):
             return None
         return {int(label): self.labels[label] for label in sorted(self.labels)}

@@ -21,7 +21,6 @@ def open_images_of_any_size(paths: Paths, on_error: OnError, max_errors: int) ->
 
 
 def open_found(images: ImageBytes, paths: Paths, on_error: OnError, max_errors: int) -> Pipeline:
-    """Return decoded images of files whose headers were read."""
     import flatout.data
 
     return flatout.data.images(
@@ -42,7 +41,6 @@ def sizes_of(images: ImageBytes) -> dict[tuple[int, int], int]:
 
 
 def size_note(images: ImageBytes) -> str:
-    """Return a line about the sizes of images."""
     sizes = sizes_of(images)
     (height, width), count = next(iter(sizes.items()))
     if len(sizes) == 1:

@@ -72,7 +72,6 @@ class Bench:
         return asdict(self)
 
     def headline(self) -> str:
-        """Return a line about the input and the time to open it."""
         index = {"built": ", its index built", "found": ", its index found", "none": ""}[self.index]
         return (
             f"{self.describe}: opened in {self.open_s:.2f} s{index}; batches of "

@@ -47,7 +47,6 @@ class Block:
 
 
 def rows_of(values: Values) -> int:
-    """Return the number of rows of a column."""
     return len(values.offsets) - 1 if isinstance(values, Ragged) else len(values)
 
 
@@ -58,7 +57,6 @@ def take(block: Block, index: Numbers) -> Block:
 
 
 def as_ragged(values: Values) -> Ragged:
-    """Return an array of shape (rows, length) as a Ragged."""
     if isinstance(values, Ragged):
         return values
     if values.ndim != 2:
@@ -81,7 +79,6 @@ def rows_between(block: Block, start: int, stop: int) -> Block:
 
 
 def take_values(values: Values, index: Numbers) -> Values:
-    """Return rows of one column, in the order of `index`."""
     if not isinstance(values, Ragged):
         if is_channels_last(values):
             return np.take(values.transpose(0, 2, 3, 1), index, axis=0).transpose(0, 3, 1, 2)
@@ -109,7 +106,6 @@ def offsets_of(lengths: npt.ArrayLike) -> Numbers:
 
 
 def join(blocks: Sequence[Block]) -> Block:
-    """Join blocks of the same columns into one. Blocks without rows may lack columns."""
     blocks = [block for block in blocks if len(block)] or blocks[:1]
     if len(blocks) == 1:
         return blocks[0]

@@ -137,7 +137,6 @@ def found_here() -> dict[tuple[int, int], Lines]:
 
 
 def take_over(found: Mapping[tuple[int, int], Lines]) -> None:
-    """Keep the lines that a worker process has found."""
     for key, lines in found.items():
         for column, line in lines.items():
             if (changes := _here.get(key)) is not None:
@@ -145,7 +144,6 @@ def take_over(found: Mapping[tuple[int, int], Lines]) -> None:
 
 
 def rounded_words(name: str, dtype: npt.DTypeLike, value: str, advice: str) -> str:
-    """Return the line about a column in which a whole number was rounded."""
     return (
         f"column {name!r}: {np.dtype(dtype)} rounds whole numbers above {exact_up_to(dtype):,}, "
         f"such as {value}: {advice}"

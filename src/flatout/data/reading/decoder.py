@@ -160,7 +160,6 @@ class Errors:
 
 
 def good_rows(decoder: Decoder, rows: Encoded, policy: ErrorPolicy) -> Survey:
-    """Return a survey made by decoding rows."""
     numbers = np.arange(len(rows.starts), dtype=np.int64)
     block = decoder.decode(rows._replace(numbers=numbers), None, Buffers(), policy)
     good = np.zeros(len(numbers), bool)

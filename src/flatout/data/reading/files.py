@@ -193,7 +193,6 @@ def unpack(paths: Paths, *, most: int) -> list[str]:
 
 
 def most_unpacked(packed: int) -> int:
-    """Return the default limit for the bytes of a decompressed file: far above real data."""
     return max(_ALWAYS_UNPACKED, _MOST_RATIO * packed)
 
 

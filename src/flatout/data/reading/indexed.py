@@ -160,7 +160,6 @@ class IndexedRows(Rows):
         return self._bytes.where(position, text=getattr(self.decoder, "text", True))
 
     def skipped(self, gather: Gather = alone) -> list[str]:
-        """Return lines about columns in which any rank found changed values since the last call."""
         changes = getattr(self.decoder, "changes", None)
         return [] if changes is None else list(changes.new_notes(gather))
 
@@ -443,7 +442,6 @@ def _merged(all_facts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def files_digest(files: Iterable[File], *words: str) -> str:
-    """Return 16 hex digits over files' sizes, their first and last bytes, and more words."""
     whole = "\n".join([*map(content_words, files), *words])
     return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
@@ -487,6 +485,5 @@ def _save(index: Index, path: Path) -> None:
 
 
 def names_of(files: Sequence[File]) -> str:
-    """Return the names of some files, for the user."""
     more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
     return ", ".join(file.name for file in files[:3]) + more

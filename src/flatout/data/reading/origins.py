@@ -126,7 +126,6 @@ def is_rows(origin: Any) -> TypeGuard[Rows]:
 
 
 def is_chunks(origin: Any) -> TypeGuard[Chunks]:
-    """Return whether an origin offers chunks of rows."""
     return hasattr(type(origin), "read") and not is_rows(origin)
 
 

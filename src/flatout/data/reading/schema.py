@@ -328,7 +328,6 @@ def _shown(value: Any) -> str:
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of a TOML file, which need not be a valid schema."""
     where = os.fspath(path)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):

@@ -22,8 +22,6 @@ from flatout.errors import DataError
 
 @dataclass(frozen=True)
 class Augment(Stage):
-    """Images are changed at random."""
-
     augmentation: Augmentation
 
     def __str__(self) -> str:

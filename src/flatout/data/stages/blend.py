@@ -73,15 +73,11 @@ class Blended(Stage):
 
 @dataclass(frozen=True)
 class Mixup(Blended):
-    """Whole samples are blended."""
-
     kind: ClassVar[Kind] = "mixup"
 
 
 @dataclass(frozen=True)
 class Cutmix(Blended):
-    """A part of one image is copied into the other image."""
-
     kind: ClassVar[Kind] = "cutmix"
 
 

@@ -15,8 +15,6 @@ from flatout.data.stages.stage import P, Plan, Stage, Writable, only
 
 @dataclass(frozen=True)
 class Repeat(Stage):
-    """Several passes are one epoch."""
-
     times: int
 
     once: ClassVar[bool] = True
@@ -40,12 +38,10 @@ def repeat(self: Writable[P], times: int) -> P:
 
 
 def repeated(inner: Order, times: int) -> Order:
-    """Return the order of several passes, each in its own order."""
     return lambda epoch: np.concatenate([inner(epoch * times + i) for i in range(times)])
 
 
 def times_of(stages: Sequence[Stage]) -> int:
-    """Return the passes of an epoch."""
     repeat = only(stages, Repeat)
     return 1 if repeat is None else repeat.times
 

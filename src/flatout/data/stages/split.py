@@ -17,8 +17,6 @@ from flatout.errors import DataError
 
 @dataclass(frozen=True)
 class Split(Stage):
-    """One of the two parts of the samples."""
-
     fraction: float
     first: bool
     by: Literal["random", "order"]

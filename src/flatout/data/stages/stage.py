@@ -189,11 +189,9 @@ class Stage:
         return 0
 
     def order(self, order: Order, plan: Plan) -> Order:
-        """Return another order of rows."""
         return order
 
     def share(self, batches: BatchSampler, plan: Plan) -> BatchSampler:
-        """Return other batches of the rows."""
         return batches
 
     def stream(self, plan: Plan) -> None:

@@ -35,7 +35,6 @@ class Checksums(NamedTuple):
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], block: int = BLOCK) -> Checksums:
-        """Compute the checksums of a file in blocks of `block` bytes."""
         result, size = [np.empty(0, np.int64)], 0
         with open(path, "rb", buffering=0) as file:
             # A raw read may return less than a whole number of blocks.
@@ -113,7 +112,6 @@ class Verified:
         ]
 
     def check_all(self, read: Callable[[int, int], Any]) -> None:
-        """Compare all blocks except blocks compared before; arguments and errors as for `check`."""
         if self._sums.size:
             self.check(np.array([0]), np.array([self._sums.size]), read)
 
@@ -159,7 +157,6 @@ def sealed(words: dict[str, Any]) -> str:
 
 
 def unsealed(text: str) -> dict[str, Any]:
-    """Return the object in a text that `sealed` has made."""
     try:
         words = json.loads(text)
     except RecursionError as error:

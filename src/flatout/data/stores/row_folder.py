@@ -117,7 +117,6 @@ class Filling:
         self.filled = np.zeros(rows, bool)
 
     def put(self, slots: Numbers, columns: dict[str, Values]) -> None:
-        """Store rows."""
         self.store.put(slots, columns)
         self.filled[slots] = True
 
@@ -148,7 +147,6 @@ class Filling:
         return self.target
 
     def close(self) -> None:
-        """Release the lock, so that other processes may fill the folder."""
         self._lock.close()
 
 
@@ -210,7 +208,6 @@ class RowFolder:
         self._files[0].check_all()
 
     def verify(self) -> None:
-        """Compare the checksums of all bytes again."""
         for file in self._files:
             file.verify()
 
@@ -283,7 +280,6 @@ class _ReadArena:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Return the content of a folder's meta.json."""
     try:
         if (path / "meta.json").exists() and not (path / "meta.json").is_file():
             raise ValueError("it is no file")

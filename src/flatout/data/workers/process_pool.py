@@ -56,7 +56,6 @@ class Repay:
         self._needed = _SECONDS
 
     def begin(self) -> None:
-        """Start timing, as an epoch begins or processes have started."""
         self._last = self._clock()
 
     def threads_made(self, batches: int) -> None:
@@ -95,8 +94,6 @@ _OLD_S, _OLD_STARTS = 60.0, 20.0
 
 
 class ProcessPool:
-    """Processes that make batches, in order."""
-
     def __init__(self, maker: Any, count: int) -> None:
         self.count = count
         self._payload = pickle.dumps(maker)
@@ -120,7 +117,6 @@ class ProcessPool:
         steps: int,
         most: Callable[[], int] | None = None,
     ) -> Generator[Batch, None, None]:
-        """Yield the batches `step` to `steps - 1`, each made from its task by a process."""
         idle = self._started()
 
         def make(at: int) -> Batch:

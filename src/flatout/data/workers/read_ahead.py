@@ -32,7 +32,6 @@ _LEAST_S = 0.05
 
 
 def read_ahead(items: Iterator[T], depth: int = _DEPTH) -> Generator[T, None, None]:
-    """Yield the same items in the same order; an error is raised at its item's position."""
     end = object()
 
     def following(number: int) -> T | object:

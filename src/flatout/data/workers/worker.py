@@ -110,8 +110,6 @@ class Worker:
 
 
 class _InWorker(Exception):
-    """The traceback of an error in the process."""
-
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 

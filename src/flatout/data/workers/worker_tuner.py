@@ -155,7 +155,6 @@ class WorkerTuner:
         return self.workers != self.settled
 
     def begin(self) -> None:
-        """Start timing, as a pass over batches begins."""
         self._last = self._clock()
 
     def used(self, waited_s: float) -> bool:

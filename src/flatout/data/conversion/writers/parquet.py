@@ -42,8 +42,6 @@ class ParquetWriter:
 
 
 class ParquetFile:
-    """An unfinished shard."""
-
     def __init__(self, out: CountedFile, schema: pa.Schema) -> None:
         self._writer = pq.ParquetWriter(
             out, schema, compression="zstd", write_page_checksum=True, use_dictionary=False

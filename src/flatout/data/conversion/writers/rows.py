@@ -28,7 +28,6 @@ PIECE_BYTES = 4 << 20
 
 
 def rows_schema(schema: Schema) -> Schema:
-    """Return the schema of the same columns in a folder of rows."""
     return Schema(format="rows", columns=schema.columns, options=schema.options)
 
 
@@ -94,7 +93,6 @@ def write_rows(
     tell: Tell,
     notes: Callable[[], list[str]],
 ) -> None:
-    """Write all rows to a new folder."""
     digest = digest_of(json.dumps(settings, sort_keys=True))
     try:
         filling = Filling(target, layout, pieces[-1].stop, digest)

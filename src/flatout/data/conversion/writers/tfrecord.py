@@ -59,8 +59,6 @@ class TfrecordWriter:
 
 
 class TfrecordFile:
-    """An unfinished shard."""
-
     def __init__(self, out: CountedFile) -> None:
         self._out = out
 

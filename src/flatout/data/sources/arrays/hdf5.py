@@ -103,7 +103,6 @@ class HDF5Rows(Rows):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
         row = 0
         for column in self.schema.columns:
             row += column.numpy_dtype.itemsize * math.prod(column.shape)
@@ -116,7 +115,6 @@ class HDF5Rows(Rows):
         return files_digest(self.files, *names, self.schema.dumps())
 
     def in_memory(self) -> Arrays:
-        """Return all rows as arrays in memory."""
         found = self.take(np.arange(self.rows), Buffers()).columns
         parts: list[Any] = []
         roles: tuple[Role, ...] = ("input", "target", "weight")
@@ -219,7 +217,6 @@ def _opened(file: File, process: int) -> h5py.File:
 def _wanted(
     inputs: Names, targets: Names | None, weight: str | None
 ) -> tuple[dict[str, str], dict[str, Role]]:
-    """Return the dataset of each column, and its role."""
     datasets: dict[str, str] = {}
     roles: dict[str, Role] = {}
     given: dict[Role, Names | None] = {"input": inputs, "target": targets, "weight": weight}

@@ -74,8 +74,6 @@ _QUIET_S = 1.0
 
 
 class _Location(NamedTuple):
-    """URL of a data set, and the MD5 of each of its files."""
-
     url: str
     files: dict[str, str]
 

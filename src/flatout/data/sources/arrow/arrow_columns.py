@@ -79,8 +79,6 @@ def _in_one_piece(chunked: pa.ChunkedArray) -> pa.Array:
 
 
 class _Reader:
-    """Reads the values of one column of a table."""
-
     def __init__(self, name: str, to: Column, schema: Schema, large: Large | None) -> None:
         self.name = name
         self.to = to

@@ -169,7 +169,6 @@ def infer_schema(
     wanted: ColumnOptions,
     options: Mapping[str, Any],
 ) -> Schema:
-    """Return the schema of a table with these columns; the module docstring states the dtypes."""
     if not fields or "" in fields:
         raise DataError("expected columns with names, found one without, or no columns")
     roles = wanted.roles(dict.fromkeys(fields, "input"))
@@ -309,7 +308,6 @@ def is_date(type: pa.DataType) -> bool:
 
 
 def is_text(type: pa.DataType) -> bool:
-    """Return whether a type holds texts."""
     if pa.types.is_dictionary(type):
         type = type.value_type
     return bool(

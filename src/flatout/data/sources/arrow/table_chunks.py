@@ -83,8 +83,6 @@ class TableFile(Protocol):
 
 
 class ParquetFile:
-    """A Parquet file, whose parts are row groups."""
-
     kind, part = "Parquet", "row group"
 
     def __init__(self, file: File) -> None:
@@ -260,7 +258,6 @@ class TableChunks:
         ]
 
     def skipped(self, gather: Gather = alone) -> list[str]:
-        """Return lines about columns in which any rank found changed values since the last call."""
         return self.changes.new_notes(gather)
 
     def look(self) -> None:

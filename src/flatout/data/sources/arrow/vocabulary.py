@@ -112,7 +112,6 @@ def _refusal(refused: Mapping[str, str]) -> DataError:
 
 
 def merged(parts: Iterable[Mapping[str, Texts]]) -> dict[str, Texts]:
-    """Return the texts of each column over all parts of a table."""
     values: dict[str, set[Any]] = {}
     rows: dict[str, int] = {}
     for part in parts:
@@ -123,7 +122,6 @@ def merged(parts: Iterable[Mapping[str, Texts]]) -> dict[str, Texts]:
 
 
 def texts_of(table: pa.Table, names: Sequence[str]) -> dict[str, Texts]:
-    """Return the texts of some columns of a table."""
     texts = {}
     for name in names:
         column = table[name].drop_null()

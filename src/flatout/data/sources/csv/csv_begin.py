@@ -50,7 +50,6 @@ class FileBegin(NamedTuple):
 
 
 def begin_of(file: File, dialect: Dialect) -> FileBegin:
-    """Read the first bytes of a file, and find the rows in them."""
     with as_data_error("the file cannot be read", file.name), open(file.path, "rb") as opened:
         content = opened.read(SAMPLE)
     if not content.strip():

@@ -52,7 +52,6 @@ def _begin(file: File, size: int) -> bytes:
 
 
 def fields_of(text: str, delimiter: str, quote: str) -> list[list[str]]:
-    """Return the fields of the first rows, without blank rows."""
     lines = io.StringIO(text, newline="")
     if quote:
         reader = csv.reader(lines, delimiter=delimiter, quotechar=quote)

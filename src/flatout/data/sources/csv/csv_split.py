@@ -36,7 +36,6 @@ class Dialect(NamedTuple):
 
 
 def dialect_of(options: Mapping[str, Any]) -> Dialect:
-    """Return the dialect of a schema's options."""
     missing = options["missing"]
     if isinstance(missing, str) or not all(isinstance(text, str) for text in missing):
         raise DataError(f"missing: expected a list of texts, found {missing!r}")

@@ -175,7 +175,6 @@ def _iterable_dataset(
 
 
 def _splits_samples(samples: IterableDataset[Any]) -> bool:
-    """Return whether the dataset's own code calls `get_worker_info`."""
     own = [value for kind in type(samples).__mro__ for value in vars(kind).values()]
     codes = [value.__code__ for value in own if isinstance(value, FunctionType)]
     return any("get_worker_info" in code.co_names for code in codes)
@@ -277,8 +276,6 @@ def _made_by_processes(
 
 
 class _Drawn:
-    """A batch sampler that keeps the indexes of the first batch that it draws."""
-
     def __init__(self, batches: Iterable[list[int]]) -> None:
         self._batches = batches
         self.first: list[int] = []

@@ -69,7 +69,6 @@ class ImageForm:
 
 
 def has_simplejpeg() -> bool:
-    """Return whether simplejpeg decodes JPEG."""
     return simplejpeg is not None
 
 
@@ -86,7 +85,6 @@ def decode(
     scratch: Pixels,
     lost: set[str],
 ) -> None:
-    """Decode an image into `out`, and add to `lost` a line about each change of its values."""
     times, shape = _decoded(header, look)
     if shape == look.size and header.orientation == 1:
         scratch = out

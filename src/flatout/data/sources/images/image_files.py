@@ -222,8 +222,6 @@ def _parent(name: str) -> str:
 
 
 def open_images(entries: list[Entry], policy: ErrorPolicy) -> tuple[list[Entry], npt.NDArray[Any]]:
-    """Read the headers of all images; return the good images and their headers."""
-
     def read(first: int) -> list[Header | str]:
         return [_header_or_problem(entry) for entry in entries[first : first + _PIECE]]
 

@@ -68,7 +68,6 @@ class Header(NamedTuple):
 
 
 def read_header(path: str) -> Header:
-    """Read the header of an image file."""
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for its writer.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -83,8 +82,6 @@ def read_header(path: str) -> Header:
 
 
 def header_of(data: bytes | memoryview) -> Header:
-    """Return the header of an image in memory."""
-
     def read(start: int, count: int) -> bytes:
         return bytes(data[start : start + count])
 

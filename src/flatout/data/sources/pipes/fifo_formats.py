@@ -76,8 +76,6 @@ def decoder_of(
 
 
 class _Wrapped:
-    """Rows of a format in RecordIO records, each of which holds whole rows, such as a file."""
-
     text = False
 
     def __init__(self, inner: StreamDecoder) -> None:

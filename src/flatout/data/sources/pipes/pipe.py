@@ -97,7 +97,6 @@ class Pipe:
         return got
 
     def stop(self) -> None:
-        """Make the reading thread stop soon."""
         self._stopped.set()
 
     def close(self) -> None:

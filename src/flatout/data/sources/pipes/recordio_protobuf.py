@@ -70,13 +70,11 @@ class RecordioDecoder:
         self._sources = [_Source.of(column) for column in schema.columns]
 
     def split(self, buffer: Bytes, final: bool) -> Split:
-        """Find records by their framing."""
         return split_recordio(buffer, final)
 
     def decode(
         self, rows: Encoded, lengths: Lengths, buffers: Buffers, policy: ErrorPolicy
     ) -> Block:
-        """Decode rows into arrays from `buffers`."""
         good: list[int] = []
         values: list[list[npt.NDArray[Any]]] = []
         pairs = zip(rows.starts.tolist(), rows.ends.tolist(), strict=True)
@@ -182,7 +180,6 @@ class _Source(NamedTuple):
 
 
 def read_record(record: bytes) -> dict[int, dict[str, Tensor]]:
-    """Return the tensors of a Record by name: {1: features, 2: label}."""
     maps: dict[int, dict[str, Tensor]] = {_FEATURES: {}, _LABEL: {}}
     for number, entry in fields(record):
         if number not in maps:

@@ -52,17 +52,14 @@ class CriteoDecoder:
         self.integers, self.categories = schema["integers"], schema["categories"]
 
     def split(self, buffer: Bytes, final: bool) -> Split:
-        """Find lines."""
         return split_lines(buffer, final)
 
     def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
-        """Return which rows are good."""
         return good_rows(self, rows, policy)
 
     def decode(
         self, rows: Encoded, lengths: Lengths, buffers: Buffers, policy: ErrorPolicy
     ) -> Block:
-        """Decode rows into arrays from `buffers`."""
         errors, count = Errors(rows, kernel.Bad, policy), len(rows.starts)
         integers = buffers.empty((count, *self.integers.shape), self.integers.numpy_dtype)
         categories = buffers.empty((count, *self.categories.shape), self.categories.numpy_dtype)
@@ -102,7 +99,6 @@ def _default_of(column: Column) -> float:
 
 
 def criteo_schema(*, buckets: int = 0, label: bool = True, dtype: Any = "float32") -> Schema:
-    """Return the schema of the public click logs."""
     columns = [Column(name="label", dtype=dtype, role="target")] if label else []
     columns.append(Column(name="integers", dtype="float32", shape=(INTEGERS,), default=0))
     columns.append(Column(name="categories", dtype="int64", shape=(CATEGORIES,), default=0))

@@ -105,7 +105,6 @@ class LibsvmDecoder:
     def decode(
         self, rows: Encoded, lengths: Lengths, buffers: Buffers, policy: ErrorPolicy
     ) -> Block:
-        """Decode rows into arrays from `buffers`."""
         errors = Errors(rows, kernel.Bad, policy, _without_qid)
         count = len(rows.starts)
         columns: dict[str, Values] = {
@@ -168,7 +167,6 @@ def _without_qid(row: int, code: int) -> tuple[str, str] | None:
 
 
 def infer_schema(facts: Mapping[str, float], layout: Layout | None, base: int | None) -> Schema:
-    """Return a schema that fits rows with these facts."""
     if base is None:
         base = 0 if facts["lowest"] == 0 else 1
     features = max(1, int(facts["highest"]) - base + 1)

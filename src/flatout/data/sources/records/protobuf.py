@@ -10,7 +10,6 @@ class WireError(ValueError):
 
 
 def fields(data: int | bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield number and content of each field: varints as integers, all others as bytes."""
     data, at = message(data), 0
     while at < len(data):
         tag, at = _varint(data, at)

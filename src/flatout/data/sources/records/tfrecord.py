@@ -170,7 +170,6 @@ class TfrecordDecoder:
         return Split(result.starts, result.ends, result.consumed, result.problem)
 
     def survey(self, rows: Encoded, policy: ErrorPolicy) -> Survey:
-        """Return the lengths of the ragged columns."""
         errors = Errors(rows, kernel.Bad, policy, partial(self._explain, rows))
         lengths = np.zeros((len(self._ragged), len(rows.starts)), np.int64)
         kernel.measure(
@@ -182,7 +181,6 @@ class TfrecordDecoder:
     def decode(
         self, rows: Encoded, lengths: Lengths, buffers: Buffers, policy: ErrorPolicy
     ) -> Block:
-        """Decode rows into arrays from `buffers`."""
         errors = Errors(rows, kernel.Bad, policy, partial(self._explain, rows))
         count = len(rows.starts)
         if lengths is None and self.needs_survey:
