@@ -43,7 +43,7 @@ _UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, Recu
 class Sink(Protocol):
     """An unfinished shard."""
 
-    def write(self, encoded: Any) -> None:
+    def write(self, encoded: Any) -> Any:
         """Append rows that the writer has encoded."""
         ...
 
@@ -56,14 +56,10 @@ class Writer(Protocol):
     """A format of shards.
 
     Attributes:
-        kind: the format's name, as in `flatout.data.sources.formats.FORMATS`.
-        suffix: suffix of the shards' names.
         piece_bytes: decoded bytes to encode at once.
         schema: schema that reads the shards.
     """
 
-    kind: str
-    suffix: str
     piece_bytes: int
     schema: Schema
 

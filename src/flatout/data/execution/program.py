@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import pairwise
 from time import perf_counter_ns as clock
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -176,18 +176,26 @@ class Maker:
             raise DataError(f"batch {step:,} of epoch {epoch}: all rows are bad")
         return block
 
-    def seeded(
-        self,
-        numbers: Numbers,
-        padding: int,
-        epoch: int,
-        step: int,
-        features: FeatureRows | None = None,
-        turns: Numbers | None = None,
-    ) -> Batch:
-        """Make the batch with global generators seeded from (seed, epoch, step)."""
-        with seeded(batch_seed(self.seed, epoch, step)):
-            return self(numbers, padding, epoch, step, features, turns)
+    def seeded(self, *task: Any) -> Batch:
+        """Make the batch of a Task with global generators seeded from (seed, epoch, step)."""
+        with seeded(batch_seed(self.seed, *task[2:4])):
+            return self(*task)
+
+
+class _Wanted(NamedTuple):
+    """The batches that are still wanted of an epoch.
+
+    Attributes:
+        task: returns the task of a batch.
+        step: index of the next batch.
+        steps: index after the last batch.
+        ahead: returns the maximum number of batches to make ahead; None: the tuner decides.
+    """
+
+    task: Callable[[int], Task]
+    step: int
+    steps: int
+    ahead: Callable[[], int] | None
 
 
 class Program:
@@ -270,31 +278,25 @@ class Program:
                 own = None if turns is None else np.insert(turns[start:stop], 0, turns[before])
             return numbers, cut.padding(step), epoch, step, features, own
 
-        ahead = None if claims is None else claims.ahead
+        wanted = _Wanted(task, start_step, steps, None if claims is None else claims.ahead)
         if self.pool is not None and uses_pool:
-            return self._by_pool(self.pool, task, start_step, steps, ahead)
+            return self._by_pool(self.pool, wanted)
         if self.in_this_thread:
             return (self.maker.seeded(*task(step)) for step in range(start_step, steps))
-        return self._by_threads(epoch, task, start_step, steps, ahead)
+        return self._by_threads(epoch, wanted)
 
-    def _by_pool(
-        self,
-        pool: ProcessPool,
-        task: Callable[[int], Task],
-        step: int,
-        steps: int,
-        ahead: Callable[[], int] | None,
-    ) -> Iterator[Batch]:
+    def _by_pool(self, pool: ProcessPool, wanted: _Wanted) -> Iterator[Batch]:
         asked: dict[int, Numbers] = {}
+        step = wanted.step
 
         def noted(at: int) -> Task:
-            result = task(at)
+            result = wanted.task(at)
             asked[at] = result[0][1:] if self.maker.functions.blends else result[0]
             return result
 
         self.repay.begin()
         try:
-            with closing(pool.batches(noted, step, steps, ahead)) as made:
+            with closing(pool.batches(noted, *wanted[1:])) as made:
                 for batch in made:
                     self._count_skipped(asked.pop(step), batch)
                     step += 1
@@ -310,7 +312,7 @@ class Program:
             self.pool = None
         if self.pool is None:
             pool.close()
-            yield from self._ahead(task, step, steps, ahead)
+            yield from self._ahead(wanted._replace(step=step))
 
     def _count_skipped(self, asked: Numbers, batch: Batch) -> None:
         """Also skip here the rows that a process has skipped, since this process counts them."""
@@ -333,26 +335,14 @@ class Program:
         self.pool = None
         return True
 
-    def _by_threads(
-        self,
-        epoch: int,
-        task: Callable[[int], Task],
-        step: int,
-        steps: int,
-        ahead: Callable[[], int] | None,
-    ) -> Iterator[Batch]:
+    def _by_threads(self, epoch: int, wanted: _Wanted) -> Iterator[Batch]:
         self.repay.begin()
-        yield from self._ahead(task, step, steps, ahead)
-        self.repay.threads_made(steps - step)
+        yield from self._ahead(wanted)
+        self.repay.threads_made(wanted.steps - wanted.step)
         self._consider_processes(epoch)
 
-    def _ahead(
-        self,
-        task: Callable[[int], Task],
-        step: int,
-        steps: int,
-        ahead: Callable[[], int] | None,
-    ) -> Iterator[Batch]:
+    def _ahead(self, wanted: _Wanted) -> Iterator[Batch]:
+        task, step, steps, _ = wanted
         # The cost of a batch decides how batches are made. The first batch opens files and fills
         # pools, so the next batches are measured; if they cost much, two are enough.
         while step < steps and (self.quick or self.quick is None):
@@ -364,7 +354,7 @@ class Program:
             yield batch
             del batch
         if step < steps:
-            yield from self._in_runs(task, step, steps, ahead)
+            yield from self._in_runs(*wanted._replace(step=step))
 
     def _judge(self, cost: int) -> None:
         self._seen += 1

@@ -116,7 +116,10 @@ def listed(names: Sequence[str]) -> str:
 
 
 class Renumbered:
-    """Rows whose classes are numbered in the order of other data's names. Follows `Rows`."""
+    """Rows whose classes are numbered in the order of other data's names. Follows `Rows`.
+
+    All other members are those of the rows before.
+    """
 
     def __init__(self, inner: Rows, wanted: tuple[str, ...]) -> None:
         names = classes_of(inner)
@@ -150,18 +153,6 @@ class Renumbered:
         # A number for a missing target, such as -1, is no class and does not change.
         is_class = (labels >= 0) & (labels < len(self._numbers))
         return np.where(is_class, self._numbers[np.where(is_class, labels, 0)], labels)
-
-    def lengths(self) -> Numbers | None:
-        return self._inner.lengths()
-
-    def where(self, number: int) -> str:
-        return self._inner.where(number)
-
-    def describe(self) -> str:
-        return self._inner.describe()
-
-    def notes(self) -> list[str]:
-        return self._inner.notes()
 
 
 def _target(schema: Schema) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from flatout.data.digests.digests import digest_of
 from flatout.data.reading.block import Block, Numbers, Ragged, Values
@@ -33,7 +32,7 @@ class Lookup(Protocol):
 
 
 class _Lookup:
-    """Members that are common to rows, chunks and streams."""
+    """Members that are common to rows, chunks and streams; all others are those of `inner`."""
 
     schema: Schema
 
@@ -52,12 +51,6 @@ class _Lookup:
     @property
     def digest(self) -> str:
         return digest_of(self.inner.digest, *(value.digest for value in self.maps.values()))
-
-    def describe(self) -> str:
-        return str(self.inner.describe())
-
-    def notes(self) -> list[str]:
-        return list(self.inner.notes())
 
     def _looked_up(self, block: Block, buffers: Buffers) -> Block:
         columns = dict(block.columns)
@@ -97,26 +90,12 @@ class RowsLookup(_Lookup):
     def take(self, numbers: Numbers, buffers: Buffers) -> Block:
         return self._looked_up(self.inner.take(numbers, buffers), buffers)
 
-    def targets(self) -> npt.NDArray[Any] | None:
-        result: npt.NDArray[Any] | None = self.inner.targets()
-        return result
-
-    def lengths(self) -> Numbers | None:
-        result: Numbers | None = self.inner.lengths()
-        return result
-
-    def where(self, number: int) -> str:
-        return str(self.inner.where(number))
-
 
 class ChunksLookup(_Lookup):
     """Rows in chunks. Follows `flatout.data.reading.origins.Chunks`."""
 
     def read(self, chunk: int, buffers: Buffers) -> Block:
         return self._looked_up(self.inner.read(chunk, buffers), buffers)
-
-    def where(self, number: int) -> str:
-        return str(self.inner.where(number))
 
 
 class StreamLookup(_Lookup):

@@ -21,7 +21,6 @@ class ParquetWriter:
     Columns with a shape become lists of a fixed size, ragged columns become lists.
     """
 
-    kind, suffix = "parquet", ".parquet"
     piece_bytes = 16 << 20
 
     def __init__(self, schema: Schema) -> None:

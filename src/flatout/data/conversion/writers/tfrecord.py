@@ -34,7 +34,6 @@ class TfrecordWriter:
     integers, become int64 lists; float16 becomes float32.
     """
 
-    kind, suffix = "tfrecord", ".tfrecord"
     piece_bytes = 4 << 20
 
     def __init__(self, schema: Schema) -> None:
@@ -54,19 +53,9 @@ class TfrecordWriter:
         records, _ = example.encode(columns)
         return records
 
-    def open(self, out: CountedFile) -> TfrecordFile:
-        return TfrecordFile(out)
-
-
-class TfrecordFile:
-    def __init__(self, out: CountedFile) -> None:
-        self._out = out
-
-    def write(self, encoded: Any) -> None:
-        self._out.write(encoded)
-
-    def close(self) -> None:
-        """Do nothing: a shard has no end mark."""
+    def open(self, out: CountedFile) -> CountedFile:
+        """Return the file itself: a shard has no end mark."""
+        return out
 
 
 def _stored(column: Column) -> np.dtype[Any]:
