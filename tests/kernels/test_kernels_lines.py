@@ -91,16 +91,6 @@ def test_room_grows_with_the_lines():
     assert len(expected) == 50_000
 
 
-@pytest.mark.parametrize("threads", [2, 3, 16])
-def test_threads_find_the_same_lines(threads):
-    text = _long_text() + b"\n" + b"y" * 200_000 + b"\n#\n\n" * 5000 + b"end"
-    expected = _index(text)
-    parts = {"threads": threads, "least_per_thread": 1000}
-    assert _index(text, **parts) == expected
-    assert _index(text, 77, len(text) - 5, **parts) == _index(text, 77, len(text) - 5)
-    assert _index(b"y" * 100_000, **parts) == [(0, 100_000)]
-
-
 def test_any_buffer_has_lines(tmp_path):
     text = b"one\ntwo\n"
     (tmp_path / "text").write_bytes(text)

@@ -10,9 +10,6 @@
 #define FLATOUT_CRITEO_CORE_H
 
 #include <string.h>
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
 
 #include "../shared/rows.h"
 
@@ -70,8 +67,7 @@ static int64_t float_bits(float number)
 }
 
 /* Without a branch on `is_missing`, which nothing could predict. */
-static ALWAYS_INLINE void put(const Column *column, int64_t place,
-                                                      int64_t value, int is_missing)
+static ALWAYS_INLINE void put(const Column *column, int64_t place, int64_t value, int is_missing)
 {
     int64_t bits = column->kind == FLOAT32 ? float_bits((float)value) : value;
     bits = is_missing ? column->missing : bits;
@@ -113,11 +109,6 @@ static ALWAYS_INLINE int64_t in_bucket(Hashing hashing, uint32_t hash)
 }
 
 /* ---- the exact way ---- */
-
-static inline int is_digit(uint8_t byte)
-{
-    return byte >= '0' && byte <= '9';
-}
 
 /* The value of a hexadecimal digit, or -1. */
 static inline int hex_digit(uint8_t byte)
@@ -221,8 +212,7 @@ static int exact_row(Criteo *job, int64_t row, int64_t start, int64_t stop, int6
 
 /* Where the tabs are: tabs[0] is before the row, tabs[fields] its end. 0 unless there are as many
    as there should be. */
-static ALWAYS_INLINE int find_tabs(const uint8_t *row, int64_t bytes,
-                                                           int64_t fields, int32_t *tabs)
+static ALWAYS_INLINE int find_tabs(const uint8_t *row, int64_t bytes, int64_t fields, int32_t *tabs)
 {
     int64_t count = 1;
     tabs[0] = -1;
@@ -255,12 +245,8 @@ static ALWAYS_INLINE uint64_t digits_of(const uint8_t *field, int32_t bytes)
 /* The number in 8 decimal digits. 0 unless all of them are. */
 static ALWAYS_INLINE int decimal(uint64_t digits, int64_t *value)
 {
-    int is_good = (((digits + EACH_BYTE(0x76)) | digits) & EACH_BYTE(0x80)) == 0;
-    digits = digits * 10 + (digits >> 8); /* pairs, in every second byte */
-    digits = ((digits & 0x000000FF000000FFu) * 0x000F424000000064u +
-              (digits >> 16 & 0x000000FF000000FFu) * 0x0000271000000001u) >> 32;
-    *value = (int64_t)digits;
-    return is_good;
+    *value = (int64_t)whole_of(digits);
+    return are_digits(digits);
 }
 
 /* The number in 8 hexadecimal digits. 0 unless all of them are. */
@@ -280,9 +266,8 @@ static ALWAYS_INLINE int hexadecimal(uint64_t digits, uint32_t *value)
 }
 
 /* Fields into a column, one by one. 0 where that has to be done the exact way. */
-static ALWAYS_INLINE int put_integers(const Column *column, int64_t place,
-                                                              const uint8_t *text,
-                                                              const int32_t *tabs, int64_t count)
+static ALWAYS_INLINE int put_integers(const Column *column, int64_t place, const uint8_t *text,
+                                      const int32_t *tabs, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) {
         const uint8_t *field = text + tabs[i] + 1;
@@ -296,10 +281,8 @@ static ALWAYS_INLINE int put_integers(const Column *column, int64_t place,
     return 1;
 }
 
-static ALWAYS_INLINE int put_categories(const Column *column,
-                                                                Hashing hashing, int64_t place,
-                                                                const uint8_t *text,
-                                                                const int32_t *tabs, int64_t count)
+static ALWAYS_INLINE int put_categories(const Column *column, Hashing hashing, int64_t place,
+                                        const uint8_t *text, const int32_t *tabs, int64_t count)
 {
     int is_good = 1;
     for (int64_t i = 0; i < count; i++) {
@@ -314,8 +297,6 @@ static ALWAYS_INLINE int put_categories(const Column *column,
 #ifdef __x86_64__
 
 /* ---- the fast way, four fields at a time ---- */
-
-#define WIDE __attribute__((target("avx2,bmi,bmi2,popcnt")))
 
 /* As digits_of, and how long the fields are; one longer than 8 bytes gives anything. */
 WIDE static inline __m256i four_fields(const uint8_t *text, const int32_t *tabs, __m256i *bytes)
@@ -365,11 +346,8 @@ WIDE static int put_integers_wide(const Column *column, int64_t place, const uin
         i = i + 4 < count ? i : count - 4; /* the last four, some of them once more */
         __m256i bytes, digits = four_fields(text, tabs + i, &bytes);
         __m256i is_digit = _mm256_cmpeq_epi8(_mm256_min_epu8(digits, _mm256_set1_epi8(9)), digits);
-        __m256i pairs = _mm256_maddubs_epi16(digits, _mm256_set1_epi16(1 << 8 | 10));
-        __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi32(1 << 16 | 100));
-        __m256i values = _mm256_add_epi64(_mm256_mul_epu32(fours, _mm256_set1_epi64x(10000)),
-                                          _mm256_srli_epi64(fours, 32));
-        put_four(column, place + i, values, _mm256_cmpeq_epi64(bytes, _mm256_setzero_si256()));
+        put_four(column, place + i, four_wholes_of(digits),
+                 _mm256_cmpeq_epi64(bytes, _mm256_setzero_si256()));
         int bad = good_lanes(is_digit, bytes) ^ 15;
         for (; bad != 0; bad &= bad - 1) {
             int64_t field = i + __builtin_ctz((unsigned)bad);
@@ -433,10 +411,8 @@ typedef int PutCategories(const Column *column, Hashing hashing, int64_t place, 
                           const int32_t *tabs, int64_t count);
 
 /* 1 if the row was read; else whatever was written has to be written again. */
-static ALWAYS_INLINE int fast_row(const Criteo *job, int64_t row,
-                                                          int64_t start, int64_t stop,
-                                                          PutIntegers *write_integers,
-                                                          PutCategories *write_categories)
+static ALWAYS_INLINE int fast_row(const Criteo *job, int64_t row, int64_t start, int64_t stop,
+                                  PutIntegers *write_integers, PutCategories *write_categories)
 {
     /* Copies, which no store can change: the loops need not look again. */
     const Column integers = job->integers, categories = job->categories;
@@ -458,9 +434,8 @@ static ALWAYS_INLINE int fast_row(const Criteo *job, int64_t row,
                           tabs + integers.width, categories.width);
 }
 
-static ALWAYS_INLINE int64_t parse_rows(Criteo *job,
-                                                                PutIntegers *write_integers,
-                                                                PutCategories *write_categories)
+static ALWAYS_INLINE int64_t parse_rows(Criteo *job, PutIntegers *write_integers,
+                                        PutCategories *write_categories)
 {
     int64_t bad = 0;
     for (int64_t row = 0; row < job->rows; row++) {
@@ -487,12 +462,6 @@ static ALWAYS_INLINE int64_t parse_rows(Criteo *job,
 WIDE static int64_t parse_rows_wide(Criteo *job)
 {
     return parse_rows(job, put_integers_wide, put_categories_wide);
-}
-
-static int is_wide(void)
-{
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-           __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
 }
 #endif
 

@@ -246,20 +246,14 @@ static int64_t decode_plain(const Job *job)
 #ifdef __x86_64__
 
 /* Inline, so that its instructions are encoded as those around it: mixing them costs much. */
-WIDE static ALWAYS_INLINE uint32_t crc_wide(uint32_t state, const uint8_t *data, int64_t bytes)
+WIDER static ALWAYS_INLINE uint32_t crc_wide(uint32_t state, const uint8_t *data, int64_t bytes)
 {
     return crc_padded(state, data, bytes);
 }
 
-WIDE static int64_t decode_wide(const Job *job)
+WIDER static int64_t decode_wide(const Job *job)
 {
     return decode_rows(job, put_ints_wide, crc_wide, 0);
-}
-
-static int is_wide(void)
-{
-    return crc_runs_sse42() && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-           __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
 }
 
 #endif
@@ -275,7 +269,7 @@ static void example_prepare(void)
     example_decode = decode_plain;
 #ifdef __x86_64__
     steps_prepare();
-    if (is_wide())
+    if (is_wide() && crc_runs_sse42())
         example_decode = decode_wide;
 #endif
 }

@@ -10,9 +10,6 @@
 #define FLATOUT_EXAMPLE_CRC_H
 
 #include <string.h>
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif

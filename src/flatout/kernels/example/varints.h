@@ -94,7 +94,7 @@ static ALWAYS_INLINE int64_t put_ints_plain(const uint8_t *packed, int64_t bytes
 
 #ifdef __x86_64__
 
-#define WIDE __attribute__((target("avx2,bmi,bmi2,popcnt,sse4.2,pclmul")))
+#define WIDER __attribute__((target("avx2,bmi,bmi2,popcnt,sse4.2,pclmul")))
 
 /* Four varints of up to three bytes each are found in sixteen bytes by which of the first twelve
    are unfinished: Plaisance, Kurz and Lemire, "Vectorized VByte decoding", 2015. */
@@ -123,7 +123,7 @@ static void steps_prepare(void)
     }
 }
 
-WIDE static ALWAYS_INLINE uint64_t unfinished_wide(const uint8_t *bytes)
+WIDER static ALWAYS_INLINE uint64_t unfinished_wide(const uint8_t *bytes)
 {
     int low = _mm256_movemask_epi8(_mm256_loadu_si256((const __m256i *)bytes));
     int high = _mm256_movemask_epi8(_mm256_loadu_si256((const __m256i *)(bytes + 32)));
@@ -131,7 +131,7 @@ WIDE static ALWAYS_INLINE uint64_t unfinished_wide(const uint8_t *bytes)
 }
 
 /* Four lanes of four bytes, seven bits of each. */
-WIDE static ALWAYS_INLINE __m128i four_ints(const uint8_t *packed, const uint8_t *shuffle)
+WIDER static ALWAYS_INLINE __m128i four_ints(const uint8_t *packed, const uint8_t *shuffle)
 {
     __m128i bytes = _mm_loadu_si128((const __m128i *)packed);
     bytes = _mm_shuffle_epi8(bytes, _mm_loadu_si128((const __m128i *)shuffle));
@@ -142,7 +142,7 @@ WIDE static ALWAYS_INLINE __m128i four_ints(const uint8_t *packed, const uint8_t
 
 /* Exactly `count` varints of up to three bytes, in steps of four; 0 if they are not. The last step
    also writes what stands behind. */
-WIDE static ALWAYS_INLINE int put_ints_of_3(const uint8_t *packed, int64_t bytes, void *to,
+WIDER static ALWAYS_INLINE int put_ints_of_3(const uint8_t *packed, int64_t bytes, void *to,
                                             int64_t count, int is_int32)
 {
     int64_t at = 0, done = 0;
@@ -170,7 +170,7 @@ WIDE static ALWAYS_INLINE int put_ints_of_3(const uint8_t *packed, int64_t bytes
 }
 
 /* Exactly `count` varints; 0 if they are not. */
-WIDE static ALWAYS_INLINE int put_ints_of_10(const uint8_t *packed, int64_t bytes, void *to,
+WIDER static ALWAYS_INLINE int put_ints_of_10(const uint8_t *packed, int64_t bytes, void *to,
                                              int64_t count, int is_int32)
 {
     int64_t begin = 0, done = 0;
@@ -195,7 +195,7 @@ WIDE static ALWAYS_INLINE int put_ints_of_10(const uint8_t *packed, int64_t byte
     return done == count;
 }
 
-WIDE static __attribute__((noinline)) int64_t put_ints_looked_at(const uint8_t *packed,
+WIDER static __attribute__((noinline)) int64_t put_ints_looked_at(const uint8_t *packed,
                                                                  int64_t bytes, void *to,
                                                                  int64_t capacity, int64_t room,
                                                                  int is_int32)
@@ -208,7 +208,7 @@ WIDE static __attribute__((noinline)) int64_t put_ints_looked_at(const uint8_t *
     return put_ints_of_10(packed, bytes, to, look.count, is_int32) ? look.count : -1;
 }
 
-WIDE static ALWAYS_INLINE int64_t put_ints_wide(const uint8_t *packed, int64_t bytes, void *to,
+WIDER static ALWAYS_INLINE int64_t put_ints_wide(const uint8_t *packed, int64_t bytes, void *to,
                                                 int64_t capacity, int64_t room, int is_int32)
 {
     if (bytes < 4)

@@ -11,9 +11,6 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
 
 #include "../shared/rows.h"
 
@@ -74,32 +71,11 @@ typedef struct {
 /* The fast way reads this far beyond a chunk. */
 #define BEYOND 64
 
-/* ---- eight bytes at once ---- */
-
-/* Whether all bytes are below 10. */
-static inline int are_digits(uint64_t bytes)
-{
-    return (((bytes + EACH_BYTE(0x76)) | bytes) & EACH_BYTE(0x80)) == 0;
-}
-
-/* Digits to a number, the first in the lowest byte: pairs, fours, eights. */
-static inline uint64_t whole_of(uint64_t digits)
-{
-    digits = digits * 10 + (digits >> 8);
-    return ((digits & 0x000000FF000000FFu) * 0x000F424000000064u +
-            (digits >> 16 & 0x000000FF000000FFu) * 0x0000271000000001u) >> 32;
-}
-
 /* ---- numbers, the exact way ---- */
 
 typedef struct {
     const uint8_t *at, *end;
 } Reader;
-
-static inline int is_digit(uint8_t byte)
-{
-    return (uint8_t)(byte - '0') <= 9;
-}
 
 static inline int is_letter(uint8_t byte)
 {
@@ -433,8 +409,7 @@ typedef struct {
 } Way;
 
 /* The index of one pair. */
-static ALWAYS_INLINE int fast_index(Chunk *chunk, const uint8_t *text,
-                                                            uint32_t pair)
+static ALWAYS_INLINE int fast_index(Chunk *chunk, const uint8_t *text, uint32_t pair)
 {
     uint32_t start = chunk->blanks[pair] + 1, colon = chunk->colons[pair], count = colon - start;
     if (count - 1 < 8) {
@@ -458,8 +433,8 @@ static __attribute__((noinline)) int slow_value(Chunk *chunk, const uint8_t *tex
 
 /* How many of the pairs from `pair` on have plain values. Without a call in the loop, constants stay
    in registers. */
-static ALWAYS_INLINE uint32_t fast_values(
-    Chunk *chunk, const uint8_t *text, uint32_t pair, uint32_t pairs, const Way *way)
+static ALWAYS_INLINE uint32_t fast_values(Chunk *chunk, const uint8_t *text, uint32_t pair,
+                                          uint32_t pairs, const Way *way)
 {
     for (; pair < pairs; pair++) {
         uint32_t from = chunk->colons[pair] + 1, count = chunk->blanks[pair + 1] - from;
@@ -474,9 +449,8 @@ static ALWAYS_INLINE uint32_t fast_values(
 
 /* Read pairs from `size` bytes that begin with a token, as long as indices are above `last`.
    `is_end` says that the row ends there. Returns how many. */
-static ALWAYS_INLINE int read_chunk(
-    Chunk *chunk, const uint8_t *text, uint32_t size, int is_end, int64_t last,
-    const Way *way)
+static ALWAYS_INLINE int read_chunk(Chunk *chunk, const uint8_t *text, uint32_t size, int is_end,
+                                    int64_t last, const Way *way)
 {
     uint32_t colons = 0, blanks = 0, pair = 0;
     for (uint32_t block = 0; block < size + (uint32_t)is_end; block += BLOCK) {
@@ -541,9 +515,7 @@ static int chunk_portable(Chunk *chunk, const uint8_t *text, uint32_t size, int 
 }
 
 #ifdef __x86_64__
-#define AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt")))
-
-AVX2 static inline Found find_avx2(const uint8_t *text)
+WIDE static inline Found find_avx2(const uint8_t *text)
 {
     const __m256i colon = _mm256_set1_epi8(':'), space = _mm256_set1_epi8(' ');
     const __m256i tab = _mm256_set1_epi8('\t');
@@ -561,7 +533,7 @@ AVX2 static inline Found find_avx2(const uint8_t *text)
 }
 
 /* Eight at a time, without a branch on how many there are. */
-AVX2 static inline uint32_t spread_avx2(uint64_t bits, uint32_t base, uint32_t *places)
+WIDE static inline uint32_t spread_avx2(uint64_t bits, uint32_t base, uint32_t *places)
 {
     uint32_t count = (uint32_t)__builtin_popcountll(bits);
     for (uint32_t done = 0; done < count; done += 8) {
@@ -577,7 +549,7 @@ AVX2 static inline uint32_t spread_avx2(uint64_t bits, uint32_t base, uint32_t *
 }
 
 /* Four indices of up to 8 digits. 0 where one of them is not. */
-AVX2 static inline int four_indices(Chunk *chunk, const uint8_t *text, uint32_t pair)
+WIDE static inline int four_indices(Chunk *chunk, const uint8_t *text, uint32_t pair)
 {
     const uint32_t *blanks = chunk->blanks + pair;
     __m128i colons = _mm_loadu_si128((const __m128i *)(chunk->colons + pair));
@@ -594,15 +566,11 @@ AVX2 static inline int four_indices(Chunk *chunk, const uint8_t *text, uint32_t 
     digits = _mm256_sllv_epi64(digits, _mm256_cvtepu32_epi64(shifts));
     __m256i are_digits =
         _mm256_cmpeq_epi8(_mm256_min_epu8(digits, _mm256_set1_epi8(9)), digits);
-    __m256i twos = _mm256_maddubs_epi16(digits, _mm256_set1_epi16(0x010A));
-    __m256i fours = _mm256_madd_epi16(twos, _mm256_set1_epi32(0x00010064));
-    __m256i eights = _mm256_add_epi64(_mm256_mul_epu32(fours, _mm256_set1_epi64x(10000)),
-                                      _mm256_srli_epi64(fours, 32));
-    _mm256_storeu_si256((__m256i *)(chunk->index + pair), eights);
+    _mm256_storeu_si256((__m256i *)(chunk->index + pair), four_wholes_of(digits));
     return _mm256_movemask_epi8(are_digits) == -1 && _mm_movemask_epi8(are_short) == 0xFFFF;
 }
 
-AVX2 static inline uint32_t indices_avx2(Chunk *chunk, const uint8_t *text, uint32_t pairs)
+WIDE static inline uint32_t indices_avx2(Chunk *chunk, const uint8_t *text, uint32_t pairs)
 {
     uint32_t pair = 0;
     while (pair < pairs) {
@@ -618,7 +586,7 @@ AVX2 static inline uint32_t indices_avx2(Chunk *chunk, const uint8_t *text, uint
 
 /* Up to 15 digits with at most one point among them, and perhaps a minus before. The digits are
    moved to the right end of 16 bytes, over the point, and become a number in four steps. */
-AVX2 static inline int decimal_avx2(const uint8_t *text, uint32_t count, double *value)
+WIDE static inline int decimal_avx2(const uint8_t *text, uint32_t count, double *value)
 {
     static const int8_t PLACES[] = {-16, -15, -14, -13, -12, -11, -10, -9, -8, -7, -6,
                                     -5,  -4,  -3,  -2,  -1,  0,   1,   2,  3,  4,  5,
@@ -656,7 +624,7 @@ AVX2 static inline int decimal_avx2(const uint8_t *text, uint32_t count, double 
     return 1;
 }
 
-AVX2 static int chunk_avx2(Chunk *chunk, const uint8_t *text, uint32_t size, int is_end,
+WIDE static int chunk_avx2(Chunk *chunk, const uint8_t *text, uint32_t size, int is_end,
                            int64_t last)
 {
     static const Way way = {find_avx2, spread_avx2, indices_avx2, decimal_avx2};
@@ -669,8 +637,7 @@ typedef int ReadChunk(Chunk *, const uint8_t *, uint32_t, int, int64_t);
 static ReadChunk *fastest(void)
 {
 #ifdef __x86_64__
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-        __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt"))
+    if (is_wide())
         return chunk_avx2;
 #endif
     return chunk_portable;

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,7 +23,6 @@ Column: TypeAlias = tuple[int, int, npt.NDArray[Any]]
 WHITE = b" \t\v\f\r"
 
 _FIRST_ROOM = 1 << 12
-_WINDOW = 1 << 16
 # Kinds that the buffer protocol exports as plain numbers. All others are passed as bytes.
 _NUMBERS = "biufc"
 
@@ -57,8 +55,6 @@ def index_lines(
     skip_blank: bool = True,
     comment: bytes | None = b"#",
     white: bytes = WHITE,
-    threads: int = 1,
-    least_per_thread: int = 1 << 20,
 ) -> Lines:
     r"""Find the lines of `buffer[start:stop]`.
 
@@ -72,45 +68,6 @@ def index_lines(
         )
     if comment is not None and (not comment or b"\n" in comment):
         raise ValueError(f"comment: expected bytes of one line, or None; found {comment!r}")
-    parts = max(1, min(threads, (stop - start) // least_per_thread))
-    if parts == 1:
-        return _index(text, start, stop, skip_blank, comment, white)
-    cuts = list(_cuts(text, start, stop, parts))
-    with ThreadPoolExecutor(parts) as pool:
-        result = list(
-            pool.map(
-                lambda first, last: _index(text, first, last, skip_blank, comment, white),
-                cuts[:-1],
-                cuts[1:],
-            )
-        )
-    return np.concatenate([part[0] for part in result]), np.concatenate(
-        [part[1] for part in result]
-    )
-
-
-def _cuts(text: Text, start: int, stop: int, parts: int) -> Iterator[int]:
-    cut = start
-    yield cut
-    for part in range(1, parts):
-        cut = _next_line(text, max(cut, start + (stop - start) * part // parts), stop)
-        yield cut
-    yield stop
-
-
-def _next_line(text: Text, at: int, stop: int) -> int:
-    while at < stop:
-        window = text[at : min(at + _WINDOW, stop)]
-        first = int((window == ord("\n")).argmax())
-        if window[first] == ord("\n"):
-            return at + first + 1
-        at += len(window)
-    return stop
-
-
-def _index(
-    text: Text, start: int, stop: int, skip_blank: bool, comment: bytes | None, white: bytes
-) -> Lines:
     starts, ends = np.empty(_FIRST_ROOM, np.int64), np.empty(_FIRST_ROOM, np.int64)
     count, at = 0, start
     while True:

@@ -5,8 +5,8 @@
 
 #include <stdint.h>
 #include <string.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
+#ifdef __x86_64__
+#include <immintrin.h>
 #endif
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
@@ -23,11 +23,49 @@ static ALWAYS_INLINE uint64_t load_8(const uint8_t *bytes)
     return word;
 }
 
+static inline int is_digit(uint8_t byte)
+{
+    return (uint8_t)(byte - '0') <= 9;
+}
+
+/* Whether all bytes are below 10. */
+static ALWAYS_INLINE int are_digits(uint64_t bytes)
+{
+    return (((bytes + EACH_BYTE(0x76)) | bytes) & EACH_BYTE(0x80)) == 0;
+}
+
+/* Digits to a number, the first in the lowest byte: pairs, fours, eights. */
+static ALWAYS_INLINE uint64_t whole_of(uint64_t digits)
+{
+    digits = digits * 10 + (digits >> 8);
+    return ((digits & 0x000000FF000000FFu) * 0x000F424000000064u +
+            (digits >> 16 & 0x000000FF000000FFu) * 0x0000271000000001u) >> 32;
+}
+
+#ifdef __x86_64__
+#define WIDE __attribute__((target("avx2,bmi,bmi2,popcnt")))
+
+static inline int is_wide(void)
+{
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+           __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+}
+
+/* `whole_of` in four lanes. */
+WIDE static inline __m256i four_wholes_of(__m256i digits)
+{
+    __m256i pairs = _mm256_maddubs_epi16(digits, _mm256_set1_epi16(1 << 8 | 10));
+    __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi32(1 << 16 | 100));
+    return _mm256_add_epi64(_mm256_mul_epu32(fours, _mm256_set1_epi64x(10000)),
+                            _mm256_srli_epi64(fours, 32));
+}
+#endif
+
 /* Bit i: byte i of these 64 is `wanted`. AVX2 would not pay: memory is slower than SSE2. */
 static ALWAYS_INLINE uint64_t places_of(char wanted, const uint8_t *bytes)
 {
     uint64_t mask = 0;
-#ifdef __SSE2__
+#ifdef __x86_64__
     const __m128i all = _mm_set1_epi8(wanted);
     for (int i = 0; i < 4; i++) {
         __m128i part = _mm_loadu_si128((const __m128i *)(bytes + 16 * i));
