@@ -58,13 +58,6 @@ static inline __attribute__((always_inline)) float let_through(float gradient, f
     return activation == RELU6 && value >= 6 ? 0 : gradient;
 }
 
-/* `restrict` does not outlive inlining. */
-#if defined(__clang__)
-#define NOTHING_ALIASES _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define NOTHING_ALIASES _Pragma("GCC ivdep")
-#endif
-
 #define SAME(value) (value)
 #define ALWAYS static inline __attribute__((always_inline)) void
 
@@ -452,8 +445,6 @@ static int makes_sense(const Job *job, int item, const Team *team)
     }
     return 1;
 }
-
-#define AT(address) ((void *)(uintptr_t)(address))
 
 /* The pointers are addresses, checked by the caller, 0 for what there is not. `saved` takes the
    mean, variance, scale and shift of each channel, float32. `spatial` is 0 for channels last.

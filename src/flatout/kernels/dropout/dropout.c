@@ -159,8 +159,8 @@ static PyObject *run(PyObject *module, PyObject *args)
     job.samples = samples, job.inner = inner, job.channels = channels, job.spatial = spatial;
     if (check(&job, item, outer, threads) < 0)
         return NULL;
-    job.x = (const char *)(uintptr_t)x;
-    job.out = (char *)(uintptr_t)out;
+    job.x = AT(x);
+    job.out = AT(out);
     job.start = (uint32_t)start;
     job.draws = (Draws){.seed = {(uint32_t)seed, (uint32_t)(seed >> 32)}, .step = (uint32_t)step,
                         .draw = (uint32_t)draw, .threshold = (uint32_t)threshold};

@@ -142,9 +142,9 @@ static PyObject *run(PyObject *module, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "expected one image of 2x2 pixels and one thread at least");
         return NULL;
     }
-    job.image = (char *)(uintptr_t)image;
-    job.small = (char *)(uintptr_t)small;
-    job.codes = (uint8_t *)(uintptr_t)codes;
+    job.image = AT(image);
+    job.small = AT(small);
+    job.codes = AT(codes);
     job.images = images, job.height = height, job.width = width, job.channels = channels;
     if (job.item == 2)
         job.row = job.backward ? backward_16 : forward_16;

@@ -69,11 +69,6 @@ struct Job {
 };
 
 #define ALWAYS static inline __attribute__((always_inline))
-#if defined(__clang__)
-#define NOTHING_ALIASES _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define NOTHING_ALIASES _Pragma("GCC ivdep")
-#endif
 
 ALWAYS void adam_step(float *w, float *m, float *v, const float *g, int64_t width, const Step *step,
                       double epsilon)
@@ -386,10 +381,15 @@ static Pass chosen(int widest)
 #define PORTION 256
 #define AHEAD 8
 
+static int64_t portions_of(int64_t rows)
+{
+    return (rows + PORTION - 1) / PORTION;
+}
+
 /* Threads that have a portion to take: to start one takes as long as some hundred rows do. */
 static unsigned needed(unsigned threads, int64_t count)
 {
-    const int64_t portions = (count + PORTION - 1) / PORTION;
+    const int64_t portions = portions_of(count);
     return portions < threads ? (unsigned)(portions > 0 ? portions : 1) : threads;
 }
 
@@ -410,11 +410,6 @@ static void ask_for(const Job *job, int64_t place)
         if (job->second)
             __builtin_prefetch(job->second + at + i, 1);
     }
-}
-
-static int64_t portions_of(const Job *job)
-{
-    return (job->count + PORTION - 1) / PORTION;
 }
 
 static void take_portion(const Job *job, int64_t portion, float *spare)
@@ -445,8 +440,8 @@ static void work(void *shared)
     float *spare = all->spare ? all->spare + thread * all->length : NULL;
     for (;;) {
         const int64_t next = __atomic_fetch_add(&all->next, 1, __ATOMIC_RELAXED);
-        while (at < all->count && next - before >= portions_of(all->jobs + at))
-            before += portions_of(all->jobs + at++);
+        while (at < all->count && next - before >= portions_of(all->jobs[at].count))
+            before += portions_of(all->jobs[at++].count);
         if (at == all->count)
             break;
         take_portion(all->jobs + at, next - before, spare);
@@ -462,17 +457,17 @@ static int read_job(PyObject *table, Job *job)
         return 0;
     if (lower[0]) {
         for (int i = 0; i < 3; i++) {
-            job->halves[i].upper = (uint16_t *)(uintptr_t)whole[i];
-            job->halves[i].lower = (uint16_t *)(uintptr_t)lower[i];
+            job->halves[i].upper = AT(whole[i]);
+            job->halves[i].lower = AT(lower[i]);
         }
     } else {
-        job->weights = (float *)(uintptr_t)whole[0];
-        job->first = (float *)(uintptr_t)whole[1];
-        job->second = (float *)(uintptr_t)whole[2];
+        job->weights = AT(whole[0]);
+        job->first = AT(whole[1]);
+        job->second = AT(whole[2]);
     }
-    job->last = (int32_t *)(uintptr_t)last;
-    job->rows = (const int64_t *)(uintptr_t)rows;
-    job->gradients = (const float *)(uintptr_t)gradients;
+    job->last = AT(last);
+    job->rows = AT(rows);
+    job->gradients = AT(gradients);
     job->count = count, job->width = width;
     return 1;
 }
@@ -490,8 +485,8 @@ static PyObject *step_rows(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!KKLLipiKI", &PyList_Type, &tables, &steps, &missed, &base, &now,
                           &like.rule, &like.nothing_decays, &widest, &parallel, &threads))
         return NULL;
-    like.steps = (const Step *)(uintptr_t)steps;
-    like.missed = (const Missed *)(uintptr_t)missed;
+    like.steps = AT(steps);
+    like.missed = AT(missed);
     like.base = base, like.now = now;
     like.pass = chosen(widest);
     const Py_ssize_t count = PyList_Size(tables);
@@ -576,8 +571,8 @@ static PyObject *pass_step(PyObject *module, PyObject *args)
     int rule;
     if (!PyArg_ParseTuple(args, "KKLLLi", &steps_at, &missed_at, &base, &now, &horizon, &rule))
         return NULL;
-    const Step *steps = (const Step *)(uintptr_t)steps_at;
-    Missed *missed = (Missed *)(uintptr_t)missed_at;
+    const Step *steps = AT(steps_at);
+    Missed *missed = AT(missed_at);
     memset(missed + (now - base), 0, sizeof *missed);
     missed[now - base].of_weight = missed[now - base].to_buffer = 1;
     missed[now - base].upto = (double)now;
@@ -642,9 +637,9 @@ static PyObject *group(PyObject *module, PyObject *args)
     long long count, size;
     if (!PyArg_ParseTuple(args, "KLLKKK", &ids_at, &count, &size, &rows_at, &places_at, &starts_at))
         return NULL;
-    const int64_t *ids = (const int64_t *)(uintptr_t)ids_at;
-    int64_t *rows = (int64_t *)(uintptr_t)rows_at, *places = (int64_t *)(uintptr_t)places_at;
-    int64_t *starts = (int64_t *)(uintptr_t)starts_at;
+    const int64_t *ids = AT(ids_at);
+    int64_t *rows = AT(rows_at), *places = AT(places_at);
+    int64_t *starts = AT(starts_at);
     int64_t *spare = malloc((size_t)(count > 0 ? 2 * count : 1) * sizeof *spare);
     if (spare == NULL)
         return PyErr_NoMemory();
@@ -687,14 +682,14 @@ static PyObject *deal(PyObject *module, PyObject *args)
                           &ranks, &shift, &to_rows_at, &to_places_at, &to_starts_at, &local_at,
                           &numbers_at, &counts_at))
         return NULL;
-    const int64_t *rows = (const int64_t *)(uintptr_t)rows_at;
-    const int64_t *places = (const int64_t *)(uintptr_t)places_at;
-    const int64_t *starts = (const int64_t *)(uintptr_t)starts_at;
-    int64_t *to_rows = (int64_t *)(uintptr_t)to_rows_at;
-    int64_t *to_places = (int64_t *)(uintptr_t)to_places_at;
-    int64_t *to_starts = (int64_t *)(uintptr_t)to_starts_at;
-    int64_t *local = (int64_t *)(uintptr_t)local_at, *numbers = (int64_t *)(uintptr_t)numbers_at;
-    int64_t *counts = (int64_t *)(uintptr_t)counts_at;
+    const int64_t *rows = AT(rows_at);
+    const int64_t *places = AT(places_at);
+    const int64_t *starts = AT(starts_at);
+    int64_t *to_rows = AT(to_rows_at);
+    int64_t *to_places = AT(to_places_at);
+    int64_t *to_starts = AT(to_starts_at);
+    int64_t *local = AT(local_at), *numbers = AT(numbers_at);
+    int64_t *counts = AT(counts_at);
     /* Of each rank where its next row goes, and its next place; behind them the rows' owners. */
     int64_t *next = calloc((size_t)(2 * (int64_t)ranks + (count > 0 ? count : 1)), sizeof *next);
     if (next == NULL)
@@ -769,13 +764,7 @@ static PyObject *sum_rows(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "KKKKLLKI", &values, &places, &starts, &out, &count, &width,
                           &parallel, &threads))
         return NULL;
-    Sum sum = {(const float *)(uintptr_t)values,
-               (const int64_t *)(uintptr_t)places,
-               (const int64_t *)(uintptr_t)starts,
-               (float *)(uintptr_t)out,
-               count,
-               width,
-               0};
+    Sum sum = {AT(values), AT(places), AT(starts), AT(out), count, width, 0};
     Py_BEGIN_ALLOW_THREADS
     in_parallel(add_up, &sum, parallel, needed(threads, count));
     Py_END_ALLOW_THREADS
