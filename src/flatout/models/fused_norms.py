@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch.nn.modules import module as every_module
 
 from flatout.models import batch_norm
-from flatout.models.rewrites import RELUS, Rewrite, in_training, is_fresh, kind_of
+from flatout.models.rewrites import RELUS, Rewrite, graph_rewrite, is_fresh, kind_of
 from flatout.models.trace import Traced, add_in_place, is_watched, trace
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -43,7 +43,9 @@ def fused_norms_of(model: nn.Module) -> list[Rewrite]:
         if traced is not None and fused:
             done.update(traced.inlined)
             done.update(fused)
-            rewrites.append(_rewrite(name, module, traced, len(fused)))
+            where = name or type(module).__name__
+            words = f"{len(fused)} BatchNorm in {where} with the activation behind"
+            rewrites.append(graph_rewrite(words, module, traced))
     alone = [m for m in model.modules() if m not in done and _is_norm(m)]
     if alone:
         words = f"{len(alone)} BatchNorm by Flatout's kernel"
@@ -76,25 +78,6 @@ def _traced(module: nn.Module) -> Traced | None:
         return trace(module)
     graph = copy.deepcopy(rewritten.graph)
     return Traced(graph, rewritten.constants, rewritten.inlined)
-
-
-def _rewrite(name: str, module: nn.Module, traced: Traced, count: int) -> Rewrite:
-    forward = in_training(type(fx.GraphModule(module, traced.graph)).forward, module, traced)
-
-    def apply() -> Callable[[], None]:
-        before = vars(module).get("forward")
-        module.forward = MethodType(forward, module)
-
-        def undo() -> None:
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
-
-        return undo
-
-    where = name or type(module).__name__
-    return Rewrite(f"{count} BatchNorm in {where} with the activation behind", apply)
 
 
 def _fuse(graph: fx.Graph, module: nn.Module) -> list[nn.Module]:

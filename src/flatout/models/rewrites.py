@@ -18,7 +18,7 @@ intermediate value has another reader. Submodules, their names and the state dic
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -86,15 +86,24 @@ def rewrites_of(model: nn.Module) -> list[Rewrite]:
         return []
     rewrites: list[Rewrite] = []
     done: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        if module in done or not module.training or not _may_pool(module):
-            continue
-        traced = trace(module)
-        pairs = 0 if traced is None else _exchange(traced.graph, module)
-        if traced is not None and pairs:
+    for name, module, traced in _traced_with_pools(model, done):
+        pairs = _exchange(traced.graph, module)
+        if pairs:
             done.update(traced.inlined)
-            rewrites.append(_rewrite(name, module, traced, pairs))
+            where = name or type(module).__name__
+            words = f"{pairs} activation(s) in {where} moved after max-pooling"
+            rewrites.append(graph_rewrite(words, module, traced))
     return rewrites
+
+
+def _traced_with_pools(
+    model: nn.Module, done: Container[nn.Module], *, with_lines: bool = False
+) -> Iterator[tuple[str, nn.Module, Traced]]:
+    for name, module in model.named_modules():
+        if module not in done and module.training and _may_pool(module):
+            traced = trace(module, with_lines=with_lines)
+            if traced is not None:
+                yield name, module, traced
 
 
 @dataclass(frozen=True)
@@ -119,12 +128,7 @@ def find_pairs(model: nn.Module) -> list[Pair]:
     """Return the pairs that `rewrites_of` would exchange in a torch module, with their places."""
     pairs: list[Pair] = []
     done: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        if module in done or not module.training or not _may_pool(module):
-            continue
-        traced = trace(module, with_lines=True)
-        if traced is None:
-            continue
+    for name, module, traced in _traced_with_pools(model, done, with_lines=True):
         own = [
             _pair(name, node.args[0], node)
             for node in traced.graph.nodes
@@ -163,27 +167,29 @@ def _may_pool(module: nn.Module) -> bool:
     )
 
 
-def _rewrite(name: str, module: nn.Module, traced: Traced, pairs: int) -> Rewrite:
-    forward = in_training(type(fx.GraphModule(module, traced.graph)).forward, module, traced)
-
-    def undo() -> None:
-        del module.forward
+def graph_rewrite(words: str, module: nn.Module, traced: Traced) -> Rewrite:
+    """Return the rewrite that runs a changed graph of a module's forward."""
+    forward = _in_training(type(fx.GraphModule(module, traced.graph)).forward, module, traced)
 
     def apply() -> Callable[[], None]:
+        before = vars(module).get("forward")
         module.forward = MethodType(forward, module)
+
+        def undo() -> None:
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+
         return undo
 
-    where = name or type(module).__name__
-    return Rewrite(f"{pairs} activation(s) in {where} moved after max-pooling", apply)
+    return Rewrite(words, apply)
 
 
-def in_training(
+def _in_training(
     rewritten: Callable[..., Any], module: nn.Module, traced: Traced
 ) -> Callable[..., Any]:
-    """Return a forward of `module` that runs `rewritten` unless its result could differ.
-
-    Its attribute `traced` holds the graph that it runs, for further rewrites.
-    """
+    # Runs `rewritten` unless the result could differ. Further rewrites read `traced`.
     as_written = type(module).forward
     constants = {**traced.constants, "training": True}
 
@@ -250,27 +256,20 @@ def _is_pool(node: fx.Node, module: nn.Module) -> bool:
         return False
     if node.op == "call_module":
         pool = module.get_submodule(str(node.target))
-        if type(pool) not in _POOLS or pool.return_indices or is_watched(pool):
+        if type(pool) not in _POOLS or is_watched(pool):
             return False
-        return _sees_data(pool.padding, pool.dilation)
-    if node.op != "call_function" or node.target not in _POOL_FUNCTIONS:
+    elif node.op != "call_function" or node.target not in _POOL_FUNCTIONS:
         return False
-    options = dict(zip(_POOL_OPTIONS, node.args[1:], strict=False)) | node.kwargs
-    if options.get("return_indices"):
-        return False
-    return _sees_data(options.get("padding", 0), options.get("dilation", 1))
+    options = _pool_options(node, module)
+    return not options.get("return_indices") and _sees_data(
+        options.get("padding", 0), options.get("dilation", 1)
+    )
 
 
 def _is_two_by_two(node: fx.Node, module: nn.Module) -> bool:
-    if node.op == "call_module":
-        pool = module.get_submodule(str(node.target))
-        if type(pool) is not nn.MaxPool2d:
-            return False
-        options = {name: getattr(pool, name) for name in _POOL_OPTIONS}
-    else:
-        if node.target not in (F.max_pool2d, torch.max_pool2d):
-            return False
-        options = dict(zip(_POOL_OPTIONS, node.args[1:], strict=False)) | node.kwargs
+    if kind_of(node, module) not in (nn.MaxPool2d, F.max_pool2d, torch.max_pool2d):
+        return False
+    options = _pool_options(node, module)
     return (
         set(_numbers(options.get("kernel_size"))) == {2}
         and set(_numbers(options.get("stride"))) <= {2, None}
@@ -278,6 +277,13 @@ def _is_two_by_two(node: fx.Node, module: nn.Module) -> bool:
         and set(_numbers(options.get("dilation", 1))) == {1}
         and not options.get("ceil_mode")
     )
+
+
+def _pool_options(node: fx.Node, module: nn.Module) -> dict[str, Any]:
+    if node.op == "call_module":
+        pool = module.get_submodule(str(node.target))
+        return {name: getattr(pool, name) for name in _POOL_OPTIONS}
+    return dict(zip(_POOL_OPTIONS, node.args[1:], strict=False)) | node.kwargs
 
 
 _POOL_OPTIONS = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
