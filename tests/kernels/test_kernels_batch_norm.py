@@ -197,26 +197,3 @@ def test_what_fits():
 )
 def test_what_does_not_fit(arguments):
     assert not fits(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"item": 8}, "2 or 4 bytes, found 8"),
-        ({"rows": 0}, "one row"),
-        ({"channels": 0}, "one row"),
-        ({"spatial": -1}, "one row"),
-        ({"threads": 0}, "one row"),
-        ({"activation": 3}, "activation"),
-        ({"activation": -1}, "activation"),
-        ({"activation": 2, "skip": 1}, "activation"),
-    ],
-)
-def test_the_extension_refuses_numbers_that_make_no_sense(change, words):
-    """Before it reads from any address."""
-    numbers = {
-        "x": 0, "skip": 0, "y": 0, "weight": 0, "bias": 0, "saved": 0, "rows": 1, "channels": 1,
-        "spatial": 0, "item": 4, "activation": 0, "epsilon": 1e-5, "parallel": 0, "threads": 1,
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=words):
-        batch_norm._c.forward(*(numbers | change).values())

@@ -142,24 +142,3 @@ def test_what_fits():
 )
 def test_what_does_not_fit(images):
     assert not relu_pool.fits(images)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"item": 8}, "2 or 4 bytes, found 8"),
-        ({"images": 0}, "2x2 pixels"),
-        ({"height": 1}, "2x2 pixels"),
-        ({"width": -2}, "2x2 pixels"),
-        ({"channels": 0}, "2x2 pixels"),
-        ({"threads": 0}, "2x2 pixels"),
-    ],
-)
-def test_the_extension_refuses_numbers_that_make_no_sense(change, words):
-    """Before it reads from any address."""
-    numbers = {
-        "backward": False, "image": 0, "small": 0, "codes": 0, "images": 1, "height": 2,
-        "width": 2, "channels": 1, "item": 4, "parallel": 0, "threads": 1,
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=words):
-        relu_pool._c.run(*(numbers | change).values())

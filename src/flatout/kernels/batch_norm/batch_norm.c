@@ -428,24 +428,6 @@ static int backward(Job *job, int item, double epsilon, const float *saved, floa
     return is_done;
 }
 
-static int makes_sense(const Job *job, int item, const Team *team)
-{
-    if (item != 2 && item != 4) {
-        PyErr_Format(PyExc_ValueError, "item: expected 2 or 4 bytes, found %d", item);
-        return 0;
-    }
-    if (job->rows < 1 || job->channels < 1 || job->spatial < 0 || team->threads < 1) {
-        PyErr_SetString(PyExc_ValueError, "expected one row, channel and thread at least");
-        return 0;
-    }
-    if (job->activation < NOTHING || job->activation > RELU6 ||
-        ((job->skip || job->seen) && job->activation == RELU6)) {
-        PyErr_Format(PyExc_ValueError, "activation: found %d", job->activation);
-        return 0;
-    }
-    return 1;
-}
-
 /* The pointers are addresses, checked by the caller, 0 for what there is not. `saved` takes the
    mean, variance, scale and shift of each channel, float32. `spatial` is 0 for channels last.
    `item` is 2 (bfloat16) or 4 (float32) bytes; `activation` 0, 1 (ReLU) or 2 (ReLU6).
@@ -465,8 +447,6 @@ static PyObject *py_forward(PyObject *module, PyObject *args)
         return NULL;
     job.x = AT(x), job.skip = AT(skip), job.out = AT(y);
     job.rows = rows, job.channels = channels, job.spatial = spatial;
-    if (!makes_sense(&job, item, &team))
-        return NULL;
     Py_BEGIN_ALLOW_THREADS
     is_done = forward(&job, item, AT(weight), AT(bias), epsilon, AT(saved), &team);
     Py_END_ALLOW_THREADS
@@ -493,8 +473,6 @@ static PyObject *py_backward(PyObject *module, PyObject *args)
     job.x = AT(x), job.seen = AT(y), job.gradient = AT(gradient);
     job.out = AT(out), job.out_skip = AT(out_skip);
     job.rows = rows, job.channels = channels, job.spatial = spatial;
-    if (!makes_sense(&job, item, &team))
-        return NULL;
     Py_BEGIN_ALLOW_THREADS
     is_done = backward(&job, item, epsilon, AT(saved), AT(given), &team);
     Py_END_ALLOW_THREADS

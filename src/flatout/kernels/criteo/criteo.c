@@ -1,8 +1,7 @@
 /* Rows of Criteo's click logs to columns.
 
-   Everything that comes in is checked here, whatever the caller checked before: a wrong buffer is a
-   ValueError, a row that is not as it should be gets a status, and nothing crashes. The parser
-   itself is in core.h. */
+   A wrong buffer is a ValueError, a row that is not as it should be gets a status, and nothing
+   crashes. __init__.py checks the other numbers. The parser itself is in core.h. */
 
 #include "../shared/buffers.h"
 #include "core.h"
@@ -74,15 +73,6 @@ static int check_columns(Criteo *job, const Py_buffer *views, int has_labels)
     return 1;
 }
 
-static int check_missing(const Column *column, int which)
-{
-    if (column->kind != INT32 || (column->missing >= INT32_MIN && column->missing <= INT32_MAX))
-        return 1;
-    PyErr_Format(PyExc_ValueError, "%s: a missing value of %lld does not fit into int32",
-                 NAMES[which], (long long)column->missing);
-    return 0;
-}
-
 static int check_numbers(Criteo *job, PyObject *missing_integer, int64_t buckets)
 {
     if (job->integers.kind == FLOAT32)
@@ -91,13 +81,6 @@ static int check_numbers(Criteo *job, PyObject *missing_integer, int64_t buckets
         job->integers.missing = PyLong_AsLongLong(missing_integer);
     if (PyErr_Occurred())
         return 0;
-    if (!check_missing(&job->integers, INTEGERS) || !check_missing(&job->categories, CATEGORIES))
-        return 0;
-    if (buckets < 0 || (job->categories.kind == INT32 && buckets > (int64_t)INT32_MAX + 1)) {
-        PyErr_Format(PyExc_ValueError, "buckets: expected 0 or more, and at most 2^31 for int32; "
-                     "found %lld", (long long)buckets);
-        return 0;
-    }
     job->hashing = hashing_of(buckets);
     return 1;
 }

@@ -56,23 +56,15 @@ static int check_index(Gather *g)
 
 static int check_out(Gather *g, Py_ssize_t bytes_out_per_byte)
 {
-    Py_ssize_t row_out;
+    Py_ssize_t wanted;
     if (has_objects(&g->out)) {
         PyErr_SetString(PyExc_ValueError, "out holds Python objects, which are not plain bytes");
         return 0;
     }
-    if (g->row_bytes > PY_SSIZE_T_MAX / bytes_out_per_byte) {
-        PyErr_SetString(PyExc_ValueError, "the rows are too large to address");
-        return 0;
-    }
-    row_out = g->row_bytes * bytes_out_per_byte;
-    if (row_out > 0 && g->count > PY_SSIZE_T_MAX / row_out) {
-        PyErr_SetString(PyExc_ValueError, "the rows are too large to address");
-        return 0;
-    }
-    if (g->out.len != g->count * row_out) {
-        PyErr_Format(PyExc_ValueError, "out: expected %zd bytes (%zd rows of %zd), found %zd",
-                     g->count * row_out, g->count, row_out, g->out.len);
+    if (__builtin_mul_overflow(g->row_bytes * bytes_out_per_byte, g->count, &wanted) ||
+        g->out.len != wanted) {
+        PyErr_Format(PyExc_ValueError, "out: expected %zd rows of %zd bytes, found %zd bytes in all",
+                     g->count, g->row_bytes * bytes_out_per_byte, g->out.len);
         return 0;
     }
     return 1;

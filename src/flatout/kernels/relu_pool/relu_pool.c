@@ -134,14 +134,6 @@ static PyObject *run(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "pKKKLLLLiKI:run", &job.backward, &image, &small, &codes, &images,
                           &height, &width, &channels, &job.item, &parallel, &threads))
         return NULL;
-    if (job.item != 2 && job.item != 4) {
-        PyErr_Format(PyExc_ValueError, "item: expected 2 or 4 bytes, found %d", job.item);
-        return NULL;
-    }
-    if (images < 1 || height < 2 || width < 2 || channels < 1 || threads < 1) {
-        PyErr_SetString(PyExc_ValueError, "expected one image of 2x2 pixels and one thread at least");
-        return NULL;
-    }
     job.image = AT(image);
     job.small = AT(small);
     job.codes = AT(codes);

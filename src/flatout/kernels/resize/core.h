@@ -44,27 +44,6 @@ static inline int64_t line_room(int64_t width, int64_t channels)
     return (width * channels + VALUES - 1) / VALUES * VALUES;
 }
 
-/* Whether the tables stay within the source. A source of one pixel has no next one. */
-static int tables_fit(const Resize *r)
-{
-    const int64_t last_row = r->source_height - (r->source_height > 1) - 1;
-    const int64_t last_column = r->source_width - (r->source_width > 1) - 1;
-    const int64_t last_offset = r->source_width * r->channels - 16;
-    for (int64_t i = 0; i < r->height; i++)
-        if (r->rows[i].first < 0 || r->rows[i].first > last_row)
-            return 0;
-    for (int64_t i = 0; i < r->width; i++)
-        if (r->columns[i].first < 0 || r->columns[i].first > last_column)
-            return 0;
-    if (r->values == NULL)
-        return 1;
-    for (int64_t i = 0; i < line_room(r->width, r->channels) / VALUES; i++)
-        for (int k = 0; k < 4; k++)
-            if (r->values[i].offsets[k] < 0 || r->values[i].offsets[k] > last_offset)
-                return 0;
-    return 1;
-}
-
 /* -- any processor ---------------------------------------------------------------------------- */
 
 static inline void across_channels(const Resize *r, const uint8_t *restrict row,
