@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from report_prescriptions import prescription
+
 from flatout.doctor import Finding
 from flatout.observe import Call, Observation, Site
 
@@ -57,25 +59,6 @@ def verdict(**other: Any) -> dict[str, Any]:
         "critical": {"words": "the model waits for input", "share": 0.3, "where": "train.py:88"},
         "passed": ["pin memory", "set epoch"],
         "unknown": [["allocator", "the kernel does not count page faults here"]],
-        "floor": 0.009,
-        "trials": [
-            {
-                "name": "workers",
-                "ratio": [2.2, 2.3, 2.4],
-                "parity": "redrawn",
-                "loss": None,
-                "verdict": "kept",
-            },
-            {
-                "name": "item",
-                "ratio": [0.99, 1.0, 1.01],
-                "parity": "bit-identical",
-                "verdict": "noise",
-            },
-            {"name": "compile", "ratio": [0.8, 0.85, 0.9], "parity": "rounding", "loss": 0.0012},
-            {"name": "scaled decode", "verdict": "needs your OK"},
-        ],
-        "before_s": 803.0,
-        "after_s": 241.0,
+        "prescription": prescription().as_dict(),
     }
     return {**known, **other}

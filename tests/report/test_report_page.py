@@ -6,12 +6,14 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from report_prescriptions import prescription
+from report_prescriptions import BF16, COMPILE, DECODE, ITEM, WORKERS, prescription, trial
 from report_verdicts import LANES, finding, observation, verdict
 
+from flatout.doctor import Proof
 from flatout.observe import Ablation, DeviceTime, Lapse, LeftOut, ModuleTime, Site
 from flatout.report.page import duration, page, sentence
 from flatout.report.pictures import MOST_RANKS, lane_bars, lane_rows
@@ -24,6 +26,11 @@ HOSTILE = (
     "</title></style></pre>\"'><script>window.hacked = 1</script>"
     "<img src=x onerror='window.hacked = 1'>{{ 7 * 7 }}"
 )
+
+
+def tried(*proofs):
+    """A prescription of these proofs, each measured alone, as plain data."""
+    return prescription(proofs=list(proofs), together=None, before_s=None).as_dict()
 
 
 class Parsed(HTMLParser):
@@ -65,21 +72,17 @@ class Parsed(HTMLParser):
             "warm-up included; 1 danger to the job or its result.",
         ),
         (
-            verdict(after_s=None, trials=[], critical=None, observations=[observation()]),
+            verdict(prescription=None, critical=None, observations=[observation()]),
             "A step takes 105 ms, 38% of it waiting for input; 2 findings may give time back, "
             "nothing is proven yet; 1 danger to the job or its result.",
         ),
         (
-            verdict(after_s=None, findings=[]),
+            verdict(prescription=tried(WORKERS, BF16), findings=[]),
             "At least one change was proven to make a step faster than noise can explain.",
         ),
         (
-            {"trials": [{"name": "a", "ratio": [0.99, 1.02, 1.05]}, {"name": "b"}]},
-            "No change that was tried is faster than noise can explain: leave it as it is.",
-        ),
-        (
-            {"trials": [{"name": "a", "ratio": [1.01, 1.02, 1.05], "floor": 0.02}]},
-            "No change that was tried is faster than noise can explain: leave it as it is.",
+            {"prescription": tried(replace(ITEM, trial=trial(1.02, 0.005, floor=0.02)), COMPILE)},
+            "No change that was tried is worth it for this run: leave it as it is.",
         ),
         (
             {"observations": [observation()]},
@@ -123,9 +126,9 @@ def test_everything_of_the_verdict_is_told():
         "measured 2.30x [2.20, 2.40]",
         "the model waits for input: train.py:88",
         "Could not be seen: sync.",
-        "1.00x [0.99, 1.01]",
-        "0.0012",
-        "scaled decode not measured",
+        "1.01x [0.99, 1.03]",
+        "0.1% apart on average over 200 steps, same samples",
+        "DCT-scaled decode not measured",
         "2 checks found nothing: pin memory set epoch",
         "the kernel does not count page faults here",
         "numpy 2.4",
@@ -151,6 +154,7 @@ def test_words_of_the_script_stay_words():
         lanes_ms={HOSTILE: 3.0, **LANES},
     )
     observed["calls"] = [{"kind": "item", "site": site}]
+    nasty_proof = Proof((HOSTILE,), HOSTILE, parity=HOSTILE, loss=HOSTILE, reason=HOSTILE)
     text = page(
         {
             "command": ["python", HOSTILE],
@@ -159,9 +163,7 @@ def test_words_of_the_script_stay_words():
             "findings": [nasty, {**nasty, "kind": "slow"}, {**nasty, "kind": "note"}],
             "passed": [HOSTILE],
             "unknown": [[HOSTILE, HOSTILE]],
-            "trials": [
-                dict.fromkeys(("name", "parity", "loss", "verdict"), HOSTILE) | {"ratio": [1, 2, 3]}
-            ],
+            "prescription": tried(nasty_proof),
         }
     )
     parsed = Parsed(text)
@@ -188,9 +190,9 @@ def test_what_is_absent_leaves_no_empty_part():
     # Numbers that are none, and a trial that gave none.
     odd = verdict(
         observations=[observation(step_ms=[float("nan")] * 9, lanes_ms={"input": float("nan")})],
-        trials=[{"name": "a", "ratio": [float("nan"), 1, 1]}],
+        prescription=tried(DECODE),
     )
-    assert "a not measured" in Parsed(page(odd)).words
+    assert "DCT-scaled decode not measured" in Parsed(page(odd)).words
 
 
 @pytest.mark.parametrize(

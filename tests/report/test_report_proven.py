@@ -180,8 +180,6 @@ def test_a_file_of_the_users_own_stays(tmp_path, monkeypatch):
 
 def test_a_page_shows_the_trials_of_a_prescription():
     known = plain_verdict()
-    for name in ("trials", "floor", "before_s", "after_s"):
-        del known[name]
     known["findings"].append(Finding("slow", "w", "d", name="item_each_step").as_dict())
     data = json.loads(json.dumps({**known, "prescription": prescription().as_dict()}))
     text = " ".join(page(data).split())

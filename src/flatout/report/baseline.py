@@ -37,7 +37,7 @@ from flatout.errors import FlatoutError
 from flatout.measure import Interval, plain, ratio_of_medians, value_words
 from flatout.observe import Observation
 from flatout.report.observed import observed
-from flatout.report.trial_table import trials_of
+from flatout.report.trial_table import step_ratio, trials_of
 from flatout.words import rounded
 
 FLOOR = 0.06
@@ -102,7 +102,7 @@ class Baseline:
             machine=dict(machine),
             dangers=sorted(_dangers(verdict)),
             run=_run(ranks),
-            proven=_proven(verdict),
+            proven=step_ratio(trials_of(verdict.get("prescription") or {})),
         )
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -229,13 +229,6 @@ def compare(
         ),
         proven=baseline.proven,
     )
-
-
-def _proven(verdict: Mapping[str, Any]) -> tuple[float, float, float] | None:
-    ratio = (
-        trials_of(verdict["prescription"])["step_ratio"] if verdict.get("prescription") else None
-    )
-    return tuple(ratio) if ratio else None
 
 
 def _run(ranks: Sequence[Observation]) -> BaselineRun:

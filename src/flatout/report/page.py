@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
@@ -22,7 +21,7 @@ from flatout.observe import Observation
 from flatout.report.observed import observed
 from flatout.report.pictures import MOST_RANKS, lane_bars, lane_rows
 from flatout.report.templates import plain, template
-from flatout.report.trial_table import trials_of, with_proofs
+from flatout.report.trial_table import step_ratio, trials_of, with_proofs
 from flatout.words import counted, duration, rounded
 
 LANE_WORDS = {
@@ -49,20 +48,20 @@ PARITY_WORDS = {
 
 
 def page(verdict: Mapping[str, Any]) -> str:
-    verdict = _with_trials(verdict)
+    given = verdict.get("prescription") or {}
     ranks = observed(verdict.get("observations"))
-    findings = TypeAdapter(list[Finding]).validate_python(verdict.get("findings") or [])
-    trials = [_trial(item, verdict.get("floor")) for item in verdict.get("trials") or []]
+    found = with_proofs(verdict.get("findings") or [], given)
+    findings = TypeAdapter(list[Finding]).validate_python(found)
     command = verdict.get("command") or (ranks[0].command if ranks else "")
     lanes = {rank.rank: rank.lanes_ms for rank in ranks}
     slowest = max(ranks, key=lambda value: median(_finite(value.step_ms) or [0.0]), default=None)
     times = sorted(_finite(slowest.step_ms)) if slowest else []
-    whole_run: list[Any] = [verdict.get("before_s"), verdict.get("after_s")]
+    whole_run: list[Any] = [given.get("before_s"), given.get("after_s")]
     bars = lane_bars(lanes)
     shown = {bar.rank for bar in bars}
     return template("page.html.jinja").render(
         command=command if isinstance(command, str) else shlex.join(map(str, command)),
-        sentence=_sentence(verdict, ranks),
+        sentence=sentence(verdict),
         dangers=[finding for finding in findings if finding.kind == "danger"],
         slow=[finding for finding in findings if finding.kind == "slow"],
         notes=[finding for finding in findings if finding.kind == "note"],
@@ -83,12 +82,12 @@ def page(verdict: Mapping[str, Any]) -> str:
         ],
         slowest=slowest if times else None,
         quantiles=times and (median(times), times[math.ceil(0.95 * len(times)) - 1], times[-1]),
-        trials=trials,
+        trials=trials_of(given),
         whole_run=[duration(s) for s in whole_run] if all(whole_run) else None,
-        run_steps=verdict.get("run_steps"),
+        run_steps=given.get("run_steps"),
         verified=[str(line) for line in (verdict.get("verified") or {}).get("words", [])],
-        stopped=str(verdict.get("stopped") or ""),
-        refused=[f"{item['what']} ({item['where']})" for item in verdict.get("refused") or []],
+        stopped=str(given.get("stopped") or ""),
+        refused=[f"{item['what']} ({item['where']})" for item in given.get("refused") or []],
         parity_words=PARITY_WORDS,
         passed=[str(name) for name in verdict.get("passed") or []],
         unknown=[(str(name), str(reason)) for name, reason in verdict.get("unknown") or []],
@@ -100,18 +99,7 @@ def page(verdict: Mapping[str, Any]) -> str:
 
 
 def sentence(verdict: Mapping[str, Any]) -> str:
-    return _sentence(_with_trials(verdict), observed(verdict.get("observations")))
-
-
-def _with_trials(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = verdict.get("prescription")
-    if not given:
-        return verdict
-    findings = with_proofs(verdict.get("findings") or [], given)
-    return {**verdict, **trials_of(given), "findings": findings}
-
-
-def _sentence(verdict: Mapping[str, Any], ranks: Sequence[Observation]) -> str:
+    ranks = observed(verdict.get("observations"))
     kinds = [item.get("kind") for item in verdict.get("findings") or []]
     speed = _about_the_run(ranks) or _about_speed(verdict, ranks, kinds.count("slow"))
     dangers = kinds.count("danger")
@@ -132,25 +120,24 @@ def _about_the_run(ranks: Sequence[Observation]) -> str | None:
 
 
 def _about_speed(verdict: Mapping[str, Any], ranks: Sequence[Observation], slow: int) -> str:
-    before, after = verdict.get("before_s"), verdict.get("after_s")
+    given = verdict.get("prescription") or {}
+    trials, before, after = trials_of(given), given.get("before_s"), given.get("after_s")
     if before and after and after < before:
         return (
             f"With what was proven your whole run takes {duration(after)} instead of "
             f"{duration(before)}, {rounded(before / after, 2)} times as fast, warm-up included"
         )
-    ratio = verdict.get("step_ratio")
+    ratio = step_ratio(trials)
     if ratio:
         return f"With what was proven a step is {ratio[1]:.2f} times as fast"
-    if verdict.get("trials"):
-        if all(item["ratio"] is None for item in verdict["trials"]):
+    if trials:
+        if all(item.ratio is None for item in trials):
             return "No change was measured, so nothing is proven"
-        if any(_trial(item, verdict.get("floor")).wins for item in verdict["trials"]):
+        if any(item.wins for item in trials):
             return "At least one change was proven to make a step faster than noise can explain"
-        if untried := sum(item.get("group") == "not tried" for item in verdict["trials"]):
+        if untried := sum(item.group == "not tried" for item in trials):
             return f"Nothing is proven yet: {counted(untried, 'change')} had no time to be tried"
-        if verdict.get("prescription"):
-            return "No change that was tried is worth it for this run: leave it as it is"
-        return "No change that was tried is faster than noise can explain: leave it as it is"
+        return "No change that was tried is worth it for this run: leave it as it is"
     rows = lane_rows({rank.rank: rank.lanes_ms for rank in ranks})
     where = ""
     if rows:
@@ -166,48 +153,6 @@ def _about_speed(verdict: Mapping[str, Any], ranks: Sequence[Observation], slow:
     if where:
         return f"{where}; no check found anything that holds it back"
     return "Nothing was found that holds this job back"
-
-
-@dataclass(frozen=True)
-class Trial:
-    name: str
-    group: str
-    ratio: tuple[float, float, float] | None
-    floor: float | None
-    parity: str
-    loss: str
-    verdict: str
-
-    @property
-    def wins(self) -> bool:
-        is_fine = self.group in ("", "prescribed", "together")
-        return is_fine and self.ratio is not None and self.ratio[0] > 1 + (self.floor or 0.0)
-
-    @property
-    def loses(self) -> bool:
-        return self.ratio is not None and self.ratio[2] < 1 - (self.floor or 0.0)
-
-    @property
-    def words(self) -> str:
-        if self.ratio is None:
-            return "not measured"
-        low, mid, high = self.ratio
-        return f"{mid:.2f}x [{low:.2f}, {high:.2f}]"
-
-
-def _trial(data: Mapping[str, Any], floor_of_all: float | None) -> Trial:
-    ratio = data.get("ratio")
-    floor = floor_of_all if data.get("floor") is None else data["floor"]
-    usable = ratio is not None and len(_finite(ratio)) == 3
-    return Trial(
-        name=str(data.get("name") or "unnamed"),
-        group=str(data.get("group") or ""),
-        ratio=tuple(map(float, ratio)) if usable else None,  # type: ignore[arg-type]
-        floor=None if floor is None else float(floor),
-        parity=str(data.get("parity") or ""),
-        loss="" if data.get("loss") is None else plain(data["loss"]),
-        verdict="" if data.get("verdict") is None else plain(data["verdict"]),
-    )
 
 
 def _code(observed: Any) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from flatout.masked import masked
 from flatout.measure import Profile
-from flatout.report.page import LANE_WORDS, Trial
+from flatout.report.page import LANE_WORDS
 from flatout.report.pictures import (
     HEIGHT,
     Bar,
@@ -31,6 +31,7 @@ from flatout.report.pictures import (
 from flatout.report.run import SeenRun, names_of
 from flatout.report.run_comparison import Comparison, Pair
 from flatout.report.templates import plain, template
+from flatout.report.trial_table import Trial
 from flatout.train import words_of
 from flatout.words import count_words, counted, duration, rounded
 
