@@ -10,7 +10,7 @@ from flatout.measure.timeline import LANES
 from flatout.train import stragglers
 from flatout.train.stragglers import Pace, RankTimes, Times, straggler
 from flatout.world import Place, World
-from flatout.world.collective_log import CollectiveLog
+from flatout.world.hangs.collective_log import CollectiveLog
 
 
 def times(host="a", noise=0.5, seed=0, stretches=30, **lanes):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from flatout.world.collective_log import APART, CollectiveLog
-from flatout.world.hang import RankStatus, explain
+from flatout.world.hangs.collective_log import APART, CollectiveLog
+from flatout.world.hangs.hang import RankStatus, explain
 
 SUM, GATHER = "sum of gradients", "loss of an evaluation"
 

@@ -10,10 +10,10 @@ from torch.distributed import TCPStore
 from world_ranks import free_port
 
 from flatout.errors import WorldError
-from flatout.world.agreement import facts_here
+from flatout.world.meeting.agreement import facts_here
+from flatout.world.meeting.rendezvous import Rendezvous
 from flatout.world.network import interface_of, is_here, listener, source_address
 from flatout.world.nodes import Nodes
-from flatout.world.rendezvous import Rendezvous
 
 FACTS = {"--devices": "1", "script": "train.py, sha256 12", "torch": "2.13.0"}
 
@@ -182,7 +182,7 @@ def test_the_first_node_says_how_many_ranks_each_has(monkeypatch, capfd):
     first = node(0, port, facts={**FACTS, "--devices": "2"}, **quick)
     other = node(1, port, facts={**FACTS, "--devices": "auto"}, is_open=True, **quick)
     with monkeypatch.context() as patch:
-        patch.setattr("flatout.world.rendezvous.check_devices", lambda ranks: None)
+        patch.setattr("flatout.world.meeting.rendezvous.check_devices", lambda ranks: None)
         assert meet(first, other) == [None, None]
     assert (other.nodes.ranks, other.nodes.is_open) == (2, False)
     assert "2 ranks, as node 0 (" in capfd.readouterr().err

@@ -10,12 +10,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from flatout.world.stacks import Process, look_at, own_stack, this_process
+from flatout.world.hangs.stacks import Process, look_at, own_stack, this_process
 
 CHILD = """
 import json, sys, time
 from dataclasses import asdict
-from flatout.world.stacks import this_process
+from flatout.world.hangs.stacks import this_process
 print(json.dumps(asdict(this_process())), flush=True)
 def busy():
     for _ in range(100):

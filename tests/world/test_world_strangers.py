@@ -197,7 +197,7 @@ BY_TORCH = """
 
 BY_GATE = """
     import sys
-    from flatout.world.tunnel import entered
+    from flatout.world.meeting.tunnel import entered
 
     try:
         entered(sys.argv[1], int(sys.argv[2])).close()

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
+from flatout.world.meeting.tunnel import Gate, Tunnel, entered
 from flatout.world.network import listen
 from flatout.world.secret import Refused, UnknownPeer, admit, new_secret, secret
-from flatout.world.tunnel import Gate, Tunnel, entered
 
 LOOPBACK = "127.0.0.1"
 

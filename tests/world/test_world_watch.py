@@ -9,11 +9,11 @@ import pytest
 import torch.distributed as dist
 from world_ranks import free_port, start
 
-from flatout.world import watch as watching
-from flatout.world.collective_log import CollectiveLog, Waiting
+from flatout.world.hangs import watch as watching
+from flatout.world.hangs.collective_log import CollectiveLog, Waiting
+from flatout.world.hangs.stacks import this_process
+from flatout.world.hangs.watch import RankWatch
 from flatout.world.place import Place
-from flatout.world.stacks import this_process
-from flatout.world.watch import RankWatch
 
 PATIENCE_S = 0.2
 

@@ -36,10 +36,10 @@ from flatout.errors import WorldError
 from flatout.processes import not_ignored
 from flatout.world import secret
 from flatout.world.dropped import COMES_BACK, drops, store_of_agent, times_of
+from flatout.world.meeting.rendezvous import Rendezvous
 from flatout.world.network import INTERFACES
 from flatout.world.nodes import Nodes
 from flatout.world.place import STARTED_BY
-from flatout.world.rendezvous import Rendezvous
 from flatout.world.stores import own_files
 from flatout.world.world import TIMEOUT_S, LostRank
 

@@ -18,12 +18,12 @@ from flatout import errors
 from flatout.errors import FlatoutError, WorldError
 from flatout.world import dropped, gloo_threads, messages
 from flatout.world.barrier import Group
-from flatout.world.collective_log import APART, CollectiveLog, Waiting
+from flatout.world.hangs.collective_log import APART, CollectiveLog, Waiting
+from flatout.world.hangs.watch import RankWatch
 from flatout.world.network import INTERFACES, interface_of, source_address
 from flatout.world.place import ALONE, Place, place, restarts
 from flatout.world.secret import check_channel
 from flatout.world.stores import connect, open_store
-from flatout.world.watch import RankWatch
 
 if TYPE_CHECKING:
     import torch

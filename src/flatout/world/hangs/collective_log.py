@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 # Number of latest collectives whose names are kept: more than one rank may begin ahead of others.
 _KEPT = 64
-_HERE = (str(Path(__file__).with_name("world.py")), contextlib.__file__)
-_PACKAGE = Path(__file__).parents[1]
+_HERE = (str(Path(__file__).parents[1] / "world.py"), contextlib.__file__)
+_PACKAGE = Path(__file__).parents[2]
 
 
 APART = -1

@@ -24,10 +24,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from flatout.console import say
 from flatout.errors import WorldError
 from flatout.words import counted
-from flatout.world.agreement import RANKS, Arrival
+from flatout.world.meeting.agreement import RANKS, Arrival
+from flatout.world.meeting.preflight import Preflight, Waiting
 from flatout.world.network import LOOPBACK, interface_of
 from flatout.world.nodes import Nodes, check_devices
-from flatout.world.preflight import Preflight, Waiting
 
 _LOOK_EVERY_S = 0.05
 _BEAT_EVERY_S = 0.1

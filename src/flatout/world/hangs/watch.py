@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 from flatout.console import say
 from flatout.world.agreement_points import all_ask
-from flatout.world.collective_log import APART, CollectiveLog, Waiting
-from flatout.world.hang import RankStatus, explain
+from flatout.world.hangs.collective_log import APART, CollectiveLog, Waiting
+from flatout.world.hangs.hang import RankStatus, explain
+from flatout.world.hangs.stacks import Process, look_at, own_stack, this_process
 from flatout.world.place import Place, restarts
-from flatout.world.stacks import Process, look_at, own_stack, this_process
 from flatout.world.stores import Board, agent_keeps_it, connect, files_of
 
 # Interval of a rank's reports: _BEAT_S is the largest one in seconds, _SHARE a share of the

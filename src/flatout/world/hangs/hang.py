@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flatout.world.collective_log import APART, named
+from flatout.world.hangs.collective_log import APART, named
 
 # _STACKS: maximum number of missing ranks whose stacks are printed. _RANKS: maximum number of
 # ranks that are listed.

@@ -23,12 +23,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from flatout.console import first_line, say
 from flatout.errors import WorldError
-from flatout.world.agreement import Arrival, disagreement
+from flatout.world.meeting.agreement import Arrival, disagreement
+from flatout.world.meeting.tunnel import Gate, Tunnel, entered
 from flatout.world.network import LOOPBACK, is_here, listen, listener, listening_address
 from flatout.world.nodes import Nodes
 from flatout.world.secret import VARIABLE, Refused, UnknownPeer, secret
 from flatout.world.stores import served
-from flatout.world.tunnel import Gate, Tunnel, entered
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""The meeting of a job's nodes: their store, and the comparison of what they are about to run."""
