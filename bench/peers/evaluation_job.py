@@ -59,7 +59,7 @@ def timed(run: Callable[[], float], seconds: float) -> dict[str, Any]:
 
 def graph_of(trainer: flatout.Trainer) -> dict[str, Any]:
     """What came of compiling the forward, by the batches that took longest."""
-    graphs = trainer.loop.evaluate_graph.records()
+    graphs = trainer.loop.evaluation.graph.records()
     return max(graphs, key=lambda one: ("ratio" in one, one["seconds"]), default={})
 
 
@@ -68,7 +68,7 @@ def until_compiled(trainer: flatout.Trainer, run: Callable[[], float]) -> None:
     ends = time.monotonic() + LONGEST_S
     while time.monotonic() < ends:
         run()
-        if not all(one["is_open"] for one in trainer.loop.evaluate_graph.records()):
+        if not all(one["is_open"] for one in trainer.loop.evaluation.graph.records()):
             return
 
 
@@ -104,7 +104,11 @@ def main() -> None:
             until_compiled(trainer, run)
         found = timed(run, a.seconds)
         graph = graph_of(trainer)
-        won = [trial["b"] for trial in trainer.loop.evaluate_batch.trials if trial["chosen"] == "b"]
+        won = [
+            trial["b"]
+            for trial in trainer.loop.evaluation.batch_size.trials
+            if trial["chosen"] == "b"
+        ]
         size = won[-1] if won else size
     a.out.write_text(json.dumps({**found, "size": size, "compile_s": compile_s, "graph": graph}))
 

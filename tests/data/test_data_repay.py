@@ -107,4 +107,4 @@ def test_a_run_says_how_many_epochs_it_has():
     assert made._program.repay.epochs == 3
     loop = flatout.Loop(say=lambda line: None)
     assert next(loop.epochs(7)) == 0
-    assert loop.planned_epochs == 7
+    assert loop.progress.planned_epochs == 7

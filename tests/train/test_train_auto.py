@@ -1011,8 +1011,8 @@ def frozen_job(clock, seconds, *, samples=320, epochs=2, allow="tolerant"):
     model[:4].requires_grad_(False).eval()
     loop = Loop(allow=allow, say=said.append)
     loop.terms = clock.terms
-    loop.planned_epochs = epochs
-    loop.trainer_facts = {}  # as a Trainer's: a Loop keeps no features
+    loop.progress.planned_epochs = epochs
+    loop.identity.trainer = {}  # as a Trainer's: a Loop keeps no features
 
     def compute(batch):
         forward, backward = seconds[loop.stepper.switch.now.precision]
@@ -1275,13 +1275,13 @@ def test_parameters_that_begin_to_train_within_an_epoch_are_noticed_there(clock)
     data = small_data(64 * 120)
     loop, compute, source = job(model, lambda s: 0.1, clock, steps=3_000, data=data)
     run(loop, compute, source)
-    assert loop.job_changes == 0
+    assert loop.progress.job_changes == 0
     for number, batch in enumerate(loop.batches(source)):
         model[0].weight.requires_grad_(number > 0)
         loop.step(compute, batch)
-        if loop.job_changes:
+        if loop.progress.job_changes:
             break
-    assert loop.job_changes == 1
+    assert loop.progress.job_changes == 1
     assert number < 119
 
 
@@ -1669,7 +1669,7 @@ def test_metrics_do_not_count_what_is_looked_at_on_a_step(clock):
         asked.append(within[0])
         return check(*given)
 
-    loop.uncounted, search.check = uncounted, watched
+    loop.trainer.uncounted, search.check = uncounted, watched
     run(loop, compute, source)
     assert asked
     assert all(asked)

@@ -132,7 +132,7 @@ def watched_job(**options):
     clock = Clock()
     model = Watched(clock)
     job = flatout.Trainer(model, say=quiet, **options)
-    job.loop.evaluate_batch = EvaluateBatch(quiet, clock)
+    job.loop.evaluation.batch_size = EvaluateBatch(quiet, clock)
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(4096, 4, generator=draw)
     return job, model, x, torch.randint(0, CLASSES, (4096,), generator=draw)
@@ -179,7 +179,7 @@ def test_a_validation_chooses_once_for_all_epochs():
 
     class Choose(flatout.Callback):
         def on_fit_start(self, state):
-            state.trainer.loop.evaluate_batch = EvaluateBatch(quiet, clock)
+            state.trainer.loop.evaluation.batch_size = EvaluateBatch(quiet, clock)
 
         def on_epoch_start(self, state):
             model.sizes.clear()

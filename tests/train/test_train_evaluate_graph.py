@@ -108,8 +108,8 @@ def job(inner, clock, asked="on", *, said=None, precision="fp32", **options):
 
 def by_clock(trainer, clock):
     loop = trainer.loop
-    loop.evaluate_graph = EvaluateGraph(loop.tell, loop._may_compile, clock)
-    loop.evaluate_batch = EvaluateBatch(loop.tell, lambda: 0.0)
+    loop.evaluation.graph = EvaluateGraph(loop.tell, loop._may_compile, clock)
+    loop.evaluation.batch_size = EvaluateBatch(loop.tell, lambda: 0.0)
 
 
 class Clocked(flatout.Callback):
@@ -454,7 +454,7 @@ def test_what_fails_costs_nothing(change, why, clock, compiled, monkeypatch):
         monkeypatch.setattr(evaluate_graph, name, value)
     model, x, _ = made("mlp")
     trainer, said = job(model, clock), []
-    trainer.loop.evaluate_graph.tell = said.append
+    trainer.loop.evaluation.graph.tell = said.append
     predicted = trainer.predict(x, batch_size=BATCH)
     assert torch.equal(predicted, by_hand(model, x))
     assert clock.now == pytest.approx((SAMPLES // BATCH + 1) * clock.as_ever)
@@ -572,7 +572,7 @@ def test_as_ever_where_it_is_not_wanted(case, clock, compiled):
     if case == "compiled":
         trainer.model.compile()
     trainer.predict(x, batch_size=BATCH)
-    assert trainer.loop.evaluate_graph.records() == []
+    assert trainer.loop.evaluation.graph.records() == []
     assert not Interpreted.graphs
 
 
@@ -588,7 +588,7 @@ def test_calls_of_many_shapes_run_as_ever(clock, compiled):
     wanted = torch.cat([by_hand(model, batch) for batch in batches])
     assert torch.allclose(predicted, wanted, atol=1e-5)
     assert len(Interpreted.graphs) == evaluate_graph._MOST_GRAPHS
-    assert len(trainer.loop.evaluate_graph._forms) == evaluate_graph._MOST_FORMS
+    assert len(trainer.loop.evaluation.graph._forms) == evaluate_graph._MOST_FORMS
 
 
 @pytest.mark.parametrize(("asked", "lent", "nice"), [("auto", 1, 19), (2, 2, 5)])
@@ -615,7 +615,7 @@ def test_a_child_has_a_cpu_within_passes_alone(asked, lent, nice, clock, compile
     torch.set_num_threads(2)
     try:
         trainer = job(model, clock)
-        trainer.loop.requested = trainer.loop.requested.replace({"process.threads": asked})
+        trainer.loop.asked.recipe = trainer.loop.asked.recipe.replace({"process.threads": asked})
         for _ in range(2):
             trainer.predict(x, batch_size=BATCH)
             assert told[-1] is True

@@ -95,7 +95,7 @@ def test_a_strict_device_is_no_other():
 def test_ranks_that_ask_for_gpus_fall_back_together(monkeypatch):
     ranks = SimpleNamespace(local_world_size=2, local_rank=1)
     monkeypatch.setattr("flatout.train.rank_device.place", lambda: ranks)
-    device, why = device_here(trainer(device="cuda").loop.requested.world)
+    device, why = device_here(trainer(device="cuda").loop.asked.recipe.world)
     assert (device.type, why[:15]) == ("cpu", "instead of cuda")
     with pytest.raises(DeviceError, match="2 ranks on this node, but 0 GPUs"):
-        device_here(trainer(device="cuda", placement="strict").loop.requested.world)
+        device_here(trainer(device="cuda", placement="strict").loop.asked.recipe.world)

@@ -85,7 +85,7 @@ def test_it_is_the_plain_loop_bit_for_bit():
     assert same_state(job.optimizer, plain)
     assert job.losses == pytest.approx(losses, rel=1e-6)
     assert job.loop.timeline.steps == job.loop.step_count == 15
-    assert (job.loop.epoch, job.loop.step_in_epoch) == (3, 0)
+    assert (job.loop.epoch, job.loop.progress.step_in_epoch) == (3, 0)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -114,7 +114,7 @@ def test_ranks_leave_it_together():
     loop.world = Two(Place(0, 2, 0, 2))
     (batch,) = as_source(data(), batch_size=256).batches(0)
     for step in (64, 65):
-        loop.step_count = step - 1
+        loop.progress.step_count = step - 1
         loop.rounding.around_step(Step(step, [batch], compute, loop.stepper.joint), lambda _: None)
     assert precision(loop) == "fp32"
 

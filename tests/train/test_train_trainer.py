@@ -94,7 +94,7 @@ def test_a_recipe_may_be_the_path_of_its_file(tmp_path, made):
     loop = (
         flatout.Loop(path) if made == "loop" else flatout.Trainer(nn.Linear(2, 1), recipe=path).loop
     )
-    assert loop.requested.compute.precision == "bf16"
+    assert loop.asked.recipe.compute.precision == "bf16"
 
 
 def test_plateau_steps_by_epoch_on_the_validation_loss():

@@ -91,9 +91,9 @@ def fit_gan(gan, run=None, every=1, stop_at=None, resume=False, **options):
     for _ in loop.epochs(EPOCHS):
         for batch in loop.batches(source):
             loop.step(critic_loss, batch, gan.of_critic)
-            if loop.batch_in_epoch % every == 0:
+            if loop.progress.batch_in_epoch % every == 0:
                 loop.step(generator_loss, batch, optimizer=gan.of_generator)
-            if (loop.epoch, loop.batch_in_epoch) == stop_at:
+            if (loop.epoch, loop.progress.batch_in_epoch) == stop_at:
                 loop.save()
                 loop.close()
                 return loop, means
@@ -288,7 +288,7 @@ def test_what_cannot_be_is_named(tmp_path):
         loop.step(lambda batch: 0, None, optimizer=stranger)
     for batch in loop.batches(source):
         loop.step(lambda b: gan.critic_loss(b.inputs), batch, gan.of_critic)
-        if loop.batch_in_epoch == 3:
+        if loop.progress.batch_in_epoch == 3:
             break
         loop.step(lambda b: gan.generator_loss(b.inputs), batch, gan.of_generator)
     with pytest.raises(CheckpointError, match="2 batches that Adam has gathered"):

@@ -43,7 +43,7 @@ JOB = """
         compute=lambda batch: nn.functional.cross_entropy(model(batch.inputs), batch.targets),
         data=source,
     )
-    found["size"] = loop.first_batch_size
+    found["size"] = loop.first_batches.size
     loop.close()
 
     trainer = flatout.Trainer(nn.Linear(4, 2), say=lambda line: None)

@@ -28,8 +28,8 @@ def captured_steps(
     most = min(most, loop.rounding.next_step - 1 - loop.step_count)
     capture = graphs_of(stepper).compiled
     # If batches come from other sources, the user's code runs between steps.
-    are_ours = type(feed.source) is ArraySource and loop.accumulate == 1
-    if not isinstance(capture, Capture) or most < 1 or not are_ours or loop.parts:
+    are_ours = type(feed.source) is ArraySource and loop.asked.accumulate == 1
+    if not isinstance(capture, Capture) or most < 1 or not are_ours or loop.asked.parts:
         return None
     program = capture.at_hand()
     if program is None:

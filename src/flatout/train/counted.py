@@ -40,7 +40,7 @@ def counting(count: OperatorCount, loop: Loop) -> Iterator[Callable[[], bool]]:
     Compiled code would round differently while operators are counted. So if `allow` is exact,
     counting ends before the first call of compiled code.
     """
-    if loop.allow is Parity.EXACT:
+    if loop.asked.allow is Parity.EXACT:
         with left_before_compiled(count) as is_left:
             yield lambda: not is_left()
     else:

@@ -74,9 +74,9 @@ def make_stepper(
         order: classes of all Parts, the outermost first.
     """
     keyed, facts = sample_dropout(
-        loop.requested,
+        loop.asked.recipe,
         loop.model,
-        loop.seed,
+        loop.asked.seed,
         compute,
         first,
         facts_of(loop.model, str(loop.device)),
@@ -87,23 +87,23 @@ def make_stepper(
         loop.undo.callback(keyed.close)
     stepper = Stepper(
         Switch(loop.model, loop.optimizers, loop.device),
-        clip_norm=loop.clip[0],
-        clip_value=loop.clip[1],
-        micro_batch=loop.requested.memory.micro_batch,
+        clip_norm=loop.asked.clip[0],
+        clip_value=loop.asked.clip[1],
+        micro_batch=loop.asked.recipe.memory.micro_batch,
         order=order,
     )
     if keyed is not None:
         stepper.chain.add(DropoutBySample(stepper, keyed))
-    stepper.switch.splits_tables = splits_tables(loop.requested)
+    stepper.switch.splits_tables = splits_tables(loop.asked.recipe)
     _note_undo(loop, stepper)
     graphs = Graphs(stepper)
-    is_asked = loop.requested.compute.cuda_graph == "on"
+    is_asked = loop.asked.recipe.compute.cuda_graph == "on"
     if is_asked or loop.device.type == "cuda":
         graphs.cuda = CudaGraphs(stepper, loop.note, is_asked)
         loop.undo.callback(graphs.cuda.close)
     stepper.chain.add(graphs)
     stepper.frees_memory.append(features_give_way)
-    asked = loop.requested.world
+    asked = loop.asked.recipe.world
     apart = asked.staleness != "sync" or asked.spare_workers > 0
     alone = asked.strategy in ("local_sgd", "staged") or apart
     if loop.world.size > 1 and not alone:
@@ -127,7 +127,7 @@ def decide(
         estimated = _agree_on_pieces(loop, compute, first, 1)
     if first and compute is not None:
         looked_s = _check_first(loop, compute, first)
-    known = KnownStep(looked_s, loop.batch_s, loop.accumulate)
+    known = KnownStep(looked_s, loop.first_batches.seconds, loop.asked.accumulate)
     decision = _decision(loop, facts, compute, first, steps, known)
     if _has_spare_workers(loop):
         decision.search = None  # a search needs steps that wait for all ranks
@@ -138,8 +138,7 @@ def decide(
         # Every rank has decided; the first rank's result holds for all ranks.
         result = loads(loop.world.from_first(dumps(resolved)))
         assert isinstance(result, ResolvedRecipe)
-        loop.pace = Pace(loop.world.collectives)
-        loop.stepper.chain.add(loop.pace)
+        loop.stepper.chain.add(Pace(loop.world.collectives))
         samples = sum(loop.world.gather(samples_of(first)))
         shards = shards_of(loop, result)
         loop.stepper.switch.shard(shards)
@@ -158,12 +157,12 @@ def decide(
         _note_pieces(loop, first)
     loop.stepper.begin()
     if decision.search is not None:
-        resolved = auto.started(resolved, loop.requested, decision.search)
+        resolved = auto.started(resolved, loop.asked.recipe, decision.search)
     return resolved, decision
 
 
 def _check_first(loop: LoopState, compute: Compute, first: list[Batch]) -> float:
-    source, own = loop.feed.source, loop.trainer_facts is None
+    source, own = loop.feed.source, loop.identity.trainer is None
     stepper = loop.stepper
 
     def check(pieces: list[Batch]) -> None:
@@ -195,7 +194,7 @@ def _note_undo(loop: LoopState, stepper: Stepper) -> None:
     )
     undo(stepper.switch.release)
     loop.undo.push(lambda _, error, __: stepper.close(error))
-    if loop.requested.compute.deterministic:
+    if loop.asked.recipe.compute.deterministic:
         torch.use_deterministic_algorithms(True)
 
 
@@ -207,9 +206,9 @@ def _decision(
     steps: int | None,
     known: KnownStep,
 ) -> Decision:
-    kept = None if loop.resume is None else loop.resume.choices(loop.requested)
+    kept = None if loop.resume is None else loop.resume.choices(loop.asked.recipe)
     if kept is not None:
-        return Decision(loop.requested.resolve(*kept, facts))
+        return Decision(loop.asked.recipe.resolve(*kept, facts))
     asked, planned = asked_here(loop), _planned(loop, first)
     asked = asked.replace({field: SETTINGS[field].plain for field in _left_out(loop)})
     return auto.resolve(
@@ -218,7 +217,7 @@ def _decision(
         compute,
         first,
         facts,
-        loop.allow,
+        loop.asked.allow,
         steps,
         loop.say,
         planned,
@@ -230,11 +229,11 @@ def _decision(
 
 
 def _has_spare_workers(loop: LoopState) -> bool:
-    return loop.has_servers and bool(loop.requested.world.spare_workers)
+    return loop.has_servers and bool(loop.asked.recipe.world.spare_workers)
 
 
 def _left_out(loop: LoopState) -> dict[str, str]:
-    asked = loop.requested
+    asked = loop.asked.recipe
     left_out = LEFT_OUT.get(loop.asked_strategy, {})
     return {field: why for field, why in left_out.items() if asked.get(field) == "auto"}
 
@@ -246,27 +245,32 @@ def _with_reasons(loop: LoopState, resolved: ResolvedRecipe) -> ResolvedRecipe:
     }
     if not left:
         return resolved
-    return loop.requested.resolve({**resolved.choices, **left}, resolved.machine)
+    return loop.asked.recipe.resolve({**resolved.choices, **left}, resolved.machine)
 
 
 def _planned(loop: LoopState, first: list[Batch]) -> PlannedRun | None:
     source = loop.feed.source
-    if loop.trainer_facts is None or source is None or not first or loop.planned_epochs is None:
+    if (
+        loop.identity.trainer is None
+        or source is None
+        or not first
+        or loop.progress.planned_epochs is None
+    ):
         return None
     if first[0].indices is None or first[0].is_jagged or loop.lays_out:
         return None
     if isinstance(named_rows.samples_of(source), str):
         return None
-    may_keep = loop.requested.input.features != "off" and loop.allow >= Parity.TOLERANT
+    may_keep = loop.asked.recipe.input.features != "off" and loop.asked.allow >= Parity.TOLERANT
     samples = samples_of_all(source)
     if not (may_keep and samples and adapter_of(loop.model).is_partly_frozen()):
         return None
-    return PlannedRun(samples, loop.planned_epochs)
+    return PlannedRun(samples, loop.progress.planned_epochs)
 
 
 def asked_here(loop: LoopState) -> Recipe:
     """Return the requested Recipe with the real device, and with values that tables require."""
-    asked = loop.requested
+    asked = loop.asked.recipe
     needed = SHARDED if shards_tables(asked, loop.world) else {}
     needed = needed | SPLIT if splits_tables(asked) else needed
     open_ = {field: value for field, value in needed.items() if asked.get(field) == "auto"}
@@ -279,28 +283,28 @@ def asked_here(loop: LoopState) -> Recipe:
 
 def _with_device(loop: LoopState, resolved: ResolvedRecipe, facts: ModelFacts) -> ResolvedRecipe:
     name = str(loop.device)
-    if resolved.world.device == name and loop.requested.world.device in ("auto", name):
+    if resolved.world.device == name and loop.asked.recipe.world.device in ("auto", name):
         return resolved
     parity = of_change("world.device", PLAIN["world.device"], name, facts)
-    choice = Choice(value=name, reason=loop.why_device, parity=parity)
+    choice = Choice(value=name, reason=loop.placed.why, parity=parity)
     choices = {**resolved.choices, "world.device": choice}
-    return loop.requested.resolve(choices, resolved.machine, facts)
+    return loop.asked.recipe.resolve(choices, resolved.machine, facts)
 
 
 def _with_device_data(
     loop: LoopState, resolved: ResolvedRecipe, first: list[Batch]
 ) -> ResolvedRecipe:
-    asked = loop.requested.input.on_device
+    asked = loop.asked.recipe.input.on_device
     if asked == "off":
         return resolved
     frozen = _planned(loop, first) is not None
     choice = device_data.choose(asked, loop.feed.source, loop.device, frozen=frozen)
     choices = {**resolved.choices, device_data.FIELD: choice}
-    return loop.requested.resolve(choices, resolved.machine)
+    return loop.asked.recipe.resolve(choices, resolved.machine)
 
 
 def _reduction(loop: LoopState, resolved: ResolvedRecipe) -> tuple[Reduction, ResolvedRecipe]:
-    asked, is_exact = loop.requested.world, loop.allow < Parity.TOLERANT
+    asked, is_exact = loop.asked.recipe.world, loop.asked.allow < Parity.TOLERANT
     reduction = reduction_of(asked, loop.world, loop.device, exact=is_exact)
     if asked.reduction != "auto" or not isinstance(reduction, Shared):
         return reduction, resolved
@@ -312,18 +316,18 @@ def _shared(loop: LoopState, resolved: ResolvedRecipe) -> ResolvedRecipe:
     why = "all ranks share one node's memory"
     choice = Choice(value="shared", reason=why, parity=parity)
     choices = {**resolved.choices, "world.reduction": choice}
-    return loop.requested.resolve(choices, resolved.machine)
+    return loop.asked.recipe.resolve(choices, resolved.machine)
 
 
 def _parts(
     loop: LoopState, resolved: ResolvedRecipe, compute: Compute | None, first: list[Batch]
 ) -> tuple[Strategy, ResolvedRecipe]:
-    world, model, wanted = loop.world, loop.model, loop.requested.world.reduction
+    world, model, wanted = loop.world, loop.model, loop.asked.recipe.world.reduction
     run = None
     if compute is not None and first:
         run = partial(_run_first, loop, compute, first[0])
     shares = wanted != "all_reduce"
-    exact = wanted != "shared" and loop.allow < Parity.TOLERANT
+    exact = wanted != "shared" and loop.asked.allow < Parity.TOLERANT
     lays_out = Fsdp if adapter_of(model).calls_hooks else FsdpKeras
     result = lays_out(world, model, loop.optimizers, run, loop.tell, shares=shares, exact=exact)
     is_one_memory = world.place.nodes == 1 and loop.device.type == "cpu"
@@ -361,7 +365,7 @@ def _served(loop: LoopState, resolved: ResolvedRecipe) -> Strategy:
     asked = resolved.world
     given = (loop.world, loop.model, loop.optimizers, asked.servers, loop.tell)
     if asked.staleness == "sync" and not asked.spare_workers:
-        return SynchronousServers(*given, clip=loop.clip)
+        return SynchronousServers(*given, clip=loop.asked.clip)
     bound = asked.staleness if isinstance(asked.staleness, int) else None
     return AsynchronousServers(*given, staleness=bound, spare=asked.spare_workers)
 
@@ -372,7 +376,7 @@ def _stages(
     # Imports torch's compiler, which takes a second.
     from flatout.strategies.staged import staged
 
-    if compute is None or not first or loop.trainer_facts is None:
+    if compute is None or not first or loop.identity.trainer is None:
         raise ModelError(
             "world.strategy=staged is for a Trainer's fit: it measures the model's layers on the "
             "first batch, and calls the loss itself",

@@ -130,7 +130,7 @@ def evaluate_batches(
             batch = loop.ready(batch)
             with explained(objective.model, batch):
                 try:
-                    loop.in_pieces(take, batch, whole=whole)
+                    loop.evaluation.in_pieces(take, batch, whole=whole)
                 except (IndexError, RuntimeError) as error:
                     explain_ids(error, objective.model, [batch], output, source)
                     raise
@@ -150,14 +150,14 @@ def at_the_fastest_size(
     """
     model = objective.model
     ours = source is not None and source.seekable and loop.world.size == 1
-    if not ours or loop.allow is Parity.EXACT or is_batch_coupled(model):
+    if not ours or loop.asked.allow is Parity.EXACT or is_batch_coupled(model):
         return batches
 
     def run(batch: Batch) -> object:
         with untouched(model):
             return objective.output(loop.ready(batch).inputs, loop)
 
-    return loop.evaluate_batch.over(batches, run)
+    return loop.evaluation.batch_size.over(batches, run)
 
 
 def as_one_graph(
@@ -168,15 +168,15 @@ def as_one_graph(
     Nothing changes if `allow` requires identical bits or `compute.capture` is off. The same holds
     on several ranks or a GPU, and for a model that is compiled or is not torch's.
     """
-    model, asked = objective.model, loop.requested.compute.capture
-    if source is None or asked == "off" or loop.allow is Parity.EXACT:
+    model, asked = objective.model, loop.asked.recipe.compute.capture
+    if source is None or asked == "off" or loop.asked.allow is Parity.EXACT:
         return nullcontext()
     if type(objective.adapter) is not TorchModel or model._compiled_call_impl is not None:
         return nullcontext()
     if loop.world.size > 1 or loop.device.type != "cpu":
         return nullcontext()
-    graph = loop.evaluate_graph
-    graph.is_asked, graph.may_lend = asked == "on", loop.requested.process.threads == "auto"
+    graph = loop.evaluation.graph
+    graph.is_asked, graph.may_lend = asked == "on", loop.asked.recipe.process.threads == "auto"
     return graph.over(model, source.samples)
 
 

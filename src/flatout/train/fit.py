@@ -65,7 +65,7 @@ from flatout.train.snapshot import random_state, set_random_state
 from flatout.train.staleness import late_words, staleness_facts, staleness_words
 from flatout.train.state import FitState, FittingTrainer
 from flatout.train.step_times import is_asked, step_times
-from flatout.train.stragglers import RankTimes
+from flatout.train.stragglers import Pace, RankTimes
 from flatout.train.waiting import waiting_words
 from flatout.world import LostRank, are_back
 
@@ -104,18 +104,20 @@ class Fit:
         self.validation = None if validation is None else agreed(validation, self.loop.world)
         self.job = self.objective.job(self.loop, source, training=True)
         self.compute = self.job.compute
-        steps = None if source.steps is None else -(-source.steps // self.loop.accumulate)
-        batch_size = (source.batch_size or 1) * self.loop.accumulate
+        steps = None if source.steps is None else -(-source.steps // self.loop.asked.accumulate)
+        batch_size = (source.batch_size or 1) * self.loop.asked.accumulate
         history = self.objective.history(batch_size=batch_size, timeline=self.loop.timeline)
         self.state = FitState(trainer, history, epochs, steps, batch_size)
-        self.loop.planned_epochs = epochs
+        self.loop.progress.planned_epochs = epochs
         shows = progress is not False and self.loop.world.is_first
         bar = progress if isinstance(progress, Progress) else Progress()
         self.callbacks = [*callbacks, bar] if shows else callbacks
         if self.loop.world.is_first:
             reporters = [*remaining.asked_for(), *train_job_status.asked_for()]
             self.callbacks = [*self.callbacks, *reporters]
-        self.loop.shows_notes = any(isinstance(callback, Progress) for callback in self.callbacks)
+        self.loop.trainer.shows_notes = any(
+            isinstance(callback, Progress) for callback in self.callbacks
+        )
         self.files = RunFiles(self.loop)
         self.signals = StopSignals()
         self._asked: list[float | None] = []
@@ -159,7 +161,7 @@ class Fit:
                     self.loop.close(error)
                 raise
             finally:
-                self._running = self.loop.shows_notes = False
+                self._running = self.loop.trainer.shows_notes = False
             self.loop.close()
 
     def save_checkpoint(self, score: float | None) -> str:
@@ -203,7 +205,7 @@ class Fit:
             planned = state.steps_per_epoch * max(0, state.epochs - self._initial_epoch)
         if self._max_steps is not None:
             planned = min(planned or self._max_steps, self._max_steps)
-        loop.trainer_facts = self._facts()
+        loop.identity.trainer = self._facts()
         loop.prepare(
             objective.model,
             objective.optimizer,
@@ -212,15 +214,15 @@ class Fit:
             data=self.source,
             steps=planned,
         )
-        if loop.largest_batch is not None and loop.resume is None:
-            loop.stepper.notes.append(loop.largest_batch["words"])
+        if loop.trainer.largest_batch is not None and loop.resume is None:
+            loop.stepper.notes.append(loop.trainer.largest_batch["words"])
         self.job.reset()  # measuring has fed its metrics
-        loop.uncounted = self._uncounted
+        loop.trainer.uncounted = self._uncounted
         figures = self._figures()
         if loop.world.size > 1:
             tell = loop.note if loop.stepper.strategy.layout else loop.say
-            own = loop.has_own_batches
-            tell(layout_words(loop, loop.first_batch_size if own else self.source.batch_size))
+            own = loop.first_batches.are_own
+            tell(layout_words(loop, loop.first_batches.size if own else self.source.batch_size))
         if isinstance(self.source, Pipeline):
             for note in (*self.trainer.input_lines, *self._input_notes(self.source)):
                 loop.say(f"input: {note}")
@@ -228,19 +230,19 @@ class Fit:
             loop.tell_skipped(self.validation)
         state.history.recipe = loop.resolved
         state.history.classes = list(self.trainer.classes or ())
-        is_told = self.source.batch_size is not None and not loop.has_own_batches
-        if not is_told and loop.first_batch_size is not None:
+        is_told = self.source.batch_size is not None and not loop.first_batches.are_own
+        if not is_told and loop.first_batches.size is not None:
             # Batches come ready-made, so the first one shows their size.
-            state.batch_size = loop.first_batch_size * loop.accumulate
+            state.batch_size = loop.first_batches.size * loop.asked.accumulate
             state.history.batch_size = state.batch_size
         if loop.restored_extra is None:
-            loop.epoch = self._initial_epoch
+            loop.progress.epoch = self._initial_epoch
         state.epoch, state.step = loop.epoch, loop.step_count
-        state.step_in_epoch = loop.step_in_epoch
-        if loop.restored_extra is not None:
+        state.step_in_epoch = loop.progress.step_in_epoch
+        if loop.resume is not None and loop.restored_extra is not None:
             self._load_state_dict(loop.restored_extra)
-            self.job.load_state_dict(self._own_metrics(loop.restored_own))
-        state.history.lr_scale = loop.lr_scale
+            self.job.load_state_dict(self._own_metrics(loop.resume.own))
+        state.history.lr_scale = loop.stepper.lr_scale
         self._plateau = self._plateau_figure(figures)
         for callback in self.callbacks:
             callback.check(state, figures)
@@ -255,8 +257,9 @@ class Fit:
         loop.timeline.reset()
         loop.timeline.start()
         alike, waits = not loop.takes_whole_batches, not loop.stepper.strategy.steps_apart
-        self._times = RankTimes(loop.world, loop.timeline, loop.pace, alike=alike, waits=waits)
-        self._count, self._job_changes = operator_count(loop), loop.job_changes
+        pace = loop.stepper.chain.find(Pace) or Pace(loop.world.collectives)
+        self._times = RankTimes(loop.world, loop.timeline, pace, alike=alike, waits=waits)
+        self._count, self._job_changes = operator_count(loop), loop.progress.job_changes
 
     def _input_notes(self, source: Pipeline) -> list[str]:
         world, of_ranks = self.loop.world, None
@@ -271,7 +274,7 @@ class Fit:
         known = list(self.job.results())
         names, complete = ["loss", *known], True
         if self.validation is not None:
-            most = max(1, self.loop.first_batch_size or self.state.batch_size)
+            most = max(1, self.loop.first_batches.size or self.state.batch_size)
             figures = look_at_validation(self.objective, self.loop, self.validation, most)
             self.job.reset()  # a Keras model has the same metrics for both
             names += [f"val_{name}" for name in ("loss", *(figures or ()))]
@@ -376,7 +379,7 @@ class Fit:
         self.state.history.evaluation = loop.evaluated
         assert loop.features is not None
         self.state.history.features = loop.features.facts
-        loop.resolved = loop.feed.with_workers(loop.requested, loop.resolved)
+        loop.resolved = loop.feed.with_workers(loop.asked.recipe, loop.resolved)
         self.state.history.recipe = loop.resolved
         self.files.write_recipe()
 
@@ -407,7 +410,7 @@ class Fit:
     def _note(self, words: str) -> None:
         self.state.history.notes.append(words)
         self.loop.monitor.keep_notes([words])
-        if not self.loop.shows_notes:
+        if not self.loop.trainer.shows_notes:
             self.loop.say(words)
 
     def _epochs(self) -> None:
@@ -440,7 +443,7 @@ class Fit:
         loop = self.loop
         self._watching = [c for c in self.callbacks if type(c).on_step is not Callback.on_step]
         self._schedule = self._per_step_scheduler()
-        self._save_every = loop.requested.save.every if loop.run is not None else None
+        self._save_every = loop.asked.recipe.save.every if loop.run is not None else None
         while self._can_claim and open_section(loop, self.source, self._save_every):
             self._section()
             if self._end_section():
@@ -483,7 +486,7 @@ class Fit:
 
     def _count_steps(self) -> None:
         state, before = self.state, self.state.step
-        state.step, state.step_in_epoch = self.loop.step_count, self.loop.step_in_epoch
+        state.step, state.step_in_epoch = self.loop.step_count, self.loop.progress.step_in_epoch
         if self._schedule is not None:
             for _ in range(state.step - before):
                 self._schedule.step()
@@ -548,8 +551,8 @@ class Fit:
             if batch is None and (batch := self._next(batches)) is None:
                 break
             stepper.wants_to_stop = self._is_asked_to_stop()
-            if loop.job_changes != self._job_changes:
-                self._job_changes, self._count = loop.job_changes, operator_count(loop)
+            if loop.progress.job_changes != self._job_changes:
+                self._job_changes, self._count = loop.progress.job_changes, operator_count(loop)
             if self._counted(batch) if self._count is not None else loop.step(compute, batch):
                 yield
         if loop.flush(compute):
@@ -616,7 +619,7 @@ class Fit:
         loop.finish_epoch(logs)
         state.step_in_epoch = 0
         self.job.reset()
-        if self._asked or (loop.run is not None and not loop.requested.save.every):
+        if self._asked or (loop.run is not None and not loop.asked.recipe.save.every):
             self._checkpoint()
         if (signum := self._asked_to_stop()) is not None:
             self._interrupt(signum)
@@ -644,7 +647,7 @@ class Fit:
             self.loop.note(guard.not_finite_words(names, f"epoch {self.state.epoch + 1}", source))
 
     def _check_loss(self, loss: float) -> None:
-        if math.isfinite(loss) or not self.loop.step_in_epoch:
+        if math.isfinite(loss) or not self.loop.progress.step_in_epoch:
             return
         scaled = self.loop.stepper.scaler is not None
         raise NumbersError(
@@ -665,7 +668,7 @@ class Fit:
         def stopped() -> bool:
             return alone and self.signals.received is not None
 
-        graph, later = self.loop.evaluate_graph, range(self.state.epoch + 1, self.state.epochs)
+        graph, later = self.loop.evaluation.graph, range(self.state.epoch + 1, self.state.epochs)
         graph.passes_left = sum(validates(self._validation_freq, epoch) for epoch in later)
         try:
             result = self.objective.evaluate(self.loop, source, stopped)

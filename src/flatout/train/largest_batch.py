@@ -147,7 +147,7 @@ def check_is_open(objective: Objective, x: Any, y: Any, loop: Loop) -> None:
             "--devices auto cannot compare them",
             do="say --devices N, or a batch size",
         )
-    asked = loop.requested
+    asked = loop.asked.recipe
     if isinstance(asked.memory.micro_batch, int):
         raise ModelError(
             f"batch_size='auto' with memory.micro_batch={asked.memory.micro_batch}: batches are "
@@ -321,11 +321,11 @@ class TrialSteps:
         objective.model.train()
         stepper = Stepper(
             Switch(objective.model, loop.optimizers, loop.device),
-            clip_norm=loop.clip[0],
-            clip_value=loop.clip[1],
+            clip_norm=loop.asked.clip[0],
+            clip_value=loop.asked.clip[1],
         )
         stepper.may_split = False
-        asked = loop.requested
+        asked = loop.asked.recipe
         wanted = {
             "precision": asked.compute.precision,
             "activation_checkpointing": asked.memory.activation_checkpointing,
@@ -334,7 +334,7 @@ class TrialSteps:
         stepper.use(stepper.switch.now.but(**named))
         try:
             batch = self._few.repeated(size)
-            ahead = max(_AHEAD, loop.accumulate)
+            ahead = max(_AHEAD, loop.asked.accumulate)
             beside: list[Any] = [self._few.repeated(size) for _ in range(ahead)]
             if loop.world.size > 1:  # gradients are gathered before they are added up
                 beside += [torch.empty_like(p) for p in stepper.update.parameters]

@@ -61,7 +61,7 @@ from flatout.train.prepare import first_batches, follow_rule, place_model
 from flatout.train.profiled import bytes_per_sample, model_facts
 from flatout.train.rank_trial import RankTrial, is_trial
 from flatout.train.rehearsal import rehearse
-from flatout.train.resume.resume import Resume, find_checkpoint, own_state_of, state_of
+from flatout.train.resume.resume import find_checkpoint, own_state_of, state_of
 from flatout.train.running_mean import mean_of
 from flatout.train.settings import Switch
 from flatout.train.start_tuning import capture_steps, report_tables, tune
@@ -98,7 +98,6 @@ class Loop(LoopState):
     See `LoopState` for further attributes.
     """
 
-    resume: Resume | None
     features: FrozenFeatures | None = None
     numbers: NumbersGuard
     rounding: RoundingWatch
@@ -142,7 +141,7 @@ class Loop(LoopState):
         require_proc()
         self._earlier_error = sys.exception()
         world = self.world  # joins the ranks; from here on only the first rank prints
-        for line in self._first_words:
+        for line in self.asked.words:
             self.say(line)
         self.model, self.optimizers = model, as_tuple(optimizer)
         if not self.optimizers:
@@ -150,16 +149,16 @@ class Loop(LoopState):
                 "prepare was given no optimizer", do="give it one, or a list of several"
             )
         self.schedulers = _listed(scheduler)
-        if self.requested.process.threads == "auto":
+        if self.asked.recipe.process.threads == "auto":
             self.undo.callback(torch.set_num_threads, torch.get_num_threads())
         find_checkpoint(self, compute)
         check_optimizers(model, self.optimizers)
-        if self.trainer_facts is None:
+        if self.identity.trainer is None:
             for line in freezing_lines(model, self.optimizers):
                 self.say(line)
         if self.run is not None:
             self.checkpointing.begin()
-        for line in process.apply(self.requested.process):
+        for line in process.apply(self.asked.recipe.process):
             self.say(line)
         elsewhere = place_model(self, model)
         first = first_batches(self, data, compute)
@@ -168,16 +167,18 @@ class Loop(LoopState):
         self._prepare_parts()
         if self.resume is not None:
             self.resume.put_back(self)
-            self.restored_own = self.resume.own
-            self._saved, self._first_step = (self.epoch, self.step_count), self.step_count
+            self.progress.saved, self.progress.first_step = (
+                (self.epoch, self.step_count),
+                self.step_count,
+            )
         elif world.is_first:
             self.stepper.notes += elsewhere  # after a resume the History has these notes
         report_tables(self, first)
         follow_rule(self)
-        if self.trainer_facts is not None:
+        if self.identity.trainer is not None:
             self.feed.features = self.features = FrozenFeatures(self, model)
             self.undo.callback(self.features.close)
-        elif self.requested.input.features in ("memory", "disk"):
+        elif self.asked.recipe.input.features in ("memory", "disk"):
             self.say("features: a Loop keeps none, a Trainer does")
         self._attach_own_parts()
         capture_steps(self, compute, None if self.tuner is None else self.tuner.search)
@@ -190,15 +191,15 @@ class Loop(LoopState):
         return model, optimizer
 
     def _prepare_parts(self) -> None:
-        self.stepper.chain.add(*self.parts)
-        for part in self.parts:
+        self.stepper.chain.add(*self.asked.parts)
+        for part in self.asked.parts:
             self.undo.push(partial(_close_part, part))
             part.prepare(self)
 
     def _attach_own_parts(self) -> None:
         self.rounding = RoundingWatch(self)
         # A Trainer checks its loss itself, since it knows outputs and targets.
-        checks = FirstStepChecks(self, checks_loss=self.trainer_facts is None)
+        checks = FirstStepChecks(self, checks_loss=self.identity.trainer is None)
         own = [self.numbers, self.monitor, ExplainErrors(self), TrainingMode(self), checks]
         if self.rounding.next_step < sys.maxsize:
             own.append(self.rounding)
@@ -224,13 +225,13 @@ class Loop(LoopState):
         return Monitor(self)
 
     def _decide(self, compute: Compute | None, first: list[Batch], steps: int | None) -> None:
-        self._stepper, self.facts = make_stepper(self, compute, first, ORDER)
+        self._stepper, self.identity.model = make_stepper(self, compute, first, ORDER)
         if any(adapter_of(self.model).tables()):
             self._stepper.chain.add(TableRows(self))
         # If all ranks compute layers together, changes of the trained parameters are not watched.
         if compute is not None and first and not self.lays_out and not self.has_servers:
             self._other_job = OtherJob(self, steps)
-        self.resolved, decision = decide(self, self.facts, compute, first, steps)
+        self.resolved, decision = decide(self, self.identity.model, compute, first, steps)
         self.numbers = NumbersGuard(
             self.stepper, self.world, self.feed.first, self._latest, lambda: self.feed.source
         )
@@ -271,7 +272,7 @@ class Loop(LoopState):
         Raises:
             NumbersError: at the end of an epoch, as `check_numbers` does.
         """
-        self.planned_epochs = total
+        self.progress.planned_epochs = total
         while self.epoch < total:
             yield self.epoch
             self.check_numbers()
@@ -286,9 +287,9 @@ class Loop(LoopState):
         """
         if (recording := self.monitor.recording) is not None:
             recording.end_epoch({"loss": self.mean_loss()} if figures is None else figures)
-        self.epoch += 1
-        self.step_in_epoch = 0
-        self.batch_in_epoch = self.feed.taken = 0
+        self.progress.epoch += 1
+        self.progress.step_in_epoch = 0
+        self.progress.batch_in_epoch = self.feed.taken = 0
         for turn in self.stepper.turns:
             turn.mean_loss.reset()
 
@@ -301,15 +302,15 @@ class Loop(LoopState):
         self.feed.source = source
         if self.resume is not None:
             self.resume.put_back_source(source)
-        self.feed.taken = self.batch_in_epoch
+        self.feed.taken = self.progress.batch_in_epoch
         if self._other_job is not None:
             self._other_job.look()
         whole = self.takes_whole_batches
         batches = self.feed.batches(
-            self.world, self.note, self.epoch, self.planned_epochs, whole=whole
+            self.world, self.note, self.epoch, self.progress.planned_epochs, whole=whole
         )
         # A fit reports skipped rows at the end of its epochs, where all ranks communicate.
-        return batches if self.trainer_facts is not None else self._told_at_end(batches, source)
+        return batches if self.identity.trainer is not None else self._told_at_end(batches, source)
 
     def _told_at_end(self, batches: Iterator[Batch], source: Source) -> Iterator[Batch]:
         yield from batches
@@ -339,7 +340,7 @@ class Loop(LoopState):
         if not turn.gathered:
             turn.gathered_from = self.feed.taken
         turn.gathered.append(batch)
-        return len(turn.gathered) >= self.accumulate and self._flush(compute, turn)
+        return len(turn.gathered) >= self.asked.accumulate and self._flush(compute, turn)
 
     def flush(self, compute: Compute, optimizer: Optimizers | None = None) -> bool:
         """Make an optimizer step of the batches accumulated so far, as at the end of an epoch."""
@@ -425,7 +426,7 @@ class Loop(LoopState):
                 resume would lose batches that wait to make a step.
         """
         assert self.resolved is not None
-        check_gathered(self.stepper.turns, self.step_count, self.batch_in_epoch)
+        check_gathered(self.stepper.turns, self.step_count, self.progress.batch_in_epoch)
         self.meet_others()
         self.stepper.switch.settle_rows()
         guard.check_state(self.model, "saving")
@@ -436,9 +437,9 @@ class Loop(LoopState):
             own_state_of(self, own),
             meta={"recipe": dumps(self.resolved)},
             score=score,
-            metadata=self.metadata,
+            metadata=self.trainer.metadata,
         )
-        self._saved = (self.epoch, self.step_count)
+        self.progress.saved = (self.epoch, self.step_count)
         self.monitor.meet()
         return path
 
@@ -468,7 +469,7 @@ class Loop(LoopState):
                 self._stepper.switch.gather_rows()
             if self._trial is not None:
                 self._trial.end()
-        self.evaluate_graph.close()
+        self.evaluation.graph.close()
         self.timeline.stop()
         self.monitor.close(error)
         self.undo.__exit__(None if error is None else type(error), error, None)

@@ -6,11 +6,11 @@ this state, and the Loop imports them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,11 +20,9 @@ from flatout.data import Batch, Source
 from flatout.devices import Placement
 from flatout.errors import FlatoutError
 from flatout.measure import Timeline, fingerprint
-from flatout.optim import LrRule, LrScale
+from flatout.optim import LrRule
 from flatout.recipe import (
-    Choice,
     GivenRecipe,
-    ModelFacts,
     Parity,
     Recipe,
     ResolvedRecipe,
@@ -39,13 +37,22 @@ from flatout.train.feed import Feed
 from flatout.train.graphs.evaluate_graph import EvaluateGraph
 from flatout.train.graphs.graphs import graphs_of
 from flatout.train.large_batch import as_rule
+from flatout.train.loop_values import (
+    Asked,
+    Checkpoint,
+    Evaluation,
+    FirstBatches,
+    Identity,
+    Placed,
+    Progress,
+    TrainerValues,
+)
 from flatout.train.micro_batch import InPieces
 from flatout.train.part import Part, check_parts
 from flatout.train.rank_device import join_on
 from flatout.train.rank_trial import is_trial
 from flatout.train.settings import Settings, Switch
 from flatout.train.step import Stepper
-from flatout.train.stragglers import Pace
 from flatout.train.terms import TERMS
 from flatout.train.tuning.tuner import Tuner
 from flatout.train.turn import Turn
@@ -58,55 +65,16 @@ _SHARE_SKIPPED = 0.01
 Scheduler = Any  # torch's schedulers share no base class that covers ReduceLROnPlateau
 
 
-class Resumed(Protocol):
-    """A checkpoint that a Loop resumes from; implemented in resume.py."""
-
-    def choices(self, requested: Recipe) -> tuple[dict[str, Choice], Mapping[str, Any]] | None:
-        """Return the choices that the checkpoint's run made."""
-
-    def check_data(self, source: Source, first: list[int] | None) -> None:
-        """Raise if the data differ from the checkpoint's."""
-
-
 class LoopState:
     """The state of a Loop, and the values that its ranks exchange.
 
     Attributes:
         terms: the clocks and limits of `auto`; set before `prepare`.
-        epoch: number of the current epoch, from 0.
-        step_count: optimizer steps done since training began (a resume continues the count).
-        step_in_epoch: optimizer steps done in this epoch.
-        batch_in_epoch: batches of this epoch that were taken up to the last step.
+        run: folder or URL for checkpoints and logs; None writes nothing.
         resolved: settings of the steps; None before `prepare`.
-        lr_scale: factor of the learning rate by step, after `prepare`; None without a rule.
-        in_pieces: runs a batch of an evaluation, as several micro-batches if memory runs out.
-        parts: the user's own Parts.
-        evaluate_graph: runs an evaluation's forward as one compiled graph.
-        batch_s: approximate seconds in which a batch is made, after `prepare`.
-        pace: on several ranks, records the time of this rank's steps without waiting for other
-            ranks.
-        planned_epochs: number of epochs of the whole run, where that is known.
-        shows_notes: whether a progress line shows the notes.
-        tuner: tries settings on the steps; None where all settings are decided.
-        facts: facts about the model, after `prepare`.
-        restored_extra: after a resume, the `extra` argument of the `save` that wrote the
-            checkpoint.
-        restored_own: after a resume, the `own` argument that each rank gave to that `save`.
-        trainer_facts: a Trainer's facts about its job, for a resume to compare; else None.
-        job: all facts that identify this job, as a checkpoint stores them.
-        data_state: facts that identify the data, if `prepare` was given data and a run folder.
-        fresh_groups: the optimizers' parameter groups before `prepare` changed them.
         feed: yields the batches.
-        metadata: text that is stored with the weights in checkpoints; set by a Trainer.
-        ids: rows of ids, for checkpoints; set by a Trainer.
         resume: the checkpoint that this Loop has resumed from; None where there was none.
-        uncounted: context in which metrics do not count batches; set by a Trainer.
-        is_other_job: whether other parameters train than when settings were decided.
-        job_changes: number of times that the set of training parameters has changed.
         undo: callbacks that `close` runs; they receive whether training has failed.
-        why_device: reason for the device of this rank.
-        largest_batch: a Trainer's decision on `batch_size="auto"`, as plain data; else None.
-        has_own_batches: whether each rank reads its own batches, which are not split over ranks.
     """
 
     def __init__(
@@ -127,60 +95,35 @@ class LoopState:
         if accumulate < 1:
             raise FlatoutError(f"accumulate must be at least 1, found {accumulate}")
         self.say = say
-        self.parts = check_parts(parts)
         self.terms = TERMS
-        self.why_device = ""
-        self.largest_batch: dict[str, Any] | None = None
-        self.requested, self._first_words = _requested_here(recipe)
-        self.allow = Parity.from_name(allow)
-        self.seed = seed
-        self.accumulate = accumulate
         self.run = None if run is None or is_trial() else str(run).rstrip("/")
+        requested, words = _requested_here(recipe)
+        self.asked = Asked(
+            requested,
+            words,
+            allow=Parity.from_name(allow),
+            seed=seed,
+            accumulate=accumulate,
+            clip=(clip_norm, clip_value),
+            lr_rule=as_rule(lr_rule),
+            parts=check_parts(parts),
+            # After a rank was killed all ranks start again, and resume from the last checkpoint.
+            resume=not is_trial() and (resume or (run is not None and restarts() > 0)),
+        )
+        self.progress = Progress()
+        self.first_batches = FirstBatches()
+        self.identity = Identity()
+        self.trainer = TrainerValues()
         self.timeline = Timeline()
-        self.epoch = 0
-        self.step_count = 0
-        self.step_in_epoch = 0
-        self.batch_in_epoch = 0
-        self.resolved: ResolvedRecipe | None = None
         self.feed = Feed()
-        self.first_samples: list[int] | None = None
-        self.first_batch_size: int | None = None
-        self.batch_s = 0.0
-        self.has_own_batches = False
-        self.placement: Placement
-        self.lr_scale: LrScale | None = None
-        self.planned_epochs: int | None = None
-        self.shows_notes = False
-        self.tuner: Tuner | None = None
-        self.facts = ModelFacts()
-        self.uncounted: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.is_other_job = False
-        self.job_changes = 0
-        self.restored_extra: Any = None
-        self.restored_own: list[Any] = []
-        self.clip = (clip_norm, clip_value)
-        self.trainer_facts: dict[str, list[str]] | None = None
-        self.job: dict[str, Any] = {}
+        self.resolved: ResolvedRecipe | None = None
+        self.resume: Checkpoint | None = None
+        self.placed: Placed
         self.model: nn.Module
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.schedulers: tuple[Scheduler, ...] = ()
-        self.data_state: dict[str, Any] | None = None
-        self.fresh_groups: list[list[dict[str, Any]]] = []
-        self.metadata: dict[str, str] = {}
-        self.ids: dict[str, Any] | None = None
-        self.lr_rule = as_rule(lr_rule)
-        # After a rank was killed all ranks start again, and resume from the last checkpoint.
-        self._resume = not is_trial() and (resume or (run is not None and restarts() > 0))
-        self.resume: Resumed | None = None
-        self._saved: tuple[int, int] | None = None
-        self._first_step = 0  # steps that an earlier process has made
-        self._tells_overflows = True
         self.undo = ExitStack()
         self._stepper: Stepper | None = None
-        self.pace = Pace(ONE.collectives)
-        self.in_pieces = InPieces(lambda line: self.say(line))
-        self.tables_reported = ""
-        self.evaluate_graph = EvaluateGraph(self.tell, self._may_compile)
 
     @cached_property
     def world(self) -> World:
@@ -188,7 +131,7 @@ class LoopState:
 
         After that access only the first rank prints messages.
         """
-        world = join_on(self.requested.world)
+        world = join_on(self.asked.recipe.world)
         if not world.is_first:
             self.say = lambda line: None
         if world.shares_gpus:
@@ -196,7 +139,7 @@ class LoopState:
                 "ranks share a GPU, which NCCL refuses: they add up through gloo, by way of the CPU"
             )
         if world.device == "cpu":
-            share_cpus(world, self.requested.process)
+            share_cpus(world, self.asked.recipe.process)
         return world
 
     @property
@@ -205,6 +148,31 @@ class LoopState:
         if self._stepper is None:
             raise FlatoutError("the Loop has no model yet", do="call loop.prepare(...) first")
         return self._stepper
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch, from 0."""
+        return self.progress.epoch
+
+    @property
+    def step_count(self) -> int:
+        """Number of optimizer steps since training began; a resume continues the count."""
+        return self.progress.step_count
+
+    @property
+    def placement(self) -> Placement:
+        """The device of each module, after `prepare`."""
+        return self.placed.placement
+
+    @property
+    def restored_extra(self) -> Any:
+        """After a resume, the `extra` argument of the `save` that wrote the checkpoint."""
+        return None if self.resume is None else self.resume.extra
+
+    @property
+    def tuner(self) -> Tuner | None:
+        """The Part that tries settings on the steps; None where all settings are decided."""
+        return None if self._stepper is None else self._stepper.chain.find(Tuner)
 
     @property
     def device(self) -> torch.device:
@@ -219,7 +187,7 @@ class LoopState:
     @property
     def asked_strategy(self) -> str:
         """Requested strategy for the ranks; "" with one rank."""
-        return self.requested.world.strategy if self.world.size > 1 else ""
+        return self.asked.recipe.world.strategy if self.world.size > 1 else ""
 
     @property
     def lays_out(self) -> bool:
@@ -259,10 +227,10 @@ class LoopState:
 
     def is_tuning(self) -> bool:
         """Return whether settings are still being tried."""
-        return self.is_other_job or (self.tuner is not None and self.tuner.is_searching)
+        return self.progress.is_other_job or (self.tuner is not None and self.tuner.is_searching)
 
     def _may_compile(self) -> bool:
-        if self.is_tuning() or self.evaluate_batch.is_measuring:
+        if self.is_tuning() or self.evaluation.batch_size.is_measuring:
             return False
         compiled = None if self._stepper is None else graphs_of(self._stepper).compiled
         return compiled is None or compiled.compiling is None
@@ -275,7 +243,10 @@ class LoopState:
     @property
     def evaluated(self) -> dict[str, Any] | None:
         """Measurements of evaluations, as plain data; None without any."""
-        result = {"sizes": self.evaluate_batch.trials, "graphs": self.evaluate_graph.records()}
+        result = {
+            "sizes": self.evaluation.batch_size.trials,
+            "graphs": self.evaluation.graph.records(),
+        }
         return result if any(result.values()) else None
 
     def ready(self, batch: Batch) -> Batch:
@@ -288,7 +259,7 @@ class LoopState:
 
     def note(self, line: str) -> None:
         """Print a line, and keep it in the first rank's History."""
-        if not self.shows_notes:
+        if not self.trainer.shows_notes:
             self.say(line)
         if self.world.is_first:
             self.stepper.notes.append(line)
@@ -300,9 +271,9 @@ class LoopState:
 
     def tell_overflows(self) -> None:
         """Report once that fp16 leaves out more steps than it needs to find its loss scale."""
-        skipped, made = self.skipped_steps, self.step_count - self._first_step
-        if self._tells_overflows and skipped > max(_FEW, made * _SHARE_SKIPPED):
-            self._tells_overflows = False
+        skipped, made = self.skipped_steps, self.step_count - self.progress.first_step
+        if not self.progress.reported_overflows and skipped > max(_FEW, made * _SHARE_SKIPPED):
+            self.progress.reported_overflows = True
             self.note(
                 f"fp16 has left out {skipped:,} of {made:,} steps, because gradients overflowed: "
                 "precision bf16 needs no loss scale; if gradients grow, lower the learning rate or "
@@ -323,14 +294,18 @@ class LoopState:
         """
         if self.feed.claims is None:
             return self.step_count + 1
-        return self.step_count - self.step_in_epoch - (-self.feed.taken // self.accumulate)
+        return (
+            self.step_count
+            - self.progress.step_in_epoch
+            - (-self.feed.taken // self.asked.accumulate)
+        )
 
     def count_step(self) -> None:
         """Count the step that was made of all batches taken up to now."""
         passed = self.next_step - self.step_count
-        self.step_count += passed
-        self.step_in_epoch += passed
-        self.batch_in_epoch = self.feed.taken
+        self.progress.step_count += passed
+        self.progress.step_in_epoch += passed
+        self.progress.batch_in_epoch = self.feed.taken
 
     @property
     def learning_rate(self) -> float:
@@ -352,16 +327,20 @@ class LoopState:
         return self._stepper.switch.autocast()
 
     @cached_property
-    def evaluate_batch(self) -> EvaluateBatch:
-        """The object that chooses the batch size of evaluations."""
-        return EvaluateBatch(self.tell, worth_s=self.terms.worth_s)
+    def evaluation(self) -> Evaluation:
+        """The objects that run evaluations."""
+        return Evaluation(
+            InPieces(lambda line: self.say(line)),
+            EvaluateBatch(self.tell, worth_s=self.terms.worth_s),
+            EvaluateGraph(self.tell, self._may_compile),
+        )
 
     @cached_property
     def checkpointing(self) -> Checkpointing:
         """Writes checkpoints into `run`."""
         if self.run is None:
             raise no_run_folder()
-        asked = self.requested.save
+        asked = self.asked.recipe.save
         if self.lays_out:  # a thread that writes would need a copy of all weights
             asked = asked.model_copy(update={"asynchronous": False})
         return Checkpointing(self.run, self.world, asked)
@@ -369,8 +348,8 @@ class LoopState:
     @cached_property
     def resume_checkpoint(self) -> LoadedCheckpoint | None:
         """The checkpoint that `prepare` resumes from; None where there is none."""
-        if self._resume or self.run is not None:
-            return self.checkpointing.find(self._resume)
+        if self.asked.resume or self.run is not None:
+            return self.checkpointing.find(self.asked.resume)
         return None
 
     @property
@@ -385,7 +364,7 @@ class LoopState:
     @property
     def is_saved(self) -> bool:
         """Whether the newest checkpoint was written at the present epoch and step."""
-        return self._saved == (self.epoch, self.step_count)
+        return self.progress.saved == (self.epoch, self.step_count)
 
     def next_checkpoint(self) -> str:
         """Return the path that `save` would return now."""

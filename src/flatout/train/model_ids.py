@@ -153,7 +153,7 @@ def learn_ids(
     for name, (column, *_) in readers.items():
         after, growth = grown[column]
         goes_on = known is not None and name in known.tables
-        key = f"{loop.seed} {after.trainings}"
+        key = f"{loop.asked.seed} {after.trainings}"
         rows[name] = GrownRows(after.size, growth if goes_on else None, key)
         new[name] = "" if growth is None else counted(growth.new, "new id")
     check_memory(tables, rows, optimizer, new)

@@ -381,11 +381,13 @@ def _takes(model: nn.Module, batch: Batch) -> bool:
 
 
 def _source(x: Any, y: Any, loop: Loop, **options: Any) -> Source:
-    asked = loop.requested.input
+    asked = loop.asked.recipe.input
     # Without a copy to a device, pinned memory is useless, and allocating it would initialize a
     # device.
-    is_pinned = asked.pin_memory != "off" and loop.requested.world.device != "cpu"
-    return as_source(x, y, seed=loop.seed, workers=asked.workers, pin_memory=is_pinned, **options)
+    is_pinned = asked.pin_memory != "off" and loop.asked.recipe.world.device != "cpu"
+    return as_source(
+        x, y, seed=loop.asked.seed, workers=asked.workers, pin_memory=is_pinned, **options
+    )
 
 
 def _counts_all(loss: Loss | SeveralLosses, source: Source | None) -> bool:

@@ -89,7 +89,7 @@ def predict(
             batch = loop.ready(batch)
             with explained(objective.model, batch):
                 try:
-                    result = loop.in_pieces(take, batch, whole=loop.meets_in_compute)
+                    result = loop.evaluation.in_pieces(take, batch, whole=loop.meets_in_compute)
                 except (IndexError, RuntimeError) as error:
                     explain_ids(error, objective.model, [batch], take, source)
                     raise

@@ -11,6 +11,7 @@ from flatout.train.decide import samples_of
 from flatout.train.held_state import HeldState
 from flatout.train.large_batch import resumed_words, scale_rates
 from flatout.train.loop_state import LoopState
+from flatout.train.loop_values import Placed
 from flatout.train.losses.loss_value import Compute
 from flatout.train.preflight import check_last_batch
 from flatout.train.rank_device import device_here
@@ -21,13 +22,14 @@ from flatout.train.tuning.auto import seconds_of
 
 def place_model(loop: LoopState, model: nn.Module) -> list[str]:
     """Move the model and its optimizers' state; return lines for the user about the device."""
-    asked = loop.requested.world
-    device, loop.why_device = device_here(asked)
+    asked = loop.asked.recipe.world
+    device, why = device_here(asked)
     loop.feed.set_device(device)
-    loop.placement = place(model, loop.device, strict=asked.placement == "strict")
-    words = loop.placement.describe_fallbacks()
+    placement = place(model, loop.device, strict=asked.placement == "strict")
+    loop.placed = Placed(placement, why)
+    words = placement.describe_fallbacks()
     if asked.device not in ("auto", str(loop.device), loop.device.type):
-        words.insert(0, f"running on {loop.device} {loop.why_device}")
+        words.insert(0, f"running on {loop.device} {why}")
     for line in words:
         loop.say(line)
     for optimizer in loop.optimizers:
@@ -43,11 +45,11 @@ def first_batches(loop: LoopState, data: Source | None, compute: Compute | None)
         data = agreed(data, loop.world)
     if data is not None and loop.run is not None:
         # The digest of the data is computed before any function that draws random numbers has run.
-        loop.data_state = source_state(data)
+        loop.identity.data = source_state(data)
     check_ranks(loop.model, data, loop.world, loop.say)
-    check_reduction(loop.requested.world, loop.world, loop.say)
+    check_reduction(loop.asked.recipe.world, loop.world, loop.say)
     if loop.world.size > 1:
-        check_settings(loop.requested)
+        check_settings(loop.asked.recipe)
     loop.feed.source = data
     if data is None or compute is None:
         return []
@@ -59,18 +61,18 @@ def first_batches(loop: LoopState, data: Source | None, compute: Compute | None)
         peeked_s = seconds_of(lambda: first.extend(part.peek(2)), loop.terms.clock)
     finally:
         held.restore()
-    loop.batch_s = peeked_s / max(1, len(first))
+    loop.first_batches.seconds = peeked_s / max(1, len(first))
     if loop.is_staged and any(batch.is_jagged for batch in first):
         raise jagged_in_stages()
     # A rank may have no batch while other ranks have batches; all ranks call this.
-    loop.first_batch_size = round(sum(loop.world.gather(samples_of(first)))) or None
-    loop.has_own_batches = loop.world.size > 1 and not isinstance(data, Pipeline)
-    loop.has_own_batches &= any(batch.is_jagged for batch in first)
+    loop.first_batches.size = round(sum(loop.world.gather(samples_of(first)))) or None
+    loop.first_batches.are_own = loop.world.size > 1 and not isinstance(data, Pipeline)
+    loop.first_batches.are_own &= any(batch.is_jagged for batch in first)
     if first:
         # The first rank's part begins with the same samples for any number of ranks.
-        loop.first_samples = first_samples(first) if loop.world.is_first else None
+        loop.first_batches.samples = first_samples(first) if loop.world.is_first else None
         if loop.resume is not None:
-            loop.resume.check_data(part, loop.first_samples)
+            loop.resume.check_data(part, loop.first_batches.samples)
     ready = [loop.feed.first(batch) for batch in first]
     if ready:
         check_last_batch(loop.model, compute, ready, data)
@@ -80,13 +82,13 @@ def first_batches(loop: LoopState, data: Source | None, compute: Compute | None)
 def follow_rule(loop: LoopState) -> None:
     """Apply the user's learning-rate rule; trials ran without it."""
     scale, words = scale_rates(
-        loop.lr_rule,
+        loop.asked.lr_rule,
         loop.optimizers,
         loop.feed.source,
-        loop.first_batch_size,
-        loop.accumulate,
+        loop.first_batches.size,
+        loop.asked.accumulate,
         scheduled=bool(loop.schedulers),
-        own_batches=loop.has_own_batches,
+        own_batches=loop.first_batches.are_own,
     )
     if loop.resume is None:
         loop.stepper.notes += words  # after a resume the History has these notes
@@ -94,6 +96,6 @@ def follow_rule(loop: LoopState) -> None:
         words = [resumed_words(scale, loop.step_count)]
     for line in words:
         loop.say(line)
-    loop.lr_scale = scale
+    loop.stepper.lr_scale = scale
     if scale is not None and scale.changes:
         loop.stepper.lr_scale = scale

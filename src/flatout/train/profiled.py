@@ -156,7 +156,7 @@ def over_periods(ms: npt.NDArray[np.float64], period: int) -> npt.NDArray[np.flo
 
 
 def _period(loop: LoopState) -> int:
-    world = loop.requested.world
+    world = loop.asked.recipe.world
     return world.sync_every if loop.asked_strategy == "local_sgd" else 1
 
 
@@ -173,18 +173,18 @@ def _noise(loop: LoopState) -> float | None:
 
 def kind_of(loop: LoopState) -> Kind:
     """Return the API in use: "Trainer", "Keras" or "Loop"."""
-    if loop.trainer_facts is None:
+    if loop.identity.trainer is None:
         return "Loop"
     return "Keras" if adapter_of(loop.model).framework == "Keras" else "Trainer"
 
 
 def job(loop: LoopState) -> dict[str, str]:
     """Return the facts that identify the job, in words, except those about its data."""
-    facts = {name: words for name, (words, _) in loop.job.get("facts", {}).items()}
+    facts = {name: words for name, (words, _) in loop.identity.job.get("facts", {}).items()}
     for number, optimizer in enumerate(loop.optimizers, 1):
         own = optimizer_adapter(optimizer).given
         words = type(own).__name__
-        for group in loop.job.get("options", [[]] * number)[number - 1][:1]:
+        for group in loop.identity.job.get("options", [[]] * number)[number - 1][:1]:
             shown = [f"{name}={value}" for name, value in _given(own, group).items()]
             words += f"({', '.join(shown)})"
         facts[f"optimizer {number}"] = words
@@ -243,9 +243,9 @@ def data(loop: LoopState) -> dict[str, Any] | None:
     source = loop.feed.source
     if source is None:
         return None
-    if loop.data_state is None:
-        loop.data_state = source_state(source)
-    state, files = loop.data_state, files_read(source)
+    if loop.identity.data is None:
+        loop.identity.data = source_state(source)
+    state, files = loop.identity.data, files_read(source)
     return {
         "words": state["words"],
         "digest": state["digest"],
@@ -253,7 +253,11 @@ def data(loop: LoopState) -> dict[str, Any] | None:
         "batches": state["steps"],
         "batch_size": state["batch_size"],
         **({} if files is None else asdict(files)),
-        **({} if loop.largest_batch is None else {"largest_batch": loop.largest_batch}),
+        **(
+            {}
+            if loop.trainer.largest_batch is None
+            else {"largest_batch": loop.trainer.largest_batch}
+        ),
     }
 
 

@@ -23,7 +23,7 @@ def open_section(loop: Loop, source: Source, every: int | None) -> bool:
         return False
     if loop.tuner is not None:
         loop.tuner.rest()  # the tuner's later checks need all ranks at the same step
-    steps = -(-(source.steps - loop.batch_in_epoch) // loop.accumulate)
+    steps = -(-(source.steps - loop.progress.batch_in_epoch) // loop.asked.accumulate)
     if every:
         steps = min(steps, every - loop.step_count % every)
     strategy = loop.stepper.strategy
@@ -32,9 +32,9 @@ def open_section(loop: Loop, source: Source, every: int | None) -> bool:
         strategy.claim,
         strategy.used,
         strategy.parts,
-        loop.batch_in_epoch,
+        loop.progress.batch_in_epoch,
         source.steps,
-        loop.accumulate,
+        loop.asked.accumulate,
     )
     return True
 

@@ -23,7 +23,7 @@ def tune(loop: LoopState, decision: Decision, changed: Callable[[], None]) -> Tu
     """Begin to try open settings, from the next step on."""
     assert decision.search is not None
     result = partial(settle, loop, decision)
-    tuner = loop.tuner = Tuner(
+    tuner = Tuner(
         decision.search,
         loop.stepper,
         loop.feed,
@@ -31,7 +31,7 @@ def tune(loop: LoopState, decision: Decision, changed: Callable[[], None]) -> Tu
         result,
         loop.note,
         changed=changed,
-        uncounted=lambda: loop.uncounted(),  # a Trainer sets it later
+        uncounted=lambda: loop.trainer.uncounted(),  # a Trainer sets it later
     )
     loop.stepper.chain.add(tuner)
     return tuner
@@ -43,7 +43,7 @@ def settle(loop: LoopState, decision: Decision, tuner: Tuner) -> None:
     loop.resolved, line = auto.settle(
         decision,
         loop.resolved,
-        loop.requested,
+        loop.asked.recipe,
         tuner.why,
         suffices=tuner.suffices,
         pending=tuner.is_pending,
@@ -65,7 +65,7 @@ def capture_steps(loop: LoopState, compute: Compute | None, search: Search | Non
         graphs.compiled.close()
         graphs.compiled = None
     if is_asked or tries:
-        may_lend = loop.requested.process.threads == "auto"
+        may_lend = loop.asked.recipe.process.threads == "auto"
         capture = Capture(stepper, loop.note, loop.is_tuning, is_asked, may_lend, loop.terms)
         graphs.compiled = capture
         loop.undo.callback(capture.close)
@@ -79,13 +79,13 @@ def report_tables(loop: LoopState, first: Sequence[Batch]) -> None:
     if tables is None and first and _may_step_by_rows(loop):
         result = Tables.of(switch.model, switch.optimizers, split=switch.splits_tables)
         tables = result if result.are_whole_though_large(first[0]) else None
-    if tables is None or tables.words == loop.tables_reported:
+    if tables is None or tables.words == loop.progress.reported_tables:
         return
-    loop.tables_reported = tables.words
+    loop.progress.reported_tables = tables.words
     (loop.note if loop.resume is None else loop.say)(tables.words)
 
 
 def _may_step_by_rows(loop: LoopState) -> bool:
-    asked = loop.requested.compute.touched_rows
-    is_allowed = asked == "auto" and loop.allow >= Parity.TOLERANT
+    asked = loop.asked.recipe.compute.touched_rows
+    is_allowed = asked == "auto" and loop.asked.allow >= Parity.TOLERANT
     return asked == "on" or (loop.device.type == "cpu" and is_allowed)

@@ -104,7 +104,7 @@ class _Steps:
         stepper = self._loop.stepper
         switch = stepper.switch
         snapshot = Snapshot(switch.model, switch.optimizers, self._compute)
-        with self._loop.uncounted():
+        with self._loop.trainer.uncounted():
             try:
                 return self._visits(sizes), ""
             finally:

@@ -348,7 +348,7 @@ class Trainer:
         follow = objective.begin(self._fit.state, self._fit.job, theirs, first, verbose)
         self._fit.callbacks[:0] = follow
         self.history = self._fit.state.history  # partial, should fit end in an error
-        self.history.largest_batch = self.loop.largest_batch
+        self.history.largest_batch = self.loop.trainer.largest_batch
         # A rank that rejoins starts at the first fit of its script.
         self._fit.may_take_back = _fits == 0
         with device_asserts_explained(self.model):
@@ -385,8 +385,8 @@ class Trainer:
             source, _ = objective.to_fit(data, trying, drop_last=drop_last)
         finally:
             trying.close()
-        words = batch.words(objective.optimizer, loop.lr_rule)
-        loop.largest_batch = {**batch.as_dict(), "words": words}
+        words = batch.words(objective.optimizer, loop.asked.lr_rule)
+        loop.trainer.largest_batch = {**batch.as_dict(), "words": words}
         loop.say(words)
         return trained(self._agreed(source), self.signature or Signature())
 
@@ -679,8 +679,10 @@ class Trainer:
             self.signature = before
             raise
         self.loop.feed.inputs = self._inputs(self.signature, train, checked)
-        self.loop.metadata = self.metadata()
-        self.loop.ids = None if self.signature.ids is None else self.signature.ids.as_state()
+        self.loop.trainer.metadata = self.metadata()
+        self.loop.trainer.ids = (
+            None if self.signature.ids is None else self.signature.ids.as_state()
+        )
         lines = [words_of(self.signature, source), renumbered_words(source, train)]
         if validation is not None and checked is not None:
             result = (renumbered_words(validation, checked), resized_words(self.signature, checked))

@@ -125,7 +125,7 @@ def worst(
         for raw in part_of(source, world, loop.say, whole=loop.takes_whole_batches).batches(0, 0):
             batch = loop.ready(raw)
             with explained(objective.model, batch):
-                parts = loop.in_pieces(take, batch)
+                parts = loop.evaluation.in_pieces(take, batch)
             if not raw.is_copy:
                 values = torch.cat([part[0] for part in parts])[: raw.samples]
                 outputs = torch.cat([part[1] for part in parts])

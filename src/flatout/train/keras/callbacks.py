@@ -121,7 +121,7 @@ class KerasCallbacks(Callback):
         )  # on_train_begin has reset them
         begin = first_epoch(self._model) or self._initial_epoch
         if begin > state.trainer.loop.epoch:
-            state.epoch = state.trainer.loop.epoch = begin
+            state.epoch = state.trainer.loop.progress.epoch = begin
         begins = self._world.gather(state.trainer.loop.epoch)
         if len(set(begins)) > 1:
             raise WorldError(

@@ -174,11 +174,11 @@ class CompiledObjective(Objective):
         brings_own = are_arrays(x) and not is_weighed_here
         given = None if self._is_balanced else self._given_weights(data.class_weight, y, loop)
         weights = _class_weights(given, self.model, y)
-        seed = loop.seed + self.fits_before
+        seed = loop.asked.seed + self.fits_before
         source = as_keras_source(
             x, y, sample_weight, batch_size=data.batch_size, shuffle=data.shuffle, seed=seed,
             class_weight=weights if brings_own else None, steps=data.steps_per_epoch,
-            workers=loop.requested.input.workers,
+            workers=loop.asked.recipe.input.workers,
         )  # fmt: skip
         if weights is not None and sample_weight is not None:
             raise DataError(
@@ -267,7 +267,7 @@ class CompiledObjective(Objective):
             own = own or own_method(self.model, "evaluate")
         if not own:
             return None
-        if loop.lr_rule is not None:
+        if loop.asked.lr_rule is not None:
             raise ModelError(
                 f"{type(self.model).__name__} has its own {own}, which steps the optimizer "
                 "itself, so no lr_rule can be followed",

@@ -86,7 +86,7 @@ def _fit_there(trainer: FittingTrainer, args: tuple[Any, ...], kwargs: dict[str,
 
     from flatout.world import Rendezvous, first_failure, run_ranks
 
-    strategy = trainer.loop.requested.world.strategy
+    strategy = trainer.loop.asked.recipe.world.strategy
     if strategy in ("fsdp", "staged"):
         raise WorldError(
             f"with world.strategy={strategy} each rank has a part of the optimizer's state, and of "

@@ -40,7 +40,9 @@ class OtherJob(Part):
         self._loop, self._steps = loop, steps
         self._plain = loop.stepper.switch.now
         # The settings in a checkpoint belong to the job that resumes from it.
-        self._begins = loop.resume is not None and loop.resume.choices(loop.requested) is not None
+        self._begins = (
+            loop.resume is not None and loop.resume.choices(loop.asked.recipe) is not None
+        )
         self.taken()
 
     def taken(self) -> None:
@@ -62,22 +64,22 @@ class OtherJob(Part):
     def notice(self) -> None:
         """Record that the job has changed."""
         self.taken()
-        self._loop.job_changes += 1
+        self._loop.progress.job_changes += 1
         # A compiled model would be compiled again for each setting.
-        self._loop.is_other_job = not has_compiled(self._loop.model)
+        self._loop.progress.is_other_job = not has_compiled(self._loop.model)
 
     def around_step(self, step: Step, run: Callable[[Step], Done]) -> Done:
         """Make the step, under settings for the parameters that train now."""
         loop = self._loop
-        if loop.is_other_job:
+        if loop.progress.is_other_job:
             loop.stepper.switch.gather_rows()
-            with loop.uncounted():
+            with loop.trainer.uncounted():
                 self._decide(step.compute, step.batches[0])
         return run(step)
 
     def _decide(self, compute: Compute, batch: Batch) -> None:
         loop, stepper = self._loop, self._loop.stepper
-        loop.is_other_job = False
+        loop.progress.is_other_job = False
         if loop.tuner is not None:
             loop.tuner.stop(OTHER)
             loop.tuner.stop_splitting()
@@ -91,12 +93,12 @@ class OtherJob(Part):
             stepper,
             compute,
             [batch],
-            loop.facts,
-            loop.allow,
+            loop.identity.model,
+            loop.asked.allow,
             left,
             said.append,
             None,
-            KnownStep(0.0, loop.batch_s, loop.accumulate),
+            KnownStep(0.0, loop.first_batches.seconds, loop.asked.accumulate),
             loop.world,
             loop.terms,
         )
@@ -109,7 +111,9 @@ class OtherJob(Part):
             measured = {f: c for f, c in result.choices.items() if f in FIELDS.values()}
             assert loop.resolved is not None
             choices = {**loop.resolved.choices, **measured}
-            loop.resolved = loop.requested.resolve(choices, loop.resolved.machine, loop.facts)
+            loop.resolved = loop.asked.recipe.resolve(
+                choices, loop.resolved.machine, loop.identity.model
+            )
             self._use(Settings.of(loop.resolved))
             loop.note("; ".join([OTHER, *said]))
             if decision.search is None and loop.tuner is not None:
@@ -122,7 +126,7 @@ class OtherJob(Part):
         elif decision.search is None:
             self._use(before)
             compiled = graphs_of(stepper).compiled
-            if compiled is not None and loop.requested.compute.capture != "on":
+            if compiled is not None and loop.asked.recipe.compute.capture != "on":
                 compiled.give_up(f"{OTHER}, and too few steps are left")
         else:
             loop.note(f"auto: {OTHER}: settings are tried once more")
@@ -147,7 +151,7 @@ class OtherJob(Part):
         else:
             result = partial(settle, loop, decision)
             loop.tuner.begin_again(decision.search, result, loop.step_count, before)
-        loop.resolved = auto.started(loop.resolved, loop.requested, decision.search)
+        loop.resolved = auto.started(loop.resolved, loop.asked.recipe, decision.search)
 
     def _use(self, settings: Settings) -> None:
         self._loop.stepper.use(settings)

@@ -48,7 +48,7 @@ class RoundingWatch(Part):
 
     def __init__(self, loop: LoopState) -> None:
         self._loop, self._looks = loop, 0
-        is_open = loop.requested.compute.precision == "auto"
+        is_open = loop.asked.recipe.compute.precision == "auto"
         # A compiled model would be compiled again for a part of a batch.
         is_own = loop.stepper.switch.now.compile == "off" and has_compiled(loop.model)
         may_look = is_open and not is_own and not loop.has_servers
@@ -98,7 +98,7 @@ class RoundingWatch(Part):
             parts.append(batch)  # a model may take batches of one size only
         for part in parts:
             try:
-                with loop.uncounted(), uncompiled(loop.model):
+                with loop.trainer.uncounted(), uncompiled(loop.model):
                     return check.rounding(part, now)
             except Exception as error:
                 forget_frames(error)
@@ -108,7 +108,7 @@ class RoundingWatch(Part):
         loop, stepper = self._loop, self._loop.stepper
         assert loop.resolved is not None
         why = f"from step {number:,} on bf16 changes gradients by {share:.0%}: more than rounding"
-        now, asked = stepper.switch.now, loop.requested
+        now, asked = stepper.switch.now, loop.asked.recipe
         on = now.other_than(Settings())
         plain = {f: SETTINGS[f].plain for f in _LEFT if f in on and asked.get(f) == "auto"}
         settings = now.but(**{f.partition(".")[2]: value for f, value in plain.items()})
@@ -119,8 +119,8 @@ class RoundingWatch(Part):
             field: Choice(value=value, reason=why, parity=Parity.EXACT)
             for field, value in plain.items()
         }
-        loop.resolved = loop.requested.resolve(
-            {**loop.resolved.choices, **choices}, loop.resolved.machine, loop.facts
+        loop.resolved = loop.asked.recipe.resolve(
+            {**loop.resolved.choices, **choices}, loop.resolved.machine, loop.identity.model
         )
         loop.note(f"auto: steps run in fp32: {why}")
 

@@ -42,6 +42,7 @@ class Resume:
 
     Attributes:
         name: name of the checkpoint.
+        extra: the `extra` argument of the `save` that wrote the checkpoint.
         own: by rank, the `own` argument that the rank gave to `Loop.save`.
     """
 
@@ -49,10 +50,11 @@ class Resume:
         self._loaded = loaded
         self.name = loaded.name
         self._changes = check_same_job(
-            loaded, loop.job, weights_of(loop.model), loop.optimizers, loop.schedulers
+            loaded, loop.identity.job, weights_of(loop.model), loop.optimizers, loop.schedulers
         )
         self._kept: ResolvedRecipe | None = None
         self._is_due = True
+        self.extra = loaded.state["extra"]
         self.own = [own["own"] for own in loaded.own]
         self._own = loaded.own[loop.world.rank if len(loaded.own) == loop.world.size else 0]
         # If ranks read their own batches, each rank compares its own data. Otherwise the first rank
@@ -72,23 +74,23 @@ class Resume:
         same, differences = loop.world.from_first(here, "whether saved settings hold here")
         if not same:
             loop.say(f"settings are decided again on this machine: {'; '.join(differences)}")
-            return loop.requested
+            return loop.asked.recipe
         if any(change.name == "allow" for change in self._changes.taken):
-            loop.say(f"settings are decided again, with allow={loop.allow.name.lower()}")
-            return loop.requested
-        asked = {field: v for field, v in loop.requested.named().items() if v != "auto"}
+            loop.say(f"settings are decided again, with allow={loop.asked.allow.name.lower()}")
+            return loop.asked.recipe
+        asked = {field: v for field, v in loop.asked.recipe.named().items() if v != "auto"}
         strategy = asked.get("world.strategy", saved.world.strategy)
         if strategy != saved.world.strategy:  # some settings exclude some strategies
             loop.say(f"settings are decided again, with world.strategy={strategy}")
-            return loop.requested
+            return loop.asked.recipe
         _say_changes(loop, saved, asked)
         # The setting that a step may be split when memory runs out is the user's rule, not a
         # measured value. Each rank has its own device, and a device that was missing may be present
         # now.
         open_again = {
-            "memory.micro_batch": loop.requested.memory.micro_batch,
-            "world.device": loop.requested.world.device,
-            **{field: loop.requested.get(field) for field in being_measured(saved)},
+            "memory.micro_batch": loop.asked.recipe.memory.micro_batch,
+            "world.device": loop.asked.recipe.world.device,
+            **{field: loop.asked.recipe.get(field) for field in being_measured(saved)},
         }
         # The method of communication between ranks depends on the hosts that they run on now.
         if len(self._loaded.own) != loop.world.size or not _was_asked(saved, _REDUCTION):
@@ -147,12 +149,12 @@ def _was_asked(saved: ResolvedRecipe, field: str) -> bool:
 
 
 def _say_changes(loop: LoopState, saved: ResolvedRecipe, asked: Mapping[str, Any]) -> None:
-    here = {**asked, "world.device": str(device_here(loop.requested.world)[0])}
+    here = {**asked, "world.device": str(device_here(loop.asked.recipe.world)[0])}
     changed = [f"{f}={v} (was {saved.get(f)})" for f, v in asked.items() if here[f] != saved.get(f)]
     if changed:
         loop.say(f"settings differ from the checkpoint's: {', '.join(changed)}")
     left = [f for f, c in saved.choices.items() if c.reason == ASKED and f not in asked]
-    kept = [f"{f}={saved.get(f)}" for f in left if saved.get(f) != loop.requested.get(f)]
+    kept = [f"{f}={saved.get(f)}" for f in left if saved.get(f) != loop.asked.recipe.get(f)]
     if kept:
         loop.say(f"kept from the checkpoint, though not asked for now: {', '.join(kept)}")
 
@@ -161,18 +163,18 @@ def find_checkpoint(loop: LoopState, compute: Compute | None) -> None:
     """Collect the facts of the job, and apply the settings of a checkpoint, if there is one."""
     loaded = loop.resume_checkpoint
     del loop.resume_checkpoint  # frees its copy of all weights
-    loop.job = loop.world.from_first(_job_of(loop, compute))
-    loop.fresh_groups = [[dict(group) for group in o.param_groups] for o in loop.optimizers]
+    loop.identity.job = loop.world.from_first(_job_of(loop, compute))
+    loop.identity.groups = [[dict(group) for group in o.param_groups] for o in loop.optimizers]
     if loaded is not None:
         loop.resume = resume = Resume(loop, loaded)
-        loop.requested = resume.recipe(loop)
+        loop.asked.recipe = resume.recipe(loop)
         del loop.checkpointing  # it is created again with the saved settings
 
 
 def _job_of(loop: LoopState, compute: Compute | None) -> dict[str, Any]:
     return {
-        "facts": {**_facts(loop), **(loop.trainer_facts or compute_fact(compute))},
-        "told": loop.trainer_facts is not None,
+        "facts": {**_facts(loop), **(loop.identity.trainer or compute_fact(compute))},
+        "told": loop.identity.trainer is not None,
         "model": adapter_of(loop.model).lines(),
         "options": [options_of(optimizer) for optimizer in loop.optimizers],
         "schedules": [arguments_of_schedule(scheduler) for scheduler in loop.schedulers],
@@ -180,17 +182,17 @@ def _job_of(loop: LoopState, compute: Compute | None) -> dict[str, Any]:
 
 
 def _facts(loop: LoopState) -> Facts:
-    norm, value = loop.clip
-    rule = as_saved(loop.lr_rule)
+    norm, value = loop.asked.clip
+    rule = as_saved(loop.asked.lr_rule)
     return {
-        "seed": fact(loop.seed),
-        "accumulate": fact(loop.accumulate),
+        "seed": fact(loop.asked.seed),
+        "accumulate": fact(loop.asked.accumulate),
         "clip_norm": fact(norm),
         "clip_value": fact(value),
         "lr_rule": fact("none" if rule is None else ", ".join(f"{k}={v}" for k, v in rule.items())),
         "scheduler": fact(", ".join(type(s).__qualname__ for s in loop.schedulers) or "none"),
-        "allow": fact(loop.allow.name.lower()),
-        "parts": fact(", ".join(type(part).__qualname__ for part in loop.parts) or "none"),
+        "allow": fact(loop.asked.allow.name.lower()),
+        "parts": fact(", ".join(type(part).__qualname__ for part in loop.asked.parts) or "none"),
     }
 
 
@@ -203,17 +205,17 @@ def state_of(loop: LoopState, extra: Any) -> dict[str, Any]:
     return {
         "epoch": loop.epoch,
         "step": loop.step_count,
-        "step_in_epoch": loop.step_in_epoch,
-        "batch_in_epoch": loop.batch_in_epoch,
-        "job": loop.job,
+        "step_in_epoch": loop.progress.step_in_epoch,
+        "batch_in_epoch": loop.progress.batch_in_epoch,
+        "job": loop.identity.job,
         "optimizers": [strategy.state_of(optimizer, kept=keeps) for optimizer in loop.optimizers],
         "optimizer_kinds": [kind_of(optimizer) for optimizer in loop.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in loop.schedulers],
-        "parts": [part.state_dict() for part in loop.parts],
+        "parts": [part.state_dict() for part in loop.asked.parts],
         "turns": [turn.state_dict() for turn in loop.stepper.turns],
         "source": None if loop.feed.source is None else source_state(loop.feed.source),
-        "first_samples": loop.first_samples,
-        "ids": loop.ids,
+        "first_samples": loop.first_batches.samples,
+        "ids": loop.trainer.ids,
         "strategy": strategy.state_dict(),
         "extra": extra,
     }
@@ -225,7 +227,7 @@ def own_state_of(loop: LoopState, own: Any) -> dict[str, Any]:
         "random": random_state(),
         "source": None if loop.feed.source is None else loop.feed.source.state_dict(),
         "data": source_state(loop.feed.source)
-        if loop.feed.source is not None and loop.has_own_batches
+        if loop.feed.source is not None and loop.first_batches.are_own
         else None,
         "reduction": loop.stepper.strategy.own_state(),
         "own": own,
@@ -284,20 +286,23 @@ def put_back(
     for scheduler, saved in zip(loop.schedulers, state["schedulers"], strict=True):
         if not any(getattr(scheduler, "optimizer", None) is item for item in replayed):
             scheduler.load_state_dict(keeps_arguments(scheduler, saved))
-    take_over(changes, loop.optimizers, loop.fresh_groups, loop.schedulers, loop.job, state)
+    take_over(
+        changes, loop.optimizers, loop.identity.groups, loop.schedulers, loop.identity.job, state
+    )
     for saved in state["turns"]:
         turn = loop.stepper.turns.at(tuple(saved["optimizers"]))
         turn.load_state_dict(saved, same_machine=same_machine)
     for turn in loop.stepper.turns:
         turn.update.refresh()
-    for part, saved in zip(loop.parts, state.get("parts", ()), strict=True):
+    for part, saved in zip(loop.asked.parts, state.get("parts", ()), strict=True):
         part.load_state_dict(saved)
     kept = [own["reduction"] for own in loaded.own]
     strategy.load_own_states([item for item in kept if item is not None])
     strategy.load_state_dict(state.get("strategy", {}))
-    loop.epoch, loop.step_count = state["epoch"], state["step"]
-    loop.step_in_epoch, loop.batch_in_epoch = state["step_in_epoch"], state["batch_in_epoch"]
-    loop.restored_extra = state["extra"]
+    progress = loop.progress
+    progress.epoch, progress.step_count = state["epoch"], state["step"]
+    progress.step_in_epoch = state["step_in_epoch"]
+    progress.batch_in_epoch = state["batch_in_epoch"]
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

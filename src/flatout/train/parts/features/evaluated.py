@@ -105,7 +105,7 @@ class EvaluatedFeatures:
 
     def _may_have(self, source: Source) -> bool:
         """Return True if keeping features may save time. All ranks get the same result."""
-        if self._loop.allow < Parity.TOLERANT or not self._features.may_keep:
+        if self._loop.asked.allow < Parity.TOLERANT or not self._features.may_keep:
             return False
         samples = samples_of(source)
         is_random = isinstance(samples, NamedSamples) and content_of(samples) in self._random

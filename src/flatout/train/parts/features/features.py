@@ -192,7 +192,7 @@ class FrozenFeatures:
     def _is_due(self, epoch: int) -> bool:
         loop, tuner = self._loop, self._loop.tuner
         is_due = self._is_open and epoch > self._decided_in
-        is_settled = not loop.is_other_job and (tuner is None or not tuner.is_searching)
+        is_settled = not loop.progress.is_other_job and (tuner is None or not tuner.is_searching)
         return is_due and is_settled and self.may_keep
 
     def _is_hopeless(self, source: Source) -> bool:
@@ -256,7 +256,9 @@ class FrozenFeatures:
             self._tell(Choice(None, f"nothing kept: {result}"))
         if result or not cuts or batch is None:
             return
-        left = None if loop.planned_epochs is None else loop.planned_epochs - epoch
+        left = (
+            None if loop.progress.planned_epochs is None else loop.progress.planned_epochs - epoch
+        )
         # Backward takes about twice as long as forward.
         choice = self.choose(source, cuts, batch, left, 3)
         name = loop.world.from_first("" if choice.kept is None else choice.kept.name)
@@ -290,13 +292,13 @@ class FrozenFeatures:
         if not available():
             return f"Flatout's C extensions are not built: {INSTALL}"
         if loop.meets_in_compute:
-            strategy = loop.requested.world.strategy
+            strategy = loop.asked.recipe.world.strategy
             return f"world.strategy={strategy} leaves each rank a part of the model"
         if batch is None or (batch.indices is None and isinstance(samples, Numbered)):
             return "the source does not number its samples"
         if batch.is_jagged:
             return NO_ROWS
-        if loop.allow < Parity.TOLERANT:
+        if loop.asked.allow < Parity.TOLERANT:
             return 'allow="exact": other batches may round otherwise'
         if loop.settings_of(self._model).compile != "off":
             return "the model is compiled"
@@ -393,7 +395,9 @@ class FrozenFeatures:
         costs = Costs(decoding_s, 0, 3 * forward_s / few.size, size / rate, beside)
         saved_s, read_s = costs.saved_s, costs.read_s
         option = FeatureOption("decoded pixels", saved_s, size, 1, read_s, room(where))
-        left = None if loop.planned_epochs is None else loop.planned_epochs - epoch
+        left = (
+            None if loop.progress.planned_epochs is None else loop.progress.planned_epochs - epoch
+        )
         choice = choose([option], source.samples, left, costs.plain_s)
         if choice.kept is None or choice.share < 1:
             return False
@@ -420,7 +424,7 @@ class FrozenFeatures:
         loop = self._loop
         self._say(self.line)
         assert loop.resolved is not None
-        if where and self._cut is not None and loop.requested.input.features == "auto":
+        if where and self._cut is not None and loop.asked.recipe.input.features == "auto":
             result = RecipeChoice(value=where, reason=self.line, parity=Parity.TOLERANT)
             choices = {**loop.resolved.choices, "input.features": result}
-            loop.resolved = loop.requested.resolve(choices, loop.resolved.machine)
+            loop.resolved = loop.asked.recipe.resolve(choices, loop.resolved.machine)

@@ -59,7 +59,7 @@ class ModelRows:
     """
 
     def __init__(self, loop: LoopState, model: nn.Module) -> None:
-        self.where: Any = loop.requested.input.features
+        self.where: Any = loop.asked.recipe.input.features
         self.contents: WeakKeyDictionary[Source, str] = WeakKeyDictionary()
         self._named: dict[str, NamedSlots | None] = {}  # by content
         self._loop, self.model = loop, model
