@@ -95,6 +95,24 @@ class FitData(NamedTuple):
     validation_batch_size: int | None
 
 
+class FitOptions(NamedTuple):
+    """The arguments of `Trainer.fit` other than its data.
+
+    Attributes:
+        largest_batch: whether the batch size is the largest that fits in memory.
+    """
+
+    largest_batch: bool
+    epochs: int
+    verbose: int | str
+    callbacks: Any
+    initial_epoch: int
+    validation_freq: int | Collection[int]
+    drop_last: bool
+    max_steps: int | None
+    progress: bool | None
+
+
 class Objective:
     """A model with the loss, metrics, optimizer and schedule that a Trainer was given.
 
@@ -251,7 +269,7 @@ class Objective:
 
     # -- training ----------------------------------------------------------------------------------
 
-    def fit_as_written(self, data: FitData, loop: Loop, **arguments: Any) -> History | None:
+    def fit_as_written(self, data: FitData, loop: Loop, options: FitOptions) -> History | None:
         """Run the model's own fit if its class overrides fit or a step; else return None."""
 
     def job(self, loop: Loop, source: Source | None, *, training: bool) -> Job:

@@ -30,7 +30,7 @@ from flatout.train.loop import Loop
 from flatout.train.losses.metrics import Given
 from flatout.train.model_ids import ModelIds, learn_ids, make_room
 from flatout.train.notebook.notebook import check_ranks_asked, on_ranks
-from flatout.train.objective import FitData, Objective
+from flatout.train.objective import FitData, FitOptions, Objective
 from flatout.train.part import Part
 from flatout.train.run_folder import run_of_command
 from flatout.train.signature import (
@@ -51,10 +51,7 @@ from flatout.train.tables.tables import device_asserts_explained
 from flatout.train.terms import TERMS
 from flatout.train.worst import Worst, worst
 from flatout.words import rounded
-from flatout.world import World, comes_back
-
-# Number of fits that this process has completed.
-_fits = 0
+from flatout.world import World, comes_back, count_finished_fit, finished_fits
 
 
 class Trainer:
@@ -300,79 +297,84 @@ class Trainer:
             CheckpointError: where a checkpoint cannot be written or does not fit.
             Interrupted: after Ctrl-C or SIGTERM, once the checkpoint is written (exits 130 or 143).
         """
-        global _fits
-        if _fits == 0 and comes_back():
+        if comes_back() and not finished_fits():
             # The other ranks have just written a checkpoint, after the evaluation of a warm start.
             resume, self._is_warm = True, False
-        objective, is_auto = self.objective, batch_size == "auto"
         size = None if batch_size == "auto" else batch_size
         data = FitData(
             x, y, size, validation_split, validation_data, shuffle, class_weight,
             sample_weight, steps_per_epoch, validation_steps, validation_batch_size,
         )  # fmt: skip
-        if is_auto:
-            check_is_open(objective, x, y, self.loop)
-        written = objective.fit_as_written(
-            data, self.loop, epochs=epochs, verbose=verbose, callbacks=callbacks,
-            initial_epoch=initial_epoch, validation_freq=validation_freq,
+        options = FitOptions(
+            batch_size == "auto", epochs, verbose, callbacks, initial_epoch, validation_freq,
+            drop_last, max_steps, progress,
         )  # fmt: skip
-        if written is not None:
-            self.history = written
-            return written
-        # A small batch may drop samples that a larger batch can use.
-        drops = drop_last and not is_auto
+        if options.largest_batch:
+            check_is_open(self.objective, x, y, self.loop)
+        history = self.objective.fit_as_written(data, self.loop, options)
+        while history is None:
+            before, source, validation = self._prepare_fit(data, options, resume)
+            history = self._run_fit(options, source, validation)
+            resume = True  # if killed ranks rejoin, all ranks go on from the newest checkpoint
+        self.history = history
+        if before and (line := compared(before, history)):
+            history.notes.append(line)
+            self.loop.say(line)
+        return history
+
+    def _prepare_fit(
+        self, data: FitData, options: FitOptions, resume: bool | str
+    ) -> tuple[dict[str, float], Source, Source | None]:
+        objective = self.objective
         folder, self._folder = self._folder, None
         own = {"run": folder, "resume": True} if folder else run_of_command(self._run, resume)
         self.loop = self._new_loop(**own)
-        objective.fits_before = objective.count_fits(self.loop, initial_epoch, bool(own["resume"]))
+        objective.fits_before = objective.count_fits(
+            self.loop, options.initial_epoch, bool(own["resume"])
+        )
+        # A small batch may drop samples that a larger batch can use.
+        drops = options.drop_last and not options.largest_batch
         source, validation = objective.to_fit(data, self.loop, drop_last=drops)
         if self.optimizer is None and isinstance(source, Pipeline) and source.id_columns:
             self._know(objective.build(source, self.loop))  # creates the model's tables
-        before = self._before_training(validation, validation_steps)
+        before = self._before_training(validation, data.validation_steps)
         source, validation = self.learn(source, validation)
         self._know(objective.build(source, self.loop))
-        before = before or self._before_training(validation, validation_steps)
-        if is_auto:
-            source = self._in_largest_batches(data, source, drop_last=drop_last)
+        before = before or self._before_training(validation, data.validation_steps)
+        if options.largest_batch:
+            source = self._in_largest_batches(data, source, drop_last=options.drop_last)
         objective.weigh_classes(source, self.loop, self.classes)
-        source = objective.cut(source, steps_per_epoch, self.loop)
+        source = objective.cut(source, data.steps_per_epoch, self.loop)
         if validation is not None:
-            validation = objective.cut(validation, validation_steps, self.loop, restarts=True)
-        shown = progress_of(verbose) if progress is None else progress
-        ours, theirs = objective.split_callbacks(callbacks)
-        first = first_epoch(initial_epoch)
-        self._fit = Fit(
-            self, objective, source, validation, epochs, ours, shown, first, validation_freq,
-            max_steps,
+            validation = objective.cut(validation, data.validation_steps, self.loop, restarts=True)
+        return before, source, validation
+
+    def _run_fit(
+        self, options: FitOptions, source: Source, validation: Source | None
+    ) -> History | None:
+        objective = self.objective
+        ours, theirs = objective.split_callbacks(options.callbacks)
+        first = first_epoch(options.initial_epoch)
+        shown = progress_of(options.verbose) if options.progress is None else options.progress
+        self._fit = fit = Fit(
+            self, objective, source, validation, options.epochs, ours, shown, first,
+            options.validation_freq, options.max_steps,
         )  # fmt: skip
-        follow = objective.begin(self._fit.state, self._fit.job, theirs, first, verbose)
-        self._fit.callbacks[:0] = follow
-        self.history = self._fit.state.history  # partial, should fit end in an error
+        fit.callbacks[:0] = objective.begin(fit.state, fit.job, theirs, first, options.verbose)
+        self.history = fit.state.history  # partial, should the fit end in an error
         self.history.largest_batch = self.loop.trainer.largest_batch
         # A rank that rejoins starts at the first fit of its script.
-        self._fit.may_take_back = _fits == 0
+        fit.may_take_back = not finished_fits()
         with device_asserts_explained(self.model):
             try:
-                self._fit.run()
+                fit.run()
             finally:
                 objective.end()
-        if self._fit.takes_back:
+        if fit.takes_back:
             self.world().take_back()
             self._folder = self.loop.run
-            return self.fit(
-                x, y, batch_size=batch_size, epochs=epochs, verbose=verbose, callbacks=callbacks,
-                validation_split=validation_split, validation_data=validation_data,
-                shuffle=shuffle, class_weight=class_weight, sample_weight=sample_weight,
-                initial_epoch=initial_epoch, steps_per_epoch=steps_per_epoch,
-                validation_steps=validation_steps, validation_batch_size=validation_batch_size,
-                validation_freq=validation_freq, drop_last=drop_last, max_steps=max_steps,
-                progress=progress,
-                resume=True,
-            )  # fmt: skip
-        _fits += 1
-        if before and (line := compared(before, self.history)):
-            self.history.notes.append(line)
-            self.loop.say(line)
+            return None
+        count_finished_fit()
         return self.history
 
     def _in_largest_batches(self, data: FitData, source: Source, *, drop_last: bool) -> Source:

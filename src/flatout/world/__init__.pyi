@@ -5,6 +5,8 @@ from flatout.world.cpus import own_cpus as own_cpus
 from flatout.world.cpus import share_cpus as share_cpus
 from flatout.world.dropped import are_back as are_back
 from flatout.world.dropped import comes_back as comes_back
+from flatout.world.dropped import count_finished_fit as count_finished_fit
+from flatout.world.dropped import finished_fits as finished_fits
 from flatout.world.hangs.collective_log import CollectiveLog as CollectiveLog
 from flatout.world.hangs.stacks import process_state as process_state
 from flatout.world.launch import first_failure as first_failure

@@ -31,6 +31,7 @@ _STORE_S, _LOOK_EVERY_S = 10.0, 0.05
 
 _said: set[int] = set()
 _times = 0
+_finished_fits = 0
 
 
 def may_end(ranks: Collection[int]) -> None:
@@ -66,6 +67,20 @@ def are_back(ranks: Collection[int]) -> bool:
 def comes_back() -> bool:
     """Return True if this rank was restarted alone."""
     return COMES_BACK in os.environ
+
+
+def finished_fits() -> int:
+    """Return the number of fits that this process has finished.
+
+    A rank that was restarted alone begins its script again, so it can rejoin the first fit only.
+    """
+    return _finished_fits
+
+
+def count_finished_fit() -> None:
+    """Count a fit that has ended without an error."""
+    global _finished_fits
+    _finished_fits += 1
 
 
 def register_return(rank: int) -> str:

@@ -47,7 +47,7 @@ from flatout.train.losses.class_counts import (
 )
 from flatout.train.losses.confusion import ConfusionCount
 from flatout.train.losses.sample_loss import SampleLoss, of_compiled
-from flatout.train.objective import FitData, Objective
+from flatout.train.objective import FitData, FitOptions, Objective
 from flatout.train.predict import predict
 from flatout.train.ranks import agreed
 from flatout.train.signature import Signature
@@ -260,7 +260,7 @@ class CompiledObjective(Objective):
         self._warm_start = None
         return signature
 
-    def fit_as_written(self, data: FitData, loop: Loop, **arguments: Any) -> History | None:
+    def fit_as_written(self, data: FitData, loop: Loop, options: FitOptions) -> History | None:
         """Run a model in Keras' loop if its class overrides fit or a step; else return None."""
         own = own_method(self.model, "fit")
         if data.validation_data is not None or data.validation_split:
@@ -276,7 +276,14 @@ class CompiledObjective(Objective):
         self._check_is_keras_data(own, data.x, data.validation_data)
         self._say_as_written(loop, own)
         weights = self._given_weights(data.class_weight, data.y, loop)
-        theirs = self.model.fit(**data._replace(class_weight=weights)._asdict(), **arguments)
+        theirs = self.model.fit(
+            **data._replace(class_weight=weights)._asdict(),
+            epochs=options.epochs,
+            verbose=options.verbose,
+            callbacks=options.callbacks,
+            initial_epoch=options.initial_epoch,
+            validation_freq=options.validation_freq,
+        )
         history = KerasHistory(batch_size=data.batch_size or 32)
         history.epochs = [
             {name: values[n] for name, values in theirs.history.items() if n < len(values)}
