@@ -27,6 +27,7 @@ from flatout.data.planner import FirstSamples
 from flatout.data.randomness import batch_seed
 from flatout.data.sources.datasets.dataset_source import DatasetSource
 from flatout.data.sources.datasets.iterable import IterableSource, length_of, name_digest
+from flatout.data.sources.datasets.kept_workers import KeptWorkers
 from flatout.data.sources.datasets.tuned_dataset import OTHER_VALUES, SILENT_S, TunedDatasetSource
 from flatout.data.sources.datasets.whole_batches import same_batch
 from flatout.data.sources.datasets.worker_errors import named_faults
@@ -100,7 +101,8 @@ def dataset(
             a thread; a number: by this number of processes; "auto": starts with 0 and keeps the
             fastest while batches are used. An iterable Dataset is read by one process at most,
             since each of several would return all samples. It is read by several if its class
-            calls `get_worker_info` to split the samples.
+            calls `get_worker_info` to split the samples. Processes are kept over epochs if the
+            Dataset can be copied.
         pin_memory: batches in pinned memory, for copies to an accelerator; without one, no effect.
         clip_batch: a batch larger than the data becomes the data instead of an error.
         collate: makes a batch from a list of samples; torch's `default_collate` if None.
@@ -150,16 +152,18 @@ def _iterable_dataset(
         num_workers=processes,
         collate_fn=collate,
         pin_memory=pin_memory and torch.accelerator.is_available(),
-        # New workers every epoch: workers that persist would not get `set_epoch`.
-        persistent_workers=False,
         generator=generator,
     )
     # Each of several processes may end with a smaller batch, so the number is not known.
     steps = length_of(loader) if processes < 2 else None
 
+    kept = KeptWorkers(loader) if processes else None
+
     def begin(epoch: int) -> Iterator[Any]:
-        generator.manual_seed(batch_seed(seed, epoch, 0))
         _set_epoch(epoch, samples)
+        if kept is not None:
+            return kept.epoch(batch_seed(seed, epoch, 0))
+        generator.manual_seed(batch_seed(seed, epoch, 0))
         return iter(loader)
 
     return IterableSource(
