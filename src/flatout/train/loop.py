@@ -12,13 +12,13 @@
 `compute(batch)` runs forward and loss of one batch and returns a mean over its samples, or (sum,
 weight).
 
-    loop_state.py      the state of a Loop
-    decide.py          settings, decided on the first batches
-    start_tuning.py    settings, decided on the job's steps
-    checkpointing.py   the run folder
-    resume/            continuing from a checkpoint in the run folder
-    step.py            one optimizer step
-    parts/             objects that act around a step
+    loop_state.py: the state of a Loop.
+    decide.py: settings, decided on the first batches.
+    start_tuning.py: settings, decided on the job's steps.
+    checkpointing.py: the run folder.
+    resume/: continuing from a checkpoint in the run folder.
+    step.py: one optimizer step.
+    parts/: objects that act around a step.
 """
 
 from __future__ import annotations
