@@ -5,7 +5,6 @@ import math
 import pickle
 import sys
 from collections import OrderedDict
-from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from flatout.cures.sample_store import Store, form_of
 from flatout.cures.self_test import check
 from flatout.data.digests.unchanged import Attributes
 from flatout.errors import FlatoutError
-from flatout.recipe import FIELDS, PLAIN, SETTINGS, Choice, Parity, Recipe
+from flatout.recipe import FIELDS, PLAIN, Choice, Parity, Recipe
 
 
 def test_fields_that_are_open_or_as_in_plain_torch_ask_for_nothing():
@@ -54,9 +53,18 @@ def test_fp32_and_no_workers_are_asked_for_by_name_but_not_by_a_resolved_recipe(
 
 
 def test_each_cure_is_found_by_its_name():
-    for field in CURES:
-        cure = SETTINGS[field].cure
-        assert callable(resolve_name(cure) if isinstance(cure, str) else cure), field
+    assert set(CURES) <= set(FIELDS)
+    for field, cure in CURES.items():
+        assert callable(cure.load()), field
+    around = sorted((cure.around, field) for field, cure in CURES.items() if cure.around)
+    assert [field for _, field in around] == [
+        "script.features",
+        "compute.rewrites",
+        "compute.compile",
+        "compute.memory_format",
+        "compute.precision",
+        "script.evaluation",
+    ]
 
 
 def test_hooks_leave_the_step_of_a_model_as_it_is():

@@ -134,53 +134,41 @@ def known(field):
         facts += ["not in graph"] * (not live.in_graph)
     if one.trial is not None:
         facts.append("tried" if one.trial.why else "searched")
-    if one.cure is not None:
-        around = f" around {one.around}" if one.around else ""
-        facts.append(f"cure{' of plain' * one.cures_plain}{around}")
     names = ("of_input", "in_epochs", "fills", "between_steps")
     return ", ".join([*facts, *(name for name in names if getattr(one, name))])
 
 
 KNOWN = {
-    "compute.precision": "auto fp32, live step, in features, tried, cure of plain around 5",
+    "compute.precision": "auto fp32, live step, in features, tried",
     "compute.fp32_operators": "auto off, live step layer 4, in features, tried",
-    "compute.memory_format": "auto contiguous, live seldom, in features, tried, cure around 4",
-    "compute.rewrites": "auto off, live step layer 2, tried, cure around 2",
+    "compute.memory_format": "auto contiguous, live seldom, in features, tried",
+    "compute.rewrites": "auto off, live step layer 2, tried",
     "compute.fused_norms": "auto off, live step layer 3, in features, not in graph, tried",
-    "compute.fused_optimizer": "auto off, live step, not in passes, tried, cure",
-    "compute.touched_rows": "auto off, live step layer 6, not in graph, tried, cure",
-    "compute.compile": "auto off, live once layer 5, not in graph, searched, cure around 3",
+    "compute.fused_optimizer": "auto off, live step, not in passes, tried",
+    "compute.touched_rows": "auto off, live step layer 6, not in graph, tried",
+    "compute.compile": "auto off, live once layer 5, not in graph, searched",
     "compute.capture": "auto off, live once",
     "compute.cuda_graph": "auto off, live step, not in passes, tried",
     "compute.cudnn_benchmark": "auto off, live seldom, not in passes, tried",
-    "compute.matmul_precision": "auto highest, live step, tried, cure",
+    "compute.matmul_precision": "auto highest, live step, tried",
     "memory.micro_batch": "auto whole",
     "memory.activation_checkpointing": "live step layer 1, not in graph",
-    "memory.allocator": "auto default, live once, not in passes, tried, cure",
-    "process.threads": "auto None, live seldom, not in passes, searched, cure",
-    "process.interop_threads": "cure",
-    "process.affinity": "cure",
-    "process.flush_denormals": "cure",
-    "input.workers": "auto 0, searched, cure of plain, of_input",
-    "input.pin_memory": "auto off, searched, cure, of_input",
+    "memory.allocator": "auto default, live once, not in passes, tried",
+    "process.threads": "auto None, live seldom, not in passes, searched",
+    "input.workers": "auto 0, searched, of_input",
+    "input.pin_memory": "auto off, searched, of_input",
     "input.on_device": "auto off",
     "input.features": "auto off",
     "world.device": "auto cpu",
     "world.micro_batches": "auto 0, live step",
     "world.reduction": "auto all_reduce",
     "save.asynchronous": "between_steps",
-    "script.persistent_workers": "searched, cure, of_input, in_epochs",
-    "script.cache": "cure, of_input, in_epochs, fills",
-    "script.features": "cure around 1, fills",
-    "script.zero_grad": "cure",
-    "script.garbage": "searched, cure",
-    "script.empty_cache": "cure",
-    "script.host_syncs": "cure",
-    "script.log_every": "cure",
-    "script.evaluation": "cure around 6, in_epochs, between_steps",
-    "script.cudnn_benchmark": "searched, cure",
-    "script.unused_parameters": "cure",
-    "script.gradient_sync": "cure",
+    "script.persistent_workers": "searched, of_input, in_epochs",
+    "script.cache": "of_input, in_epochs, fills",
+    "script.features": "fills",
+    "script.garbage": "searched",
+    "script.evaluation": "in_epochs, between_steps",
+    "script.cudnn_benchmark": "searched",
 }
 
 

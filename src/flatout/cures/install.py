@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
-from pkgutil import resolve_name
 from typing import Any
 
 from flatout.console import first_line
 from flatout.cures import record
+from flatout.cures.by_field import CURES
 from flatout.cures.steps import ScriptSteps
 from flatout.hooks import skip_our_frames, when_imported
 from flatout.recipe import FIELDS, SETTINGS, Recipe
 
 UNDO = "FLATOUT_UNDO"
 """Environment variable in which `flatout run` passes `cures.start` how to undo a cure, in words."""
-
-CURES = [field for field, setting in SETTINGS.items() if setting.cure is not None]
-"""Fields of a Recipe that can apply to a script written without Flatout."""
 
 
 def wanted(recipe: Recipe) -> dict[str, Any]:
@@ -30,9 +27,9 @@ def wanted(recipe: Recipe) -> dict[str, Any]:
     named = recipe.named()
     is_whole = set(FIELDS) - {"process.threads"} <= set(named)
     hooks = {}
-    for field in CURES:
-        setting, value = SETTINGS[field], named.get(field, "auto")
-        is_change = value != setting.plain or (setting.cures_plain and not is_whole)
+    for field, cure in CURES.items():
+        value = named.get(field, "auto")
+        is_change = value != SETTINGS[field].plain or (cure.of_plain and not is_whole)
         if value != "auto" and is_change:
             hooks[field] = value
     return hooks
@@ -93,11 +90,11 @@ def _hook_each(torch: Any, asked: dict[str, Any]) -> None:
     steps = ScriptSteps(asked)
     steps.watch(torch)
     # Wrappers of a model's calls come first, the innermost wrapper before outer wrappers.
-    settings = sorted((SETTINGS[field] for field in asked), key=lambda value: value.around or 99)
-    cures = {setting.cure: setting.around for setting in settings if setting.cure is not None}
+    cures = sorted((CURES[field] for field in asked), key=lambda cure: cure.around or 99)
+    functions = {cure.load(): cure.around for cure in cures}
     around = []
-    for cure, is_around in cures.items():
-        made = (resolve_name(cure) if isinstance(cure, str) else cure)(torch, steps)
+    for function, is_around in functions.items():
+        made = function(torch, steps)
         if is_around and made is not None:
             around.append(made)
     if around:

@@ -93,12 +93,6 @@ class Setting:
         learns: the one value that changes what is learned, if the other values do not.
         trial: trial of a value other than the plain one.
         live: how a live model switches to a value; None if that needs a new process or Loop.
-        cure: applies the setting to a script written without Flatout: a function of torch and
-            cures.ScriptSteps, or its name as for pkgutil.resolve_name. Settings with the same
-            function share one call.
-        around: position of the wrapper that `cure` returns around calls of the script's models,
-            the lowest first; 0 for a cure without such a wrapper.
-        cures_plain: the plain value is a cure too, since a script may be written otherwise.
         unmeasured: returns the value of `auto` without measurement, and why, given the Switch.
         written: returns the script's own value from its Observation; None if unknown.
         of_input: it concerns the input alone, and may change only random numbers of the input.
@@ -113,9 +107,6 @@ class Setting:
     learns: Value = None
     trial: Trial | None = None
     live: Live | None = None
-    cure: str | Callable[[Any, Any], Any] | None = None
-    around: int = 0
-    cures_plain: bool = False
     unmeasured: Callable[[Any], tuple[Value, str]] | None = None
     written: Callable[[Any], Value] = lambda seen: None
     of_input: bool = False

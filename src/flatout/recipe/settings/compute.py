@@ -1,6 +1,6 @@
 """The section `compute`: how the arithmetic of a step runs."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.recipe.parity import ModelFacts, Parity, redrawn_if
 from flatout.recipe.setting import Flag, Live, Section, Switch, Trial, setting
@@ -17,12 +17,6 @@ def _memory_format(facts: ModelFacts) -> Parity:
     return redrawn_if(facts.draws_from_a_stream and facts.draws_by_layout, Parity.TOLERANT)
 
 
-def _set_matmul_precision(torch: Any, steps: Any) -> None:
-    precision = steps.asked["compute.matmul_precision"]
-    torch.set_float32_matmul_precision(precision)
-    steps.took("compute.matmul_precision", f"matmul {precision}")
-
-
 class Compute(Section):
     """How the arithmetic of a step runs."""
 
@@ -37,9 +31,6 @@ class Compute(Section):
             "bf16", lambda job: job.could_use_bf16, why="bf16 units are there", by_size=False
         ),
         live=Live(in_features=True),
-        cure="flatout.cures.precision:autocast",
-        around=5,
-        cures_plain=True,
     )
     fp32_operators: Switch = setting(
         "auto",
@@ -74,8 +65,6 @@ class Compute(Section):
             switches="seldom",
             in_features=True,
         ),
-        cure="flatout.cures.memory_format:channels_last",
-        around=4,
     )
     rewrites: Switch = setting(
         "auto",
@@ -87,8 +76,6 @@ class Compute(Section):
         words="rewrites",
         trial=Trial("on", lambda job: job.has_rewrites, why="less memory traffic"),
         live=Live(lambda at, value: at.rewrite(), layer=2),
-        cure="flatout.cures.rewrites:cure",
-        around=2,
     )
     fused_norms: Switch = setting(
         "auto",
@@ -113,7 +100,6 @@ class Compute(Section):
             may_change=True,
             in_passes=False,
         ),
-        cure="flatout.cures.fused:fuse_steps",
     )
     touched_rows: Switch = setting(
         "auto",
@@ -134,7 +120,6 @@ class Compute(Section):
             "on", lambda job: job.has_large_tables, why="a batch reads few of the tables' rows"
         ),
         live=Live(lambda at, value: at.touch_rows(), layer=6, in_graph=False),
-        cure="flatout.cures.touched_rows:step_rows",
     )
     bf16_tables: Literal["rounded", "split"] = setting(
         "rounded",
@@ -157,8 +142,6 @@ class Compute(Section):
         words="torch.compile",
         trial=Trial("on", lambda job: job.can_compile),
         live=Live(lambda at, value: at.compile(), layer=5, switches="once", in_graph=False),
-        cure="flatout.cures.compile:cure",
-        around=3,
     )
     capture: Switch = setting(
         "auto",
@@ -224,7 +207,6 @@ class Compute(Section):
             now=lambda at: at.matmul_precision(),
         ),
         unmeasured=lambda at: (at.now.matmul_precision, "plain"),
-        cure=_set_matmul_precision,
     )
     dropout: Literal["torch", "by_sample"] = setting(
         "torch",

@@ -30,8 +30,6 @@ class Input(Section):
         unmeasured=lambda at: (0, "plain, until batches are waited for"),
         written=lambda seen: seen.workers,
         of_input=True,
-        cure="flatout.cures.loaders:Loaders",
-        cures_plain=True,
     )
     pin_memory: Switch = setting(
         "auto",
@@ -44,7 +42,6 @@ class Input(Section):
             ("on", "copies overlap") if at.device.type == "cuda" else ("off", "no GPU")
         ),
         of_input=True,
-        cure="flatout.cures.loaders:Loaders",
     )
     on_device: Switch = setting(
         "auto",

@@ -50,5 +50,4 @@ class Memory(Section):
             in_passes=False,
         ),
         unmeasured=lambda at: (at.now.allocator, "as the process started"),
-        cure="flatout.cures.process:keep_memory",
     )

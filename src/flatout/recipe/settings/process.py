@@ -47,7 +47,6 @@ class Process(Section):
         ),
         unmeasured=lambda at: (at.torch.get_num_threads(), "torch's own"),
         written=lambda seen: seen.threads,
-        cure="flatout.cures.process:set_up",
     )
     interop_threads: Literal["default"] | Positive = setting(
         "default",
@@ -56,7 +55,6 @@ class Process(Section):
         # No operator of a step is divided among these threads, so no sum changes its order.
         parity=Parity.EXACT,
         words="{} interop threads",
-        cure="flatout.cures.process:set_up",
     )
     affinity: Literal["per_rank", "off"] | CpuList = setting(
         "per_rank",
@@ -65,7 +63,6 @@ class Process(Section):
         "bound.",
         parity=Parity.EXACT,
         words="CPUs {}",
-        cure="flatout.cures.process:set_up",
     )
     flush_denormals: Denormals = setting(
         "default",
@@ -73,5 +70,4 @@ class Process(Section):
         "leaves it as the process has it: torch begins with `off`.",
         parity=Parity.TOLERANT,
         words="denormals flushed",
-        cure="flatout.cures.process:set_up",
     )

@@ -1,17 +1,9 @@
 """The section `script`: changes of a script that was written without Flatout."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from flatout.recipe.parity import Parity, redrawn_if
 from flatout.recipe.setting import Section, Steps, Trial, setting
-
-
-def _benchmark_cudnn(torch: Any, steps: Any) -> None:
-    if torch.backends.cudnn.is_available():
-        torch.backends.cudnn.benchmark = True
-        steps.took("script.cudnn_benchmark", "cuDNN benchmark")
-    else:
-        steps.leave("script.cudnn_benchmark", "there is no cuDNN here")
 
 
 class Script(Section):
@@ -26,7 +18,6 @@ class Script(Section):
         trial=Trial("on", lambda job: job.restarts_workers),
         of_input=True,
         in_epochs=True,
-        cure="flatout.cures.loaders:Loaders",
     )
     cache: Literal["as_written", "memory"] = setting(
         "as_written",
@@ -38,7 +29,6 @@ class Script(Section):
         of_input=True,
         in_epochs=True,
         fills=True,
-        cure="flatout.cures.cache:keep_samples",
     )
     features: Literal["as_written", "memory", "disk"] = setting(
         "as_written",
@@ -48,15 +38,12 @@ class Script(Section):
         parity=Parity.TOLERANT,
         words="features of frozen layers kept",
         fills=True,
-        cure="flatout.cures.features:cure",
-        around=1,
     )
     zero_grad: Literal["as_written", "set_to_none"] = setting(
         "as_written",
         "`set_to_none` drops gradients where the script fills them with zeros.",
         parity=Parity.EXACT,
         words="gradients set to None",
-        cure="flatout.cures.zero_grad:drop_gradients",
     )
     garbage: Literal["as_written", "scheduled"] = setting(
         "as_written",
@@ -65,14 +52,12 @@ class Script(Section):
         parity=Parity.EXACT,
         words="garbage collection scheduled",
         trial=Trial("scheduled", lambda job: True),
-        cure="flatout.cures.garbage:Garbage",
     )
     empty_cache: Literal["as_written", "skip"] = setting(
         "as_written",
         "`skip` lets the device's allocator keep its memory in each step.",
         parity=Parity.EXACT,
         words="no empty_cache",
-        cure="flatout.cures.empty_cache:skip_empty_cache",
     )
     host_syncs: Literal["as_written", "deferred"] = setting(
         "as_written",
@@ -80,7 +65,6 @@ class Script(Section):
         "for.",
         parity=Parity.EXACT,
         words="numbers read when they are used",
-        cure="flatout.cures.host_syncs:defer",
     )
     log_every: Steps = setting(
         None,
@@ -88,7 +72,6 @@ class Script(Section):
         "written.",
         parity=Parity.EXACT,
         words="a log line every {} steps",
-        cure="flatout.cures.log_every:Log",
     )
     evaluation: Literal["as_written", "no_grad"] = setting(
         "as_written",
@@ -97,8 +80,6 @@ class Script(Section):
         words="evaluation without gradients",
         in_epochs=True,
         between_steps=True,
-        cure="flatout.cures.evaluation:without_graph",
-        around=6,
     )
     cudnn_benchmark: Literal["as_written", "on"] = setting(
         "as_written",
@@ -107,7 +88,6 @@ class Script(Section):
         parity=Parity.TOLERANT,
         words="cuDNN benchmark",
         trial=Trial("on", lambda job: job.has_gpu and job.has_convolutions),
-        cure=_benchmark_cudnn,
     )
     unused_parameters: Literal["as_written", "no_search"] = setting(
         "as_written",
@@ -115,7 +95,6 @@ class Script(Section):
         "where all have one.",
         parity=Parity.EXACT,
         words="no search for unused parameters",
-        cure="flatout.cures.ddp:Search",
     )
     gradient_sync: Literal["as_written", "last_backward"] = setting(
         "as_written",
@@ -124,5 +103,4 @@ class Script(Section):
         # The same gradients, summed in another order.
         parity=Parity.TOLERANT,
         words="gradients summed once per step",
-        cure="flatout.cures.ddp:Accumulation",
     )
