@@ -1,6 +1,7 @@
 """What holds for all tests: no measured answer from elsewhere, no request from the environment."""
 
 import itertools
+import math
 import os
 import random
 import re
@@ -8,6 +9,7 @@ import signal
 import sys
 import time
 import warnings
+from collections import defaultdict
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,6 +33,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 _numbers = itertools.count()
 _BEGAN = time.monotonic()
 _STATE, _THREADS = pytest.StashKey[dict](), pytest.StashKey[int | None]()
+# A test with this number of sets of parameters, or more, is in the default part with a quarter of
+# them. The other sets are slow tests.
+_MANY_SETS, _QUICK_SHARE = 4, 0.25
 # Folders whose tests fail if they leave the process changed; other tests get a warning.
 _LEAVE_NOTHING = {"data", "devices", "measure", "models", "optim", "recipe", "save", "train"}
 _leaks: dict[str, list[str]] = {}
@@ -47,12 +52,27 @@ def pytest_report_header(config):
     return f"order of the tests: --order {seed}" if seed else "order of the tests: as written"
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True, wrapper=True)
 def pytest_collection_modifyitems(config, items):
+    if not any("[" in name for name in config.args):  # tests that are named run
+        _mark_many_sets_as_slow(items)
+    result = yield
     seed = config.getoption("order")
     if seed:
         # Drawn from the names, so that each worker process finds the same order.
         items.sort(key=lambda item: (_place(seed, item.path.name), _place(seed, item.nodeid)))
+    return result
+
+
+def _mark_many_sets_as_slow(items):
+    families = defaultdict(list)
+    for item in items:
+        families[item.nodeid.partition("[")[0]].append(item)
+    for family in families.values():
+        if len(family) >= _MANY_SETS and "combinations" not in family[0].path.parts:
+            family.sort(key=lambda item: _place("quick", item.nodeid))
+            for item in family[math.ceil(len(family) * _QUICK_SHARE) :]:
+                item.add_marker(pytest.mark.slow)
 
 
 def _place(seed, name):

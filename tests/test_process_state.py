@@ -93,6 +93,7 @@ def order_of(printed):
     return [words[0] for words in lines if words[1:2] == ["PASSED"]]
 
 
+@pytest.mark.slow
 def test_a_seed_gives_an_order_in_which_files_stay_whole(tried):
     written, *shuffled = [tried("--order", seed) for seed in ("", "1", "1", "2", "3", "4")]
     assert order_of(written) == sorted(order_of(written), key=lambda name: name[:9])
@@ -105,12 +106,14 @@ def test_a_seed_gives_an_order_in_which_files_stay_whole(tried):
         assert len(list(itertools.groupby(order, key=lambda name: name[:9]))) == 2
 
 
+@pytest.mark.slow
 def test_no_test_begins_after_the_time_limit(tried):
     printed = tried("--minutes", "0")
     assert "6 skipped" in printed
     assert "error" not in printed
 
 
+@pytest.mark.slow
 def test_a_test_that_leaks_fails_and_so_does_its_rerun(tried):
     printed = tried("--reruns", "1", "test_a.py")
     assert "ERROR at teardown of test_two" in printed

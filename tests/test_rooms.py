@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import flatout
 
 ROOT = Path(flatout.__file__).parent
@@ -29,6 +31,7 @@ def test_names_of_other_rooms_come_from_the_room():
     assert around == []
 
 
+@pytest.mark.slow
 def test_names_that_load_late_leave_the_random_numbers_of_a_script_alone():
     code = """
 import random, flatout

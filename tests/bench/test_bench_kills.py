@@ -40,6 +40,7 @@ def test_nothing_is_lost_hangs_lives_on_or_is_left(tmp_path, kinds):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_what_is_lost_makes_the_exit_code_1(tmp_path):
     program = f"""
 import sys

@@ -155,6 +155,7 @@ def test_wrong_usage_is_named(text):
         run(*words, code=2)
 
 
+@pytest.mark.slow
 def test_errors_are_for_people(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", "from flatout.cli.main import main; main()", "data", "inspect",

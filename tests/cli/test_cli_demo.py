@@ -98,6 +98,7 @@ def test_the_saved_model_has_the_accuracy_that_is_told(
     assert result["jobs"][0]["accuracy"] > 0.5
 
 
+@pytest.mark.slow
 def test_the_tour_is_told(told: tuple[Path, dict[str, Any], str]) -> None:
     folder, _, err = told
     assert "IDX files in idx: 640 images to train on, 200 held out" in err
@@ -124,6 +125,7 @@ def test_without_options_it_trains_on_digits_and_makes_its_own_folder(tmp_path: 
     assert f"saved {model.relative_to(tmp_path)}" in out
 
 
+@pytest.mark.slow
 def test_data_that_is_not_there_is_named(tmp_path: Path) -> None:
     code, _, err = demo(tmp_path, "--data", "nowhere")
     assert code == 1
@@ -132,6 +134,7 @@ def test_data_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_cannot_be_made_is_named_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, out, err = demo(tmp_path, "--run", "file/run")
@@ -141,6 +144,7 @@ def test_a_run_folder_that_cannot_be_made_is_named_before_training(tmp_path: Pat
     assert out == ""
 
 
+@pytest.mark.slow
 def test_images_of_two_sizes_are_refused(tmp_path: Path) -> None:
     folder = write_idx(tmp_path / "idx", 64, 64)
     write(folder / "t10k-images-idx3-ubyte.gz", torch.zeros(64, 20, 20).byte().numpy())
@@ -149,6 +153,7 @@ def test_images_of_two_sizes_are_refused(tmp_path: Path) -> None:
     assert "found (28, 28) to train on and (20, 20) held out" in err
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_plain_loop_leaves_with_130(tmp_path: Path) -> None:
     process = start(tmp_path, "--epochs", "1000")
     assert process.stdout is not None

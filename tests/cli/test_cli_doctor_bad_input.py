@@ -135,6 +135,7 @@ def check(bad, tmp_path):
     assert len(done.stdout) < 20_000
 
 
+@pytest.mark.slow
 def test_a_script_that_is_no_python(tmp_path):
     check(Bad("\x7fELF\0\0", 1, "null bytes"), tmp_path)
 
@@ -186,6 +187,7 @@ def test_options_behind_the_script_are_told_where_no_file_of_it_knows_them(tmp_p
     assert misplaced(given, own, None) == []
 
 
+@pytest.mark.slow
 def test_a_name_that_is_no_text(tmp_path):
     folder = tmp_path / os.fsdecode(b"caf\xe9 au lait")
     folder.mkdir()

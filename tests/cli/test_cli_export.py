@@ -26,6 +26,7 @@ def run(*args: object) -> str:
     return done.output
 
 
+@pytest.mark.slow
 def test_says_what_was_taken_off_and_how_to_load_it(tmp_path: Path) -> None:
     state = nn.Linear(3, 2).state_dict()
     torch.save({f"module.{k}": v for k, v in state.items()} | {"epoch": 3}, tmp_path / "w.pt")

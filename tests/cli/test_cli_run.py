@@ -177,6 +177,7 @@ def test_settings_are_there_before_python_starts(folder) -> None:
         )
 
 
+@pytest.mark.slow
 def test_threads_hold_where_the_script_sets_them_itself(folder) -> None:
     (folder / "many.py").write_text(
         "import torch\ntorch.set_num_threads(3)\nprint(torch.get_num_threads())\n"

@@ -148,6 +148,7 @@ def test_pipes_are_read_to_their_end_so_that_no_writer_is_cut_off(found):
     assert all(one["written"] == 7 for one in found[0])
 
 
+@pytest.mark.slow
 def test_rows_that_are_known_are_spread_over_as_many_steps_on_each_rank(found):
     for one in found[0]:
         assert one["counted"]["steps"] == 2 * 6  # 90 rows in batches of 16

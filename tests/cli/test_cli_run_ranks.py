@@ -145,6 +145,7 @@ def test_a_stop_signal_reaches_all_and_leaves_a_checkpoint(tmp_path, undisturbed
     assert same(undisturbed, tmp_path / "runs.safetensors")
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_ends_all_with_its_traceback_first(tmp_path):
     script = TRAIN.replace(
         "time.sleep(0.01)",

@@ -201,6 +201,7 @@ def test_an_observed_script_is_shown_while_it_runs(tmp_path):
         job.communicate()
 
 
+@pytest.mark.slow
 def test_any_process_is_shown_from_outside(tmp_path):
     found = _top(tmp_path, "--pid", str(os.getpid()))
     assert found.returncode == 0

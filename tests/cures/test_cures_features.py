@@ -617,6 +617,7 @@ def test_a_forward_with_several_frozen_layers_is_cut_once(monkeypatch, kwargs):
     assert told() is None
 
 
+@pytest.mark.slow
 def test_a_cut_that_does_not_hold_any_more_is_looked_for_again(monkeypatch):
     job = CutJob(monkeypatch)
     job(*pictures())

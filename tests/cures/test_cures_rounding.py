@@ -67,6 +67,7 @@ def test_bf16_is_within_the_model_alone(scripts, training, plain):
     is_near(found, plain, 0.05)
 
 
+@pytest.mark.slow
 def test_bf16_is_what_an_autocast_around_the_forward_gives(scripts, training):
     written = told(scripts.run(training, arguments=["cast"]))
     assert told(scripts.run(training, "compute.precision=bf16"))["losses"] == written["losses"]

@@ -191,6 +191,7 @@ for batch in pipeline.batches(0):
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_filled_is_begun_again(tmp_path):
     here = str(Path(__file__).parent)
     killed = subprocess.Popen(

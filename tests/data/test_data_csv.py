@@ -207,6 +207,7 @@ def _by_python(text, delimiter=","):
 _FIELD = st.text(st.sampled_from('ab"\n\r,; '), max_size=6)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(_FIELD, min_size=2, max_size=3), min_size=1, max_size=12),
     st.sampled_from([python_csv.QUOTE_ALL, python_csv.QUOTE_MINIMAL]),
@@ -465,6 +466,7 @@ def test_two_signs_are_not_the_same(tmp_path):
     assert flatout.data.csv(path, quote=";").batch(1).peek(1)[0].inputs["b"].tolist() == [2]
 
 
+@pytest.mark.slow
 def test_without_pyarrow_it_says_what_to_install(tmp_path):
     path = _write(tmp_path / "a.csv", "a,b\n1,2\n")
     code = f"""

@@ -227,6 +227,7 @@ def start(program, where="disk"):
     )
 
 
+@pytest.mark.slow
 def test_a_kill_loses_nothing_that_was_kept():
     process = start(
         """

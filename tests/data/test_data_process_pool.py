@@ -89,6 +89,7 @@ WITHOUT_A_TRACE = """
 """
 
 
+@pytest.mark.slow
 def test_processes_use_nothing_that_a_kill_would_leave(tmp_path):
     script, temporary = tmp_path / "script.py", tmp_path / "temporary"
     script.write_text(textwrap.dedent(WITHOUT_A_TRACE))
@@ -106,6 +107,7 @@ def test_processes_use_nothing_that_a_kill_would_leave(tmp_path):
     assert os.listdir(temporary) == []
 
 
+@pytest.mark.slow
 def test_processes_make_the_same_batches_as_threads():
     made = Pipeline(MadeUp(60)).shuffle(seed=1).map(slow).batch(8)
     pool = made.options(processes=2)
@@ -122,6 +124,7 @@ def test_processes_draw_what_this_process_would():
     ended(pool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_process_that_dies_over_a_batch_is_named(processes):
     made = Pipeline(MadeUp(60)).map(fatal).batch(8).options(processes=processes)
@@ -131,6 +134,7 @@ def test_a_process_that_dies_over_a_batch_is_named(processes):
     assert made._program.pool.pids == []
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_between_two_batches_is_named():
     made = Pipeline(MadeUp(60)).map(slow).batch(2).options(processes=1)
     batches = made.batches(0)
@@ -157,6 +161,7 @@ DEAD_AT_IMPORT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("death", "named"),
     [
@@ -221,6 +226,7 @@ def only_here(inputs, target):
     return inputs["x"], target
 
 
+@pytest.mark.slow
 def test_threads_go_on_where_processes_that_were_not_asked_for_die():
     made = Pipeline(MadeUp(60)).shuffle(seed=1).map(only_here).batch(8)
     wanted = list(made.batches(0))
@@ -244,6 +250,7 @@ class Complaint(Exception):
         super().__init__(f"{number} of {target}")
 
 
+@pytest.mark.slow
 def test_an_error_in_a_process_comes_with_its_traceback():
     made = Pipeline(MadeUp(60)).map(complains).batch(8).options(processes=1)
     with pytest.raises(DataError, match="in complains"):

@@ -45,6 +45,7 @@ def same(found, expected):
             assert a is None or torch.equal(a, b)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     size=st.integers(1, 40),

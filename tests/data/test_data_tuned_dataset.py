@@ -69,6 +69,7 @@ def check_same(made, dataset, epoch):
     assert all(same(batch, other) for (_, batch), other in zip(made, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_worker_processes_make_the_same_batches_in_the_middle_of_an_epoch():
     source = tuned(Slow())
     for epoch in range(3):
@@ -99,6 +100,7 @@ class Drawing(Slow):
         return torch.cat([x, torch.rand(1), torch.tensor([random.random(), np.random.rand()])]), y
 
 
+@pytest.mark.slow
 def test_samples_that_draw_are_made_by_processes_and_never_by_a_thread():
     source = tuned(Drawing())
     state = random_state()

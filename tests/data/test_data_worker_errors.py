@@ -193,6 +193,7 @@ class Sleeps:
         hang("sleeps")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_a_worker_that_hangs_while_it_unpickles_its_dataset_is_named(context):
     loader = torch.utils.data.DataLoader(

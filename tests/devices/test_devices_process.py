@@ -3,6 +3,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from flatout.devices import allocator, process
 from flatout.recipe import Recipe
 
@@ -18,6 +20,7 @@ for section in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_is_applied_and_what_comes_too_late_says_so() -> None:
     cpus = sorted(os.sched_getaffinity(0))
     one = cpus[-1:]

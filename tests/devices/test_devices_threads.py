@@ -57,6 +57,7 @@ def test_cpus_of_which_some_are_not_there_are_refused_too(restored) -> None:
     assert affinity() == set(restored)
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_is_set_and_told_and_denormals_flushed_before_the_first_operator():
     assert run("""
 import torch
@@ -72,6 +73,7 @@ print(json.dumps([before == default, again, interop, everywhere, zeros]))
 """) == [True, 2, [True, 3, True], True, 300_000]
 
 
+@pytest.mark.slow
 def test_too_late_for_threads_that_run_already() -> None:
     assert run("""
 import torch

@@ -331,6 +331,7 @@ def test_a_script_that_grows_slower_is_restarted_before_the_next_trial(tmp_path,
         assert pair.result.ratio == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("starts_s", "settles"), [(0.2, False), (8, False), (0.2, True)])
 def test_both_are_begun_several_times_where_that_takes_little(
     tmp_path, monkeypatch, starts_s, settles

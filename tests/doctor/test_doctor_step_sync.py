@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import pytest
 from torch.utils.data import DataLoader
 
 from flatout.doctor.trials.step_sync import _queued_batches
@@ -12,6 +13,7 @@ class Held:
     """As what torch.compile keeps by a proxy."""
 
 
+@pytest.mark.slow
 def test_batches_that_wait_are_those_of_workers_and_no_proxy_is_asked():
     gc.collect()  # loaders of earlier tests
     held = Held()

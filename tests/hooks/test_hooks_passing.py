@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 
+import pytest
 import torch
 from torch import nn
 
@@ -48,6 +49,7 @@ def test_a_hooked_module_is_copied_saved_and_listed_as_without_hooks():
     assert len(calls) == 3
 
 
+@pytest.mark.slow
 def test_module_calls_are_torchs_own_again_after_the_last_hook():
     gc.collect()
     before_forward(Model(), print).remove()  # owners of hooks that other tests let go are forgotten

@@ -63,6 +63,7 @@ def _timeline():
     return HFTimeline()
 
 
+@pytest.mark.slow
 def test_hugging_faces_steps_are_seen_and_stay_as_they_were(tmp_path, capfd):
     options = {
         "gradient_accumulation_steps": 2,
@@ -89,6 +90,7 @@ def test_hugging_faces_steps_are_seen_and_stay_as_they_were(tmp_path, capfd):
     assert not trainer.model._forward_pre_hooks
 
 
+@pytest.mark.slow
 def test_evaluation_and_saving_between_steps_are_no_part_of_them(tmp_path):
     timeline = _timeline()
     options = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "no"}
@@ -103,6 +105,7 @@ def test_evaluation_and_saving_between_steps_are_no_part_of_them(tmp_path):
     assert timeline.timeline.lanes()["evaluation"] == evaluated
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_not_hooked(tmp_path):
     net = Net()
     net.compile(backend="eager")

@@ -74,6 +74,7 @@ def check(shape, dtype, layout, activation, wants_skip, seed=0, offset=1.0):
         assert torch.equal(given[3].double(), wanted[3].detach())
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(
     shape=st.tuples(

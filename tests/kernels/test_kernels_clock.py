@@ -183,6 +183,7 @@ def test_a_lane_that_is_none_is_an_error_and_costs_nothing():
     assert one.last == last
 
 
+@pytest.mark.slow
 def test_subclasses_and_their_memory():
     class Lanes(Clock):
         __slots__ = ("more",)

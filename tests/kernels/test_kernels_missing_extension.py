@@ -66,6 +66,7 @@ def test_a_model_trains_and_one_warning_says_why_it_is_slow():
     assert done.stderr.count("RuntimeWarning: Flatout's C extensions are missing") == 1
 
 
+@pytest.mark.slow
 def test_what_needs_an_extension_says_which_and_what_to_install(tmp_path):
     (tmp_path / "rows").write_bytes(b"1 1:2 3:4\n0 2:5\n")
     said = _run(_EACH, str(tmp_path / "rows")).stdout

@@ -61,6 +61,7 @@ def test_the_same_bits(shape, dtype):
         assert torch.equal(bits(ours), bits(plain))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(
     values=st.lists(

@@ -57,12 +57,14 @@ def watched(*works, least=60):
     return found
 
 
+@pytest.mark.slow
 def test_python_and_c_are_seen_for_as_long_as_they_run():
     seen = watched((in_python, 6), (in_c, 2))
     # A thread of Python's own would see one of the two alone.
     assert seen["in_python"] > seen["in_c"] > 0
 
 
+@pytest.mark.slow
 def test_stacks_lead_from_the_outermost_frame_to_the_instruction_that_runs():
     stacks = stacks_of(Clock())
     stacks.start()

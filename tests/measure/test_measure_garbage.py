@@ -15,6 +15,7 @@ def clock():
     gc.enable()
 
 
+@pytest.mark.slow
 def test_a_collection_is_noted_with_its_duration(clock):
     clock.start()
     gc.collect()
@@ -25,6 +26,7 @@ def test_a_collection_is_noted_with_its_duration(clock):
     assert took > 0
 
 
+@pytest.mark.slow
 def test_several_clocks_share_one_callback(clock):
     before = len(gc.callbacks)
     other = CollectorClock()

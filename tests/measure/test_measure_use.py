@@ -41,6 +41,7 @@ def child_seconds(pid):
     return times.user + times.system
 
 
+@pytest.mark.slow
 def test_a_run_of_days_stays_at_some_hundred_points(fake_clock):
     use = Use()
     for _ in range(5000):

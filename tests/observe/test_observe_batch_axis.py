@@ -66,6 +66,7 @@ def layers_in(tmp_path, source):
     return observed(tmp_path, START + source + "\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", WRONG.values(), ids=WRONG)
 def test_targets_tell_that_samples_lie_where_places_belong(tmp_path, source):
     (layer,) = layers_in(tmp_path, source).over_batch
@@ -78,6 +79,7 @@ def test_other_ways_to_lay_out_texts_are_not_told(tmp_path, source):
     assert layers_in(tmp_path, source).over_batch == []
 
 
+@pytest.mark.slow
 def test_functions_are_looked_at_in_a_later_training(tmp_path):
     seen = layers_in(
         tmp_path,

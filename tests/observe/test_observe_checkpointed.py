@@ -22,6 +22,7 @@ def step(watch, x, weight, *, reentrant):
         watch.attend()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_backward_needs_of_them_is_counted_and_the_hooks_go(reentrant):
     plain = [vars(module.CheckpointFunction)["forward"], vars(module._checkpoint_hook)["__init__"]]

@@ -82,6 +82,7 @@ def cut_in(tmp_path, source):
     return [fact for fact in seen.in_losses if fact.kind == "cut" and fact.count > 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", WRONG.values(), ids=WRONG)
 def test_a_term_that_ends_in_a_new_tensor_is_seen(tmp_path, source):
     (found,) = cut_in(tmp_path, source)

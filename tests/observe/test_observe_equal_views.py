@@ -100,6 +100,7 @@ def views_in(tmp_path, source):
     return seen.equal_views
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", WRONG.values(), ids=WRONG)
 def test_views_that_are_equal_are_seen(tmp_path, source):
     (found,) = views_in(tmp_path, source)

@@ -63,6 +63,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_model_that_is_older_than_the_folds_is_told(tmp_path, kind):
     (found,) = observed(tmp_path, START + WRONG[kind]).shared_folds

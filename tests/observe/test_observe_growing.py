@@ -25,11 +25,13 @@ def growing_in(tmp_path, line, steps):
     return [item.words for item in seen.growing]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["np.mean(losses)", "losses = losses[-400:]; np.mean(losses)"])
 def test_a_history_that_goes_on_growing_is_seen(tmp_path, line):
     assert growing_in(tmp_path, line, 320) == ["numpy.mean"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["np.mean(losses[-100:])", "torch.tensor(losses[-20:])"])
 def test_a_window_of_the_last_stops_growing(tmp_path, line):
     assert growing_in(tmp_path, line, 320) == []

@@ -32,21 +32,25 @@ def model_of(tmp_path, *, whole=True, after="pass", behind="pass"):
     return model
 
 
+@pytest.mark.slow
 def test_what_a_script_steps_by_hand_is_known_to_move(tmp_path):
     model = model_of(tmp_path, whole=False, behind=BY_HAND)
     assert (model.not_stepped, model.moved) == ([], ["2.weight", "2.bias"])
 
 
+@pytest.mark.slow
 def test_what_no_one_steps_is_still_known(tmp_path):
     model = model_of(tmp_path, whole=False)
     assert (model.not_stepped, model.moved) == (["2.weight", "2.bias"], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_weights_that_are_no_numbers_are_seen(tmp_path, value):
     after = f"rows[0, 0] = float('{value}') if step > 15 else 0.0"
     assert set(model_of(tmp_path, after=after).not_finite) >= {"0.bias", "2.bias"}
 
 
+@pytest.mark.slow
 def test_weights_that_are_numbers_are_not(tmp_path):
     assert model_of(tmp_path).not_finite == []

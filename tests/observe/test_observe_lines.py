@@ -117,6 +117,7 @@ def layer_of_keras():
     return names["Conv"]
 
 
+@pytest.mark.slow
 def test_a_trainers_layers_are_told_beneath_the_line_that_starts_it():
     conv, here = layer_of_keras(), test_a_trainers_layers_are_told_beneath_the_line_that_starts_it
     nodes = [

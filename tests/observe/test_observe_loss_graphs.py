@@ -31,6 +31,7 @@ def test_losses_that_are_divided_are_no_finding(tmp_path, enabled, parts):
     assert "undivided" not in {one.kind for one in seen.in_losses}
 
 
+@pytest.mark.slow
 def test_undivided_losses_are_found_with_a_disabled_scaler(tmp_path):
     source = SCRIPT.format(enabled=False, parts=1).replace(" / 1", "")
     seen = observed(tmp_path, source)

@@ -100,6 +100,7 @@ def monitors(folder, source):
     }, len(found)
 
 
+@pytest.mark.slow
 def test_callbacks_of_lightning(tmp_path):
     pytest.importorskip("lightning")
     assert monitors(tmp_path, LIGHTNING) == (
@@ -112,6 +113,7 @@ def test_callbacks_of_lightning(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_callbacks_of_keras(tmp_path):
     pytest.importorskip("keras")
     assert monitors(tmp_path, KERAS) == (
@@ -124,6 +126,7 @@ def test_callbacks_of_keras(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_arguments_of_transformers(tmp_path):
     pytest.importorskip("transformers")
     assert monitors(tmp_path, TRANSFORMERS) == (

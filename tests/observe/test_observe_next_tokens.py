@@ -69,6 +69,7 @@ def seen_in(tmp_path):
     return seen.seen_ahead
 
 
+@pytest.mark.slow
 def test_training_goes_on_to_the_bit(tmp_path):
     source = "model = train(Model(False))" + END
     plain = run(tmp_path, source, observed=False)
@@ -80,6 +81,7 @@ def test_training_goes_on_to_the_bit(tmp_path):
     assert (found.layer, found.layer_kind) == ("layer.self_attn", "MultiheadAttention")
 
 
+@pytest.mark.slow
 def test_a_later_training_is_looked_at_too(tmp_path):
     run(tmp_path, "train(Model(True))\ntrain(Model(False), parts=2)\n")
     (found,) = seen_in(tmp_path)
@@ -93,6 +95,7 @@ model = train(nn.parallel.DistributedDataParallel(Model({is_causal}))).module
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_model_in_ddp_is_inspected_as_without_ddp(tmp_path, is_causal):
     source = "import os" + DDP.format(is_causal=is_causal) + END
@@ -125,6 +128,7 @@ def test_others_are_left_alone(tmp_path, source):
     assert seen_in(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_where_steps_are_long_it_waits(tmp_path):
     waits = """
 from flatout.observe import next_tokens, watch

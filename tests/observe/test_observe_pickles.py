@@ -126,6 +126,7 @@ def differing(plain, seen):
     return dict(reversed(found))
 
 
+@pytest.mark.slow
 def test_objects_of_an_observed_script_are_as_without(plain, tmp_path):
     start = ("-m", "flatout.observe.start", tmp_path / "observed", "script.py")
     assert not differing(plain, fingerprints(tmp_path / "run", *start))

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from flatout.observe import Observation
 
 SCRIPT = """
@@ -89,6 +91,7 @@ for rate in range(3):  # the same beginning of several trainings
 """
 
 
+@pytest.mark.slow
 def test_what_seeds_alike_in_each_epoch_is_found_and_nothing_else(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run(

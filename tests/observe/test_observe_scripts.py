@@ -161,6 +161,7 @@ print("end")
 """
 
 
+@pytest.mark.slow
 def test_finders_that_fail_at_the_end_cost_no_more_than_what_they_find(tmp_path):
     ran, seen = _observe(tmp_path, LOOP + FAILING)
     assert (ran.returncode, ran.stdout) == (0, "end\n"), ran.stderr
@@ -185,6 +186,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.slow
 def test_schedules_that_wait_for_a_loss_are_counted_as_others_are(tmp_path):
     ran, seen = _observe(tmp_path, LOOP + PLATEAUS)
     assert ran.returncode == 0, ran.stderr
@@ -211,6 +213,7 @@ train("CosineAnnealingWarmRestarts", True)
 """
 
 
+@pytest.mark.slow
 def test_schedules_that_are_gone_at_the_end_were_counted(tmp_path):
     """But for those whose class steps without torch's method."""
     ran, seen = _observe(tmp_path, LOOP + GONE)
@@ -243,6 +246,7 @@ def test_torch_is_not_imported_for_a_script_that_does_without(tmp_path):
     assert ran.stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_enough_ends_the_script_before_what_follows_the_step(tmp_path):
     source = LOOP + (
         "for step in range(10_000):\n"
@@ -285,6 +289,7 @@ def test_workers_do_not_stay_behind(tmp_path):
     assert seen.ended == "stopped"
 
 
+@pytest.mark.slow
 def test_what_lies_before_a_step_is_the_hosts_and_each_optimizer_has_its_share(tmp_path):
     source = LOOP + (
         "import time\n"
@@ -309,6 +314,7 @@ def test_what_lies_before_a_step_is_the_hosts_and_each_optimizer_has_its_share(t
     assert sum(shares) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_rounds_of_two_optimizers_and_accumulation(tmp_path):
     source = LOOP + (
         "other = torch.nn.Linear(4, 1)\n"
@@ -660,6 +666,7 @@ def test_a_keras_model_that_is_not_told_trains_without_dropout(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_teacher_that_the_script_has_trained_before_is_seen_to_get_gradients(tmp_path):
     source = LOOP + (
         "for step in range(30):\n"

@@ -366,6 +366,7 @@ def by_autocast(model, batch):
     return (batch[:, :-1],), {}, told, loss
 
 
+@pytest.mark.slow
 def test_a_model_may_compute_in_half_precision():
     for make in (RIGHT["fused"], RIGHT["a mask"], RIGHT["padded on the left"]):
         assert seen(made(make).bfloat16()) == seen(made(make), by_autocast) == "nothing"

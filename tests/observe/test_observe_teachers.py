@@ -65,6 +65,7 @@ for step in range(24):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "del loaded, detached, teacher, before\n"])
 def test_a_teacher_in_train_mode_is_seen_with_what_its_layers_do(tmp_path, end):
     """Also where it is gone at the end."""
@@ -80,5 +81,6 @@ def test_a_teacher_in_train_mode_is_seen_with_what_its_layers_do(tmp_path, end):
         assert 0.3 < item.dropped < 0.7
 
 
+@pytest.mark.slow
 def test_what_is_trained_or_follows_what_is_trained_is_no_teacher(tmp_path):
     assert observed(tmp_path, START + RIGHT).teachers == []

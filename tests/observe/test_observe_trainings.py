@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from flatout.observe.quick import AFTER_STEPS
 from flatout.observe.watch import Watch
 from observed import observed
@@ -49,6 +51,7 @@ train(third, torch.optim.Adam(third.parameters(), lr=1e-3), 30)
 """
 
 
+@pytest.mark.slow
 def test_mistakes_of_a_second_training_alone_are_seen(tmp_path):
     seen = observed(tmp_path, FIRST + MISTAKEN)
     before, optimizer = seen.optimizers
@@ -67,6 +70,7 @@ def test_mistakes_of_a_second_training_alone_are_seen(tmp_path):
     assert kept.name == "kept"
 
 
+@pytest.mark.slow
 def test_nothing_is_wrong_where_a_later_training_is_right(tmp_path):
     seen = observed(tmp_path, FIRST + RIGHT)
     assert [item.kept_gradients for item in seen.optimizers] == [(0, 2)] * 3

@@ -62,6 +62,7 @@ def unfrozen_in(tmp_path, source):
     return seen.unfrozen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "told"), WRONG.values(), ids=WRONG)
 def test_what_freezes_nothing_is_seen(tmp_path, source, told):
     (found,) = unfrozen_in(tmp_path, source)

@@ -54,6 +54,7 @@ def test_classes_of_validation_alone_are_counted(tmp_path, case):
     assert held_out.unseen_classes == unseen
 
 
+@pytest.mark.slow
 def test_keras_takes_the_last_samples(tmp_path):
     pytest.importorskip("keras")
     seen = observed(tmp_path, KERAS)

@@ -91,6 +91,7 @@ def test_a_target_network_that_never_moves(tmp_path, wrapper):
     assert pair.kind == "torch.nn.modules.container.Sequential"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_copy_of_the_trained_model_is_no_teacher(tmp_path, wrapper):
     assert seen(tmp_path, wrapper, COPIED).teachers == []
@@ -105,6 +106,7 @@ def test_modes_are_read_from_the_wrapped_model(tmp_path, wrapper, is_right):
     assert any(model.trained_in_eval_mode for model in models) is not is_right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_one_model_for_all_folds(tmp_path, wrapper):
     (found,) = seen(tmp_path, wrapper, FOLDS).shared_folds
@@ -137,6 +139,7 @@ for number in range(24):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_undivided_sums_of_means_are_found_or_not_counted_as_checked(tmp_path, wrapper):
     verdict = judge([seen(tmp_path, wrapper, ADDED_UP)], inventory())
@@ -165,6 +168,7 @@ for number in range(24):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_graph_is_read_through_the_node_that_ddp_adds_after_each_output(tmp_path, which):
     found = seen(tmp_path, "", TWO_OUTPUTS.replace("{which}", str(which))).in_losses
@@ -214,6 +218,7 @@ for number in range(12):
 """
 
 
+@pytest.mark.slow
 def test_checks_of_gradients_and_dropout_do_not_pass_in_compiled_code(tmp_path):
     assert not passed(seen(tmp_path, "", DISCARDED)) & {"gradients_discarded", "eval_missing"}
 

@@ -85,6 +85,7 @@ def test_dense_and_sparse_gradients_and_touched_rows_give_the_same(make):
         assert f"tables: 1 of 60 rows · touched rows only, as {name} does" in said
 
 
+@pytest.mark.slow
 def test_a_resume_ends_in_the_same_bits(tmp_path):
     for name, make in RULES.items():
         whole = fitted(make, "on", epochs=2)

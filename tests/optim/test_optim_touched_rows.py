@@ -197,6 +197,7 @@ def test_rows_are_brought_up_to_date_for_a_state_dict_and_read_so_in_between():
     assert_near(model, dense, job(OPTIMIZERS["adam"])[0].state_dict())
 
 
+@pytest.mark.slow
 def test_what_reads_a_whole_table_finds_it_up_to_date():
     model, optimizer = job(OPTIMIZERS["adam"])
     dense, theirs = job(OPTIMIZERS["adam"])

@@ -3,6 +3,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from flatout.recipe import FIELDS, SECTIONS, loads
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "recipe_reference.py"
@@ -18,6 +20,7 @@ def test_the_page_is_up_to_date():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_an_old_or_absent_page_is_noticed(tmp_path):
     shutil.copy(SCRIPT.with_name("generated.py"), tmp_path)
     script = shutil.copy(SCRIPT, tmp_path)

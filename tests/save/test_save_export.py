@@ -61,6 +61,7 @@ def prefixed(prefix: str) -> dict[str, torch.Tensor]:
     return {prefix + key: value for key, value in STATE.items()}
 
 
+@pytest.mark.slow
 def test_from_a_run_a_folder_of_checkpoints_and_a_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
     checkpoints = Checkpoints(run / "checkpoints")
@@ -477,6 +478,7 @@ def test_other_sources_and_targets_are_refused(tmp_path: Path) -> None:
 # -- programs --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_program_runs_without_flatout_and_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     model = net()
     model.insert(0, nn.Dropout(0.5))

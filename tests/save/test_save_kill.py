@@ -15,6 +15,7 @@ def run(*args: object) -> list[dict[str, int]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_killed_ten_times_the_last_good_checkpoint_is_there(tmp_path: Path) -> None:
     [result] = run("random", tmp_path / "run", 10, 1)
     assert result["kills"] == 10
@@ -32,6 +33,7 @@ def test_killed_a_hundred_times(tmp_path: Path, seed: int) -> None:
     assert result["within"] > 20  # struck while a checkpoint was being written
 
 
+@pytest.mark.slow
 def test_killed_before_every_file_operation_of_a_save(tmp_path: Path) -> None:
     results = run("instants", tmp_path)
     assert len(results) == 2

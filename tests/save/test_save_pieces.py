@@ -57,6 +57,7 @@ def saved(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_what_the_ranks_have_written_is_one_checkpoint(saved, asynchronous):
     weights, state = torch.load(saved / "expected.pt")

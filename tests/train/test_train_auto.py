@@ -195,7 +195,7 @@ def test_steps_under_exact_options_are_the_plain_steps(clock):
     torch.manual_seed(1)
     other, compute, source = job(theirs, recipe=plain, allow="exact", data=data)
     for epoch in itertools.count():
-        other.epoch = epoch
+        other.progress.epoch = epoch
         for batch in other.batches(source):
             if other.step_count < steps:
                 other.step(compute, batch)
@@ -582,6 +582,7 @@ def test_more_and_fewer_micro_batches_are_tried_where_there_are_stages(best, tri
     assert not searched(lambda s: 1.0, 0.1, 6_000).best.micro_batches
 
 
+@pytest.mark.slow
 def test_one_thread_is_tried_for_short_steps(clock, monkeypatch):
     torch.set_num_threads(2)
     monkeypatch.setattr(auto, "usable_cpus", lambda: 2)

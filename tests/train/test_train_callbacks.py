@@ -362,6 +362,7 @@ def _limited(code: str, path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_full_disk_warns_once_and_training_goes_on(tmp_path: Path) -> None:
     code = """if True:
         import sys

@@ -355,6 +355,7 @@ def test_steps_in_a_row_end_where_something_is_due(
     assert (timeline.step_times() > 0).all()
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_within_steps_in_a_row(interpreted, tmp_path):
     def begin(folder, **options):
         trainer, _ = fitted(net(), run=tmp_path / folder, epochs=8, **options)
@@ -674,6 +675,7 @@ def test_a_compilation_that_slows_the_steps_too_much_is_ended(clock, monkeypatch
     assert history.tuning["lost_s"] == pytest.approx(found["cost_s"], rel=0.5)
 
 
+@pytest.mark.slow
 def test_what_is_captured_by_choice_is_compiled_once(clock, interpreted):
     """A layer changes later: from then on steps run eagerly."""
 
@@ -708,6 +710,7 @@ def test_auto_reports_why_it_does_not_compile(model, options, why, clock):
     assert history.recipe.compute.capture == "off"
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_asked_for_is_no_other_machine(clock, interpreted):
     """Its pace is learned when it comes; where steps do get slower, settings are tried again."""
 
@@ -737,6 +740,7 @@ def test_exact_never_compiles(clock):
     assert history.recipe.compute.capture == "off"
 
 
+@pytest.mark.slow
 def test_after_a_thaw_the_step_is_compiled_again(clock, interpreted, tmp_path):
     def fit(captured):
         model, options = thawing(ADAM, 30)
@@ -792,6 +796,7 @@ def endless(clock, epochs, **options):
     return trainer, trainer.fit(batches, epochs=epochs, progress=False)
 
 
+@pytest.mark.slow
 def test_a_run_of_unknown_length_compiles_once_it_has_lasted(clock, interpreted, tmp_path):
     """Taken to last as long again, it repays compiling after four times as long as that takes."""
     clock.terms = replace(clock.terms, sure_s=0.1, capture_s=0.25)
@@ -850,6 +855,7 @@ def test_what_a_thread_less_costs_is_reckoned_with(cpus, may_lend, ratio, share,
     assert auto_capture._slowed(search) == pytest.approx(share)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "lent", "nice"), [("auto", 1, 19), (2, 2, 5)])
 def test_the_child_gets_a_cpu_of_the_steps(asked, lent, nice, interpreted, monkeypatch):
     """On all CPUs, a thread less; where the number is asked for, more priority."""

@@ -298,6 +298,7 @@ LSTM_IN_BF16 = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are of x86")
 def test_a_kernel_that_the_cpu_lacks_is_named(tmp_path):
     """Run as on a CPU without AVX-512, for which oneDNN has no LSTM in bf16."""

@@ -73,6 +73,7 @@ def test_what_is_made_sample_by_sample_stays(copies):
     assert len(copies) == 1  # of the validation
 
 
+@pytest.mark.slow
 def test_a_source_that_is_evaluated_once_is_not_copied():
     data = DeviceData(CPU, room=10**6)
     source = as_source((torch.zeros(10, 4), torch.zeros(10)), batch_size=5, shuffle=False)

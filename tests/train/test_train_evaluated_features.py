@@ -147,6 +147,7 @@ def test_images_without_labels_find_what_was_kept_with_them(tmp_path, made, monk
         assert 13 <= computed(made) < 39
 
 
+@pytest.mark.slow
 def test_what_a_function_made_of_labels_is_not_found_without_them(tmp_path, made, monkeypatch):
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     folder = photographs(tmp_path, "b", "c", "d")
@@ -208,6 +209,7 @@ class Drawn(Dataset):
         return x + torch.rand(()), y
 
 
+@pytest.mark.slow
 def test_what_a_loader_changes_at_random_is_evaluated_as_it_comes(made, tmp_path, monkeypatch):
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     trainer, plain = evaluated("disk"), evaluated("off")

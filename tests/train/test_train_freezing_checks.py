@@ -7,6 +7,7 @@ from train_jobs import data, network, quiet
 import flatout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_safe", [False, True])
 def test_a_frozen_batch_norm_that_moves_is_said_once(is_safe):
     model = network()

@@ -104,6 +104,7 @@ def test_saved_json_reads_back_and_nan_is_null(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["history.json"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_saved_history_whole(tmp_path: Path) -> None:
     path = fitted().save(tmp_path / "history.json")
     before = path.read_bytes()

@@ -137,6 +137,7 @@ def test_a_keras_file_is_a_plain_model(days, tmp_path):
         trainer(network(rows=9)).load(path)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_compiled(days, tmp_path):
     given = {"loss": "binary_cross_entropy", "optimizer": "adam", "metrics": ["auc"]}
     job = trainer(network(compiled=False), run=tmp_path / "one", **given)

@@ -124,6 +124,7 @@ def test_what_memory_holds():
     assert "4 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_all_of_small_data():
     model = network()  # BatchNorm in training takes no single sample
     _, history, said = fit(model, x=data(samples=8))

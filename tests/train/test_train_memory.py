@@ -94,6 +94,7 @@ def run(code, folder, *, in_fork=True):
     return result.stdout.split()
 
 
+@pytest.mark.slow
 def test_models_of_ten_fits_are_freed(tmp_path):
     code = """
         fit()

@@ -218,6 +218,7 @@ def test_a_part_that_was_dropped_keeps_its_state_and_is_closed(tmp_path):
     assert again.steps == 2
 
 
+@pytest.mark.slow
 def test_rows_of_tables_are_stepped_in_a_rehearsal_too(monkeypatch):
     """A compiled model is rehearsed before its first step, on the Parts that follow the user's."""
     made = []

@@ -71,6 +71,7 @@ def precision(loop):
     return loop.stepper.switch.now.precision
 
 
+@pytest.mark.slow
 def test_a_function_without_noise_is_fitted_as_closely_as_in_fp32():
     """What it asked for stays in bf16, which gets no further than its 8 bits."""
     losses = {}

@@ -52,6 +52,7 @@ def fit(
     return history, trainer.resolved.compute.touched_rows, said
 
 
+@pytest.mark.slow
 def test_large_tables_are_stepped_by_rows_and_end_as_under_the_dense_optimizer():
     dense = Clicks()
     fit(dense, {"touched_rows": "off"})
@@ -75,6 +76,7 @@ def test_large_tables_are_stepped_by_rows_and_end_as_under_the_dense_optimizer()
     )
 
 
+@pytest.mark.slow
 def test_tables_stay_as_they_are_where_rounding_is_not_allowed_or_nothing_is_gained():
     assert fit(Clicks(), allow="exact")[1] == "off"
     history, chosen, _ = fit(Clicks(50), x=data(50))
@@ -82,6 +84,7 @@ def test_tables_stay_as_they_are_where_rounding_is_not_allowed_or_nothing_is_gai
     assert not any(note.startswith("tables:") for note in history.notes)
 
 
+@pytest.mark.slow
 def test_large_tables_that_cannot_be_stepped_by_rows_are_named():
     history, chosen, _ = fit(Clicks(max_norm=1.0))
     assert chosen == "off"
@@ -113,6 +116,7 @@ def patched(parameters, lr):
     return optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [None, with_hook, patched])
 def test_code_of_the_user_gets_gradients_of_all_rows(kind):
     model, why = Clicks(), "code around Adam's step may read its gradient"
@@ -160,6 +164,7 @@ def test_small_tables_beside_large_ones_are_left_to_the_optimizer():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("penalty", "kind", "why"),
     [

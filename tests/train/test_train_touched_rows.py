@@ -44,6 +44,7 @@ def fit(touched_rows, epochs=3, callbacks=(), **given):
     return model, trainer.fit(*data(), batch_size=32, epochs=epochs, callbacks=callbacks)
 
 
+@pytest.mark.slow
 def test_a_fit_ends_as_under_the_dense_optimizer():
     dense, theirs = fit("off")
     ours, own = fit("on")
@@ -92,6 +93,7 @@ class Reads(flatout.Callback):
         self.means.append(state.trainer.optimizer.state_dict()["state"][0]["exp_avg"].clone())
 
 
+@pytest.mark.slow
 def test_who_looks_at_a_table_between_epochs_finds_it_up_to_date():
     dense, ours = Reads(), Reads()
     fit("off", callbacks=[dense])

@@ -57,6 +57,7 @@ def assert_near(ours, dense):
         assert np.linalg.norm(found - wanted) <= 1e-5 * np.linalg.norm(wanted)
 
 
+@pytest.mark.slow
 def test_a_fit_ends_as_under_keras_own_optimizer_and_leaves_a_plain_file(tmp_path):
     dense = network()
     fit(dense, "off")
@@ -74,6 +75,7 @@ def test_a_fit_ends_as_under_keras_own_optimizer_and_leaves_a_plain_file(tmp_pat
     assert_near(saved, state)
 
 
+@pytest.mark.slow
 def test_a_file_that_keras_itself_writes_during_the_fit_is_up_to_date(tmp_path):
     found = []
     for touched_rows in ("off", "on"):

@@ -63,12 +63,14 @@ def test_a_dataset_that_waits_gets_workers_and_the_same_weights(tmp_path):
         check_equal(fit(Waiting(), workers, 1)[0], fit(Quick(), 0, 1)[0])
 
 
+@pytest.mark.slow
 def test_a_short_fit_is_read_as_written():
     found, history = fit(Quick(), "auto", 2)
     check_equal(found, fit(Quick(), 0, 2)[0])
     assert history.recipe.input.workers == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, "thread"])
 def test_a_loader_without_workers_trains_the_same_weights_however_it_is_read(workers):
     def trained(workers):
@@ -91,6 +93,7 @@ def batches():
         yield x, (x.sum(1) > 0).astype(np.int64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["auto", "thread"])
 def test_a_generator_trains_the_same_weights_in_a_thread(workers):
     check_equal(fit(batches, workers, 4)[0], fit(batches, 0, 4)[0])

@@ -215,6 +215,7 @@ def test_the_sum_to_rounding_and_the_same_bits(found, kind):
         assert_same_bits(found, (kind, dtype, length, scale))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_reaches_all_ranks(found, kind):
     for rank in found:

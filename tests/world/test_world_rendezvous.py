@@ -150,6 +150,7 @@ def test_a_port_in_use_is_named_with_who_uses_it():
         assert f"process {os.getpid()} of " in listener(port)
 
 
+@pytest.mark.slow
 def test_what_listens_is_no_first_node():
     """A server of something else, which takes connections and says nothing of use."""
     with (

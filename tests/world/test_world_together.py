@@ -1,5 +1,6 @@
 """What only one rank meets must not leave the others waiting."""
 
+import pytest
 import torch
 from world_ranks import run
 
@@ -85,6 +86,7 @@ JOB = """
 """
 
 
+@pytest.mark.slow
 def test_all_ranks_come_to_the_end(tmp_path):
     run(JOB, 2, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))

@@ -96,6 +96,7 @@ def test_many_strangers_at_once_are_turned_away(gate):
     assert greeted == 64
 
 
+@pytest.mark.slow
 def test_what_listens_there_is_no_gate(echo):
     with pytest.raises(UnknownPeer):
         entered(LOOPBACK, echo)

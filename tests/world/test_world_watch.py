@@ -56,6 +56,7 @@ def said(capsys, words, within_s=100.0):
     return text
 
 
+@pytest.mark.slow
 def test_the_lowest_rank_that_waits_tells_once_and_says_when_it_is_over(watches, capsys):
     made, logs = watches(3)
     for log in logs[:2]:

@@ -97,5 +97,3 @@ def follow_rule(loop: LoopState) -> None:
     for line in words:
         loop.say(line)
     loop.stepper.lr_scale = scale
-    if scale is not None and scale.changes:
-        loop.stepper.lr_scale = scale

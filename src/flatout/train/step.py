@@ -179,7 +179,7 @@ class Stepper:
         return self.finish(computed, step.number)
 
     def _at_rates_of(self, number: int) -> AbstractContextManager[None]:
-        if self.lr_scale is None:
+        if self.lr_scale is None or not self.lr_scale.changes:
             return _NO_OTHERS
         return scaled(self.turn.optimizers, self.lr_scale.at(number - 1))
 

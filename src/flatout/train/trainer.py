@@ -311,6 +311,7 @@ class Trainer:
         )  # fmt: skip
         if options.largest_batch:
             check_is_open(self.objective, x, y, self.loop)
+        before: dict[str, float] = {}
         history = self.objective.fit_as_written(data, self.loop, options)
         while history is None:
             before, source, validation = self._prepare_fit(data, options, resume)
