@@ -22,7 +22,7 @@ from typing import Any
 
 from flatout.world.network import LOOPBACK
 from flatout.world.place import STARTED_BY, Place, place, restarts
-from flatout.world.stores import connect, files_of
+from flatout.world.stores import connect, connect_to, files_of, part_of
 
 COMES_BACK = "FLATOUT_COMES_BACK"
 """Set for a rank that was restarted alone."""
@@ -138,16 +138,10 @@ def times_of(agents: Any) -> int:
 
 
 def store_of_agent(port: int, nodes: int, rounds: int) -> Any:
-    import torch.distributed as dist
-
     timeout = timedelta(seconds=_STORE_S)
     here = Place(nodes=nodes, port=port)
-    if files_of(here) is not None:
-        store = connect(here, timeout)
-    else:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timeout
-        )
+    has_files = files_of(here) is not None
+    store = connect(here, timeout) if has_files else connect_to(LOOPBACK, port, timeout)
     return _under(store, {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(rounds - 1)})
 
 
@@ -156,7 +150,4 @@ def _store() -> Any:
 
 
 def _under(store: Any, environ: Mapping[str, str] | None = None) -> Any:
-    import torch.distributed as dist
-
-    name = f"flatout-dropped-{restarts(environ)}"
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    return part_of(store, f"flatout-dropped-{restarts(environ)}")

@@ -40,7 +40,7 @@ class Mailbox:
     def __init__(self, group: Group, meet: Barrier) -> None:
         self._own, self._meet, self._turn = group.own, meet, 0
         self._least = _LEAST_BYTES
-        file = _file(mmap.PAGESIZE)
+        file = memory_file(mmap.PAGESIZE)
         try:
             there = gathered(group, (os.getpid(), file))
             self._pids = [pid for pid, _ in there]
@@ -128,7 +128,7 @@ class Mailbox:
             size = _in_pages(wanted)
             if own is not None:
                 os.close(own.file)  # all others have met this rank since they opened it
-            file = _file(size)
+            file = memory_file(size)
             own = boxes[self._own] = _mapped(os.getpid(), file, size)
             header = self._told[self._own]
             header[2 * self._turn] = file
@@ -168,17 +168,23 @@ def _in_pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _file(size: int) -> int:
-    file = os.memfd_create("flatout-mailbox", os.MFD_CLOEXEC)
+def memory_file(size: int) -> int:
+    """Return a new file in memory, without a name, for `map_file` in other processes."""
+    file = os.memfd_create("flatout-memory", os.MFD_CLOEXEC)
     os.ftruncate(file, size)
     return file
 
 
-def _mapped(pid: int, file: int, size: int) -> _Box:
+def map_file(pid: int, file: int, size: int) -> mmap.mmap:
+    """Return the memory of a file that a process of this node has open."""
     there = opened(pid, file, os.O_RDWR)
     try:
-        memory = mmap.mmap(there, size)
+        return mmap.mmap(there, size)
     finally:
         os.close(there)
+
+
+def _mapped(pid: int, file: int, size: int) -> _Box:
+    memory = map_file(pid, file, size)
     result = torch.frombuffer(memory, dtype=torch.uint8)
     return _Box(file, memory, result, result.data_ptr())

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from flatout.world.network import INTERFACES
 from flatout.world.pair import Pair, open_pair
 from flatout.world.place import SERVERS, Place, place, restarts
-from flatout.world.stores import connect
+from flatout.world.stores import connect, part_of
 
 OVER = "over"
 """A key in the servers' store, set once the first rank's script has ended."""
@@ -57,16 +57,12 @@ def become_server(here: Place, env: MutableMapping[str, str]) -> None:
 
 
 def open_store(timeout_s: float) -> Any:
-    import torch.distributed as dist
-
     there = connect(place(), timedelta(seconds=timeout_s))
-    return dist.PrefixStore(f"flatout-servers-{restarts()}", there)  # type: ignore[attr-defined]
+    return part_of(there, f"flatout-servers-{restarts()}")
 
 
 def pair_of(
     store: Any, session: int, server: int, rank: int, *, is_rank: bool, timeout_s: float
 ) -> Pair:
-    import torch.distributed as dist
-
-    own = dist.PrefixStore(f"{session}-{server}-{rank}", store)  # type: ignore[attr-defined]
+    own = part_of(store, f"{session}-{server}-{rank}")
     return open_pair(own, int(is_rank), timeout_s)

@@ -90,9 +90,22 @@ def connect(here: Place, timeout: timedelta) -> Any:
         store = dist.FileStore(files.store, -1)  # type: ignore[attr-defined]
         store.set_timeout(timeout)
         return store
+    return connect_to(_address(here), here.port, timeout)
+
+
+def connect_to(address: str, port: int, timeout: timedelta) -> Any:
+    import torch.distributed as dist
+
     return dist.TCPStore(  # type: ignore[attr-defined]
-        _address(here), here.port, is_master=False, wait_for_workers=False, timeout=timeout
+        address, port, is_master=False, wait_for_workers=False, timeout=timeout
     )
+
+
+def part_of(store: Any, name: str) -> Any:
+    """Return a store for the keys that begin with a name."""
+    import torch.distributed as dist
+
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
 def _address(here: Place) -> str:

@@ -23,7 +23,7 @@ from flatout.world.hangs.watch import RankWatch
 from flatout.world.network import INTERFACES, interface_of, source_address
 from flatout.world.place import ALONE, Place, place, restarts
 from flatout.world.secret import check_channel
-from flatout.world.stores import connect, open_store
+from flatout.world.stores import connect, open_store, part_of
 
 if TYPE_CHECKING:
     import torch
@@ -405,10 +405,10 @@ class World:
         Args:
             name: a prefix for the keys; stores of other names have other keys.
         """
-        import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
-        return dist.PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined]
+        own = _get_default_store().clone()  # type: ignore[attr-defined]
+        return part_of(own, name)
 
     def part(self, count: int) -> tuple[int, int]:
         """Return the range of `count` ordered items that belongs to this rank."""
@@ -549,10 +549,7 @@ def _gpus(store: Any, rank: int, size: int, device: str) -> list[str]:
 
 
 def _store_of(store: Any, name: str = "") -> Any:
-    import torch.distributed as dist
-
-    prefix = "-".join(("flatout", str(restarts()), *([name] if name else [])))
-    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    return part_of(store, "-".join(("flatout", str(restarts()), *([name] if name else []))))
 
 
 def _meet(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from flatout.strategies.reductions.reduction import Flat, Reduction
-from flatout.world import Barrier, Group, barrier
+from flatout.world import Barrier, Group, barrier, mailbox
 
 
 class _BucketPlace(NamedTuple):
@@ -57,14 +57,12 @@ class Shared(Reduction):
         ranks, own, size = len(self.group.ranks), self.group.own, length * dtype.itemsize
         # The sums follow the values in memory, on their own page.
         whole = -(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE
-        file = os.memfd_create("flatout-gradients", os.MFD_CLOEXEC)
+        file = mailbox.memory_file(2 * whole)
         try:
-            os.ftruncate(file, 2 * whole)
-            mapped = []
-            for pid, fd in barrier.gathered(self.group, (os.getpid(), file)):
-                there = barrier.opened(pid, fd, os.O_RDWR)
-                mapped.append(torch.frombuffer(mmap.mmap(there, 2 * whole), dtype=torch.uint8))
-                os.close(there)
+            mapped = [
+                torch.frombuffer(mailbox.map_file(pid, fd, 2 * whole), dtype=torch.uint8)
+                for pid, fd in barrier.gathered(self.group, (os.getpid(), file))
+            ]
             self._meet()
         finally:
             os.close(file)

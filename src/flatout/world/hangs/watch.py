@@ -25,7 +25,7 @@ from flatout.world.hangs.collective_log import APART, CollectiveLog, Waiting
 from flatout.world.hangs.hang import RankStatus, explain
 from flatout.world.hangs.stacks import Process, look_at, own_stack, this_process
 from flatout.world.place import Place, restarts
-from flatout.world.stores import Board, agent_keeps_it, connect, files_of
+from flatout.world.stores import Board, agent_keeps_it, connect, files_of, part_of
 
 # Interval of a rank's reports: _BEAT_S is the largest one in seconds, _SHARE a share of the
 # patience.
@@ -280,7 +280,5 @@ def _is_same(waiting: Waiting, question: _Question) -> bool:
 
 
 def _store_of(here: Place, longest_s: float) -> Any:
-    import torch.distributed as dist
-
     store = connect(here, timedelta(seconds=longest_s))
-    return dist.PrefixStore(f"flatout-watch-{restarts()}", store)  # type: ignore[attr-defined]
+    return part_of(store, f"flatout-watch-{restarts()}")

@@ -19,8 +19,6 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from flatout.console import first_line, say
 from flatout.errors import WorldError
 from flatout.world.meeting.agreement import Arrival, disagreement
@@ -28,7 +26,7 @@ from flatout.world.meeting.tunnel import Gate, Tunnel, entered
 from flatout.world.network import LOOPBACK, is_here, listen, listener, listening_address
 from flatout.world.nodes import Nodes
 from flatout.world.secret import VARIABLE, Refused, UnknownPeer, secret
-from flatout.world.stores import served
+from flatout.world.stores import connect_to, served
 
 T = TypeVar("T")
 
@@ -149,13 +147,7 @@ class Preflight:
             self._gate.close()
 
     def connect(self) -> Any:
-        return TCPStore(
-            LOOPBACK,
-            self.store_port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._answer_s),
-        )
+        return connect_to(LOOPBACK, self.store_port, timedelta(seconds=self._answer_s))
 
     def _receive(self, until: float) -> list[Arrival]:
         waiting = Waiting()
