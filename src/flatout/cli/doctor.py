@@ -99,18 +99,7 @@ def doctor(
         return
     if not options.is_module:
         _check_script(script)
-    if options.yes and options.no_trials:
-        raise typer.BadParameter("--yes asks for trials, --no-trials for none: give one of them")
-    if options.target_loss is not None and not (
-        options.verify_full and math.isfinite(options.target_loss)
-    ):
-        raise typer.BadParameter("--target-loss needs --verify-full and a number to reach")
-    if options.allow not in (None, "exact", "tolerant", "redrawn"):
-        raise typer.BadParameter(
-            f"--allow: expected exact, tolerant or redrawn; found {options.allow!r}"
-        )
-    if options.as_json and (options.diff or options.fix):
-        raise typer.BadParameter("--json has the changes in it already: leave --diff or --fix away")
+    _check_options(options)
     budget_s = _seconds(options.budget or ("10m" if options.search else "2m"))
     from flatout.recipe import Parity
     from flatout.report import Asked, Baseline, Files, diagnose, recipe_file
@@ -142,6 +131,21 @@ def doctor(
         fix=Parity.from_name(options.allow or "exact") if options.fix else None,
     )
     raise typer.Exit(diagnose(asked))
+
+
+def _check_options(options: DoctorOptions) -> None:
+    if options.yes and options.no_trials:
+        raise typer.BadParameter("--yes asks for trials, --no-trials for none: give one of them")
+    if options.target_loss is not None and not (
+        options.verify_full and math.isfinite(options.target_loss)
+    ):
+        raise typer.BadParameter("--target-loss needs --verify-full and a number to reach")
+    if options.allow not in (None, "exact", "tolerant", "redrawn"):
+        raise typer.BadParameter(
+            f"--allow: expected exact, tolerant or redrawn; found {options.allow!r}"
+        )
+    if options.as_json and (options.diff or options.fix):
+        raise typer.BadParameter("--json has the changes in it already: leave --diff or --fix away")
 
 
 def devices(as_json: AsJson = False) -> None:

@@ -11,6 +11,8 @@ from typer import Argument
 from flatout.cli.common import AsJson, option, print_json, with_options
 from flatout.console import printable
 
+Which = Literal["best", "last"]
+
 
 @dataclass(frozen=True)
 class ExportOptions:
@@ -56,30 +58,9 @@ def export(
     """Write the weights of a checkpoint under the module's own names."""
     if options.best and options.last:
         raise typer.BadParameter("--best and --last are one or the other")
-    which: Literal["best", "last"] | None = (
-        "best" if options.best else "last" if options.last else None
-    )
+    which: Which | None = "best" if options.best else "last" if options.last else None
     if target is not None and target.endswith(".pt2"):
-        if options.model is None or not options.inputs:
-            raise typer.BadParameter("a .pt2 target needs --model and --input")
-        from flatout.save import export_program_of
-
-        program = export_program_of(
-            checkpoint,
-            target,
-            options.model,
-            options.inputs,
-            which=which,
-            key=options.key,
-            prefix=options.prefix,
-            overwrite=options.overwrite,
-        )
-        if as_json:
-            print_json(program.as_dict())
-            return
-        typer.echo(printable(f"{program.target}  {program.bytes:,} bytes"))
-        typer.echo(printable(f"read back and compared with the model: {program.parity}"))
-        typer.echo(printable(f"load it: torch.export.load({program.target!r}).module()"))
+        _export_program(checkpoint, target, which, options, as_json)
         return
     if options.model is not None or options.inputs:
         raise typer.BadParameter("--model and --input are for a .pt2 target")
@@ -97,19 +78,48 @@ def export(
         print_json(done.as_dict())
         return
     if done.kept and which is None:
-        typer.echo(printable("the run has two; the best is taken (--last for the other):"))
-        typer.echo(printable("\n".join(f"  {line}" for line in done.kept)))
-    typer.echo(printable(f"read {done.source}"))
+        _say("the run has two; the best is taken (--last for the other):")
+        _say("\n".join(f"  {line}" for line in done.kept))
+    _say(f"read {done.source}")
     if done.sets:
-        typer.echo(printable(f"{done.sets} (--key KEY takes another)"))
+        _say(f"{done.sets} (--key KEY takes another)")
     elif done.key:
-        typer.echo(printable(f"weights: {done.key}"))
-    typer.echo(printable(f"taken off: {' '.join(done.stripped) or 'nothing'}"))
+        _say(f"weights: {done.key}")
+    _say(f"taken off: {' '.join(done.stripped) or 'nothing'}")
     if done.left_out:
         more = f", … {len(done.left_out) - 5:,} more" if len(done.left_out) > 5 else ""
-        typer.echo(printable(f"left out: {', '.join(done.left_out[:5])}{more}"))
-    typer.echo(printable(f"{done.target}  {done.tensors:,} tensors, {done.bytes:,} bytes"))
-    typer.echo(printable(f"load it: {_loading(done.target)}"))
+        _say(f"left out: {', '.join(done.left_out[:5])}{more}")
+    _say(f"{done.target}  {done.tensors:,} tensors, {done.bytes:,} bytes")
+    _say(f"load it: {_loading(done.target)}")
+
+
+def _export_program(
+    checkpoint: str, target: str, which: Which | None, options: ExportOptions, as_json: bool
+) -> None:
+    if options.model is None or not options.inputs:
+        raise typer.BadParameter("a .pt2 target needs --model and --input")
+    from flatout.save import export_program_of
+
+    program = export_program_of(
+        checkpoint,
+        target,
+        options.model,
+        options.inputs,
+        which=which,
+        key=options.key,
+        prefix=options.prefix,
+        overwrite=options.overwrite,
+    )
+    if as_json:
+        print_json(program.as_dict())
+        return
+    _say(f"{program.target}  {program.bytes:,} bytes")
+    _say(f"read back and compared with the model: {program.parity}")
+    _say(f"load it: torch.export.load({program.target!r}).module()")
+
+
+def _say(line: str) -> None:
+    typer.echo(printable(line))
 
 
 def _loading(target: str) -> str:

@@ -92,16 +92,7 @@ def run(
     if not options.is_module and not os.path.exists(script):
         raise typer.BadParameter(f"{script}: no such script (-m runs a module)")
     file = file_of(script, is_module=options.is_module)
-    variables = {"FLATOUT_RUN": "1"} | keras_backend(file)
-    if options.checkpoints is not None:
-        is_url = "://" in options.checkpoints
-        variables["FLATOUT_CHECKPOINTS"] = (
-            options.checkpoints if is_url else os.path.abspath(options.checkpoints)
-        )
-    if options.profile_batches:
-        variables["FLATOUT_PROFILE_BATCHES"] = "1"
-    if options.recipe is not None:
-        variables["FLATOUT_RECIPE"] = os.path.abspath(options.recipe)
+    variables = _variables(options) | keras_backend(file)
     settings, servers = options.settings, options.servers
     given = [options.recipe is not None, bool(settings), bool(servers)]
     os.environ.pop(SERVERS, None)
@@ -140,6 +131,19 @@ def run(
     job = replace(job, timeout=asked.world.timeout, recipe=_asked_anywhere())
     start = [sys.executable, *through, *what]
     _start(start, variables | environment(asked), cpus, options.dry_run, job)
+
+
+def _variables(options: RunOptions) -> dict[str, str]:
+    variables = {"FLATOUT_RUN": "1"}
+    if options.checkpoints is not None:
+        is_url = "://" in options.checkpoints
+        folder = options.checkpoints if is_url else os.path.abspath(options.checkpoints)
+        variables["FLATOUT_CHECKPOINTS"] = folder
+    if options.profile_batches:
+        variables["FLATOUT_PROFILE_BATCHES"] = "1"
+    if options.recipe is not None:
+        variables["FLATOUT_RECIPE"] = os.path.abspath(options.recipe)
+    return variables
 
 
 @dataclass(frozen=True)

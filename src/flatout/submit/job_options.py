@@ -97,12 +97,8 @@ def job_of(asked: JobOptions, root: Path, now: datetime) -> Job:
             do="take it out of .gitignore",
         )
     inputs = tuple(look_at(item, root, code, asked.shared) for item in named)
-    name = asked.name or name_of("data.py" if is_command else script, now)
-    if asked.name is None:
-        name = _free(name, base)
-    # A Recipe has measured the threads of one rank, not of a node.
-    measured = None if asked.devices is None else _measured_threads(recipe)
-    threads = asked.threads or measured
+    name = asked.name or _free(name_of("data.py" if is_command else script, now), base)
+    threads = asked.threads or _measured_threads(recipe, asked.devices)
     if asked.servers:
         check_servers_set(asked.servers, asked.settings)
     return Job(
@@ -161,8 +157,9 @@ def _free(name: str, base: Path) -> str:
     return next((name for name in names if not os.path.exists(base / name)), name)
 
 
-def _measured_threads(recipe: Recipe | ResolvedRecipe | None) -> int | None:
-    result = None if recipe is None else recipe.process.threads
+def _measured_threads(recipe: Recipe | ResolvedRecipe | None, devices: int | None) -> int | None:
+    # A Recipe has measured the threads of one rank, not of a node.
+    result = None if recipe is None or devices is None else recipe.process.threads
     return result if isinstance(result, int) else None
 
 
