@@ -1,7 +1,7 @@
 """A Recipe as TOML, requested or resolved.
 
 A requested Recipe holds the fields that were named, a table a section. A resolved one holds every
-field, the `machine`, and a table such as `choices."compute.precision"` with the reason behind each;
+field, the `machine`, and a table such as `choices."compute.precision"` with the reason for each;
 one with `proven_for`, a script, holds only the fields that were proven for it. A field that a
 resolved one does not name is as plain PyTorch: the version that wrote it had no such setting.
 """
@@ -93,7 +93,7 @@ def loads(text: str, *, source: str = "TOML text") -> Recipe | ResolvedRecipe:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """What TOML text holds.
+    """Return the content of TOML text.
 
     Raises:
         RecursionError: it is nested more deeply than anything that people write.
@@ -110,7 +110,7 @@ def parse(text: str) -> dict[str, Any]:
 def dump(
     recipe: Recipe | ResolvedRecipe, path: str | os.PathLike[str], *, comment: str = ""
 ) -> None:
-    """Write a Recipe to a TOML file, whole or not at all: beside it first, then renamed.
+    """Write a Recipe to a TOML file, whole or not at all.
 
     Args:
         recipe: what to write.

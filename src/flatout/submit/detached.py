@@ -2,9 +2,9 @@
 
 The files in the job's folder on that host, where NAME is the node's name:
 
-    NAME.lock           held as long as a process of the job lives
-    NAME.pid            id of the command, which gets the stop signal
-    NAME.log            output of the command
+    NAME.lock           held as long as a process of the job lives;
+    NAME.pid            id of the command, which gets the stop signal;
+    NAME.log            output of the command;
     NAME.remaining      remaining time, as the run itself reports it
     NAME.exit_code      of the command, once it has ended
     NAME.canceled       exists once the job was canceled

@@ -4,8 +4,8 @@ This works if workers need not wait for each other. An agent restarts such a ran
 then waits until the others take it back, and all meet as at the start. Their messages, a few words
 in all, go through the job's store. Other launchers do not know them, and end all ranks.
 
-    may-end             ranks that may be dropped, as JSON
-    times               number of times that ranks were taken back
+    may-end             ranks that may be dropped, as JSON;
+    times               number of times that ranks were taken back;
     dropped-TIMES-RANK  set if that rank was dropped since then
     back-TIMES-RANK     set if that rank waits to be taken back
 """

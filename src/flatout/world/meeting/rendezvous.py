@@ -3,9 +3,9 @@
 All of it uses one store, which the first node keeps and the ranks use too. In addition to the keys
 of the preflight, it has
 
-    round/N             number of nodes that have come to the N-th start of the ranks
-    done/N              number of nodes whose ranks have all ended well since then
-    beat/NODE           changes while that node's agent lives
+    round/N             number of nodes that have come to the N-th start of the ranks;
+    done/N              number of nodes whose ranks have all ended well since then;
+    beat/NODE           changes while that node's agent lives;
     ended               the reason why the job is over; heard: number of nodes that know it
 """
 
@@ -259,8 +259,7 @@ class Rendezvous(RendezvousHandler):
         where = self._preflight.where
         return f"node 0 ({self._hosts[0]}) at {where} does not answer any more"
 
-    # -- further methods for the agent
-    # ----------------------------------------------------------------
+    # -- further methods for the agent ------------------------------------------------------------
 
     @property
     def use_agent_store(self) -> bool:
