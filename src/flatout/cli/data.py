@@ -138,22 +138,15 @@ def inspect(
     overwrite: Annotated[
         bool, Option("--overwrite", help="Replace a schema file that was edited.")
     ] = False,
-    against: Annotated[
-        list[str] | None,
-        Option(
-            metavar="FILE",
-            help="Another day: which ids of PATHS it does not have. Several times for more files.",
-        ),
-    ] = None,
     *,
     tables: TableOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is in files: rows, classes, ids, bad rows and a schema."""
+    """Say what is in files: rows, classes, bad rows and a schema."""
     from flatout.data import inspect as look
     from flatout.errors import DataError
 
-    report = look(paths, format, against=against or None, **tables.given())
+    report = look(paths, format, **tables.given())
     refused: DataError | None = None
     if schema is not None:
         try:
@@ -164,9 +157,6 @@ def inspect(
     _show(report, None if refused else schema, as_json)
     if refused is not None:
         raise refused
-
-
-_OF_FIELDS = ("field", "ids", "once", "most frequent", "half in", "unknown", "in the schema")
 
 
 def _show(report: Report, schema: Path | None, as_json: bool) -> None:
@@ -184,10 +174,6 @@ def _show(report: Report, schema: Path | None, as_json: bool) -> None:
         out.print(note)
     if report.columns:
         out.print(_table(("column", "values", "role", "range", "lengths"), report.table()))
-    if report.fields:
-        out.print(_table(_OF_FIELDS, report.field_table(), is_narrow=True))
-        if note := report.field_note():
-            out.print(note, soft_wrap=whole)
 
 
 @dataclass(frozen=True)
@@ -284,17 +270,14 @@ def bench(
     out.print(_table(("threads", "rows/s", "speed", "ms/batch of a thread"), result.table()))
 
 
-def _table(
-    headers: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, is_narrow: bool = False
-) -> Table:
+def _table(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
     from rich import box
     from rich.table import Table
 
-    padding = (0, 1, 0, 0) if is_narrow else (0, 1)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     used = [at for at in range(len(headers)) if any(row[at] for row in rows)]
     for at in used:
-        table.add_column(headers[at], overflow="fold", no_wrap=is_narrow and at == 0)
+        table.add_column(headers[at], overflow="fold")
     for row in rows:
         table.add_row(*(row[at] for at in used))
     return table

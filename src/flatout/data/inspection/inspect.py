@@ -15,13 +15,11 @@ from flatout.data.batches.form import Leaf
 from flatout.data.conversion.job import Conversion, job_of
 from flatout.data.conversion.passes import pieces_of
 from flatout.data.conversion.progress import progress as showing
-from flatout.data.inspection.column_counts import ColumnCounts, Counted, count, percentiles
-from flatout.data.inspection.id_fields import IdFields
+from flatout.data.inspection.column_counts import ColumnCounts, count, percentiles
 from flatout.data.inspection.image_report import open_found, size_note
 from flatout.data.inspection.inspected import ColumnFacts, Report
 from flatout.data.pipeline import Pipeline
 from flatout.data.randomness import order
-from flatout.data.reading.block import Block
 from flatout.data.reading.error_policy import ErrorPolicy
 from flatout.data.reading.files import File, Paths, find
 from flatout.data.reading.schema import Column, Schema
@@ -43,7 +41,6 @@ def inspect(
     paths: Paths,
     format: str | None = None,
     *,
-    against: Paths | None = None,
     progress: bool = True,
     **options: Any,
 ) -> Report:
@@ -55,16 +52,13 @@ def inspect(
     Args:
         paths: path, glob pattern or URL, or a list of these, or folders of images or rows.
         format: one of `formats.FORMATS`; None guesses from names and first bytes of the files.
-        against: data of another day in the same format, such as the day before. The report then
-            states, for each field, the ids that these data do not have. Texts are left out, since
-            each file numbers them by itself.
         progress: show progress on standard error, from the second second on.
         **options: options of the format's function, such as `delimiter=";"` or `target="price"` of
             CSV.
 
     Raises:
-        DataError: there are no such files, their format is not known, it has no such option, no
-            row is good, or the data of the other day have other columns.
+        DataError: there are no such files, their format is not known, it has no such option, or
+            no row is good.
     """
     kind = format or guess(paths)
     images = None
@@ -84,61 +78,18 @@ def inspect(
             options=options,
         )
     stored = _Stored.of(kind, paths, images)
-    counts, bad, ids = ColumnCounts(), "", IdFields(())
+    counts, bad = ColumnCounts(), ""
     schema: Schema | None = getattr(pipeline.origin, "schema", None)
     columns = () if schema is None else schema.columns
     try:
         job = job_of(pipeline, None, None)
         columns = columns or job.schema.columns
-        ids = IdFields(() if images else columns, _base_of(schema))
-        _count(job, images, counts, ids, progress)
+        _count(job, images, counts, progress)
     except DataError as error:
         if kind in SKIPPING:
             raise
         bad = " ".join(str(error).split())
-    other = None
-    if against is not None:
-        other = _other_day(
-            against, kind, [c for c in columns if c.name in ids.names], schema, options
-        )
-    report = _report(kind, stored, pipeline, images, columns, counts, bad)
-    full = "more different ones than memory holds"
-    notes = [f"ids of {name}: {full}" for name in ids.dropped]
-    if other is not None:
-        notes += [f"ids of {name} in the data to compare with: {full}" for name in other.dropped]
-    return replace(report, fields=ids.facts(other), notes=[*report.notes, *notes])
-
-
-def _other_day(
-    paths: Paths,
-    kind: str,
-    columns: Sequence[Column],
-    schema: Schema | None,
-    options: dict[str, Any],
-) -> IdFields:
-    numbered = {} if schema is None else schema.options.get("categories", {})
-    given: dict[str, Any] = (
-        {"options": options} if numbered or schema is None else {"schema": schema}
-    )
-    on_error: Any = "skip" if kind in SKIPPING else "fail"
-    pipeline = open_files(
-        paths, kind, on_error=on_error, max_errors=NO_LIMIT, without_text=True, **given
-    )
-    job = job_of(pipeline, None, None)
-    there = {column.name: column for column in job.schema.columns}
-    own = [column for column in columns if column.name not in numbered]
-    for column in own:
-        result = there.get(column.name)
-        if result is None or (result.dtype, result.shape) != (column.dtype, column.shape):
-            raise DataError(
-                f"the data to compare with have no column {column.words}, but "
-                f"{', '.join(value.words for value in there.values())}",
-                where=pipeline.describe(),
-                do="compare with another day of the same log",
-            )
-    ids = IdFields(own, _base_of(getattr(pipeline.origin, "schema", None)))
-    _count(job, None, ColumnCounts(), ids, progress=False)
-    return ids
+    return _report(kind, stored, pipeline, images, columns, counts, bad)
 
 
 class _Stored(NamedTuple):
@@ -173,7 +124,7 @@ def _stored_size(file: File) -> int:
 
 
 def _count(
-    job: Conversion, images: ImageBytes | None, counts: ColumnCounts, ids: IdFields, progress: bool
+    job: Conversion, images: ImageBytes | None, counts: ColumnCounts, progress: bool
 ) -> None:
     numbers = job.numbers
     target = job.samples.form.targets
@@ -181,12 +132,7 @@ def _count(
     if images is not None:
         numbers = np.sort(order(len(numbers), 0, 0)[:_FEW])
     pieces = pieces_of([len(numbers)], job.probe, _BLOCK_BYTES)
-
-    def look(block: Block) -> Counted | None:
-        ids.add(block)
-        return count(block, name)
-
-    looking = replace(job, numbers=numbers).make(pieces, look)
+    looking = replace(job, numbers=numbers).make(pieces, lambda block: count(block, name))
     with showing("looking at rows", len(numbers), progress) as tell:
         for counted in looking:
             if counted is not None:

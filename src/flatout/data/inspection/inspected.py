@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flatout.data.inspection.id_fields import HASH, FieldFacts
 from flatout.data.reading.schema import Schema
 from flatout.errors import DataError, as_data_error
 from flatout.words import counted, rounded, size_words
@@ -75,7 +74,6 @@ class Report:
         bad: description of the first bad row, with file and line.
         schema: schema that reads the files.
         notes: further lines for the user.
-        fields: the ids in int64 inputs, field by field.
     """
 
     format: str
@@ -95,7 +93,6 @@ class Report:
     bad: str
     schema: Schema | None
     notes: list[str]
-    fields: list[FieldFacts] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain data, with the schema as in TOML."""
@@ -177,20 +174,9 @@ class Report:
         """Return name, kind, role, range and lengths of each column."""
         return [(c.name, c.kind, c.role, c.range, c.spread) for c in self.columns]
 
-    def field_table(self) -> list[tuple[str, ...]]:
-        """Return the words of each field of ids, as in `FieldFacts.words`."""
-        return [field.words for field in self.fields]
-
-    def field_note(self) -> str:
-        """Return the meaning of an abbreviation in `field_table`, or "" where it has none."""
-        is_hashed = any(field.todo.startswith(HASH) for field in self.fields)
-        return f"{HASH} and these buckets in the schema" if is_hashed else ""
-
     def __str__(self) -> str:
         lines = [self.headline(), self.bad_line(), *self.notes]
         lines += ["  ".join(filter(None, row)) for row in self.table()]
-        lines += ["  ".join(filter(None, row)) for row in self.field_table()]
-        lines.append(self.field_note())
         return "\n".join(line for line in lines if line)
 
 
