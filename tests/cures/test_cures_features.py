@@ -16,7 +16,7 @@ from flatout.cures.features import keep_features, keep_whole
 from flatout.cures.kept_samples import FIELD, Keeping
 from flatout.data import sample_names
 from flatout.data.features import room
-from flatout.data.features.sample_names import hashed
+from flatout.data.features.key import hashed
 from flatout.train.parts.features.choice import Choice
 
 

@@ -311,9 +311,7 @@ def test_the_same_data_give_the_same_bytes_with_any_number_of_threads(tmp_path, 
     lines = [f"{row % 2} 1:{row} {' '.join(ids[: 2000 + 3 * row])}\n" for row in range(300)]
     source.write_text("".join(lines))  # as rows they are three pieces
     for threads in (1, 5):
-        monkeypatch.setattr(
-            "flatout.data.conversion.passes.usable_cpus", lambda count=threads: count
-        )
+        monkeypatch.setattr("flatout.data.conversion.job.usable_cpus", lambda count=threads: count)
         given = {} if to == "rows" else {"shards": 3}
         pipeline = flatout.data.libsvm(source, layout="ragged")
         convert(pipeline, tmp_path / f"{threads}/a.{to}", shuffle=1, **given)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flatout
 from flatout.data import RowPart, sample_names
 from flatout.data.features.device_rows import features_give_way
-from flatout.data.features.sample_names import hashed
+from flatout.data.features.key import hashed
 from flatout.data.features.store import NamedStore
 from flatout.models import Contents, Cut
 from flatout.recipe import Recipe

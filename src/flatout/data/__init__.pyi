@@ -34,13 +34,13 @@ from flatout.data.execution.samples import takes_rng as takes_rng
 from flatout.data.execution.turns import Turns as Turns
 from flatout.data.explanation import Explanation as Explanation
 from flatout.data.features.device_rows import features_give_way as features_give_way
+from flatout.data.features.key import NAMES_VERSION as NAMES_VERSION
 from flatout.data.features.key import feature_key as feature_key
+from flatout.data.features.key import sample_names as sample_names
 from flatout.data.features.room import device_room as device_room
 from flatout.data.features.room import disk_room as disk_room
 from flatout.data.features.room import memory_room as memory_room
 from flatout.data.features.row_log import RowPart as RowPart
-from flatout.data.features.sample_names import NAMES_VERSION as NAMES_VERSION
-from flatout.data.features.sample_names import sample_names as sample_names
 from flatout.data.features.store import FeatureStore as FeatureStore
 from flatout.data.features.store import NamedStore as NamedStore
 from flatout.data.ids.classes import TEXTS as TEXTS

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from flatout.data.conversion.converted import Converted, ShardSizes, To
-from flatout.data.conversion.job import Conversion, job_of
-from flatout.data.conversion.passes import pieces_of
+from flatout.data.conversion.job import Conversion, job_of, pieces_of
 from flatout.data.conversion.progress import progress as showing
 from flatout.data.conversion.shards import (
     CountedFile,

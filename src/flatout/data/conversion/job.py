@@ -1,17 +1,18 @@
-"""Rows of a conversion: which rows of a pipeline are written, in which order and form."""
+"""Rows of a conversion: which rows of a pipeline are written, in which order, form and pieces."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from flatout.data.batches.form import Form, Leaf
-from flatout.data.conversion.passes import Piece, made
 from flatout.data.execution.labels import labels_of
 from flatout.data.execution.samples import Costs, Samples
 from flatout.data.mixture import Mixture
@@ -23,9 +24,42 @@ from flatout.data.reading.buffers import Buffers
 from flatout.data.reading.origins import is_rows
 from flatout.data.reading.schema import Column, Schema
 from flatout.data.stages import Cache, Options, Shuffle, only
+from flatout.data.stores.row_store import row_bytes
+from flatout.data.workers.parallel import Ahead, Tuner
 from flatout.errors import DataError
+from flatout.measure import usable_cpus
 
 T = TypeVar("T")
+
+# Maximum number of rows of a piece.
+_MOST_ROWS = 1 << 16
+
+
+class Piece(NamedTuple):
+    """Rows that are made at once.
+
+    Attributes:
+        part: index of the output part, such as a shard, that the rows belong to.
+        start: position of the first row in the order of all rows.
+        stop: position after the last row.
+    """
+
+    part: int
+    start: int
+    stop: int
+
+
+def pieces_of(sizes: Sequence[int], probe: Block, piece_bytes: int) -> list[Piece]:
+    """Split parts of these numbers of rows into pieces of about the same size in each part."""
+    most = int(min(max(piece_bytes / row_bytes(probe), 1), _MOST_ROWS))
+    pieces, start = [], 0
+    for part, size in enumerate(sizes):
+        count = -(-size // most)
+        cuts = [start + size * i // count for i in range(count + 1)]
+        pieces += [Piece(part, a, b) for a, b in pairwise(cuts)]
+        start += size
+    return pieces
+
 
 # Number of rows that are made to find dtypes, shapes and sizes.
 _PROBE = 256
@@ -65,19 +99,24 @@ class Conversion:
         return [*self.told, *getattr(self.origin, "notes", list)()]
 
     def make(self, pieces: Sequence[Piece], use: Callable[[Block], T]) -> Generator[T, None, None]:
+        """Yield the result of `use` for the rows of each piece, in the order of the pieces."""
+        buffers = Buffers()
 
-        def fit(block: Block) -> T:
+        def one(at: int) -> T:
+            numbers = self.numbers[pieces[at].start : pieces[at].stop]
+            block = self.samples.make(numbers, buffers, 0, Costs())
             return use(_fitted(block, self.schema, self.names, self.samples.where))
 
-        if not self.alone:
-            yield from made(self.samples, self.numbers, pieces, fit)
+        if self.alone:
+            for at, piece in enumerate(pieces):
+                with seeded(batch_seed(0, 0, piece.start)):
+                    result = one(at)
+                yield result
             return
-        buffers = Buffers()
-        for piece in pieces:
-            numbers = self.numbers[piece.start : piece.stop]
-            with seeded(batch_seed(0, 0, piece.start)):
-                sample = fit(self.samples.make(numbers, buffers, 0, Costs()))
-            yield sample
+        threads = usable_cpus()
+        tuner = Tuner(threads, threads=threads, depth=threads + 2)
+        with closing(iter(Ahead(one, 0, len(pieces), tuner))) as ahead:
+            yield from ahead
 
 
 def job_of(

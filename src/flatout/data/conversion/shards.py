@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeAlias
 
 from flatout.atomic_file import atomic_write
-from flatout.data.conversion.passes import Piece
+from flatout.data.conversion.job import Piece
 from flatout.data.reading.block import Block
 from flatout.data.reading.schema import Schema
 from flatout.errors import DataError

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from flatout.cache_folder import cache_folder
-from flatout.data.inspection.image_report import open_images_of_any_size
+from flatout.data.inspection.inspect import open_images_of_any_size
 from flatout.data.pipeline import Pipeline
 from flatout.data.reading.files import Paths
 from flatout.data.reading.origins import is_chunks

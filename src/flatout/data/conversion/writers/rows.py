@@ -14,7 +14,7 @@ import numpy as np
 
 from flatout import unfinished
 from flatout.atomic_file import flush_folder
-from flatout.data.conversion.passes import Piece
+from flatout.data.conversion.job import Piece
 from flatout.data.conversion.shards import Tell, differences
 from flatout.data.digests.digests import digest_of
 from flatout.data.reading.block import Block
